@@ -1,0 +1,67 @@
+# Every target does its own set-up in .venv; the first one to run waits for the installation.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Python and packages are two stamps: another PYTHON makes a new environment, another pyproject.toml only updates it.
+BASE := $(VENV)/made-by-$(notdir $(PYTHON))
+READY := $(VENV)/ready
+PEERS := $(VENV)/peers
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Idle worker threads sleep instead of spinning: on few cores, spinning costs more than waking up.
+export OMP_WAIT_POLICY := PASSIVE
+unexport HF_HUB_OFFLINE
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-faults test-gpu test-peers lint format bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BASE):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+		{ echo "posttrain needs Python 3.11 to 3.13; '$(PYTHON)' is not one. Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(READY): $(BASE) pyproject.toml constraints.txt
+	@echo "installing posttrain and its tools into $(VENV) (a few minutes the first time)"
+	@$(PIP_INSTALL) -e '.[dev,gguf]'
+	@touch $@
+
+$(PEERS): $(READY)
+	@echo "installing the libraries that are compared with"
+	@$(PIP_INSTALL) -e '.[bench,lora,tensorboard]'
+	@touch $@
+
+demo: $(READY) ## train a small model on this machine and see it improve
+	@$(BIN)/posttrain run quickstart
+
+test: $(READY) ## all tests but the slow ones, those for a GPU, and those against peers
+	@$(BIN)/python -m pytest -q -m "not gpu and not slow and not peers"
+
+test-faults: $(READY) ## kill runs, corrupt files, fill disks; resume must be exact
+	@$(BIN)/python -m pytest -q -m "not gpu and not peers" tests/faults
+
+test-gpu: $(READY) ## the tests that need a CUDA device
+	@$(BIN)/python -m pytest -q -m gpu
+
+test-peers: $(PEERS) ## the same mathematics in other libraries
+	@$(BIN)/python -m pytest -q -m peers
+
+lint: $(READY) ## style, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format'" >&2; exit 1; }
+	@$(BIN)/mypy
+
+format: $(READY) ## rewrite the files in the house style
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format .
+
+bench: $(PEERS) ## one GRPO step on the CPU, here and in a peer; prints one JSON line last
+	@$(BIN)/python benchmarks/cpu_grpo_step.py
+
+clean: ## remove the environment and all caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,54 @@
+"""The contract of an algorithm: all that the loop knows of it. Most algorithms define two of these methods and inherit the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posttrain.types import JSON, Batch, Group, Metric, Outputs, Selection, Terms
+
+State = dict[str, JSON]  # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """A frozen dataclass: fields are hyper-parameters named as in the paper, methods are the maths."""
+
+    paper: ClassVar[str] = ""
+    online: ClassVar[bool] = True  # learns from what it samples itself; else from examples
+    unit: ClassVar[str] = "sequence"  # token | sequence | pair | ranking: what a micro-batch may not cut
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Who else must be on stage: a subset of reference, value, reward, teacher, pretraining. Exactly these are built."""
+        return frozenset()
+
+    @property
+    def group_size(self) -> int:
+        """Samples per prompt, for online algorithms."""
+        return 1
+
+    @property
+    def reuse(self) -> tuple[int, int]:
+        """(epochs, mini-batches): how often a frozen rollout is reused, and in how many optimizer steps. (1, 1) is on-policy."""
+        return 1, 1
+
+    def start(self) -> State:
+        return {}
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        """Which groups to train on, or a request for more. No tensors yet."""
+        return Selection(tuple(groups))
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        """Without gradient, for the whole optimizer step: rewards to advantages, and the weight of every term."""
+        raise NotImplementedError
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        """The losses of one micro-batch of a prepared step, per unit, with their weights."""
+        raise NotImplementedError
+
+    def finish(self, state: State, metrics: Sequence[Metric]) -> State:
+        """Once an optimizer step, on statistics of all of it."""
+        return state

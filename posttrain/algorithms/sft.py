@@ -1,0 +1,45 @@
+"""Supervised fine-tuning: maximum likelihood on demonstrations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.weights import reduction
+from posttrain.types import Batch, Metric, Outputs, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT(Algorithm):
+    """Minimise the negative log-likelihood of the tokens that carry loss (the assistant's):
+
+        L = - sum_t w_t log pi(y_t | x, y_<t),    w_t = 1 / T over all loss tokens of the step (token_mean)
+
+    Use it to teach a format or a skill from worked examples, and before RL so that some samples already succeed.
+    `reduction = "sequence_mean"` weighs every example the same instead of every token.
+    """
+
+    paper: ClassVar[str] = "Ouyang et al. 2022, arXiv:2203.02155"
+    online: ClassVar[bool] = False
+
+    reduction: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        kinds = ("token_mean", "sequence_mean")
+        require(self.reduction in kinds, f"sft: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        return step.replace(weight_T=reduction(self.reduction, step.mask_T, step.sequence_T, step.sequences))
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        assert batch.weight_T is not None
+        mask_T = batch.mask_T
+        loss_T = (-outputs.logprob_T).where(mask_T, 0.0)
+        count = mask_T.sum()
+        metrics = (
+            Metric("nll", loss_T.detach().sum(), count),
+            Metric("entropy", outputs.entropy_T.detach().where(mask_T, 0.0).sum(), count),
+        )
+        return Terms((Term("nll", loss_T, batch.weight_T),), metrics)

@@ -1,0 +1,108 @@
+"""Finding algorithms, tasks and recipes by name. A file is its own registration: its module name is the name.
+
+`list` must not import torch, so descriptions are read from the source with `ast`; only `load` imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from posttrain.errors import UserError, require, unknown
+
+HOME = Path(__file__).parent
+KINDS = {"algorithm": "algorithms", "task": "tasks", "recipe": "recipes", "reward": "rewards"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of `posttrain list`."""
+
+    name: str
+    summary: str
+    paper: str
+    file: str
+
+
+def names(kind: str) -> list[str]:
+    """Names of one kind, from file names. Files named `base` and those with a leading underscore are not entries."""
+    folder = HOME / KINDS[kind]
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "base")
+
+
+def describe(kind: str) -> list[Entry]:
+    """Entries of one kind, read from their source without importing it."""
+    entries = []
+    for name in names(kind):
+        path = HOME / KINDS[kind] / f"{name}.py"
+        tree = ast.parse(path.read_text())
+        summary = (ast.get_docstring(tree) or "").split("\n")[0]
+        entries.append(Entry(name, summary, _class_constant(tree, "paper"), f"posttrain/{KINDS[kind]}/{name}.py"))
+    return entries
+
+
+def _class_constant(tree: ast.Module, name: str) -> str:
+    """The value of a string assigned to `name` in the body of any class of the module."""
+    for owner in (n for n in tree.body if isinstance(n, ast.ClassDef)):
+        for node in owner.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            value = getattr(node, "value", None)
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(value, ast.Constant):
+                return str(value.value)
+    return ""
+
+
+def load(kind: str, name: str, base: type | None = None, allow_code: bool = True) -> Any:
+    """The class (or, for a recipe, the function) called `name`, or the one in a user's `file.py:Name`.
+
+    A shipped module defines exactly one public subclass of `base`; a recipe module defines a function of its own name.
+    """
+    if ":" in name and name.split(":", 1)[0].endswith(".py"):
+        require(allow_code, f"{kind} {name!r} would run code from a file; pass --allow-code if you trust it")
+        return _from_file(kind, *name.split(":", 1))
+    if name not in names(kind):
+        raise unknown(kind, name, names(kind))
+    module = importlib.import_module(f"posttrain.{KINDS[kind]}.{name}")
+    if base is None:
+        return getattr(module, name)
+    return own_class(module, base)
+
+
+def own_class(module: ModuleType, base: type) -> type:
+    """The one subclass of `base` that `module` itself defines."""
+    found = [
+        c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{module.__name__} must define exactly one {base.__name__}, found {len(found)}")
+    return found[0]
+
+
+def name_of(thing: type | object) -> str:
+    """The catalogue name of a shipped class or instance, or `file.py:Name` for a user's."""
+    cls = thing if isinstance(thing, type) else type(thing)
+    origin = getattr(sys.modules.get(cls.__module__), "__posttrain_file__", None)
+    return f"{origin}:{cls.__name__}" if origin else cls.__module__.rsplit(".", 1)[-1]
+
+
+def _from_file(kind: str, file: str, attribute: str) -> Any:
+    path = Path(file).expanduser().resolve()
+    require(path.is_file(), f"{kind} file {file!r} does not exist")
+    module_name = f"posttrain_user_{path.stem}_{abs(hash(str(path))) % 10**8}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{kind} file {file!r} is not Python")
+    module = importlib.util.module_from_spec(spec)
+    module.__posttrain_file__ = str(path)  # type: ignore[attr-defined]
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise unknown(f"name in {file}", attribute, public)
+    return getattr(module, attribute)

@@ -1,0 +1,74 @@
+"""Which problems come next: levels that rise as the policy masters them, each a resumable stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.data.stream import Stream, philox
+from posttrain.errors import require
+from posttrain.types import JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curriculum:
+    """Problems come from the current level, and a share `review` of them from the ones below it. When the last `window` problems
+    of the current level were solved at least `threshold` of the time, the next level opens. `start = 0` begins at the lowest."""
+
+    start: int = 0
+    threshold: float = 0.8
+    window: int = 32
+    review: float = 0.25
+
+    def __post_init__(self) -> None:
+        require(0 < self.threshold <= 1, f"curriculum: threshold must lie in (0, 1], not {self.threshold}")
+        require(self.window >= 1, f"curriculum: window must be at least 1, not {self.window}")
+        require(0 <= self.review < 1, f"curriculum: review must lie in [0, 1), not {self.review}")
+
+
+class Climb:
+    """A curriculum in motion over the levels of a task. `sizes` tells how many problems each level has."""
+
+    def __init__(self, levels: Sequence[int], sizes: Sequence[int], settings: Curriculum, seed: int):
+        require(settings.start == 0 or settings.start in levels, f"curriculum: start must be one of the levels {list(levels)}")
+        self.levels, self.settings, self.seed = list(levels), settings, seed
+        self.streams = [Stream(size, seed + 1000003 * n) for n, size in enumerate(sizes)]
+        self.top = self.levels.index(settings.start) if settings.start else 0
+        self.recent: list[float] = []
+        self.drawn = 0
+
+    @property
+    def level(self) -> int:
+        return self.levels[self.top]
+
+    def draw(self, count: int) -> list[tuple[int, int]]:
+        """The next `count` problems as (level, index)."""
+        chosen = []
+        for _ in range(count):
+            word, pick = philox("curriculum", self.seed, counter=self.drawn).random_raw(2).tolist()
+            below = self.top > 0 and word / 2**64 < self.settings.review
+            number = pick % self.top if below else self.top
+            chosen.append((self.levels[number], self.streams[number].take(1)[0]))
+            self.drawn += 1
+        return chosen
+
+    def observe(self, level: int, solved: float) -> bool:
+        """Take note of a problem's share of solved samples; True when this opened the next level."""
+        if level != self.level:
+            return False
+        self.recent = [*self.recent, solved][-self.settings.window :]
+        mastered = len(self.recent) == self.settings.window and sum(self.recent) / len(self.recent) >= self.settings.threshold
+        if not mastered or self.top + 1 == len(self.levels):
+            return False
+        self.top += 1
+        self.recent = []
+        return True
+
+    def state(self) -> JSON:
+        return {"top": self.top, "recent": self.recent, "drawn": self.drawn, "streams": [s.state() for s in self.streams]}
+
+    def restore(self, state: JSON) -> None:
+        self.top, self.recent, self.drawn = state["top"], list(state["recent"]), state["drawn"]
+        require(len(state["streams"]) == len(self.streams), "cannot resume the curriculum: the task's levels have changed")
+        for stream, saved in zip(self.streams, state["streams"], strict=True):
+            stream.restore(saved)

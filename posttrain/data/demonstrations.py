@@ -1,0 +1,160 @@
+"""Examples to imitate: from a task's own worked answers, or from JSONL files.
+
+A line of a file is one of
+    {"messages": [{"role": "user", "content": ...}, ...]}     loss on every assistant turn
+    {"prompt": text or messages, "completion": text or messages}     loss on the completion alone
+    {"text": ...}     loss on every token, for pretraining; taken as it is, so control tokens written in it count as such
+A prompt and completion that are plain text become a user and an assistant turn where the tokenizer has a chat template, and are
+laid end to end, closed by the end-of-sequence token, where it has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.data.chat import Tokenizer, render_example
+from posttrain.data.stream import permutation, philox
+from posttrain.errors import UserError, require
+from posttrain.types import Example, Message, Problem
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def counts_from_weights(total: int, weights: Mapping[int, float]) -> dict[int, int]:
+    """`total` shared out in proportion to weights: whole numbers that add up to it, the largest remainders rounded up.
+
+    >>> counts_from_weights(10, {1: 1, 2: 1, 3: 1})
+    {1: 4, 2: 3, 3: 3}
+    """
+    require(total > 0, f"the number of demonstrations must be positive, not {total}")
+    whole = sum(weights.values())
+    usable = all(np.isfinite(w) and w >= 0 for w in weights.values()) and whole > 0
+    require(usable, f"weights are finite, not negative, and not all 0, unlike {dict(weights)}")
+    shares = {level: total * weight / whole for level, weight in weights.items()}
+    counts = {level: int(share) for level, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda level: (counts[level] - shares[level], level))
+    for level in by_remainder[: total - sum(counts.values())]:
+        counts[level] += 1
+    return counts
+
+
+class Teaching(Protocol):
+    """The part of a task that is needed here: this room does not import tasks."""
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]: ...
+    def prompt(self, problem: Problem) -> tuple[Message, ...]: ...
+    def demonstration(self, problem: Problem) -> str: ...
+
+
+def from_task(
+    task: Teaching, tokenizer: Tokenizer, counts: Mapping[int, int], seed: int = 0, split: str = "train"
+) -> list[Example]:
+    """Worked answers to `counts[level]` problems of each level, shuffled together. Problems have different indices, though in a
+    small level not always different texts."""
+    drawn: list[Problem] = []
+    for level, count in sorted(counts.items()):
+        problems = task.problems(split, level)
+        require(count <= len(problems), f"level {level} has {len(problems)} {split} problems, not {count}")
+        drawn += [problems[i] for i in _distinct(len(problems), count, seed, level)]
+    order = permutation(len(drawn), "demonstrations", seed)
+    return [_demonstration_example(task, tokenizer, drawn[i]) for i in order]
+
+
+def _demonstration_example(task: Teaching, tokenizer: Tokenizer, problem: Problem) -> Example:
+    messages = (*task.prompt(problem), Message("assistant", task.demonstration(problem)))
+    return render_example(tokenizer, messages, f"the demonstration of {problem.id}", given=len(messages) - 1)
+
+
+def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
+    """`count` different indices below `size`, in random order, without a permutation of all of them where few are asked for."""
+    if 4 * count >= size:
+        return [int(i) for i in permutation(size, "problems", seed, level)[:count]]
+    chosen: dict[int, None] = {}
+    source = philox("problems", seed, level)
+    while len(chosen) < count:
+        chosen.update(dict.fromkeys(int(word) % size for word in source.random_raw(count)))
+    return list(chosen)[:count]
+
+
+def from_file(path: str | Path, tokenizer: Tokenizer) -> list[Example]:
+    """Every line of a JSONL file as an Example. An error names the file and the line."""
+    return [_example(record, tokenizer, where) for where, record in read_jsonl(path)]
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object of a JSONL file with "FILE line N". Blank lines are skipped; a file without an object is an error."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].count(b"\n")
+        raise UserError(f"{path} line {before + 1}: not UTF-8 text") from error
+    found = False
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where, found = f"{path} line {number}", True
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+            raise UserError(f"{where}: not JSON: {reason}") from error
+        require(isinstance(record, dict), f"{where}: expected a JSON object, not {type(record).__name__}")
+        yield where, record
+    require(found, f"{path} is empty: expected one JSON object a line")
+
+
+def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:
+    if "messages" in record:
+        return render_example(tokenizer, _messages(record["messages"], f"{where}: messages"), where)
+    if "prompt" in record and "completion" in record:
+        return _completion_example(record["prompt"], record["completion"], tokenizer, where)
+    if "text" in record:
+        require(isinstance(record["text"], str), f"{where}: text is not a string")
+        ids = list(tokenizer(record["text"])["input_ids"])
+        return _plain(ids, 0, tokenizer)
+    missing = {"prompt": "completion", "completion": "prompt"}
+    for present, absent in missing.items():
+        require(present not in record, f"{where}: {present} without {absent}")
+    names = ", ".join(sorted(record)) or "nothing"
+    raise UserError(f"{where}: expected messages, prompt with completion, or text; found {names}")
+
+
+def _completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str) -> Example:
+    plain = isinstance(prompt, str) and isinstance(completion, str)
+    if plain and not tokenizer.chat_template:
+        ids = list(tokenizer(prompt)["input_ids"])
+        if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
+            ids.pop()
+        return _plain(ids + list(tokenizer(completion, add_special_tokens=False)["input_ids"]), len(ids), tokenizer)
+    before = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{where}: prompt")
+    reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    after = _messages(reply, f"{where}: completion")
+    return render_example(tokenizer, before + after, where, given=len(before))
+
+
+def _plain(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
+    """Ids closed by the end-of-sequence token, with loss after the first `given`."""
+    end = tokenizer.eos_token_id
+    if end is not None and ids and ids[-1] != end:
+        ids = [*ids, end]
+    mask = np.arange(len(ids)) >= max(given, 1)
+    return Example(np.asarray(ids, dtype=np.int64), mask)
+
+
+def _messages(value: Any, where: str) -> tuple[Message, ...]:
+    require(isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages")
+    messages = []
+    for number, item in enumerate(value):
+        require(isinstance(item, dict), f"{where}: message {number} is not an object")
+        role, content = item.get("role"), item.get("content")
+        require(role in ROLES, f"{where}: message {number} has role {role!r}; expected one of {', '.join(ROLES)}")
+        require(isinstance(content, str), f"{where}: message {number} has no content that is a string")
+        messages.append(Message(str(role), str(content)))
+    return tuple(messages)

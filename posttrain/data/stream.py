@@ -1,0 +1,114 @@
+"""Endless, shuffled, resumable streams of indices. Each epoch visits every index once, also when a run stops in its middle.
+
+Randomness is Philox, keyed by what is drawn and counted by how often, and read as raw words: those are the same in every
+version of NumPy, as its shuffles are not. No global generator is touched; `take(3)` then `take(4)` gives what `take(7)` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.errors import require
+from posttrain.types import JSON
+
+
+def philox(*key: str | int, counter: int = 0) -> np.random.Philox:
+    """A generator whose stream depends on its key and starting counter alone.
+
+    >>> int(philox("epoch", 1).random_raw()) == int(philox("epoch", 1).random_raw()) != int(philox("epoch", 2).random_raw())
+    True
+    """
+    digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=16).digest()
+    return np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64), counter=counter)
+
+
+def permutation(count: int, *key: str | int) -> np.ndarray:
+    """A permutation of range(count) that depends on the key alone."""
+    return np.argsort(philox(*key).random_raw(count), kind="stable")
+
+
+class Stream:
+    """Indices of `count` examples, in a new order every epoch.
+
+    >>> stream = Stream(3, seed=0)
+    >>> sorted(stream.take(3)), sorted(stream.take(3)), stream.state()
+    ([0, 1, 2], [0, 1, 2], {'count': 3, 'seed': 0, 'epoch': 2, 'position': 0})
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        require(count > 0, "a stream needs at least one example")
+        self.count, self.seed = count, seed
+        self.epoch = self.position = 0
+        self._order = permutation(count, "stream", seed, 0)
+
+    def take(self, number: int) -> list[int]:
+        """The next indices, running on into the next epochs where this one ends."""
+        taken: list[int] = []
+        while len(taken) < number:
+            piece = self._order[self.position : self.position + number - len(taken)]
+            taken.extend(piece.tolist())
+            self.position += len(piece)
+            if self.position == self.count:
+                self._seek(self.epoch + 1, 0)
+        return taken
+
+    def state(self) -> dict[str, JSON]:
+        return {"count": self.count, "seed": self.seed, "epoch": self.epoch, "position": self.position}
+
+    def restore(self, state: dict[str, JSON]) -> None:
+        """Go to where `state` was taken. Refused where the data or the seed is another: the order would be a different one."""
+        for name, mine in (("count", self.count), ("seed", self.seed)):
+            require(state[name] == mine, f"cannot resume the data stream: its {name} was {state[name]} and is now {mine}")
+        epoch, position = int(state["epoch"]), int(state["position"])
+        inside = epoch >= 0 and 0 <= position < self.count
+        require(inside, f"cannot resume the data stream: no position {position} in epoch {epoch}")
+        self._seek(epoch, position)
+
+    def _seek(self, epoch: int, position: int) -> None:
+        if epoch != self.epoch:
+            self._order = permutation(self.count, "stream", self.seed, epoch)
+        self.epoch, self.position = epoch, position
+
+
+class Mixture:
+    """Several streams read in proportion to weights: draw number n picks its source by a random number that only n decides."""
+
+    def __init__(self, weights: Sequence[float], streams: Sequence[Stream], seed: int = 0) -> None:
+        require(len(weights) == len(streams) > 0, "a mixture needs one weight for each of its streams")
+        finite = all(np.isfinite(w) and w >= 0 for w in weights)
+        require(finite and sum(weights) > 0, f"mixture weights are finite, not negative, and not all 0, unlike {list(weights)}")
+        self.weights, self.streams, self.seed = tuple(float(w) for w in weights), tuple(streams), seed
+        self.counter = 0
+
+    def take(self, number: int) -> list[tuple[int, int]]:
+        """The next (source, index) pairs."""
+        sources = self._sources(number)
+        drawn = [iter(s.take(sources.count(n))) for n, s in enumerate(self.streams)]
+        return [(source, next(drawn[source])) for source in sources]
+
+    def _sources(self, number: int) -> list[int]:
+        words = philox("mixture", self.seed, counter=self.counter).random_raw(4 * number)[::4]  # a counter yields four words
+        self.counter += number
+        share = np.cumsum(self.weights)
+        uniform = (words >> np.uint64(11)) * 2.0**-53
+        return [int(n) for n in np.searchsorted(share, uniform * share[-1], side="right")]
+
+    def state(self) -> dict[str, JSON]:
+        return {
+            "seed": self.seed,
+            "weights": list(self.weights),
+            "counter": self.counter,
+            "streams": [stream.state() for stream in self.streams],
+        }
+
+    def restore(self, state: dict[str, JSON]) -> None:
+        """Go to where `state` was taken. New weights are allowed and apply from there on; another number of sources is not."""
+        require(state["seed"] == self.seed, f"cannot resume the mixture: its seed was {state['seed']} and is now {self.seed}")
+        was, now = len(state["streams"]), len(self.streams)
+        require(was == now, f"cannot resume the mixture: it had {was} sources and now has {now}")
+        for stream, saved in zip(self.streams, state["streams"], strict=True):
+            stream.restore(saved)
+        self.counter = int(state["counter"])

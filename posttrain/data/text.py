@@ -1,0 +1,104 @@
+"""Token ids to text, with the place in the text where each token's characters end."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Tokenizer = Any  # a transformers tokenizer; its classes carry no types
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+REPLACEMENT = "\ufffd"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way of writing bytes as printable characters, which byte-level vocabularies use: character to byte."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(rest)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+class Decoder:
+    """Decodes with offsets. Each id's bytes are learned once; where they do not add up to the tokenizer's own text, it asks."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+        self._special = set(tokenizer.all_special_ids)
+        self._anchor = self._find_anchor()
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> tuple[str, np.ndarray]:
+        """The text without control tokens, and for each token how many of its characters are complete after it.
+
+        The last offset is always the length of the text, and offsets never fall. A token that ends inside a character (part of
+        an emoji) completes none; the character counts at the token that finishes it.
+        """
+        listed = [int(i) for i in ids]
+        text = self._text(listed)
+        pieces = self._pieces(listed)
+        joined = "".join(pieces)
+        if joined != text and joined == " " + text:  # tokenizers that write words with a leading space drop the first one
+            first = next(n for n, piece in enumerate(pieces) if piece)
+            pieces[first], joined = pieces[first][1:], text
+        if joined == text:
+            return text, np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+        return text, self._slow_offsets(listed, text)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _find_anchor(self) -> list[int]:
+        """A token with text of its own, to stand before another: many tokenizers drop the leading space of the first token."""
+        for i in range(min(len(self.tokenizer), 1000)):
+            if i not in self._special and self._text([i]).strip() and REPLACEMENT not in self._text([i]):
+                return [i]
+        return []
+
+    def _pieces(self, ids: list[int]) -> list[str]:
+        """The characters that each token completes, by an incremental UTF-8 decoder over the tokens' bytes."""
+        stream = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [stream.decode(self._bytes_of(i)) for i in ids]
+        if pieces:
+            pieces[-1] += stream.decode(b"", final=True)
+        return pieces
+
+    def _bytes_of(self, i: int) -> bytes:
+        known = self._bytes.get(i)
+        if known is None:
+            known = self._bytes[i] = b"" if i in self._special else self._find_bytes(i)
+        return known
+
+    def _find_bytes(self, i: int) -> bytes:
+        piece = self._text([*self._anchor, i])[len(self._text(self._anchor)) :]
+        if REPLACEMENT not in piece:
+            return piece.encode()
+        token = str(self.tokenizer.convert_ids_to_tokens(i))
+        if found := BYTE_TOKEN.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        if all(character in BYTE_ALPHABET for character in token):
+            return bytes(BYTE_ALPHABET[character] for character in token)
+        return piece.encode()
+
+    def _slow_offsets(self, ids: list[int], text: str) -> np.ndarray:
+        """For any tokenizer: a token's end is as far as the text so far agrees with the whole. Quadratic in the length."""
+        offsets = np.zeros(len(ids), dtype=np.int64)
+        reached = 0
+        for t in range(len(ids)):
+            prefix = self._text(ids[: t + 1])
+            limit = min(len(prefix), len(text))
+            while reached < limit and prefix[reached] == text[reached] and not self._unfinished(prefix, reached):
+                reached += 1
+            offsets[t] = reached
+        offsets[-1:] = len(text)
+        return offsets
+
+    @staticmethod
+    def _unfinished(prefix: str, position: int) -> bool:
+        """Whether a replacement mark at the end of a prefix may yet become a character."""
+        return prefix[position] == REPLACEMENT and not prefix[position:].strip(REPLACEMENT)

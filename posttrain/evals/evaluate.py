@@ -1,0 +1,62 @@
+"""Held-out evaluation: answer problems the policy never trained on, and say how sure the figure is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.evals.statistics import Interval, mean_interval, mean_pass_at_k
+from posttrain.types import Group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """Scores of a set of problems, several samples each."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def problems(self) -> int:
+        return len(self.groups)
+
+    @property
+    def accuracy(self) -> Interval:
+        """Share of samples with the full score, averaged over problems (avg@k); the interval is over problems."""
+        return self.passed(1)
+
+    def passed(self, k: int) -> Interval:
+        """pass@k, unbiased, over the problems whose samples were all scored."""
+        counts = [(len(g.rollouts), sum(solved(g))) for g in self.groups if all(r.score.valid for r in g.rollouts)]
+        return mean_pass_at_k(counts, k)
+
+    @property
+    def failed(self) -> int:
+        """Samples without a score. They are in no average."""
+        return sum(not r.score.valid for g in self.groups for r in g.rollouts)
+
+    @property
+    def length(self) -> float:
+        lengths = [r.length for g in self.groups for r in g.rollouts]
+        return sum(lengths) / max(1, len(lengths))
+
+    def part(self, name: str) -> Interval | None:
+        """One named part of the score, such as format, averaged over problems."""
+        means = []
+        for group in self.groups:
+            values = [r.score.parts[name] for r in group.rollouts if name in r.score.parts]
+            if values:
+                means.append(sum(values) / len(values))
+        return mean_interval(means) if means else None
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return tuple(sorted({name for g in self.groups for r in g.rollouts for name in r.score.parts}))
+
+    def solved(self) -> list[float]:
+        """The share of solved samples of each problem, for a paired comparison."""
+        return [sum(solved(g)) / len(g.rollouts) for g in self.groups]
+
+
+def solved(group: Group) -> Sequence[bool]:
+    """Which samples have the full score."""
+    return [r.score.value is not None and r.score.value >= 1.0 for r in group.rollouts]

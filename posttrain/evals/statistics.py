@@ -1,0 +1,137 @@
+"""What a number of right answers says: intervals, pass@k, majority votes, and whether one model beats another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import comb, isfinite, sqrt
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its bounds."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def wilson(successes: int, n: int, z: float = 1.96) -> Interval:
+    """Wilson's interval of a proportion: it holds at 0 and at n, where the normal interval has no width.
+
+    centre = (p + z^2/2n) / (1 + z^2/n), half-width = z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n).
+
+    >>> print(wilson(8, 10))
+    0.800 [0.490, 0.943]
+    """
+    if not 0 <= successes <= n or n == 0:
+        raise ValueError(f"{successes} successes in {n} trials")
+    p, shrink = successes / n, 1 + z * z / n
+    centre = (p + z * z / (2 * n)) / shrink
+    half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
+    # At the ends the bound is exactly the end; rounding alone would miss it.
+    return Interval(p, 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
+
+
+def mean_interval(values: Sequence[float], z: float = 1.96) -> Interval:
+    """The mean of real-valued scores with its normal interval, mean +- z s / sqrt(n), s with n - 1.
+
+    Scores of several samples of one problem are not independent: pass the mean of each problem. One value says
+    nothing of the spread and gives an infinite interval; equal values give one of no width, so use `wilson` for 0 and 1.
+
+    >>> print(mean_interval([1.0, 2.0, 3.0]))
+    2.000 [0.868, 3.132]
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0 or not np.isfinite(array).all():
+        raise ValueError("a mean needs at least one value, all of them finite")
+    mean = float(array.mean())
+    if array.size == 1:
+        return Interval(mean, float("-inf"), float("inf"))
+    half = z * float(array.std(ddof=1)) / sqrt(array.size)
+    return Interval(mean, mean - half, mean + half)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that one of k samples is right, from c right ones among n: 1 - C(n-c, k) / C(n, k), unbiased (Chen 2021).
+
+    >>> pass_at_k(8, 1, 8), pass_at_k(4, 2, 1), round(pass_at_k(4, 2, 2), 4)
+    (1.0, 0.5, 0.8333)
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    return float(1 - Fraction(comb(n - c, k), comb(n, k)))
+
+
+def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Interval:
+    """pass@k over problems, each given as (samples, right ones), with an interval over problems."""
+    return mean_interval([pass_at_k(n, c, k) for n, c in counts])
+
+
+def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
+    """Whether the most frequent of the first k answers is right. None (unparseable) has no vote; m tied ones share 1/m each.
+
+    >>> majority_at_k(["7", "8", "7", None], [True, False, True, False], 4), majority_at_k(["7", "8"], [True, False], 2)
+    (1.0, 0.5)
+    """
+    if len(answers) != len(correct) or not 1 <= k <= len(answers):
+        raise ValueError(f"majority@{k} of {len(answers)} answers with {len(correct)} verdicts")
+    verdict: dict[Hashable, bool] = {}
+    for given, right in zip(answers[:k], correct[:k], strict=True):
+        if given is not None and verdict.setdefault(given, right) != right:
+            raise ValueError(f"answer {given!r} is called both right and wrong")
+    votes = Counter(given for given in answers[:k] if given is not None)
+    most = max(votes.values(), default=0)
+    leaders = [given for given, count in votes.items() if count == most]
+    return sum(verdict[given] for given in leaders) / len(leaders) if leaders else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two models on the same problems: `wins` only the second solves, `losses` only the first, and the exact p-value."""
+
+    wins: int
+    losses: int
+    ties: int
+    difference: Interval
+    p_value: float
+
+
+def compare(first: Sequence[float], second: Sequence[float], z: float = 1.96) -> Comparison:
+    """The second against the first on paired scores: an exact sign test, which on scores of 0 and 1 is McNemar's exact test.
+
+    Without a difference each of the w + l problems that tell them apart is a fair coin, so the two-sided
+    p = min(1, 2 P[Binomial(w + l, 1/2) <= min(w, l)]). The difference of means has a paired normal interval. The order of
+    problems must be the same in both.
+
+    >>> result = compare([0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1])
+    >>> result.wins, result.losses, result.p_value
+    (5, 0, 0.0625)
+    """
+    if len(first) != len(second) or not first:
+        raise ValueError(f"a paired comparison needs scores of the same problems, not {len(first)} and {len(second)}")
+    if not all(isfinite(value) for value in (*first, *second)):
+        raise ValueError("scores must be finite")
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return Comparison(wins, losses, len(differences) - wins - losses, mean_interval(differences, z), sign_test(wins, losses))
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """The exact two-sided p-value of so many wins and losses between equals.
+
+    >>> sign_test(1, 9), sign_test(3, 3), sign_test(0, 0)
+    (0.021484375, 1.0, 1.0)
+    """
+    n, ways, total = wins + losses, 1, 0
+    for i in range(min(wins, losses) + 1):
+        total += ways
+        ways = ways * (n - i) // (i + 1)  # C(n, i+1) from C(n, i)
+    return min(1.0, float(Fraction(2 * total, 2**n)))

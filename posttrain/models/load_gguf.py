@@ -1,0 +1,305 @@
+"""Reading a GGUF file into an ordinary model: weights unpacked to floats, tokenizer and chat template from its metadata.
+
+`transformers` does the unpacking. What it gets wrong or leaves out is mended here: special tokens, the rule by which text is
+cut before the merges, the width of heads, the scaling of Llama 3's rotary positions, and a head that is the embedding.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.errors import UserError, require
+from posttrain.models.load_directory import attention_for, check_report, first_line
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+# Codes of the format: a metadata value's type -> how struct reads it.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY, CONTROL, USER_DEFINED = 8, 9, 3, 4
+# Relative distance: 0.04 between an 8-bit and a 5-bit copy of one matrix, about 0.3 with 2 bits; over 1 for two trained apart.
+SAME_MATRIX = 0.4
+
+# How byte-level tokenizers cut text before merging, by the name in `tokenizer.ggml.pre`.
+LLAMA3_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_PIECES = LLAMA3_PIECES.replace("{1,3}", "")
+PIECES = {"llama-bpe": LLAMA3_PIECES, "llama3": LLAMA3_PIECES, "qwen2": QWEN2_PIECES, "deepseek-r1-qwen": QWEN2_PIECES}
+DIGIT_SPLITTERS = {"smollm", "starcoder", "refact", "command-r"}  # single digits first, then the pieces of GPT-2
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in the file: its ggml type, first byte and length."""
+
+    kind: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a GGUF file says before its weights: single values of its metadata, and its tensors."""
+
+    values: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+def read_gguf(path: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model, in `dtype` or float32, and the tokenizer of a GGUF file. Nothing else in its directory is read."""
+    absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    require(not absent, f"{path}: reading a GGUF file needs the package {' and '.join(absent)}; pip install posttrain[gguf]")
+    header = read_header(path)
+    try:
+        from transformers import AutoConfig
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        parsed = load_gguf_checkpoint(str(path))
+        config = AutoConfig.for_model(**parsed["config"])
+        head_width = header.values.get(f"{header.values['general.architecture']}.attention.key_length")
+        if head_width is not None and hasattr(config, "head_dim"):
+            config.head_dim = int(head_width)  # transformers leaves Qwen 3's at its default
+        tokenizer = make_tokenizer(parsed["tokenizer"], config.model_type, header)
+    except Exception as error:  # whatever a malformed file makes the readers raise
+        raise UserError(f"{path}: the GGUF metadata cannot be read ({first_line(error)}); fetch the file anew") from error
+    restore_rotary_scaling(path, header, config)
+    model = read_model(path, config, dtype)
+    tie_equal_head(model, header)
+    return model, tokenizer
+
+
+def read_model(path: Path, config: PretrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The weights, unpacked. An empty folder stands in for the file's own, whose other files are none of our business."""
+    import torch
+    import transformers
+
+    # Without this, transformers 5.17 keeps blocks packed where it finds a kernel, and such a model cannot be trained.
+    packing = getattr(transformers, "GgufConfig", None)
+    settings = {"quantization_config": packing(dequantize=True)} if packing else {}
+    try:
+        with tempfile.TemporaryDirectory() as empty:
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                empty,
+                gguf_file=str(path.resolve()),
+                config=config,
+                dtype=torch.float32 if dtype is None else dtype,
+                attn_implementation=attention_for(config),
+                output_loading_info=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                **settings,
+            )
+    except Exception as error:
+        raise UserError(f"{path}: the GGUF weights cannot be read ({first_line(error)}); fetch the file anew") from error
+    check_report(str(path), report)
+    check_shapes(str(path), model)
+    for leftover in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, leftover):
+            delattr(model, leftover)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.is_quantized = False
+    model.config._name_or_path = ""
+    return model
+
+
+def check_shapes(source: str, model: PreTrainedModel) -> None:
+    """Refuse tensors of other shapes than the metadata says: transformers takes them from a GGUF file as they come."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(model.config).state_dict()
+    wrong = [name for name, tensor in model.state_dict().items() if tensor.shape != expected[name].shape]
+    require(not wrong, f"{source}: {len(wrong)} tensors do not have the shape its metadata says; fetch the file anew")
+
+
+def make_tokenizer(fields: dict[str, Any], model_type: str, header: Header) -> PreTrainedTokenizerFast:
+    """The file's tokenizer. Special tokens are set by id from the metadata: transformers' own conversion takes the begin token
+    of a Llama file for its end token, and a fixed token for Qwen's."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.ggml import convert_gguf_tokenizer
+
+    tokens, types = list(fields["tokens"]), list(fields.get("token_type") or ())
+    backend, _ = convert_gguf_tokenizer(model_type, dict(fields))
+    if header.values.get("tokenizer.ggml.model") == "gpt2":
+        set_pieces(backend, str(header.values.get("tokenizer.ggml.pre", "default")))
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        marked = [
+            AddedToken(token, normalized=False, special=special)
+            for token, own in zip(tokens, types, strict=False)
+            if own == kind
+        ]
+        (backend.add_special_tokens if special else backend.add_tokens)(marked)
+    names = {}
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = header.values.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and 0 <= index < len(tokens):
+            names[f"{role}_token"] = tokens[index]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=header.values.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        model_max_length=int(header.values.get(f"{header.values['general.architecture']}.context_length", 2**20)),
+        **names,
+    )
+
+
+def set_pieces(backend: Tokenizer, name: str) -> None:
+    """Cut text before the merges as the model's maker did; transformers cuts every Llama file as GPT-2 did."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    if name in PIECES:
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        cut = pre_tokenizers.Split(Regex(PIECES[name]), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([cut, whole])
+    elif name in DIGIT_SPLITTERS:
+        gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    backend.decoder = decoders.ByteLevel()
+    if PIECES.get(name) == LLAMA3_PIECES:
+        backend.model.ignore_merges = True  # Llama 3 takes a piece that is a token whole, whatever the merges say
+
+
+def restore_rotary_scaling(path: Path, header: Header, config: PretrainedConfig) -> None:
+    """Put back Llama 3's stretching of slow rotations, which the file holds as a tensor that transformers ignores.
+
+    Any other scaling is refused: without it the model would run, and be another model.
+    """
+    architecture = header.values["general.architecture"]
+    scaling = header.values.get(f"{architecture}.rope.scaling.type", "none")
+    advice = "which transformers does not read from GGUF; use the safetensors checkpoint"
+    plain = scaling in ("none", "") and not any(name.startswith("rope_factors") for name in header.tensors)
+    require(plain, f"{path}: its rotary positions are scaled, {advice}")
+    if "rope_freqs.weight" not in header.tensors:
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    info = header.tensors["rope_freqs.weight"]
+    stored = np.fromfile(path, dtype="<f4", count=info.length // 4, offset=info.start)
+    theta = config.rope_parameters["rope_theta"]
+    unscaled = theta ** -(np.arange(0, 2 * len(stored), 2) / (2 * len(stored)))
+    config.rope_parameters = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": float(stored.max(initial=1.0)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, None)
+    matches = len(frequencies) == len(stored) and np.allclose(unscaled / frequencies.numpy(), stored, rtol=1e-3)
+    require(matches, f"{path}: its rotary positions are scaled in an unknown way, {advice}")
+
+
+def tie_equal_head(model: PreTrainedModel, header: Header) -> None:
+    """Make head and embedding one matrix again where the file holds two copies of it, perhaps rounded differently.
+
+    Otherwise training would move them apart, and a fifth of a small model would be counted twice. The finer copy is kept.
+    """
+    if model.config.tie_word_embeddings or not {"output.weight", "token_embd.weight"} <= set(header.tensors):
+        return
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if head.shape != embedding.shape or (head - embedding).norm() > SAME_MATRIX * embedding.norm():
+        return
+    if header.tensors["output.weight"].length > header.tensors["token_embd.weight"].length:
+        embedding.data.copy_(head.data)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+class Cursor:
+    """Reads little-endian values one after another, and never past the end of the file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.position = data, 0
+
+    def value(self, code: str) -> Any:
+        size = struct.calcsize("<" + code)
+        return struct.unpack("<" + code, self.bytes(size))[0]
+
+    def bytes(self, size: int) -> bytes:
+        self.skip(size)
+        return self.data[self.position - size : self.position]
+
+    def skip(self, size: int) -> None:
+        if size > len(self.data) - self.position:
+            raise ValueError("it ends in the middle of its header")
+        self.position += size
+
+    def string(self) -> str:
+        return self.bytes(self.value("Q")).decode("utf-8")
+
+    def metadata(self, kind: int) -> Any:
+        """A single value; None for an array, which is passed over."""
+        if kind in SCALARS:
+            return self.value(SCALARS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            raise ValueError(f"its metadata has a value of unknown type {kind}")
+        item, count = self.value("I"), self.value("Q")
+        if item in SCALARS:
+            self.skip(count * struct.calcsize("<" + SCALARS[item]))
+        elif item == STRING:
+            for _ in range(count):
+                self.skip(self.value("Q"))
+        else:
+            raise ValueError(f"its metadata has an array of unknown type {item}")
+        return None
+
+
+def read_header(path: Path) -> Header:
+    """The header of a GGUF file, with a check that all the tensors it promises are there."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return parse_header(Cursor(data))
+    except (ValueError, OverflowError, OSError) as error:
+        raise UserError(f"{path} is not a usable GGUF file: {first_line(error)}; fetch the file anew") from error
+
+
+def parse_header(cursor: Cursor) -> Header:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if cursor.bytes(4) != b"GGUF":
+        raise ValueError("it does not begin with the letters GGUF")
+    version = cursor.value("I")
+    if version not in (2, 3):
+        raise ValueError(f"it has format version {version}, and versions 2 and 3 are read")
+    tensor_count, value_count = cursor.value("Q"), cursor.value("Q")
+    values = {}
+    for _ in range(value_count):
+        key = cursor.string()
+        values[key] = cursor.metadata(cursor.value("I"))
+    if not isinstance(values.get("general.architecture"), str):
+        raise ValueError("it names no architecture")
+    places = []
+    for _ in range(tensor_count):
+        name, dimensions = cursor.string(), cursor.value("I")
+        elements = 1
+        for _ in range(dimensions):
+            elements *= cursor.value("Q")
+        kind, offset = cursor.value("I"), cursor.value("Q")
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        places.append((name, kind, offset, elements // block * size))
+    alignment = int(values.get("general.alignment") or 32)
+    first = -(-cursor.position // alignment) * alignment
+    tensors = {name: TensorInfo(kind, first + offset, length) for name, kind, offset, length in places}
+    for name, info in tensors.items():
+        if info.start + info.length > len(cursor.data):
+            raise ValueError(f"it is cut short: {name} lies beyond its end")
+    return Header(values, tensors)

@@ -1,0 +1,81 @@
+"""The one model object that trainer and engine share: a transformers module, its head, its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import UserError
+from posttrain.models.attention import LAYOUT, Packed, install
+from posttrain.ops.logprobs import Head, head_logits
+
+
+@dataclass(eq=False)
+class Policy:
+    """A causal language model as the house sees it: ids in, hidden states out, and a head that turns them into logits."""
+
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    source: str = ""  # where it came from, for messages
+    body: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.body = self.model.base_model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def head(self) -> Head:
+        """Read at each use: the parameter may be replaced, as when embeddings are tied or adapters come in."""
+        layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        return Head(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
+        """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
+        return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
+
+
+def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
+    """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
+    refused here, not trained wrongly."""
+    ids = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        alone = [model(part[None], use_cache=False).logits[0].float() for part in (ids[:7], ids[7:])]
+        install(model)
+        policy = Policy(model, tokenizer, tuple(stop_ids), source)
+        layout = Packed((0, 7, 11), model.device)
+        position = torch.cat([torch.arange(7), torch.arange(4)]).to(model.device)
+        try:
+            packed = head_logits(policy.hidden(ids[None], position[None], **{LAYOUT: layout})[0], policy.head)
+        except (NotImplementedError, TypeError, AttributeError, RuntimeError) as error:
+            raise UserError(
+                f"{source or type(model).__name__}: this architecture does not work with packed attention: {error}"
+            ) from None
+    model.train(was_training)
+    expected = torch.cat(alone)
+    scale = float(expected.abs().max().clamp(min=1.0))
+    worst = float((packed - expected).abs().max())
+    tolerance = 2e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
+    if not worst <= tolerance * scale:
+        raise UserError(
+            f"{source or type(model).__name__}: logits with our attention differ from the model's own by {worst:.2g}; this "
+            "architecture is not supported"
+        )
+    return policy

@@ -1,0 +1,159 @@
+"""Writing a model as a plain checkpoint that `transformers` loads without posttrain: safetensors, config, tokenizer, template.
+
+The directory appears whole or not at all: it is written beside its place, flushed to the disk, then renamed.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.errors import UserError, require
+from posttrain.models.load import quiet
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+# How a tokenizer was loaded, which transformers would write into its configuration.
+LOADING_SETTINGS = ("is_local", "local_files_only", "trust_remote_code")
+# Names of one class: version 5 of transformers writes the first, and version 4 knows only the second.
+NEW_TOKENIZER, KNOWN_TOKENIZER = "TokenizersBackend", "PreTrainedTokenizerFast"
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path, replace: bool = False) -> Path:
+    """Write model and tokenizer to `directory` and return its path. With `replace`, an earlier export there gives way.
+
+    Weights keep their dtype, which config.json states; matrices that the model shares are written once and load as one.
+    """
+    target = Path(directory).expanduser().absolute()
+    check_target(target, replace)
+    mark = uuid.uuid4().hex[:12]
+    partial, retired = (target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("partial", "old"))
+    with one_line_when_unwritable(target):
+        try:
+            partial.mkdir(parents=True)
+            write(model, tokenizer, partial)
+            flush(partial)
+            put_in_place(partial, target, retired)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            if target.exists():
+                shutil.rmtree(retired, ignore_errors=True)
+    return target
+
+
+def check_target(target: Path, replace: bool) -> None:
+    """Refuse to write over anything but an earlier export, and over that only when asked."""
+    if not target.exists() and not target.is_symlink():
+        return
+    require(target.is_dir() and not target.is_symlink(), f"{target} is not a directory; give another place to save the model")
+    if not any(target.iterdir()):
+        return
+    exported = (target / "config.json").is_file()
+    require(exported, f"{target} holds other files, and is left alone; give another place to save the model")
+    require(replace, f"{target} already holds a saved model; give another place, or replace=True to overwrite it")
+
+
+def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """The files of a checkpoint, without traces of the process that wrote them."""
+    kept = model.generation_config
+    with quiet():
+        try:
+            model.generation_config = savable(kept)
+            model.save_pretrained(folder)
+        finally:
+            model.generation_config = kept
+        tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if key not in LOADING_SETTINGS}
+    if settings.get("tokenizer_class") == NEW_TOKENIZER:
+        settings["tokenizer_class"] = KNOWN_TOKENIZER
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+    mode = (folder / "config.json").stat().st_mode
+    for path in files(folder):
+        path.chmod(mode)  # safetensors makes files that only their owner can read
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def savable(generation_config: GenerationConfig) -> GenerationConfig:
+    """The generation config in a form that transformers agrees to write.
+
+    Some published models set a temperature without sampling; transformers reads that but refuses to save it, and a trained
+    model must not be lost over it.
+    """
+    try:
+        generation_config.validate(strict=True)
+        return generation_config
+    except ValueError:
+        repaired = copy.deepcopy(generation_config)
+        repaired.do_sample = True
+    try:
+        repaired.validate(strict=True)
+        return repaired
+    except ValueError:
+        ids = {name: getattr(generation_config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return type(generation_config)(**ids)
+
+
+def flush(folder: Path) -> None:
+    """Bring the files, then the folders' lists of them, to the disk."""
+    for path in files(folder):
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        flush_names(inner)
+
+
+def flush_names(folder: Path) -> None:
+    if os.name == "nt":
+        return  # Windows has no handle to flush a directory by
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def put_in_place(partial: Path, target: Path, retired: Path) -> None:
+    """Rename `partial` to `target`; what was there becomes `retired`, and comes back if the renaming fails."""
+    if target.exists():
+        target.rename(retired)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if retired.exists():
+            retired.rename(target)
+        raise
+    flush_names(target.parent)
+
+
+@contextmanager
+def one_line_when_unwritable(target: Path) -> Iterator[None]:
+    """Turn a full or forbidden disk into one line. The safetensors writer reports it in words of its own, not as OSError."""
+    from safetensors import SafetensorError
+
+    advice = "nothing was changed there; free some space or give another place"
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise UserError(f"the disk is full: {target} could not be written; {advice}") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise UserError(f"{target} cannot be written ({error.strerror}); give another place to save the model") from error
+        raise
+    except SafetensorError as error:
+        if any(f"os error {number}" in str(error) for number in FULL_DISK):
+            raise UserError(f"the disk is full: {target} could not be written; {advice}") from error
+        raise

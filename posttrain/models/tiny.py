@@ -1,0 +1,111 @@
+"""Small models made from nothing: a character tokenizer with a chat template and a Llama-family network of a named size.
+
+They are what the tests train, and what a laptop can take through a whole pipeline in minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from posttrain.errors import require, unknown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+SPECIAL_TOKENS = (PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END)
+MAX_POSITIONS = 2048
+
+# The generation block marks what the assistant says, its end token included: that is what carries loss.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% elif message['role'] in ['user', 'system'] %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% else %}{{ raise_exception('this chat template knows the roles system, user and assistant, not ' ~ message['role']) }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The shape of a tiny model; every head is `width // heads` wide."""
+
+    width: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    feed_forward: int
+
+
+# Parameters with a vocabulary of about 100 characters: 0.2M, 0.9M, 2.8M, 9.5M, 24M.
+SIZES: Mapping[str, Size] = MappingProxyType(
+    {
+        "nano": Size(width=96, layers=2, heads=3, key_value_heads=1, feed_forward=256),
+        "micro": Size(width=128, layers=4, heads=4, key_value_heads=2, feed_forward=448),
+        "mini": Size(width=256, layers=4, heads=4, key_value_heads=2, feed_forward=640),
+        "small": Size(width=384, layers=6, heads=6, key_value_heads=2, feed_forward=1024),
+        "medium": Size(width=512, layers=8, heads=8, key_value_heads=4, feed_forward=1408),
+    }
+)
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character of `alphabet`; any text over it survives encode and decode unchanged.
+
+    Characters outside the alphabet become <|unk|>. Ids 0 to 5 are the special tokens, then the alphabet in its order.
+    """
+    require(bool(alphabet), "a character tokenizer needs at least one character in its alphabet")
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()  # without one, a word-level model puts spaces between its tokens
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        extra_special_tokens=[USER, ASSISTANT, SYSTEM],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+        padding_side="left",
+    )
+
+
+def tiny_model(tokenizer: PreTrainedTokenizerFast, size: str, seed: int) -> PreTrainedModel:
+    """A Llama-family model of a size in `SIZES` with random weights that depend on `seed` alone, in float32 on the CPU."""
+    if size not in SIZES:
+        raise unknown("tiny model size", size, SIZES)
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=-(-len(tokenizer) // 8) * 8,  # whole rows of eight: faster matrix products, and room for a token or two
+        hidden_size=shape.width,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # The caller's random stream must not notice that a model was made.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()

@@ -1,0 +1,62 @@
+"""From rewards to advantages within groups. Sequences that could not be scored do not vote and get none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(
+    reward_N: Tensor,
+    valid_N: Tensor,
+    group_N: Tensor,
+    *,
+    baseline: str = "mean",
+    scale: str = "group",
+    ddof: int = 1,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """A_i = (r_i - b_i) / (s_i + epsilon), over the valid members V of i's group.
+
+    baseline  "mean": b = mean of V;  "leave_one_out": b_i = mean of V without i (RLOO), so r_i - b_i = n/(n-1) (r_i - mean)
+    scale     "group": s = std of V with `ddof`;  "batch": s = std of all valid rewards;  "none": no division
+    A group whose valid rewards are all equal (tested by max == min, never by a small std), or with fewer than two of them, has
+    A exactly 0; so has every sequence that is not valid, whatever its reward holds.
+    """
+    wide = torch.float64
+    reward_N = torch.where(valid_N, reward_N, 0.0).to(wide)
+    groups = int(group_N.max()) + 1 if group_N.numel() else 0
+    vote_N = valid_N.to(wide)
+    zeros = torch.zeros(groups, dtype=wide, device=reward_N.device)
+    count_P = zeros.index_add(0, group_N, vote_N)
+    mean_P = zeros.index_add(0, group_N, reward_N) / count_P.clamp(min=1)
+    centred_N = torch.where(valid_N, reward_N - mean_P[group_N], 0.0)
+    if baseline == "mean":
+        advantage_N = centred_N
+    elif baseline == "leave_one_out":
+        advantage_N = centred_N * (count_P / (count_P - 1).clamp(min=1))[group_N]
+    else:
+        raise ValueError(f"unknown baseline {baseline!r}: mean or leave_one_out")
+    if scale == "group":
+        square_P = zeros.index_add(0, group_N, centred_N**2)
+        advantage_N = advantage_N / ((square_P / (count_P - ddof).clamp(min=1)).sqrt() + epsilon)[group_N]
+    elif scale == "batch":
+        valid = reward_N[valid_N]
+        std = valid.std(correction=ddof) if valid.numel() > ddof else torch.ones((), dtype=wide)
+        advantage_N = advantage_N / (std + epsilon)
+    elif scale != "none":
+        raise ValueError(f"unknown scale {scale!r}: group, batch or none")
+    spread_P = group_spread(reward_N, valid_N, group_N)
+    return torch.where(valid_N & (spread_P > 0)[group_N], advantage_N, 0.0).float()
+
+
+def group_spread(reward_N: Tensor, valid_N: Tensor, group_N: Tensor) -> Tensor:
+    """max - min of the valid rewards of each group, 0 where fewer than two are valid."""
+    groups = int(group_N.max()) + 1 if group_N.numel() else 0
+    infinity = torch.tensor(float("inf"), dtype=reward_N.dtype, device=reward_N.device)
+    high = torch.where(valid_N, reward_N, -infinity)
+    low = torch.where(valid_N, reward_N, infinity)
+    empty = torch.full((groups,), 0.0, dtype=reward_N.dtype, device=reward_N.device)
+    top_P = empty.scatter_reduce(0, group_N, high, "amax", include_self=False)
+    bottom_P = empty.scatter_reduce(0, group_N, low, "amin", include_self=False)
+    return torch.where(torch.isfinite(top_P), top_P - bottom_P, 0.0)

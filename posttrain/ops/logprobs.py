@@ -1,0 +1,123 @@
+"""Log-probabilities and entropies of given tokens from hidden states, never holding more than a chunk of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """The output layer: logits = softcap(scale * hidden W^T + bias), softcap(z) = c tanh(z / c) where there is one."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def head_logits(hidden_NH: Tensor, head: Head) -> Tensor:
+    """Logits in float32 (float64 for float64 inputs). The trainer and the sampler both come through here, so they agree.
+
+    On CUDA a bf16 product is accumulated and returned in float32: rounding logits to bf16 costs three digits of log-prob.
+    """
+    weight_HV = head.weight_VH.t()
+    if hidden_NH.is_cuda and hidden_NH.dtype != torch.float32 and hidden_NH.dtype != torch.float64:
+        logits_NV = torch.mm(hidden_NH, weight_HV, out_dtype=torch.float32)
+    else:
+        logits_NV = hidden_NH @ weight_HV
+        if logits_NV.dtype != torch.float64:
+            logits_NV = logits_NV.float()
+    if head.scale != 1.0:
+        logits_NV = logits_NV * head.scale
+    if head.bias_V is not None:
+        logits_NV = logits_NV + head.bias_V.to(logits_NV.dtype)
+    if head.softcap is not None:
+        logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
+    return logits_NV
+
+
+def token_logprobs(
+    hidden_NH: Tensor, target_N: Tensor, head: Head, temperature: float = 1.0, chunk_logits: int = CHUNK_LOGITS
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature)[target] and the entropy of that distribution, both differentiable.
+
+    With z = logits / temperature and p = softmax(z):
+        logprob = z[target] - logsumexp(z),            d logprob / d z_j = 1[j = target] - p_j
+        entropy = logsumexp(z) - sum_j p_j z_j,        d entropy / d z_j = -p_j (log p_j + entropy)
+    The backward pass recomputes each chunk's logits, so memory is one chunk whatever the number of tokens.
+    """
+    rows = max(1, chunk_logits // head.weight_VH.shape[0])
+    logprob_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head.weight_VH, head.bias_V, target_N, head.scale, head.softcap, temperature, rows
+    )
+    return logprob_N, entropy_N
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        scale: float,
+        softcap: float | None,
+        temperature: float,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        head = Head(weight_VH, bias_V, scale, softcap)
+        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        count = hidden_NH.shape[0]
+        logprob_N = torch.empty(count, dtype=wide, device=hidden_NH.device)
+        entropy_N, normaliser_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
+        for start in range(0, count, rows):
+            part = slice(start, min(start + rows, count))
+            scaled = head_logits(hidden_NH[part], head) / temperature
+            normaliser = torch.logsumexp(scaled, dim=-1)
+            logprob_N[part] = scaled.gather(-1, target_N[part, None])[:, 0] - normaliser
+            entropy_N[part] = normaliser - (torch.exp(scaled - normaliser[:, None]) * scaled).sum(-1)
+            normaliser_N[part] = normaliser
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N)
+        ctx.settings = (scale, softcap, temperature, rows)
+        return logprob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N = ctx.saved_tensors
+        scale, softcap, temperature, rows = ctx.settings
+        head = Head(weight_VH, bias_V, scale, softcap)
+        grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
+        # float32 sums over chunks, so that the number of chunks does not show in a bf16 gradient
+        wide = normaliser_N.dtype
+        grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, hidden_NH.shape[0], rows):
+            part = slice(start, min(start + rows, hidden_NH.shape[0]))
+            logits = head_logits(hidden_NH[part], head)
+            logp = logits / temperature - normaliser_N[part, None]
+            p = logp.exp()
+            grad = -p * grad_logprob_N[part, None]
+            grad.scatter_add_(1, target_N[part, None], grad_logprob_N[part, None])
+            grad -= p * (logp + entropy_N[part, None]) * grad_entropy_N[part, None]
+            grad /= temperature
+            if softcap is not None:
+                grad *= 1 - (logits / softcap) ** 2
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            if scale != 1.0:
+                grad *= scale
+            narrow = grad.to(weight_VH.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = narrow @ weight_VH
+            if grad_weight is not None:
+                grad_weight += narrow.t() @ hidden_NH[part]
+        grad_weight = grad_weight.to(weight_VH.dtype) if grad_weight is not None else None
+        grad_bias = grad_bias.to(bias_V.dtype) if grad_bias is not None else None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

@@ -1,0 +1,43 @@
+"""The reduction of a loss, as one number per token: L = sum_t weight_t * loss_t over the whole optimizer step.
+
+Computed once for the whole step before it is split, so no micro-batch, pack or rank layout can change a gradient. A token
+that carries no loss has weight 0; a sequence without loss tokens is not counted as a sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sequence_lengths(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """Loss tokens in each sequence."""
+    return torch.zeros(sequences, dtype=torch.float32, device=mask_T.device).index_add(0, sequence_T, mask_T.float())
+
+
+def token_mean(mask_T: Tensor) -> Tensor:
+    """w = 1 / T with T the loss tokens of the step: every token counts the same (DAPO)."""
+    return mask_T.float() / mask_T.sum().clamp(min=1)
+
+
+def sequence_mean(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """w = 1 / (N * len_i): every sequence counts the same (GRPO as published); tokens of long ones count less."""
+    length_N = sequence_lengths(mask_T, sequence_T, sequences)
+    return mask_T.float() / ((length_N > 0).sum().clamp(min=1) * length_N.clamp(min=1))[sequence_T]
+
+
+def constant_mean(mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float) -> Tensor:
+    """w = 1 / (N * C) with a constant length C: no length bias either way (Dr. GRPO)."""
+    length_N = sequence_lengths(mask_T, sequence_T, sequences)
+    return mask_T.float() / ((length_N > 0).sum().clamp(min=1) * constant)
+
+
+def reduction(kind: str, mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float = 0.0) -> Tensor:
+    """The weights called `kind`: token_mean, sequence_mean or constant_mean."""
+    if kind == "token_mean":
+        return token_mean(mask_T)
+    if kind == "sequence_mean":
+        return sequence_mean(mask_T, sequence_T, sequences)
+    if kind == "constant_mean":
+        return constant_mean(mask_T, sequence_T, sequences, constant)
+    raise ValueError(f"unknown reduction {kind!r}: token_mean, sequence_mean or constant_mean")

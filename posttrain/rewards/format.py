@@ -1,0 +1,71 @@
+"""Well-formedness: does a response follow a template such as `<think>{text}</think>{space}<answer>{text}</answer>`?
+
+A template is literal text with fields: {text} is any text without the template's own literals, {line} the same on one line,
+{space} is whitespace or nothing, {digits} and {integer} are what they say. Fields are possessive and {text} stops at a literal,
+so matching takes time linear in the response whatever it holds; a literal inside a {text} makes the response malformed.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from posttrain.errors import UserError, require
+from posttrain.rewards.answer import INTEGER
+from posttrain.types import Score
+
+THINK_ANSWER = "<think>{text}</think>{space}<answer>{text}</answer>"
+LIMIT = 200_000  # characters: what is longer is malformed without a look
+FIELD = re.compile(r"\{([a-z]*)\}")
+FIELDS = {
+    "text": r"((?:(?!LITERALS)[\s\S])*+)",
+    "line": r"((?:(?!LITERALS)[^\r\n])*+)",
+    "space": r"(\s*+)",
+    "digits": r"([0-9]++)",
+    "integer": f"((?>{INTEGER.pattern}))",
+}
+
+
+@lru_cache(maxsize=256)
+def compile_template(template: str) -> re.Pattern[str]:
+    """The pattern of a template, with one group per field.
+
+    >>> compile_template("{digits}+{digits}").fullmatch("12+34").groups()
+    ('12', '34')
+    >>> compile_template("{text}{line}")
+    Traceback (most recent call last):
+    posttrain.errors.UserError: template '{text}{line}': {text} needs literal text after it, or the end
+    """
+    pieces = FIELD.split(template)  # literal, field, literal, ..., literal
+    literals, fields = pieces[::2], pieces[1::2]
+    for name in fields:
+        if name not in FIELDS:
+            raise UserError(f"template {template!r}: unknown field {{{name}}}; known: {', '.join(FIELDS)}")
+    for name, following in list(zip(fields, literals[1:], strict=True))[:-1]:
+        bounded = name not in ("text", "line") or following != ""
+        require(bounded, f"template {template!r}: {{{name}}} needs literal text after it, or the end")
+    barred = "|".join(re.escape(text) for text in literals if text) or r"[^\s\S]"  # no literals: a pattern that never matches
+    built = re.escape(literals[0])
+    for name, following in zip(fields, literals[1:], strict=True):
+        built += FIELDS[name].replace("LITERALS", barred) + re.escape(following)
+    return re.compile(built)
+
+
+def match(template: str, response: str) -> tuple[str, ...] | None:
+    """What the fields hold where the whole response, but for whitespace around it, follows the template; else None.
+
+    >>> match(THINK_ANSWER, "<think>2+2</think> <answer>4</answer>")
+    ('2+2', ' ', '4')
+    >>> match(THINK_ANSWER, "<think>a</think><answer>4</answer><answer>5</answer>") is None
+    True
+    """
+    if len(response) > LIMIT:
+        return None
+    found = compile_template(template).fullmatch(response.strip())
+    return found.groups() if found else None
+
+
+def format(prompt: str, response: str, answer: str, template: str = THINK_ANSWER) -> Score:
+    """The plain reward: 1 where the response follows the template, else 0. Says nothing of whether it is right."""
+    formed = match(template, response) is not None
+    return Score(float(formed), parts={"format": float(formed)}, outcome="formed" if formed else "malformed")

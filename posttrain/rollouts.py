@@ -1,0 +1,186 @@
+"""Where steps come from: examples drawn from a data set, or rollouts that the policy makes and a task scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.data.chat import render_prompt
+from posttrain.data.curriculum import Climb
+from posttrain.data.stream import Mixture, Stream
+from posttrain.data.text import Decoder
+from posttrain.engine.random import derive
+from posttrain.errors import GuardStop
+from posttrain.tasks.base import Task
+from posttrain.train.pack import pack_examples, pack_groups
+from posttrain.types import JSON, Batch, Example, Group, Metric, Problem, Request, Rollout, Sampler, Sampling, Score, Segment
+
+MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on with what it has
+MAX_FAILED = 0.5  # share of a step's rollouts that may lack a score before the run stops
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """The material of one step."""
+
+    batch: Batch
+    groups: tuple[Group, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Examples:
+    """Steps of `batch` examples each, in an order that a seed decides. Several sets are mixed by weight."""
+
+    def __init__(
+        self, sets: Sequence[Sequence[Example]], weights: Sequence[float], batch: int, seed: int, device: torch.device
+    ):
+        self.sets, self.batch, self.device = sets, batch, device
+        self.mixture = Mixture(weights, [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)], seed)
+
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        chosen = [self.sets[source][index] for source, index in self.mixture.take(self.batch)]
+        batch = pack_examples(chosen, self.device)
+        return Collected(batch, metrics=(Metric("length", batch.tokens, batch.sequences),))
+
+    def observe(self, groups: Sequence[Group]) -> list[str]:
+        return []
+
+    def state(self) -> JSON:
+        return self.mixture.state()
+
+    def restore(self, state: JSON) -> None:
+        self.mixture.restore(state)
+
+
+class Rollouts:
+    """Steps of `prompts` groups each: problems drawn by a curriculum, answered by a sampler, scored by the task."""
+
+    def __init__(
+        self,
+        task: Task,
+        sampler: Sampler,
+        tokenizer: object,
+        climb: Climb,
+        prompts: int,
+        sampling: Sampling,
+        seed: int,
+        device: torch.device,
+    ):
+        self.task, self.sampler, self.tokenizer, self.climb = task, sampler, tokenizer, climb
+        self.prompts, self.sampling, self.seed, self.device = prompts, sampling, seed, device
+        self.decoder = Decoder(tokenizer)
+        self.problems = {level: task.problems("train", level) for level in task.levels}
+
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        """Draw, sample, score; let the algorithm select, and ask again while it wants more."""
+        seconds = {"generate": 0.0, "score": 0.0}
+        groups: list[Group] = []
+        wanted = self.prompts
+        for attempt in range(MAX_ROUNDS):
+            problems = [self.problems[level][index] for level, index in self.climb.draw(wanted)]
+            groups += rollout_groups(
+                self.task, self.sampler, self.tokenizer, self.decoder, problems, algorithm.group_size, self.sampling,
+                derive(self.seed, step, attempt), seconds,
+            )  # fmt: skip
+            selection = algorithm.select(groups, state)
+            wanted = selection.refill
+            if not wanted:
+                break
+        check_failures(groups)
+        batch = pack_groups(selection.groups, self.sampling.temperature, self.device)
+        return Collected(batch, tuple(groups), (*selection.metrics, *group_metrics(groups)), seconds)
+
+    def observe(self, groups: Sequence[Group]) -> list[str]:
+        """Tell the curriculum how the step went; returns what a person should hear of it."""
+        news = []
+        for group in groups:
+            solved = [float(r.score.outcome == "correct" or r.score.value == 1.0) for r in group.rollouts if r.score.valid]
+            if solved and self.climb.observe(group.problem.level, sum(solved) / len(solved)):
+                news.append(f"level {self.climb.level} opens")
+        return news
+
+    def state(self) -> JSON:
+        return self.climb.state()
+
+    def restore(self, state: JSON) -> None:
+        self.climb.restore(state)
+
+
+def rollout_groups(
+    task: Task,
+    sampler: Sampler,
+    tokenizer: object,
+    decoder: Decoder,
+    problems: Sequence[Problem],
+    group: int,
+    sampling: Sampling,
+    seed: int,
+    seconds: dict[str, float],
+) -> list[Group]:
+    """Sample `group` responses to each problem and score them. Randomness belongs to (seed, problem's place, sample)."""
+    began = time.perf_counter()
+    prompts = [render_prompt(tokenizer, task.prompt(p), f"problem {p.id}") for p in problems]
+    requests = [Request(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
+    groups = []
+    scoring = 0.0
+    for problem, request, completions in zip(problems, requests, sampler.generate(requests), strict=True):
+        now = time.perf_counter()
+        prompt_text, offsets = decoder.decode(request.prompt_ids)
+        prompt = Segment(np.array(request.prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets)
+        rollouts = []
+        for number, completion in enumerate(completions):
+            text, offsets = decoder.decode(completion.ids)
+            response = Segment(completion.ids, text, True, completion.logprobs, offsets, completion.version, completion.finish)
+            rollouts.append(Rollout(problem, number, (prompt, response), score_one(task, problem, text)))
+        groups.append(Group(problem, tuple(rollouts)))
+        scoring += time.perf_counter() - now
+    seconds["score"] += scoring
+    seconds["generate"] += time.perf_counter() - began - scoring
+    return groups
+
+
+def score_one(task: Task, problem: Problem, response: str) -> Score:
+    """A task's score; what it raises becomes a named failure, which is counted and never a 0."""
+    try:
+        return task.score(problem, response)
+    except Exception as error:  # reward code is not ours
+        return Score.failed(f"{type(error).__name__}: {error}")
+
+
+def check_failures(groups: Sequence[Group]) -> None:
+    """Stop where most rewards fail: training on the rest would be training on luck."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    failed = [r for r in rollouts if not r.score.valid]
+    if len(failed) > MAX_FAILED * len(rollouts):
+        worst = failed[0]
+        raise GuardStop(
+            f"{len(failed)} of {len(rollouts)} responses could not be scored; the first: problem {worst.problem.id}, {worst.score.failure}"
+        )
+
+
+def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
+    """What a step's rollouts look like: reward and its parts, length, truncation, failures."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    scored = [r for r in rollouts if r.score.value is not None]
+    tokens = sum(r.length for r in rollouts)
+    metrics = [
+        Metric("reward", sum(r.score.value for r in scored if r.score.value is not None), len(scored)),
+        Metric("length", sum(r.length for r in rollouts), len(rollouts)),
+        # the mean of -log p over what was sampled is an unbiased estimate of the entropy per token
+        Metric(
+            "entropy", -sum(float(s.logprobs.sum()) for r in rollouts for s in r.segments if s.logprobs is not None), tokens
+        ),
+        Metric("truncated", sum(r.finish == "length" for r in rollouts), len(rollouts)),
+        Metric("failed", len(rollouts) - len(scored), len(rollouts)),
+        Metric("level", sum(g.problem.level for g in groups), len(groups)),
+    ]
+    for part in sorted({name for r in scored for name in r.score.parts}):
+        values = [r.score.parts[part] for r in scored if part in r.score.parts]
+        metrics.append(Metric(f"reward/{part}", sum(values), len(values)))
+    return tuple(metrics)

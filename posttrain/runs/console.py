@@ -1,0 +1,260 @@
+"""What a person sees while a run goes on: a live panel on a terminal, plain lines at a limited rate anywhere else.
+
+    with Console.open(total_steps=60, stage="rl") as console:
+        console.update({"reward": 0.4, "length": 31.0}, step=1)
+        console.event("checkpoint at step 1")
+
+Model output is never trusted to be text: `printable` makes control characters visible instead of obeying them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from types import TracebackType
+from typing import TextIO
+
+from rich.bar import Bar
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+PHASES = ("generate", "score", "train")
+PLAIN_SECONDS = 5.0  # a plain line at most this often, unless a tenth of the stage has passed
+HISTORY = 4096  # rewards kept for the sparkline
+
+
+def printable(text: str, lines: bool = False) -> str:
+    r"""Text that a terminal shows and does not obey: control, format and unassigned characters become visible escapes.
+
+    That covers ANSI sequences, bells, carriage returns that overwrite a line, bidirectional overrides and zero-width
+    characters. `lines` keeps line ends and tabs.
+
+    >>> printable("ok\x1b[31mred")
+    'ok\\x1b[31mred'
+    >>> printable("a\nb"), printable("a\nb", lines=True)
+    ('a\\nb', 'a\nb')
+    """
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    short = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character)
+    code = ord(character)
+    return short or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+
+
+def sparkline(values: list[float], width: int = 24) -> str:
+    """A line of blocks, each the mean of its share of the values; non-finite values are left out.
+
+    >>> sparkline([0.0, 0.5, 1.0], width=3)
+    '▁▅█'
+    >>> sparkline([float("nan")])
+    ''
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    edges = [round(i * len(finite) / width) for i in range(width + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if low == high:
+        return BLOCKS[0] * width
+    return "".join(BLOCKS[math.floor((mean - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """A length of time in the two units that matter.
+
+    >>> duration(8.2), duration(75), duration(3700), duration(200000)
+    ('8s', '1m15s', '1h01m', '2d07h')
+    """
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    for unit, name, small_unit, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= unit:
+            return f"{whole // unit}{name}{whole % unit // small_unit:02d}{small}"
+    raise AssertionError("unreachable")
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%" if math.isfinite(value) else str(value)
+
+
+# figure, what a newcomer calls it, how it is written; in the order they are shown
+SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", "reward", "{:.3f}".format),
+    ("accuracy/test", "held-out", _percent),
+    ("loss", "loss", "{:.4f}".format),
+    ("kl", "KL", "{:.2g}".format),
+    ("entropy", "entropy", "{:.3f}".format),
+    ("length", "length", "{:.1f}".format),
+    ("level", "level", "{:g}".format),
+    ("grad_norm", "gradient", "{:.3g}".format),
+    ("learning_rate", "rate", "{:.2g}".format),
+    ("tokens_per_second", "tokens/s", "{:,.0f}".format),
+)
+
+
+DETAILS = {"entropy", "gradient", "rate"}  # for the panel only: a plain line has to stay readable
+
+
+def time_split(row: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Shares of the step's time by phase, with what is left over as "other". Empty where it was not measured.
+
+    >>> time_split({"seconds/generate": 6.0, "seconds/train": 3.0, "seconds/total": 10.0})
+    [('generate', 0.6), ('train', 0.3), ('other', 0.1)]
+    """
+    spent = [(phase, row[f"seconds/{phase}"]) for phase in PHASES if f"seconds/{phase}" in row]
+    total = row.get("seconds/total", sum(seconds for _, seconds in spent))
+    if not spent or not total > 0:
+        return []
+    other = max(0.0, total - sum(seconds for _, seconds in spent))
+    return [(phase, round(seconds / total, 4)) for phase, seconds in [*spent, ("other", other)]]
+
+
+class Console:
+    """The view of one stage. `open` chooses the live panel or plain lines by looking at the stream."""
+
+    def __init__(self, total_steps: int, stage: str, start: int, stream: TextIO, live: bool) -> None:
+        self.total, self.stage, self.start, self.step = total_steps, printable(stage), start, start
+        self._stream = stream
+        self._began = self._printed_at = time.monotonic()
+        self._printed_step = -1
+        self._row: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._live: Live | None = None
+        if live:
+            self._live = Live(get_renderable=self._panel, console=RichConsole(file=stream), refresh_per_second=4)
+            self._live.start()
+
+    @classmethod
+    def open(cls, total_steps: int, stage: str, start: int = 0, stream: TextIO | None = None) -> Console:
+        """Begin to show a stage; `start` is the step that a resumed stage goes on from."""
+        stream = stream or sys.stdout
+        live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        return cls(total_steps, stage, start, stream, live)
+
+    def update(self, row: Mapping[str, float], step: int | None = None) -> None:
+        """Show the figures of a step. Without `step`, each update is one step. Held-out scores stay until the next one."""
+        self.step = self.step + 1 if step is None else step
+        held = {name: value for name, value in self._row.items() if name.startswith("accuracy/")}
+        self._row = {**held, **row}
+        if "reward" in row:
+            self._rewards.append(row["reward"])
+            if len(self._rewards) > HISTORY:
+                self._rewards = self._rewards[::2]
+        if self._live is None and self._due():
+            self._print_line()
+
+    def event(self, text: str) -> None:
+        """Say something once, above the figures."""
+        if self._live is not None:
+            self._live.console.print(Text(printable(text)), highlight=False)
+        else:
+            write_text(f"{self.stage}: {printable(text)}\n", self._stream)
+
+    def close(self) -> None:
+        """Leave the last figures on the screen. Closing twice is harmless."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            self._printed_step = self.step
+        elif self._row and self._printed_step != self.step:
+            self._print_line()
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _due(self) -> bool:
+        """The first step, every tenth of the way (so also the last), and otherwise no more than one line in a few seconds."""
+        if self._printed_step < 0:
+            return True
+        tenth = 10 * self.step // max(1, self.total) > 10 * self._printed_step // max(1, self.total)
+        return tenth or time.monotonic() - self._printed_at >= PLAIN_SECONDS
+
+    def _print_line(self) -> None:
+        split = " ".join(f"{phase} {share:.0%}" for phase, share in time_split(self._row))
+        shown = [f"{label} {text}" for label, text in self._shown() if label not in DETAILS]
+        parts = [f"{self.stage} {self.step}/{self.total}", *shown, *([f"time: {split}"] if split else []), self._times()]
+        write_text("  ".join(parts) + "\n", self._stream)
+        self._printed_at, self._printed_step = time.monotonic(), self.step
+
+    def _shown(self) -> Iterator[tuple[str, str]]:
+        for name, label, form in SHOWN:
+            if name in self._row:
+                yield label, form(self._row[name])
+
+    def _times(self) -> str:
+        elapsed = time.monotonic() - self._began
+        done, left = self.step - self.start, max(0, self.total - self.step)
+        if done <= 0 or left == 0:
+            return f"elapsed {duration(elapsed)}"
+        return f"elapsed {duration(elapsed)}  left {duration(elapsed / done * left)}"
+
+    def _panel(self) -> RenderableType:
+        share = min(1.0, self.step / self.total) if self.total else 1.0
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        progress = Text(f"{self.step}/{self.total}  {share:.0%}  {self._times()}", style="default")
+        head.add_row(Bar(1.0, 0.0, share, color="green", bgcolor="grey23"), progress)
+
+        figures = Table.grid(padding=(0, 3))
+        cells = [self._cell(label, text) for label, text in self._shown()]
+        for first in range(0, len(cells), 4):
+            figures.add_row(*cells[first : first + 4])
+        parts: list[RenderableType] = [head, figures]
+        split = time_split(self._row)
+        if split:
+            words = Text("time  ", style="dim")
+            colours = {"generate": "cyan", "score": "yellow", "train": "magenta", "other": "dim"}
+            for phase, part in split:
+                words.append(f"{phase} {part:.0%}   ", style=colours[phase])
+            parts.append(words)
+        return Panel(Group(*parts), title=Text(self.stage, style="bold"), title_align="left", border_style="dim")
+
+    def _cell(self, label: str, text: str) -> Text:
+        cell = Text.assemble((f"{label} ", "dim"), (text, "bold"))
+        if label == "reward" and len(self._rewards) > 1:
+            cell.append(" " + sparkline(self._rewards), style="green")
+        return cell
+
+
+def show(renderable: RenderableType, stream: TextIO | None = None, width: int | None = None) -> None:
+    """Print a table or text: with colour on a terminal, as plain characters elsewhere."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        RichConsole(file=stream, width=width).print(renderable)
+    else:
+        write_text(render_plain(renderable, width or 100), stream)
+
+
+def render_plain(renderable: RenderableType, width: int = 100) -> str:
+    """What `show` prints where there is no terminal: no colour, a fixed width, no trailing blanks."""
+    quiet = RichConsole(width=width, force_terminal=False, color_system=None, legacy_windows=False, _environ={})
+    with quiet.capture() as capture:
+        quiet.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def write_text(text: str, stream: TextIO) -> None:
+    """Write and flush; characters that the stream cannot encode become escapes instead of an exception."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()

@@ -1,0 +1,199 @@
+"""What a run directory looks like: file names, what a line holds, and how numbers survive JSON. Shared by writer and readers.
+
+config.yaml                        the resolved configuration, written once
+metrics.jsonl                      one object a step: step, stage, attempt, time, figures
+events.jsonl                       one object an event: kind, time, attempt, details
+rollouts/STAGE/step-000123.jsonl   one rollout a line
+rollouts/STAGE/step-000123.safetensors   per-token arrays, flat, with `starts`; only some steps are kept
+checkpoints/  export/              written by others
+summary.json                       the end of the story
+lock                               held by whoever writes
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.errors import require
+from posttrain.types import JSON
+
+CONFIG, METRICS, EVENTS, SUMMARY, LOCK, ROLLOUTS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "events.jsonl",
+    "summary.json",
+    "lock",
+    "rollouts",
+)
+ROW_KEYS = ("step", "stage", "attempt", "time")
+EVENT_KEYS = ("kind", "time", "attempt")
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of one step. Non-finite figures are kept: a NaN loss must be seen, not skipped."""
+
+    stage: str
+    step: int
+    attempt: int
+    time: float
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened once: a stage's start, a resume, an alarm."""
+
+    kind: str
+    time: float
+    attempt: int
+    details: Mapping[str, JSON]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRow:
+    """One rollout as text. `reward` is None exactly when `failure` says why."""
+
+    problem: str  # the problem's id
+    level: int
+    question: str
+    answer: str
+    sample: int
+    response: str
+    reward: float | None
+    parts: Mapping[str, float]
+    outcome: str
+    failure: str | None
+    finish: str
+    length: int
+    version: int  # the oldest policy version that sampled a token of it
+    attempt: int
+    advantage: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenArrays:
+    """Per-token arrays of N sequences laid end to end: sequence n is `[starts[n]:starts[n + 1]]` of each array.
+
+    >>> arrays = TokenArrays(np.array([0, 2, 5]), {"ids": np.arange(5)})
+    >>> arrays.sequence(1)["ids"].tolist()
+    [2, 3, 4]
+    >>> TokenArrays(np.array([0, 2]), {"ids": np.arange(5)})
+    Traceback (most recent call last):
+    ValueError: array 'ids' has shape (5,); starts end at 2
+    """
+
+    starts: np.ndarray  # int64 [N+1]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # [T] each
+
+    def __post_init__(self) -> None:
+        starts = self.starts
+        if starts.ndim != 1 or len(starts) == 0 or starts[0] != 0 or np.any(np.diff(starts) < 0):
+            raise ValueError("starts must be N+1 offsets that begin at 0 and never decrease")
+        for name, array in self.arrays.items():
+            if name == "starts" or array.shape != (int(starts[-1]),):
+                raise ValueError(f"array {name!r} has shape {array.shape}; starts end at {starts[-1]}")
+
+    @property
+    def sequences(self) -> int:
+        return len(self.starts) - 1
+
+    def sequence(self, n: int) -> Mapping[str, np.ndarray]:
+        """The arrays of sequence n."""
+        if not 0 <= n < self.sequences:
+            raise IndexError(f"sequence {n} of {self.sequences}")
+        return {name: array[self.starts[n] : self.starts[n + 1]] for name, array in self.arrays.items()}
+
+
+def rollout_file(directory: Path, stage: str, step: int, suffix: str = ".jsonl") -> Path:
+    """Where the rollouts of a step live. The stage comes from users and from the browser, so it must be a plain name."""
+    require(
+        plain_name(stage), f"stage {stage!r} is not a plain name: use letters, digits, '-', '_' and '.', not starting with '.'"
+    )
+    require(step >= 0, f"step must not be negative, not {step}")
+    return directory / ROLLOUTS / stage / f"step-{step:06d}{suffix}"
+
+
+def plain_name(name: str) -> bool:
+    """Whether a name is safe as one component of a path, on every system.
+
+    >>> plain_name("rl-2"), plain_name("../rl"), plain_name(".hidden"), plain_name("")
+    (True, False, False, False)
+    """
+    return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", name) is not None
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a rollout file's name, or None for a file that is not one.
+
+    >>> step_of(Path("step-000123.jsonl")), step_of(Path("notes.jsonl"))
+    (123, None)
+    """
+    match = re.fullmatch(r"step-(\d+)", path.stem)
+    return int(match[1]) if match else None
+
+
+def dump_line(record: Mapping[str, JSON]) -> bytes:
+    """One JSON object on one line. ASCII only, so nothing a model wrote can end a line or reach a terminal unescaped."""
+    return json.dumps(encode(record), allow_nan=False, ensure_ascii=True, separators=(",", ":")).encode() + b"\n"
+
+
+def encode(value: JSON) -> JSON:
+    """A JSON value with plain Python numbers, where non-finite ones are the strings "nan", "inf" and "-inf".
+
+    Bare NaN is not JSON and breaks other readers; null would hide which of the three it was.
+
+    >>> encode({"loss": float("-inf"), "count": np.int64(3), "parts": (0.5,)})
+    {'loss': '-inf', 'count': 3, 'parts': [0.5]}
+    """
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    raise TypeError(f"a run can hold JSON values, not {type(value).__name__}")
+
+
+def decode_number(value: JSON) -> float:
+    """A figure as it was before `encode`; raises ValueError for what is not a number.
+
+    >>> decode_number("-inf"), decode_number(2)
+    (-inf, 2.0)
+    """
+    if isinstance(value, str) and value in NON_FINITE:
+        return NON_FINITE[value]
+    if isinstance(value, int | float):
+        return float(value)
+    raise ValueError(f"not a number: {value!r}")
+
+
+def json_lines(path: Path) -> Iterator[dict[str, JSON] | None]:
+    """Objects of a JSONL file in order; None for a line that is not one, as a killed writer or a full disk may leave."""
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        return
+    with stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except ValueError:  # covers malformed JSON and malformed UTF-8
+                record = None
+            yield record if isinstance(record, dict) else None

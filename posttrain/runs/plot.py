@@ -1,0 +1,208 @@
+"""The picture of a run: one PNG that a newcomer can read. Panels whose figures were not recorded are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.errors import require
+from posttrain.runs.read import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, FAINT, GRID = "#24292f", "#8c959f", "#e7eaed"
+BLUE, GREEN, ORANGE, PURPLE, RED = "#2f6fde", "#1f9d61", "#e08214", "#8250df", "#cf3f4f"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One figure of one stage, finite values only."""
+
+    stage: str
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What is drawn in one square: a title that needs no glossary, and who draws it."""
+
+    title: str
+    subtitle: str
+    paint: Callable[[Axes], None]
+
+
+def draw(run: Run, path: Path) -> None:
+    """Draw the run's curves to `path`. Imports matplotlib only here, and opens no window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    panels = _panels(run)
+    require(bool(panels), f"nothing to draw: {run.directory} has no metrics yet")
+    columns = min(3, len(panels)) if len(panels) != 4 else 2
+    rows = -(-len(panels) // columns)
+    figure = Figure(
+        figsize=(4.9 * columns, 3.5 * rows + 0.7),
+        dpi=130,
+        facecolor="white",
+        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
+    )
+    FigureCanvasAgg(figure)  # draws to memory: no window, no global state
+    title = run.name.replace("$", r"\$")  # a dollar would start a formula
+    figure.suptitle(title, fontsize=14, fontweight="bold", color=INK, x=0.012, ha="left")
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        _dress(axes, panel)
+        panel.paint(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="best", handlelength=1.4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _panels(run: Run) -> list[Panel]:
+    """The panels that this run has figures for, in reading order: how well, then how."""
+    figures = _collect(run)
+    panels = []
+
+    def add(title: str, subtitle: str, names: tuple[str, ...], paint: Callable[..., None]) -> None:
+        found = [figures[name] for name in names if name in figures]
+        if found:
+            panels.append(Panel(title, subtitle, lambda axes: paint(axes, *[figures.get(name, []) for name in names])))
+
+    add("Reward while training", "mean score of the samples it learns from", ("reward",), _rewards)
+    interval = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
+    add("Held-out accuracy", "problems it never trains on; band: 95% interval", interval, _accuracy)
+    add("Supervised loss", "how surprised it is by worked examples; lower is better", ("sft loss",), _lines(ORANGE))
+    add("Response length", "tokens a response", ("length",), _lines(PURPLE))
+    words = {"kl": "KL: distance from the start", "entropy": "entropy: how undecided it is"}
+    both = "; ".join(text for name, text in words.items() if name in figures)
+    add("Drift and variety" if "kl" in figures else "Variety", both, ("kl", "entropy"), _drift)
+    add("Difficulty", "level of the problems it is given", ("level",), _levels)
+    return panels
+
+
+def _collect(run: Run) -> dict[str, list[Series]]:
+    """Series by figure. A loss without rewards beside it is a supervised loss; others are not comparable across steps."""
+    rows = run.metrics()
+    figures: dict[str, list[Series]] = {}
+    for stage in dict.fromkeys(row.stage for row in rows):
+        of_stage = [row for row in rows if row.stage == stage]
+        online = any("reward" in row.figures for row in of_stage)
+        for name in dict.fromkeys(name for row in of_stage for name in row.figures):
+            points = [(row.step, row.figures[name]) for row in of_stage if np.isfinite(row.figures.get(name, np.nan))]
+            if not points:
+                continue
+            steps, values = (np.array(axis, dtype=np.float64) for axis in zip(*points, strict=True))
+            if name in ("entropy", "length") and not online:
+                continue  # of given text, not of what the model writes
+            name = "sft loss" if name in ("loss", "nll") and not online else name
+            if not any(series.stage == stage for series in figures.get(name, [])):
+                figures.setdefault(name, []).append(Series(stage, steps, values))
+    return figures
+
+
+def _dress(axes: Axes, panel: Panel) -> None:
+    axes.set_title(panel.title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=20)
+    axes.text(0, 1.035, panel.subtitle, transform=axes.transAxes, fontsize=8.5, color=FAINT)
+    axes.set_xlabel("training step", fontsize=8.5, color=FAINT)
+    axes.tick_params(labelsize=8.5, colors=FAINT, length=0)
+    axes.grid(axis="y", color=GRID, linewidth=1)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.margins(x=0.02)
+    axes.locator_params(axis="x", integer=True)
+
+
+def smooth(values: np.ndarray, span: int) -> np.ndarray:
+    """A centred moving mean over `span` values, over those that exist at the ends.
+
+    >>> smooth(np.array([0.0, 3.0, 0.0, 3.0]), 3).tolist()
+    [1.5, 1.0, 2.0, 1.5]
+    """
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    first, last = np.maximum(index - span // 2, 0), np.minimum(index + span // 2 + 1, len(values))
+    return np.asarray((sums[last] - sums[first]) / (last - first))
+
+
+def _curve(axes: Axes, series: Series, colour: str, label: str | None = None) -> None:
+    """A faint line for every step and a strong one for its moving mean; only the strong one where there are few."""
+    span = len(series.values) // 12
+    style: dict[str, Any] = {"color": colour, "solid_capstyle": "round"}
+    if span >= 2:
+        axes.plot(series.steps, series.values, linewidth=0.9, alpha=0.28, **style)
+    line = smooth(series.values, span | 1) if span >= 2 else series.values
+    marker = "o" if len(line) == 1 else None
+    axes.plot(series.steps, line, linewidth=2.1, label=label, marker=marker, **style)
+
+
+def _several(axes: Axes, found: list[Series], colours: tuple[str, ...]) -> None:
+    """The series of several stages, each from its own step 0; named when there is more than one."""
+    for number, series in enumerate(found):
+        _curve(axes, series, colours[number % len(colours)], series.stage if len(found) > 1 else None)
+
+
+def _lines(colour: str) -> Callable[..., None]:
+    return lambda axes, found: _several(axes, found, (colour, BLUE, GREEN, RED, PURPLE))
+
+
+def _rewards(axes: Axes, found: list[Series]) -> None:
+    _several(axes, found, (BLUE, PURPLE, ORANGE, GREEN))
+    if all(series.values.min() >= 0 and series.values.max() <= 1 for series in found):
+        axes.set_ylim(-0.03, 1.03)
+
+
+def _accuracy(axes: Axes, found: list[Series], lows: list[Series], highs: list[Series]) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    low_of, high_of = {s.stage: s for s in lows}, {s.stage: s for s in highs}
+    for number, series in enumerate(found):
+        colour = (GREEN, BLUE, ORANGE, PURPLE)[number % 4]
+        low, high = low_of.get(series.stage), high_of.get(series.stage)
+        if low is not None and high is not None and np.array_equal(low.steps, high.steps):
+            axes.fill_between(low.steps, low.values, high.values, color=colour, alpha=0.15, linewidth=0)
+        label = series.stage if len(found) > 1 else None
+        axes.plot(series.steps, series.values, color=colour, linewidth=2.1, marker="o", markersize=4.5, label=label)
+        for place in {0, len(series.values) - 1}:
+            text = f"{series.values[place]:.0%}"
+            spot = (series.steps[place], series.values[place])
+            axes.annotate(
+                text, spot, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9, color=colour, weight="bold"
+            )
+    axes.set_ylim(-0.03, 1.08)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _drift(axes: Axes, kl: list[Series], entropy: list[Series]) -> None:
+    """Two scales, each axis in its line's colour: the two are read against themselves, not against each other."""
+    if kl:
+        _several(axes, kl, (RED, ORANGE))
+    if not entropy:
+        axes.set_ylabel("KL", color=RED, fontsize=9)
+        return
+    other = axes.twinx() if kl else axes
+    _several(other, entropy, (BLUE, PURPLE))
+    for side, spine in other.spines.items():
+        spine.set_visible(side == "bottom" and other is axes)
+    other.tick_params(axis="y", labelsize=8.5, length=0, colors=BLUE)
+    other.set_ylabel("entropy", color=BLUE, fontsize=9)
+    if kl:
+        axes.tick_params(axis="y", colors=RED)
+        axes.set_ylabel("KL", color=RED, fontsize=9)
+
+
+def _levels(axes: Axes, found: list[Series]) -> None:
+    for number, series in enumerate(found):
+        colour = (ORANGE, BLUE, GREEN)[number % 3]
+        label = series.stage if len(found) > 1 else None
+        axes.step(series.steps, series.values, where="post", color=colour, linewidth=2.1, label=label)
+    axes.locator_params(axis="y", integer=True)

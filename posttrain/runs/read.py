@@ -1,0 +1,216 @@
+"""Reading a run directory: while it is written, after it was killed, or years later. Never writes, never imports torch.
+
+run = Run(Path("runs/quickstart"))
+steps, reward = run.column("reward", stage="rl")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from posttrain.errors import UserError, require
+from posttrain.runs import layout
+from posttrain.runs.layout import Event, RolloutRow, Row, TokenArrays
+from posttrain.types import JSON
+
+
+class Run:
+    """One run directory. Every call reads the files anew, so that a live run can be followed."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        require((self.directory / layout.CONFIG).is_file(), f"no run in {directory}: it has no {layout.CONFIG}")
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
+    def config(self) -> Mapping[str, JSON]:
+        """The resolved configuration."""
+        path = self.directory / layout.CONFIG
+        try:
+            config = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        require(isinstance(config, dict), f"{path} does not hold a configuration")
+        return dict(config)
+
+    @property
+    def summary(self) -> Mapping[str, JSON] | None:
+        """The summary, or None while the run has not ended."""
+        path = self.directory / layout.SUMMARY
+        try:
+            return dict(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise UserError(f"{path} is not valid JSON") from None
+
+    @property
+    def torn(self) -> int:
+        """How many lines of the metrics and events are not whole: 0, or 1 after a kill that no attempt has repaired yet."""
+        return sum(row is None for name in (layout.METRICS, layout.EVENTS) for row in layout.json_lines(self.directory / name))
+
+    def events(self) -> list[Event]:
+        """All events of all attempts, in the order they were written."""
+        return [_event(record) for record in layout.json_lines(self.directory / layout.EVENTS) if record and "kind" in record]
+
+    def metrics(self, stage: str | None = None) -> list[Row]:
+        """One row a step, by stage and step: the rows of the attempt that counts."""
+        records = layout.json_lines(self.directory / layout.METRICS)
+        rows = [row for record in records if record and (row := _row(record)) is not None]
+        return [row for row in supersede(rows, self.events()) if stage is None or row.stage == stage]
+
+    def stages(self) -> list[str]:
+        """Stages that have metrics, in the order they ran."""
+        return list(dict.fromkeys(row.stage for row in self.metrics()))
+
+    def column(self, name: str, stage: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of one figure, where it was recorded."""
+        rows = [row for row in self.metrics(stage) if name in row.figures]
+        return np.array([row.step for row in rows], dtype=np.int64), np.array(
+            [row.figures[name] for row in rows], dtype=np.float64
+        )
+
+    def rollout_steps(self, stage: str) -> list[int]:
+        """Steps of a stage whose rollouts were kept and still count."""
+        folder = layout.rollout_file(self.directory, stage, 0).parent
+        found = sorted(step for path in folder.glob("step-*.jsonl") if (step := layout.step_of(path)) is not None)
+        history = self._history()
+        if not history.resumes:
+            return found  # nothing can be superseded, and no file need be opened
+        return [step for step in found if not history.superseded(stage, step, self._attempt(stage, step))]
+
+    def rollouts(self, stage: str, step: int) -> list[RolloutRow]:
+        """The rollouts of a step, in the order they were written; empty where there are none that count."""
+        path = layout.rollout_file(self.directory, stage, step)
+        rows = [row for record in layout.json_lines(path) if record and (row := _rollout(record)) is not None]
+        history = self._history()
+        return [row for row in rows if not history.superseded(stage, step, row.attempt)]
+
+    def _attempt(self, stage: str, step: int) -> int:
+        """Which attempt wrote a step's rollouts: all lines of a file are of one."""
+        record = next(layout.json_lines(layout.rollout_file(self.directory, stage, step)), None)
+        return int(record.get("attempt", 0)) if record else 0
+
+    def _history(self) -> History:
+        records = layout.json_lines(self.directory / layout.METRICS)
+        return History.of(self.events(), (str(record["stage"]) for record in records if record and "stage" in record))
+
+    def arrays(self, stage: str, step: int) -> TokenArrays | None:
+        """The per-token arrays of a step, or None where they were not kept."""
+        from safetensors.numpy import load_file
+
+        path = layout.rollout_file(self.directory, stage, step, ".safetensors")
+        if not path.is_file():
+            return None
+        tensors = load_file(path)
+        starts = tensors.pop("starts")
+        return TokenArrays(starts, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Where attempts resumed, and the order of stages: what decides which rows still count."""
+
+    resumes: tuple[tuple[int, str, int], ...]  # attempt, stage, step
+    order: Mapping[str, int]
+
+    @classmethod
+    def of(cls, events: Sequence[Event], stages: Iterable[str]) -> History:
+        resumes = tuple(
+            (event.attempt, str(event.details["stage"]), int(event.details["step"]))
+            for event in events
+            if event.kind == "resume" and {"stage", "step"} <= set(event.details)
+        )
+        # the order matters only where something may be superseded; a run that never resumed need not be read for it
+        return cls(resumes, {stage: place for place, stage in enumerate(dict.fromkeys(stages))} if resumes else {})
+
+    def superseded(self, stage: str, step: int, attempt: int) -> bool:
+        """Whether a later attempt went back to before this step: to an earlier step of the stage, or to an earlier stage."""
+        last = len(self.order)  # a stage without metrics has not finished its first step: it comes last
+        for later, resumed_stage, resumed_step in self.resumes:
+            if later <= attempt:
+                continue
+            if stage == resumed_stage and step > resumed_step:
+                return True
+            if stage != resumed_stage and self.order.get(stage, last) > self.order.get(resumed_stage, last):
+                return True
+        return False
+
+
+def supersede(rows: Sequence[Row], events: Sequence[Event]) -> list[Row]:
+    """The rows that count, by stage in order of appearance and by step.
+
+    For one (stage, step) the last attempt wins; rows that one attempt wrote for the same step are one row. When an attempt
+    resumed after step n, what earlier attempts wrote beyond n, and in stages after that one, never happened.
+    """
+    history = History.of(events, (row.stage for row in rows))
+    order = {stage: place for place, stage in enumerate(dict.fromkeys(row.stage for row in rows))}
+    current: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        if history.superseded(row.stage, row.step, row.attempt):
+            continue
+        held = current.get((row.stage, row.step))
+        if held is None or row.attempt > held.attempt:
+            current[row.stage, row.step] = row
+        elif row.attempt == held.attempt:
+            current[row.stage, row.step] = replace(row, figures={**held.figures, **row.figures})
+    return sorted(current.values(), key=lambda row: (order[row.stage], row.step))
+
+
+def _event(record: Mapping[str, JSON]) -> Event:
+    details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
+    return Event(str(record["kind"]), float(record.get("time", 0.0)), int(record.get("attempt", 0)), details)
+
+
+def _row(record: Mapping[str, JSON]) -> Row | None:
+    """A line of metrics.jsonl; None for one that is JSON but not ours. Values that are not numbers are left out."""
+    try:
+        stage, step, attempt, time = str(record["stage"]), int(record["step"]), int(record["attempt"]), float(record["time"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    figures = {}
+    for name, value in record.items():
+        if name not in layout.ROW_KEYS:
+            with suppress(ValueError):
+                figures[name] = layout.decode_number(value)
+    return Row(stage, step, attempt, time, figures)
+
+
+def _rollout(record: Mapping[str, JSON]) -> RolloutRow | None:
+    """A line of a rollout file; None for one that lacks a field, as another program might write."""
+    known = {field.name: record[field.name] for field in fields(RolloutRow) if field.name in record}
+    if known.get("advantage") is not None:
+        known["advantage"] = layout.decode_number(known["advantage"])
+    try:
+        return RolloutRow(**known)
+    except TypeError:
+        return None
+
+
+def list_runs(root: Path | str, depth: int = 3) -> list[Run]:
+    """Runs under a folder, newest first. Runs are not searched for within runs, nor in hidden folders."""
+    root = Path(root)
+    found: list[Run] = []
+
+    def search(folder: Path, depth: int) -> None:
+        if (folder / layout.CONFIG).is_file() and (folder / layout.EVENTS).is_file():
+            found.append(Run(folder))
+        elif depth > 0:
+            for entry in os.scandir(folder):
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                    search(Path(entry.path), depth - 1)
+
+    if root.is_dir():
+        search(root, depth)
+    return sorted(found, key=lambda run: (-(run.directory / layout.CONFIG).stat().st_mtime, str(run.directory)))

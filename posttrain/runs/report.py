@@ -1,0 +1,109 @@
+"""How a run ends on the screen: scores before and after with their intervals, and both models' answers side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.runs.console import printable
+
+
+class Interval(Protocol):
+    """An estimate with its bounds, such as `posttrain.evals.statistics` makes."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeAfter:
+    """One row of the final table. `difference` is the paired one: its interval excludes or contains 0, which the two
+    intervals beside it, overlapping or not, cannot tell."""
+
+    name: str
+    before: Interval
+    after: Interval
+    difference: Interval | None = None
+    problems: int = 0
+    percent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One problem and what the two models answered."""
+
+    question: str
+    answer: str
+    before: str
+    after: str
+    before_correct: bool | None = None
+    after_correct: bool | None = None
+
+
+def final_table(rows: Sequence[BeforeAfter], title: str = "Held-out score") -> Table:
+    """Before, after and the change, each with its interval. Print it with `console.show`."""
+    counts = sorted({row.problems for row in rows if row.problems})
+    over = f"; {' / '.join(map(str, counts))} problems" if counts else ""
+    # Text, not strings: rich would read [low, high] as one of its style tags
+    caption = Text(f"[low, high]: 95% confidence interval{over}", style="dim")
+    table = Table(title=Text(printable(title), style="bold"), box=SIMPLE_HEAD, caption=caption)
+    for heading in ("", "before", "after", "change"):
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=bool(heading))
+    for row in rows:
+        before, after = (_interval(figure, row.percent) for figure in (row.before, row.after))
+        table.add_row(Text(printable(row.name)), before, after, _change(row))
+    return table
+
+
+def _number(value: float, percent: bool, sign: str = "") -> str:
+    return f"{100 * value:{sign}.1f}%" if percent else f"{value:{sign}.3f}"
+
+
+def _interval(figure: Interval, percent: bool, style: str = "bold", sign: str = "") -> Text:
+    bounds = f" [{_number(figure.low, percent, sign)}, {_number(figure.high, percent, sign)}]"
+    return Text.assemble((_number(figure.value, percent, sign), style), (bounds, "dim"))
+
+
+def _change(row: BeforeAfter) -> Text:
+    """Green or red only where the paired interval excludes 0: colour is a claim."""
+    if row.difference is None:
+        return Text(_number(row.after.value - row.before.value, row.percent, "+"), style="bold")
+    colour = " green" if row.difference.low > 0 else " red" if row.difference.high < 0 else ""
+    return _interval(row.difference, row.percent, f"bold{colour}", "+")
+
+
+def side_by_side(
+    problems: Sequence[Answers], before: str = "before training", after: str = "after training", limit: int = 400
+) -> Table:
+    """Problems with both models' answers in two columns; answers longer than `limit` characters are cut, and say so."""
+    table = Table(box=SIMPLE_HEAD, expand=True, show_lines=False, padding=(0, 1))
+    table.add_column(Text(printable(before)), ratio=1, overflow="fold")
+    table.add_column(Text(printable(after)), ratio=1, overflow="fold")
+    for number, problem in enumerate(problems):
+        question = Text(printable(problem.question), style="cyan")
+        expected = Text(f"expected: {printable(problem.answer)}" if problem.answer else "", style="dim")
+        table.add_row(question, expected)
+        table.add_row(
+            _answer(problem.before, problem.before_correct, limit),
+            _answer(problem.after, problem.after_correct, limit),
+            end_section=number + 1 < len(problems),
+        )
+    return table
+
+
+def _answer(text: str, correct: bool | None, limit: int) -> Text:
+    shown = printable(text.strip("\n"), lines=True)
+    more = f"\n... and {len(shown) - limit} more characters" if len(shown) > limit else ""
+    mark = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}[correct]
+    return Text.assemble(mark, shown[:limit] or "(empty)", (more, "dim"))

@@ -1,0 +1,148 @@
+"""Metrics elsewhere than in the run directory. Optional: the run directory is always written, and never depends on these."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from posttrain.errors import UserError, unknown
+from posttrain.runs.layout import Row
+from posttrain.runs.write import RunWriter
+from posttrain.types import JSON
+
+
+class Tracker(Protocol):
+    """Whoever wants to see every row."""
+
+    def log(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """The trackers of a run. One that raises is dropped with an event; training goes on without it."""
+
+    def __init__(self, trackers: Mapping[str, Tracker], writer: RunWriter) -> None:
+        self._active = dict(trackers)
+        self._writer = writer
+
+    @classmethod
+    def open(cls, names: Sequence[str], writer: RunWriter, config: Mapping[str, JSON]) -> Trackers:
+        """Start trackers by name. One that is unknown or not installed is an error now, not a surprise later."""
+        for name in names:
+            if name not in KINDS:
+                raise unknown("tracker", name, KINDS)
+            _require_installed(name)
+        trackers: dict[str, Tracker] = {}
+        opened = cls(trackers, writer)
+        for name in names:
+            try:
+                opened._active[name] = KINDS[name](writer.directory, config)
+            except Exception as error:  # not ours: no network, no login, a full disk elsewhere
+                opened._drop(name, error)
+        return opened
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        return tuple(self._active)
+
+    def log(self, row: Row) -> None:
+        for name, tracker in list(self._active.items()):
+            try:
+                tracker.log(row)
+            except Exception as error:  # not ours
+                self._drop(name, error)
+
+    def close(self) -> None:
+        for name, tracker in list(self._active.items()):
+            try:
+                tracker.close()
+            except Exception as error:  # not ours
+                self._drop(name, error)
+        self._active.clear()
+
+    def _drop(self, name: str, error: Exception) -> None:
+        self._active.pop(name, None)
+        message = f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {error}"
+        self._writer.event("warning", {"message": message, "tracker": name})
+
+
+class TensorBoard:
+    """Event files under `tensorboard/` in the run directory, one tag a stage and figure. Needs no TensorFlow and no torch."""
+
+    def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
+        self._events = _module("tensorboard.compat.proto.event_pb2")
+        self._summaries = _module("tensorboard.compat.proto.summary_pb2")
+        writer = _module("tensorboard.summary.writer.event_file_writer")
+        self._file = writer.EventFileWriter(str(directory / "tensorboard"))
+
+    def log(self, row: Row) -> None:
+        values = [
+            self._summaries.Summary.Value(tag=f"{row.stage}/{name}", simple_value=value) for name, value in row.figures.items()
+        ]
+        summary = self._summaries.Summary(value=values)
+        self._file.add_event(self._events.Event(wall_time=row.time, step=row.step, summary=summary))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandB:
+    """Weights & Biases. Each stage has its own step axis, because stages count from 0."""
+
+    def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
+        wandb = _module("wandb")
+        name = directory.resolve().name
+        self._run: Any = wandb.init(project="posttrain", name=name, dir=str(directory), config=dict(config))
+        self._stages: set[str] = set()
+
+    def log(self, row: Row) -> None:
+        if row.stage not in self._stages:
+            self._stages.add(row.stage)
+            self._run.define_metric(f"{row.stage}/*", step_metric=f"{row.stage}/step")
+        self._run.log({f"{row.stage}/step": row.step, **_prefixed(row)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """Trackio: the same calls, kept on the user's own disk."""
+
+    def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
+        trackio = _module("trackio")
+        self._run: Any = trackio.init(project="posttrain", name=directory.resolve().name, config=dict(config))
+
+    def log(self, row: Row) -> None:
+        self._run.log({f"{row.stage}/step": row.step, **_prefixed(row)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+KINDS: Mapping[str, type[TensorBoard] | type[WandB] | type[Trackio]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+}
+
+
+def _prefixed(row: Row) -> dict[str, float]:
+    return {f"{row.stage}/{name}": value for name, value in row.figures.items()}
+
+
+def _module(name: str) -> ModuleType:
+    """Import late: these are heavy, and optional."""
+    return importlib.import_module(name)
+
+
+def _require_installed(name: str) -> None:
+    try:
+        _module(name)
+    except ImportError as error:
+        raise UserError(
+            f"tracker {name!r} needs a package that is not installed ({error}); pip install 'posttrain[{name}]'"
+        ) from None

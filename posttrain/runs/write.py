@@ -1,0 +1,319 @@
+"""The only writer of a run directory. Lines are appended whole, files are replaced whole, and one process writes at a time.
+
+A process killed at any moment leaves a run that can be read, and resumed by the next attempt:
+
+    with RunWriter.create(directory, config) as writer:     # a new run; refuses a directory that holds one
+        writer.event("stage", {"stage": "rl"})
+        row = writer.metrics("rl", step, {"reward": 0.5})
+    with RunWriter.resume(directory) as writer:             # the same run, attempt + 1
+        writer.resumed("rl", 120)                           # steps up to 120 stand; what came after is superseded
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import yaml
+
+from posttrain.errors import UserError, require
+from posttrain.runs import layout
+from posttrain.runs.layout import RolloutRow, Row, TokenArrays
+from posttrain.runs.lock import Lock
+from posttrain.types import JSON, Rollout
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps keep their per-token arrays: the `last` written, and every `every`-th step (0: none) for the whole run."""
+
+    last: int = 10
+    every: int = 50
+
+    def __post_init__(self) -> None:
+        require(self.last >= 1, f"retention: last must be at least 1, not {self.last}")
+        require(self.every >= 0, f"retention: every must not be negative, not {self.every}")
+
+
+class RunWriter:
+    """Appends to a run. Use `create` or `resume`; the constructor opens whatever is there, new or old."""
+
+    def __init__(self, directory: Path, retention: Retention | None = None, config: Mapping[str, JSON] | None = None) -> None:
+        self.directory = directory = Path(directory)
+        self._retention = retention or Retention()
+        self._kept: dict[str, list[int]] = {}  # stage -> steps that have arrays, in the order they were written
+        self._mutex = threading.Lock()
+        self._fds: dict[str, int] = {}
+        self._lock: Lock | None = None
+        try:
+            with _explained(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                self._lock = Lock(directory / layout.LOCK)
+                if config is not None:
+                    _refuse_used(directory)  # under the lock, so that two creators cannot both pass
+                    text = yaml.safe_dump(layout.encode(config), sort_keys=False, allow_unicode=True, width=120)
+                    _replace(directory / layout.CONFIG, text.encode(), durable=True)
+                self._open_files()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_files(self) -> None:
+        repairs = {name: _repair(self.directory / name) for name in (layout.METRICS, layout.EVENTS)}
+        attempts = (row.get("attempt") for row in layout.json_lines(self.directory / layout.EVENTS) if row)
+        self.attempt = 1 + max((number for number in attempts if isinstance(number, int)), default=0)
+        for name in (layout.METRICS, layout.EVENTS):
+            self._fds[name] = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.event("open")
+        for name, lost in repairs.items():
+            if lost:
+                self.event("repair", {"file": name, "bytes": lost})
+
+    @classmethod
+    def create(cls, directory: Path, config: Mapping[str, JSON], retention: Retention | None = None) -> RunWriter:
+        """Start a new run and write its configuration. Refuses a directory that holds one."""
+        _refuse_used(Path(directory))  # before the lock: "already holds a run" says more than "is being written"
+        return cls(directory, retention, config)
+
+    @classmethod
+    def resume(cls, directory: Path, retention: Retention | None = None) -> RunWriter:
+        """Open a run that exists, as its next attempt."""
+        require((Path(directory) / layout.CONFIG).is_file(), f"no run in {directory}: it has no {layout.CONFIG}")
+        return cls(directory, retention)
+
+    def metrics(self, stage: str, step: int, figures: Mapping[str, float]) -> Row:
+        """Append the figures of a step, and return the row for trackers and the console."""
+        clash = sorted(set(figures) & set(layout.ROW_KEYS))
+        if clash:
+            raise ValueError(f"figures may not be called {', '.join(clash)}")
+        require(layout.plain_name(stage), f"stage {stage!r} is not a plain name")
+        row = Row(stage, int(step), self.attempt, _now(), {name: float(value) for name, value in figures.items()})
+        record = {"step": row.step, "stage": stage, "attempt": row.attempt, "time": row.time, **row.figures}
+        self._append(layout.METRICS, layout.dump_line(record))
+        return row
+
+    def event(self, kind: str, details: Mapping[str, JSON] | None = None) -> None:
+        """Append an event. Its details stand beside kind, time and attempt on the line."""
+        details = details or {}
+        clash = sorted(set(details) & set(layout.EVENT_KEYS))
+        if clash:
+            raise ValueError(f"details may not be called {', '.join(clash)}")
+        self._append(layout.EVENTS, layout.dump_line({"kind": kind, "time": _now(), "attempt": self.attempt, **details}))
+
+    def resumed(self, stage: str, step: int) -> None:
+        """Say that this attempt goes on after `step` of `stage`: readers drop what earlier attempts wrote beyond it."""
+        self.event("resume", {"stage": stage, "step": int(step)})
+
+    def rollouts(
+        self,
+        stage: str,
+        step: int,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float] | None = None,
+        arrays: TokenArrays | None = None,
+    ) -> None:
+        """Write a step's rollouts, one a line, and with `arrays` their per-token figures, sequence n being rollout n."""
+        if advantages is not None and len(advantages) != len(rollouts):
+            raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
+        if arrays is not None and arrays.sequences != len(rollouts):
+            raise ValueError(f"arrays of {arrays.sequences} sequences for {len(rollouts)} rollouts")
+        path = layout.rollout_file(self.directory, stage, step)
+        rows = (self._row(rollout, advantages[n] if advantages is not None else None) for n, rollout in enumerate(rollouts))
+        lines = b"".join(layout.dump_line(asdict(row)) for row in rows)
+        with _explained(self.directory):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, lines)
+            if arrays is not None:
+                self._write_arrays(stage, step, arrays)
+
+    def _row(self, rollout: Rollout, advantage: float | None) -> RolloutRow:
+        problem, score = rollout.problem, rollout.score
+        return RolloutRow(
+            problem=problem.id,
+            level=problem.level,
+            question=problem.question,
+            answer=problem.answer,
+            sample=rollout.sample,
+            response=rollout.response,
+            reward=score.value,
+            parts=dict(score.parts),
+            outcome=score.outcome,
+            failure=score.failure,
+            finish=rollout.finish,
+            length=rollout.length,
+            version=min((s.version for s in rollout.segments if s.sampled), default=-1),
+            attempt=self.attempt,
+            advantage=advantage,
+        )
+
+    def _write_arrays(self, stage: str, step: int, arrays: TokenArrays) -> None:
+        from safetensors.numpy import save
+
+        tensors = {name: np.ascontiguousarray(array) for name, array in arrays.arrays.items()}
+        path = layout.rollout_file(self.directory, stage, step, ".safetensors")
+        _replace(path, save({"starts": arrays.starts.astype(np.int64), **tensors}))
+        if stage not in self._kept:
+            self._kept[stage] = _written_order(path.parent)
+        kept = self._kept[stage]
+        if step in kept:
+            kept.remove(step)
+        kept.append(step)
+        every = self._retention.every
+        # "last" goes by when a step was written, not by its number: after a resume at an earlier step, the superseded
+        # arrays with higher numbers must be the first to go
+        for old in [s for s in kept[: -self._retention.last] if not every or s % every]:
+            kept.remove(old)
+            with suppress(OSError):  # a file that cannot be removed costs space, not the run
+                layout.rollout_file(self.directory, stage, old, ".safetensors").unlink(missing_ok=True)
+
+    def summary(self, summary: Mapping[str, JSON]) -> None:
+        """Write the summary, replacing an earlier one whole. Non-finite numbers become strings, as everywhere."""
+        text = json.dumps(layout.encode(summary), allow_nan=False, indent=2)
+        with _explained(self.directory):
+            _replace(self.directory / layout.SUMMARY, text.encode() + b"\n", durable=True)
+
+    def _append(self, name: str, line: bytes) -> None:
+        """One line in one write; if the disk fills within it, the part that fitted is taken back."""
+        with self._mutex, _explained(self.directory):
+            fd = self._fds[name]
+            before = os.fstat(fd).st_size
+            try:
+                _write_all(fd, line)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(fd, before)
+                raise
+
+    def close(self) -> None:
+        """Release the run for other writers. Closing twice is harmless."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _refuse_used(directory: Path) -> None:
+    used = [name for name in (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS) if (directory / name).exists()]
+    require(
+        not used,
+        f"{directory} already holds a run ({', '.join(used)}); continue it with 'posttrain resume {directory}', "
+        "or choose another directory",
+    )
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """Turn what a user can mend (a full disk, a directory that cannot be written) into one line; the rest propagates."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise UserError(
+                f"no space left on the disk of {directory}; free some, then 'posttrain resume {directory}'"
+            ) from error
+        if error.errno in REFUSED:
+            raise UserError(f"cannot write the run directory {directory}: {error.strerror}; choose another") from error
+        raise
+
+
+def _now() -> float:
+    return round(time.time(), 3)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """os.write may stop short (a disk that is nearly full); go on, so that the next call reports why."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _replace(path: Path, data: bytes, durable: bool = False) -> None:
+    """Write a file so that readers see the old or the new one, never a part; `durable` also survives a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        try:
+            _write_all(fd, data)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    if durable and os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _repair(path: Path) -> int:
+    """Make a JSONL file end at a line's end, as a killed writer may not have. Returns how many bytes were dropped.
+
+    A tail that is a whole object only lacks its newline and keeps its place; any other tail is cut off.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return 0
+    try:
+        tail = _tail(fd)
+        if not tail:
+            return 0
+        end = os.fstat(fd).st_size
+        try:
+            whole = isinstance(json.loads(tail), dict)
+        except ValueError:
+            whole = False
+        if whole:
+            os.lseek(fd, end, os.SEEK_SET)
+            _write_all(fd, b"\n")
+            return 0
+        os.ftruncate(fd, end - len(tail))
+        return len(tail)
+    finally:
+        os.close(fd)
+
+
+def _tail(fd: int) -> bytes:
+    """What follows the last newline, read backwards in blocks: the file may be large."""
+    position, tail = os.fstat(fd).st_size, b""
+    while position > 0:
+        size = min(1 << 16, position)
+        position -= size
+        os.lseek(fd, position, os.SEEK_SET)
+        block = os.read(fd, size)
+        _, newline, after = block.rpartition(b"\n")
+        if newline:
+            return after + tail
+        tail = block + tail
+    return tail
+
+
+def _written_order(folder: Path) -> list[int]:
+    """Steps that have arrays in a stage's folder, oldest file first."""
+    paths = sorted(folder.glob("step-*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    return [step for path in paths if (step := layout.step_of(path)) is not None]

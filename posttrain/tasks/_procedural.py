@@ -1,0 +1,62 @@
+"""Problems made on demand: a lazy sequence, and the stable hash that draws them and keeps train and test apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from posttrain.errors import require
+from posttrain.types import Problem
+
+SPLITS = ("train", "test")
+TEST_BUCKETS = 5  # one bucket in five is test
+
+
+def stable_hash(*parts: str | int) -> int:
+    """128 bits that depend on the parts alone: the same in every process, Python version and machine.
+
+    >>> stable_hash("+", 3, 5) == stable_hash("+", 3, 5) != stable_hash("+", 35)
+    True
+    """
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+
+
+def side(*canonical: str | int) -> str:
+    """Which split a problem's canonical form belongs to, for good: no seed or setting moves it."""
+    return "test" if stable_hash("split", *canonical) % TEST_BUCKETS == 0 else "train"
+
+
+def require_split(split: str) -> None:
+    require(split in SPLITS, f"unknown split {split!r}; a task has 'train' and 'test'")
+
+
+def require_level(level: int, levels: tuple[int, ...], task: str) -> None:
+    require(level in levels, f"{task} has levels {levels[0]} to {levels[-1]} with these settings, not {level}")
+
+
+@dataclass(frozen=True, slots=True)
+class Procedural(Sequence[Problem]):
+    """A sequence whose item i is `make(i)`, made when asked for. A slice is again lazy.
+
+    >>> squares = Procedural(lambda i: Problem(str(i), f"{i}*{i}="), range(1_000_000))
+    >>> squares[3].question, squares[-1].id, len(squares[10:20])
+    ('3*3=', '999999', 10)
+    """
+
+    make: Callable[[int], Problem] = field(repr=False)
+    indices: range
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> Procedural: ...
+    def __getitem__(self, index: int | slice) -> Problem | Procedural:
+        if isinstance(index, slice):
+            return Procedural(self.make, self.indices[index])
+        return self.make(self.indices[index])

@@ -1,0 +1,196 @@
+"""Addition and subtraction of long numbers, character by character, with a written scratchpad.
+
+The response works digit by digit from the least significant. A step is five digits: the two operands' digits, the carry that
+comes in, and the step's two-digit sum (the carry that goes out, and the digit). Commas separate steps; the answer follows `#`.
+47+85= is answered `75012,48113#132`: 7+5+0=12, 4+8+1=13, so 132. `steps="spelled"` writes `7+5+0=12,4+8+1=13#132` instead.
+For subtraction the carry is a borrow: 52-17= is answered `27015,51103#35`: 2-7-0 is 5 with a borrow of 1, 5-1-1 is 3 with none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import gcd, isqrt
+
+from posttrain.errors import require
+from posttrain.rewards.answer import INTEGER, MARKER, integer_answer
+from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
+from posttrain.tasks.base import Task
+from posttrain.types import Problem, Score
+
+SEPARATOR = ","
+ALPHABET = "0123456789+-=" + SEPARATOR + MARKER
+TRAIN_COUNT, TEST_COUNT = 1_000_000, 20_000
+ENUMERATED = 10_000  # levels with at most this many pairs list all their test pairs
+STRATUM = 160  # pairs a test stratum has at least: with one pair in five in the test split, an empty stratum does not happen
+STEPS = {"short": "{a}{b}{carry}{sum:02d}", "spelled": "{a}{sign}{b}{sign}{carry}={sum:02d}"}
+
+
+@dataclass(frozen=True)
+class Arithmetic(Task):
+    """`level` is the target: how many digits both operands have. A curriculum climbs from `min_level` to it."""
+
+    operation: str = "+"  # + or -
+    level: int = 4
+    min_level: int = 1
+    steps: str = "short"  # short (five digits a step) or spelled
+    format_weight: float = 0.0  # the share of the value that well-formed work earns
+    steps_weight: float = 0.0  # the share that right steps earn, each its part; the answer earns the rest
+    seed: int = 0  # which problems are drawn; never which side of the split a pair is on
+
+    def __post_init__(self) -> None:
+        require(self.operation in ("+", "-"), f"arithmetic's operation is '+' or '-', not {self.operation!r}")
+        require(1 <= self.min_level <= self.level <= 18, "arithmetic needs 1 <= min_level <= level <= 18")
+        require(self.steps in STEPS, f"arithmetic's steps are 'short' or 'spelled', not {self.steps!r}")
+        weights = (self.format_weight, self.steps_weight)
+        require(
+            min(weights) >= 0 and sum(weights) <= 1, "arithmetic's format_weight and steps_weight lie between 0 and 1 together"
+        )
+
+    @property
+    def alphabet(self) -> str:
+        """Every character that a question or a demonstration can contain."""
+        return ALPHABET
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return tuple(range(self.min_level, self.level + 1))
+
+    def problems(self, split: str, level: int | None = None) -> Procedural:
+        """Item i depends on (split, level, i, seed) alone.
+
+        Train problems are independent draws, so small levels repeat. Test problems are all different: small levels list every
+        test pair, larger ones draw one pair from each of many strata.
+        """
+        require_split(split)
+        level = self.level if level is None else level
+        require_level(level, self.levels, "arithmetic")
+        if split == "train":
+            count = TRAIN_COUNT
+        elif pair_count(self.operation, level) <= ENUMERATED:
+            count = len(_test_pairs(self.operation, level, self.seed))
+        else:
+            count = min(TEST_COUNT, pair_count(self.operation, level) // STRATUM)
+        return Procedural(partial(self._problem, split, level, count), range(count))
+
+    def _problem(self, split: str, level: int, count: int, index: int) -> Problem:
+        pairs = pair_count(self.operation, level)
+        if split == "train":
+            a, b = self._draw(split, level, index, 0, pairs)
+        elif pairs <= ENUMERATED:
+            a, b = _test_pairs(self.operation, level, self.seed)[index]
+        else:
+            stratum = _scatter(index, count, self.seed)
+            a, b = self._draw(split, level, index, stratum * pairs // count, (stratum + 1) * pairs // count)
+        result = a + b if self.operation == "+" else a - b
+        question = f"{a}{self.operation}{b}="
+        return Problem(f"{split}/{level}/{index}", question, str(result), level, {"a": a, "b": b})
+
+    def _draw(self, split: str, level: int, index: int, start: int, end: int) -> tuple[int, int]:
+        """A pair of `split` whose number lies in [start, end), uniformly: drawn again until its side is the right one."""
+        for attempt in range(10_000):
+            number = stable_hash("draw", self.seed, self.operation, split, level, index, attempt)
+            a, b = numbered_pair(self.operation, level, start + number % (end - start))
+            if pair_side(self.operation, a, b) == split:
+                return a, b
+        raise AssertionError(f"no {split} pair of level {level} between {start} and {end}")
+
+    def demonstration(self, problem: Problem) -> str:
+        return SEPARATOR.join(self._work(problem)) + MARKER + problem.answer
+
+    def _work(self, problem: Problem) -> list[str]:
+        """The right steps, from the least significant digit."""
+        a, b, carry, steps = int(problem.facts["a"]), int(problem.facts["b"]), 0, []
+        for _ in range(problem.level):
+            (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
+            if self.operation == "+":
+                total = x + y + carry
+                carry_out = total // 10
+            else:
+                carry_out = int(x - y - carry < 0)
+                total = 10 * carry_out + (x - y - carry) % 10
+            steps.append(STEPS[self.steps].format(a=x, b=y, carry=carry, sum=total, sign=self.operation))
+            carry = carry_out
+        return steps
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """The answer alone, unless `steps_weight` or `format_weight` mix in how many steps are right, or the form of the work.
+
+        `outcome` is correct where the answer is, whatever the weights: that is what a held-out accuracy counts.
+        """
+        judged = integer_answer(response, int(problem.answer))
+        formed = float(bool(_shape(self.operation, self.steps, problem.level).fullmatch(response.rstrip())))
+        written = response.split(MARKER, 1)[0].split(SEPARATOR)
+        right = [given == step for given, step in zip(written, self._work(problem), strict=False)]
+        parts = {"answer": judged.value or 0.0, "format": formed, "steps": sum(right) / problem.level}
+        lost = self.format_weight * (1 - parts["format"]) + self.steps_weight * (1 - parts["steps"])
+        lost += (1 - self.format_weight - self.steps_weight) * (1 - parts["answer"])
+        return Score(1 - lost, parts=parts, outcome=judged.outcome)  # exactly 1 where nothing is lost
+
+
+def pair_side(operation: str, a: int, b: int) -> str:
+    """The split of a pair of operands, in either order.
+
+    >>> pair_side("+", 47, 85) == pair_side("+", 85, 47)
+    True
+    """
+    return side(operation, min(a, b), max(a, b))
+
+
+def _smallest(level: int) -> tuple[int, int]:
+    """The least number with `level` digits, and how many such numbers there are. Level 1 includes 0."""
+    first = 10 ** (level - 1) if level > 1 else 0
+    return first, 10**level - first
+
+
+def pair_count(operation: str, level: int) -> int:
+    """How many questions a level has: ordered pairs for addition, pairs with a >= b for subtraction.
+
+    >>> pair_count("+", 1), pair_count("-", 1), pair_count("+", 2)
+    (100, 55, 8100)
+    """
+    numbers = _smallest(level)[1]
+    return numbers * numbers if operation == "+" else numbers * (numbers + 1) // 2
+
+
+def numbered_pair(operation: str, level: int, number: int) -> tuple[int, int]:
+    """The pair with a number in [0, pair_count): a bijection.
+
+    >>> numbered_pair("+", 2, 0), numbered_pair("+", 2, 8099), numbered_pair("-", 1, 2)
+    ((10, 10), (99, 99), (1, 1))
+    """
+    first, numbers = _smallest(level)
+    if operation == "+":
+        a, b = divmod(number, numbers)
+    else:
+        a = (isqrt(8 * number + 1) - 1) // 2
+        b = number - a * (a + 1) // 2
+    return first + a, first + b
+
+
+@lru_cache(maxsize=64)
+def _test_pairs(operation: str, level: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """Every test pair of a small level, in an order that the seed decides."""
+    pairs = [numbered_pair(operation, level, n) for n in range(pair_count(operation, level))]
+    mine = [(a, b) for a, b in pairs if pair_side(operation, a, b) == "test"]
+    return tuple(sorted(mine, key=lambda pair: stable_hash("order", seed, operation, *pair)))
+
+
+def _scatter(index: int, count: int, seed: int) -> int:
+    """A permutation of range(count) whose first few values are already spread evenly over it."""
+    return (index * _stride(count) + stable_hash("scatter", seed)) % count
+
+
+@lru_cache(maxsize=64)
+def _stride(count: int) -> int:
+    """The first number from count / golden ratio on that shares no factor with count."""
+    return next(s for s in range(int(count * 0.6180339887), count + 2) if gcd(s, count) == 1)
+
+
+@lru_cache(maxsize=64)
+def _shape(operation: str, steps: str, level: int) -> re.Pattern[str]:
+    """Well-formed work: exactly `level` steps, one marker, an integer. Fixed widths, so matching never backtracks."""
+    sign = re.escape(operation)
+    step = "[0-9]{2}[01][01][0-9]" if steps == "short" else f"[0-9]{sign}[0-9]{sign}[01]=[01][0-9]"
+    return re.compile(f"(?:{step}{SEPARATOR}){{{level - 1}}}{step}{MARKER}(?:{INTEGER.pattern})")

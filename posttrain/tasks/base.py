@@ -1,0 +1,45 @@
+"""What a task is: problems, a prompt for each, and a score for a response. It imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from posttrain.types import Message, Problem, Score
+
+
+class Task(ABC):
+    """A frozen dataclass whose fields are its settings. Its own gold answers must score 1: `posttrain.tasks.base.validate`."""
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Difficulties that a curriculum may climb; one level where there is nothing to climb."""
+        return (0,)
+
+    @abstractmethod
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        """Problems of `split` ("train" or "test"; the two never share one), of one level or of the task's target level."""
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        """The conversation so far, ready to be answered."""
+        return (Message("user", problem.question),)
+
+    @abstractmethod
+    def score(self, problem: Problem, response: str) -> Score:
+        """Judge a response. Parts are named; a response that cannot be judged is a failure, not a 0."""
+
+    def demonstration(self, problem: Problem) -> str:
+        """A worked response that scores 1, for supervised training."""
+        return problem.answer
+
+
+def validate(task: Task, split: str = "test", count: int = 50) -> None:
+    """Prove that the task scores its own demonstrations 1 and an empty response less, on every level."""
+    for level in task.levels:
+        problems = task.problems(split, level)
+        for problem in problems[: min(count, len(problems))]:
+            good, empty = task.score(problem, task.demonstration(problem)), task.score(problem, "")
+            if good.value != 1.0:
+                raise AssertionError(f"the demonstration of {problem.id} scores {good}")
+            if empty.value is not None and empty.value >= 1.0:
+                raise AssertionError(f"an empty response to {problem.id} scores {empty}")

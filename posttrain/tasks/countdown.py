@@ -1,0 +1,132 @@
+"""Countdown: make a target from given numbers with + - * / and brackets, each number used exactly once.
+
+The question `3,7,4=40:` is answered by any expression worth exactly 40, such as `(3+7)*4`. A response may think first: the
+expression is what follows its last `#`, or the whole response where there is none. Problems are made from a solution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from posttrain.errors import require
+from posttrain.rewards._expression import Unparseable, evaluate
+from posttrain.rewards.answer import MARKER
+from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
+from posttrain.tasks.base import Task
+from posttrain.types import Problem, Score
+
+ALPHABET = "0123456789+-*/()=,:" + MARKER
+TRAIN_COUNT, TEST_COUNT = 1_000_000, 1_000
+PATIENCE = 500  # the list of test problems is complete when this many draws in a row bring nothing new
+
+
+@dataclass(frozen=True)
+class Countdown(Task):
+    """`level` is the target: how many numbers there are. A curriculum climbs from `min_level` to it."""
+
+    level: int = 3
+    min_level: int = 2
+    max_number: int = 12  # numbers are 1 to this
+    max_target: int = 100
+    seed: int = 0  # which problems are drawn; never which side of the split a problem is on
+
+    def __post_init__(self) -> None:
+        require(2 <= self.min_level <= self.level <= 6, "countdown needs 2 <= min_level <= level <= 6")
+        require(2 <= self.max_number <= 999, "countdown's max_number lies between 2 and 999")
+        require(10 <= self.max_target <= 99_999, "countdown's max_target lies between 10 and 99999")
+
+    @property
+    def alphabet(self) -> str:
+        """Every character that a question or a demonstration can contain."""
+        return ALPHABET
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return tuple(range(self.min_level, self.level + 1))
+
+    def problems(self, split: str, level: int | None = None) -> Procedural:
+        """Item i depends on (split, level, i, settings) alone. Train problems are independent draws, so small levels repeat;
+        test problems are all different, and fewer than 1,000 where the level has fewer."""
+        require_split(split)
+        level = self.level if level is None else level
+        require_level(level, self.levels, "countdown")
+        count = TRAIN_COUNT if split == "train" else len(_test_draws(self, level))
+        return Procedural(partial(self._problem, split, level), range(count))
+
+    def _problem(self, split: str, level: int, index: int) -> Problem:
+        draw = index if split == "train" else _test_draws(self, level)[index]
+        numbers, target, solution = self._draw(split, level, draw)
+        question = ",".join(map(str, numbers)) + f"={target}:"
+        return Problem(f"{split}/{level}/{index}", question, solution, level, {"numbers": list(numbers), "target": target})
+
+    def _draw(self, split: str, level: int, index: int) -> tuple[tuple[int, ...], int, str]:
+        for attempt in range(10_000):
+            dice = _Dice(stable_hash("countdown", self.seed, split, level, index, attempt))
+            numbers = tuple(1 + dice.roll(self.max_number) for _ in range(level))
+            target, solution = _combine(numbers, dice)
+            if 1 <= target <= self.max_target and problem_side(numbers, target) == split:
+                return numbers, target, solution
+        raise AssertionError(f"no {split} problem of level {level} found")
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """1 where the expression uses each number once and is worth the target; `wrong` where it is another expression."""
+        try:
+            value, used = evaluate(response.rpartition(MARKER)[2])
+        except Unparseable:
+            return Score(0.0, parts={"answer": 0.0, "numbers": 0.0}, outcome="unparseable")
+        numbers = sorted(used) == sorted(problem.facts["numbers"])
+        right = numbers and value == problem.facts["target"]
+        return Score(float(right), {"answer": float(right), "numbers": float(numbers)}, outcome="correct" if right else "wrong")
+
+
+@dataclass(slots=True)
+class _Dice:
+    """Small draws out of one 128-bit number."""
+
+    left: int
+
+    def roll(self, sides: int) -> int:
+        self.left, face = divmod(self.left, sides)
+        return face
+
+
+def problem_side(numbers: tuple[int, ...], target: int) -> str:
+    """The split of a problem, whatever the order of its numbers.
+
+    >>> problem_side((3, 7, 4), 40) == problem_side((4, 3, 7), 40)
+    True
+    """
+    return side("countdown", *sorted(numbers), target)
+
+
+def _combine(numbers: tuple[int, ...], dice: _Dice) -> tuple[int, str]:
+    """Join the numbers two by two into one expression whose every part is a positive integer."""
+    parts = [(n, str(n)) for n in numbers]
+    while len(parts) > 1:
+        x, first = parts.pop(dice.roll(len(parts)))
+        y, second = parts.pop(dice.roll(len(parts)))
+        choices = [(x + y, "+"), (x * y, "*")]
+        choices += [(x - y, "-")] if x > y else []
+        choices += [(x // y, "/")] if x % y == 0 else []
+        value, sign = choices[dice.roll(len(choices))]
+        joined = f"{first}{sign}{second}"
+        parts.append((value, f"({joined})" if parts else joined))
+    return parts[0]
+
+
+@lru_cache(maxsize=64)
+def _test_draws(task: Countdown, level: int) -> tuple[int, ...]:
+    """The numbers of the draws that give test problems not seen among earlier draws."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    kept: list[int] = []
+    draw = barren = 0
+    while len(kept) < TEST_COUNT and barren < PATIENCE:
+        numbers, target, _ = task._draw("test", level, draw)
+        canonical = (tuple(sorted(numbers)), target)
+        barren = barren + 1 if canonical in seen else 0
+        if canonical not in seen:
+            seen.add(canonical)
+            kept.append(draw)
+        draw += 1
+    return tuple(kept)

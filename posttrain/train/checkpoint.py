@@ -1,0 +1,155 @@
+"""Checkpoints: complete or absent, verified on load, safetensors and JSON alone.
+
+A checkpoint is a directory `step-N` with `model.safetensors`, `optimizer.safetensors`, `state.json` and, written last,
+`manifest.json` with the size and sha256 of each. It is made under a temporary name, synced to disk and published by rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from posttrain.errors import UserError
+from posttrain.types import JSON
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """What is saved: weights, optimizer, generators, and everything else as JSON."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: JSON
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, each once even where they are tied."""
+    persistent = module.state_dict(keep_vars=True)
+    tensors = {n: p.detach() for n, p in module.named_parameters()}
+    tensors |= {n: b.detach() for n, b in module.named_buffers() if n in persistent}
+    return tensors
+
+
+def restore_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy saved weights into the module in place. Names and shapes must match exactly."""
+    own = weights(module)
+    if set(own) != set(tensors):
+        missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
+        raise UserError(f"the checkpoint is of another model: missing {missing[:3]}, unexpected {extra[:3]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.shape != tensors[name].shape:
+                raise UserError(
+                    f"the checkpoint is of another model: {name} is {tuple(tensors[name].shape)}, not {tuple(tensor.shape)}"
+                )
+            tensor.copy_(tensors[name])
+
+
+def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` complete ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    final = directory / f"step-{checkpoint.step}"
+    temporary = directory / f".step-{checkpoint.step}.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        # copied first: safetensors must see one consistent set of values, contiguous and untied
+        save_file({k: v.detach().cpu().contiguous() for k, v in checkpoint.model.items()}, temporary / "model.safetensors")
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in checkpoint.optimizer.items()}, temporary / "optimizer.safetensors"
+        )
+        _write_json(temporary / "state.json", checkpoint.state)
+        files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(temporary.iterdir())}
+        _write_json(temporary / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": files})
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(directory)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(
+            f"cannot write a checkpoint to {directory}: {error.strerror or error}; free some space and resume"
+        ) from error
+    prune(directory, keep)
+    return final
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove old checkpoints; the newest complete ones always stay."""
+    for path in steps(directory)[keep:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def steps(directory: Path) -> list[Path]:
+    """Published checkpoints, newest first."""
+    found = [p for p in directory.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(found, key=lambda p: -int(p.name[5:]))
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return f"{path / MANIFEST} is of format {manifest['format']}, this version reads {FORMAT}"
+        if f"step-{manifest['step']}" != path.name:
+            return f"{path / MANIFEST} says step {manifest['step']}"
+        for name, facts in manifest["files"].items():
+            file = path / name
+            if not file.is_file():
+                return f"{file} is missing"
+            if file.stat().st_size != facts["size"] or _digest(file) != facts["sha256"]:
+                return f"{file} is damaged: its contents do not match the manifest"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path / MANIFEST} cannot be read: {type(error).__name__}"
+    return None
+
+
+def newest(directory: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and what was wrong with newer ones."""
+    problems = []
+    for path in steps(directory):
+        problem = verify(path)
+        if problem is None:
+            return path, problems
+        problems.append(problem)
+    return None, problems
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a verified checkpoint."""
+    state = json.loads((path / "state.json").read_text())
+    return Checkpoint(
+        int(path.name[5:]), load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state
+    )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, value: JSON) -> None:
+    path.write_text(json.dumps(value, allow_nan=False))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,139 @@
+"""AdamW on float32 weights, a learning-rate schedule, and global-norm clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import require
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """How weights move. The learning rate rises linearly over `warmup` steps, then follows `schedule` down to `final * lr`."""
+
+    lr: float = 1e-6
+    warmup: int = 0
+    schedule: str = "constant"
+    final: float = 0.0  # share of lr at the last step of linear and cosine
+    beta1: float = 0.9
+    beta2: float = 0.99
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    token_budget: int = 8192  # tokens in a micro-batch; changes memory, never the gradient
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"lr must be positive, not {self.lr}")
+        require(self.warmup >= 0, f"warmup is a number of steps, not {self.warmup}")
+        require(self.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
+        require(0 <= self.final <= 1, f"final is a share of lr between 0 and 1, not {self.final}")
+        require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 lie in [0, 1)")
+        require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}")
+        require(self.clip_norm > 0, f"clip_norm must be positive (inf for none), not {self.clip_norm}")
+        require(self.token_budget > 0, f"token_budget must be positive, not {self.token_budget}")
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of step 0, 1, ..., steps - 1.
+
+        >>> [Optimization(lr=1.0, warmup=2, schedule="linear").rate(s, 6) for s in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, steps - self.warmup)
+        if self.schedule == "linear":
+            return self.lr * (1 - (1 - self.final) * progress)
+        if self.schedule == "cosine":
+            return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return self.lr
+
+
+class Optimizer:
+    """AdamW over a module's trainable parameters. Where those are not float32, float32 master copies are kept and updated,
+    gradients are summed into them in float32, and the rounded result is written back in place."""
+
+    def __init__(self, module: nn.Module, settings: Optimization):
+        self.settings = settings
+        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        require(bool(self.parameters), "the model has no trainable parameters")
+        narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
+        self.masters: dict[str, Tensor] = {n: p.detach().float().clone() if narrow else p for n, p in self.parameters.items()}
+        if narrow:
+            for name, parameter in self.parameters.items():
+                parameter.register_post_accumulate_grad_hook(self._collect(self.masters[name]))
+        decay = [m for m in self.masters.values() if m.ndim >= 2]
+        plain = [m for m in self.masters.values() if m.ndim < 2]
+        self.adam = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
+        )  # fmt: skip
+
+    @staticmethod
+    def _collect(master: Tensor):  # type: ignore[no-untyped-def]
+        """Move a finished bf16 gradient into the float32 sum: adding micro-batches in bf16 would lose the small ones."""
+
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+        return hook
+
+    def gradients(self) -> Iterable[Tensor]:
+        return (m.grad for m in self.masters.values() if m.grad is not None)
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, in float32."""
+        norms = torch._foreach_norm([g.detach() for g in self.gradients()], 2.0)
+        return torch.stack([n.float() for n in norms]).norm() if norms else torch.zeros(())
+
+    def step(self, rate: float) -> float:
+        """Clip to the global norm and update; returns the norm before clipping. A non-finite gradient changes nothing."""
+        norm = float(self.norm())
+        if not math.isfinite(norm):
+            self.zero()
+            return norm
+        if norm > self.settings.clip_norm:
+            torch._foreach_mul_(list(self.gradients()), self.settings.clip_norm / norm)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter:
+                    parameter.copy_(self.masters[name])
+        self.zero()
+        return norm
+
+    def zero(self) -> None:
+        for master in self.masters.values():
+            master.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, by parameter name."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                tensors[f"master.{name}"] = master
+            for key, value in self.adam.state.get(master, {}).items():
+                tensors[f"{key}.{name}"] = value
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Put saved moments and master weights back, bit for bit."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if f"master.{name}" in tensors:
+                    master.copy_(tensors[f"master.{name}"])
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                if f"step.{name}" in tensors:
+                    device = master.device
+                    self.adam.state[master] = {k: tensors[f"{k}.{name}"].clone().to(device) for k in keys}

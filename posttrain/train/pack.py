@@ -1,0 +1,145 @@
+"""From rollouts or examples to flat tensors without padding, and from those to micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from posttrain.types import Batch, Example, Group
+
+
+def pack_groups(groups: Sequence[Group], temperature: float, device: torch.device | str = "cpu") -> Batch:
+    """Lay the rollouts of all groups end to end. Tokens the policy sampled carry loss; those it was given do not."""
+    ids, mask, behaviour, rewards, valid, group = [], [], [], [], [], []
+    for number, one in enumerate(groups):
+        for rollout in one.rollouts:
+            ids.append(rollout.ids)
+            parts = rollout.segments
+            mask.append(np.concatenate([np.full(len(s.ids), s.sampled) for s in parts]))
+            zero = [s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32) for s in parts]
+            behaviour.append(np.concatenate(zero))
+            rewards.append(float("nan") if rollout.score.value is None else rollout.score.value)
+            valid.append(rollout.score.valid)
+            group.append(number)
+    return _batch(ids, mask, behaviour, rewards, valid, group, list(range(len(ids))), temperature, device)
+
+
+def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
+    """Lay examples end to end; those of one unit must be neighbours."""
+    count = len(examples)
+    behaviour = [np.zeros(len(e.ids), np.float32) for e in examples]
+    units = [e.unit for e in examples] if any(e.unit for e in examples) else list(range(count))
+    return _batch(
+        [e.ids for e in examples], [e.mask for e in examples], behaviour, [float("nan")] * count, [True] * count,
+        list(range(count)), units, 1.0, device,
+    )  # fmt: skip
+
+
+def _batch(
+    ids: list[np.ndarray],
+    mask: list[np.ndarray],
+    behaviour: list[np.ndarray],
+    rewards: list[float],
+    valid: list[bool],
+    group: list[int],
+    units: list[int],
+    temperature: float,
+    device: torch.device | str,
+) -> Batch:
+    lengths = [len(i) for i in ids]
+    for i, m in zip(ids, mask, strict=True):
+        if len(i) != len(m) or not len(i) or m[0]:
+            raise ValueError(
+                "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
+            )
+    flat = {"ids": np.concatenate(ids), "mask": np.concatenate(mask), "behaviour": np.concatenate(behaviour)}
+    return Batch(
+        ids_T=torch.from_numpy(flat["ids"].astype(np.int64)).to(device),
+        starts=(0, *np.cumsum(lengths).tolist()),
+        sequence_T=torch.repeat_interleave(torch.arange(len(ids)), torch.tensor(lengths)).to(device),
+        mask_T=torch.from_numpy(flat["mask"].astype(bool)).to(device),
+        behaviour_T=torch.from_numpy(flat["behaviour"].astype(np.float32)).to(device),
+        reward_N=torch.tensor(rewards, dtype=torch.float32, device=device),
+        valid_N=torch.tensor(valid, device=device),
+        group_N=torch.tensor(group, device=device),
+        unit_N=tuple(units),
+        temperature=temperature,
+    )
+
+
+def with_loss(batch: Batch) -> Batch:
+    """The batch without the units in which no token carries loss: they add nothing to a gradient whose weights are fixed."""
+    loss_N = torch.zeros(batch.sequences, dtype=torch.bool, device=batch.mask_T.device)
+    loss_N[batch.sequence_T[batch.mask_T]] = True
+    alive = {unit for unit, loss in zip(batch.unit_N, loss_N.tolist(), strict=True) if loss}
+    keep = [n for n, unit in enumerate(batch.unit_N) if unit in alive]
+    return batch if len(keep) == batch.sequences else gather(batch, keep)
+
+
+def gather(batch: Batch, sequences: Sequence[int]) -> Batch:
+    """The given sequences of a batch, in that order."""
+    device = batch.ids_T.device
+    lengths = [batch.starts[n + 1] - batch.starts[n] for n in sequences]
+    if not sequences:
+        return take(batch, 0, 0)
+    at_T = torch.cat([torch.arange(batch.starts[n], batch.starts[n + 1]) for n in sequences]).to(device)
+    at_N = torch.tensor(sequences, device=device)
+    changes: dict[str, object] = {
+        "starts": (0, *np.cumsum(lengths).tolist()),
+        "unit_N": tuple(batch.unit_N[n] for n in sequences),
+        "sequence_T": torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(lengths)).to(device),
+    }
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if f.name not in changes and isinstance(value, torch.Tensor):
+            changes[f.name] = value[at_T] if f.name.endswith("_T") else value[at_N]
+    return batch.replace(**changes)
+
+
+def take(batch: Batch, first: int, last: int) -> Batch:
+    """Sequences first..last-1 of a batch, as views."""
+    start, end = batch.starts[first], batch.starts[last]
+    changes: dict[str, object] = {
+        "starts": tuple(s - start for s in batch.starts[first : last + 1]),
+        "unit_N": batch.unit_N[first:last],
+        "sequence_T": batch.sequence_T[start:end] - first,
+    }
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if f.name in changes or not isinstance(value, torch.Tensor):
+            continue
+        changes[f.name] = value[start:end] if f.name.endswith("_T") else value[first:last]
+    return batch.replace(**changes)
+
+
+def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
+    """Cut a step between units so that each piece has at most `token_budget` tokens; a longer unit stands alone.
+
+    The weights were fixed for the whole step before this, so the pieces add up to the same gradient however they are cut.
+    """
+    cuts, held = [0], 0
+    units = _run_ends(batch.unit_N)
+    for begin, end in zip([0, *units], units, strict=False):
+        tokens = batch.starts[end] - batch.starts[begin]
+        if held and held + tokens > token_budget:
+            cuts.append(begin)
+            held = 0
+        held += tokens
+    cuts.append(batch.sequences)
+    return [take(batch, a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+
+
+def mini_batches(batch: Batch, count: int) -> list[Batch]:
+    """Cut a rollout into up to `count` optimizer steps of whole groups, as equal in groups as can be."""
+    ends = _run_ends(batch.group_N.tolist())
+    count = min(count, len(ends))
+    cuts = [0, *(ends[len(ends) * (i + 1) // count - 1] for i in range(count))]
+    return [take(batch, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _run_ends(numbers: Sequence[int]) -> list[int]:
+    """Where each run of equal numbers ends."""
+    return [i + 1 for i in range(len(numbers)) if i + 1 == len(numbers) or numbers[i + 1] != numbers[i]]

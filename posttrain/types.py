@@ -1,0 +1,275 @@
+"""The nouns of the house: frozen, slotted, and free of everything else in it.
+
+Dimension letters used as suffixes everywhere: P problems, G group, N sequences, T tokens, V vocabulary. Per-token arrays are
+aligned with the token they speak of: `logprob_T[t]` is log p(ids[t] | ids[<t]), and the first token of a sequence has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation, before it is rendered.
+
+    >>> Message("user", "12+34=")
+    Message(role='user', content='12+34=')
+    """
+
+    role: str  # system | user | assistant | tool
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with what is needed to score an answer. `id` is unique in its task: groups form by it, never by text."""
+
+    id: str
+    question: str
+    answer: str = ""
+    level: int = 0
+    facts: Mapping[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward says: a value with its named parts, or a named failure. Never NaN, never a failure dressed as 0.
+
+    >>> Score(1.0, parts={"format": 1.0}).valid
+    True
+    >>> Score.failed("timeout").valid
+    False
+    >>> Score(float("nan"))
+    Traceback (most recent call last):
+    ValueError: a score must be finite, not nan; use Score.failed(reason) where there is no value
+    """
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()  # (character position where the step ends, its value)
+    outcome: str = ""  # correct, wrong, unparseable, ...
+    failure: str | None = None  # timeout, crash, ...: why there is no value
+
+    def __post_init__(self) -> None:
+        if (self.value is None) != (self.failure is not None):
+            raise ValueError("a score has either a value or a failure")
+        for value in (self.value, *self.parts.values(), *(v for _, v in self.steps)):
+            if value is not None and not np.isfinite(value):
+                raise ValueError(f"a score must be finite, not {value}; use Score.failed(reason) where there is no value")
+
+    @property
+    def valid(self) -> bool:
+        return self.failure is None
+
+    @classmethod
+    def failed(cls, failure: str, outcome: str = "error") -> Score:
+        return cls(None, outcome=outcome, failure=failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `stop_ids` end a response and belong to it; temperature 0 means argmax."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_new_tokens: int = 0  # stop ids are ignored before this many tokens
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the support is cut, so that the policy's own softmax is not the distribution sampled from."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how many samples of it: prefilled once, forked. Its randomness is its own: (seed, sample, position)."""
+
+    prompt_ids: tuple[int, ...]
+    group: int
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What was sampled, as ids: never decoded and re-encoded. `logprobs` are under the distribution that was sampled from."""
+
+    ids: np.ndarray  # int64 [T]
+    logprobs: np.ndarray  # float32 [T]
+    finish: str  # stop | length
+    version: int  # the policy version that sampled it
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Whoever can generate: the engine in this process, a server, workers elsewhere, a simulator."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+        """Yield one tuple of `group` completions per request, in request order, as they become complete."""
+        ...
+
+    def update(self, version: int) -> None:
+        """Take the policy's present weights as `version`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens that were all sampled by the policy or all given to it (prompt, tool output)."""
+
+    ids: np.ndarray  # int64 [T]
+    text: str
+    sampled: bool
+    logprobs: np.ndarray | None = None  # float32 [T], when sampled
+    offsets: np.ndarray | None = None  # int64 [T]: where in `text` each token's characters end
+    version: int = -1
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One episode: segments in the order they happened, and the score at its end."""
+
+    problem: Problem
+    sample: int
+    segments: tuple[Segment, ...]
+    score: Score
+
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([s.ids for s in self.segments])
+
+    @property
+    def response(self) -> str:
+        """The text the policy wrote."""
+        return "".join(s.text for s in self.segments if s.sampled)
+
+    @property
+    def length(self) -> int:
+        return sum(len(s.ids) for s in self.segments if s.sampled)
+
+    @property
+    def finish(self) -> str:
+        return self.segments[-1].finish
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The rollouts of one problem."""
+
+    problem: Problem
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Values of the rollouts that could be scored."""
+        return [r.score.value for r in self.rollouts if r.score.value is not None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """A sequence to learn from as it stands: ids and which of them carry loss (never the first)."""
+
+    ids: np.ndarray  # int64 [T]
+    mask: np.ndarray  # bool [T]
+    unit: int = 0  # examples of one unit (a pair, a ranking) stay together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """N sequences laid end to end without padding: all the tokens of an optimizer step, or of one micro-batch of it."""
+
+    ids_T: Tensor  # int64
+    starts: tuple[int, ...]  # N+1 offsets into T
+    sequence_T: Tensor  # int64: which sequence a token is in
+    mask_T: Tensor  # bool: the token carries loss
+    behaviour_T: Tensor  # float32: log-prob when sampled; 0 where not sampled
+    reward_N: Tensor  # float32; NaN where there is none
+    valid_N: Tensor  # bool: the sequence was scored and votes in its group
+    group_N: Tensor  # int64: which problem the sequence answers
+    unit_N: tuple[int, ...]  # non-decreasing; a micro-batch is cut only where it changes
+    temperature: float = 1.0
+    reference_T: Tensor | None = None
+    value_T: Tensor | None = None
+    proximal_T: Tensor | None = None  # log-prob under the policy at the start of the step
+    advantage_T: Tensor | None = None
+    return_T: Tensor | None = None
+    weight_T: Tensor | None = None  # the reduction: the loss is a plain sum of weight * loss
+
+    @property
+    def sequences(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def tokens(self) -> int:
+        return self.starts[-1]
+
+    def replace(self, **changes: Any) -> Batch:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """What the forward pass gives an algorithm, aligned with the batch's tokens."""
+
+    logprob_T: Tensor  # float32, log p of the token at the batch's temperature
+    entropy_T: Tensor  # float32, of the distribution the token was drawn from
+    value_T: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """One term of a loss: it adds sum(weight * loss). Weights are global, so terms add over micro-batches and ranks."""
+
+    name: str
+    loss: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metric:
+    """A figure that merges: total over count, or a plain sum where count is None. Means of means cannot arise by accident.
+
+    >>> Metric("reward", 3.0, 4).value
+    0.75
+    """
+
+    name: str
+    total: Tensor | float
+    count: Tensor | float | None
+
+    @property
+    def value(self) -> float:
+        if self.count is None:
+            return float(self.total)
+        count = float(self.count)
+        return float(self.total) / count if count else float("nan")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """What an algorithm returns for a micro-batch: the terms of its loss and figures about it."""
+
+    terms: tuple[Term, ...]
+    metrics: tuple[Metric, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """The groups a step will train on, and how many more are wanted before it can start."""
+
+    groups: tuple[Group, ...]
+    refill: int = 0
+    metrics: tuple[Metric, ...] = ()

@@ -1,0 +1,104 @@
+"""Offsets: each token's characters, for tokenizers of every family and for ids that spell no valid text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_for_tests import byte_level, characters, word_marks
+
+from posttrain.data.text import Decoder
+
+DECODERS = {"byte_level": Decoder(byte_level()), "word_marks": Decoder(word_marks()), "characters": Decoder(characters())}
+KINDS = sorted(DECODERS)
+
+
+def by_definition(tokenizer: Any, ids: list[int], text: str) -> list[int]:
+    """How many characters of `text` are there after each token, when a character counts once none of its bytes is missing."""
+    offsets: list[int] = []
+    for t in range(1, len(ids) + 1):
+        prefix = tokenizer.decode(ids[:t], skip_special_tokens=True).rstrip("\ufffd")
+        assert text.startswith(prefix)
+        offsets.append(max([len(prefix), *offsets]))  # a wrong byte can spoil what was there before it
+    return offsets
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "word_marks"])
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=12))
+def test_offsets_of_any_text_are_what_they_mean(kind: str, text: str) -> None:
+    decoder = DECODERS[kind]
+    ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+    decoded, offsets = decoder.decode(ids)
+    if kind == "byte_level":
+        assert decoded == text
+    assert offsets.tolist() == by_definition(decoder.tokenizer, ids, decoded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_ids_at_all(kind: str, data: st.DataObject) -> None:
+    decoder = DECODERS[kind]
+    ids = data.draw(st.lists(st.integers(0, len(decoder.tokenizer) - 1), max_size=25))
+    text, offsets = decoder.decode(np.array(ids, dtype=np.int64))
+    assert text == decoder.tokenizer.decode(ids, skip_special_tokens=True)
+    assert len(offsets) == len(ids)
+    assert offsets.dtype == np.int64
+    assert all(a <= b for a, b in zip([0, *offsets], offsets, strict=False))
+    assert not ids or offsets[-1] == len(text)
+
+
+def test_an_emoji_counts_at_the_token_that_finishes_it() -> None:
+    decoder = DECODERS["byte_level"]
+    rare = "a𓂀b"  # four bytes, never merged
+    ids = decoder.tokenizer(rare, add_special_tokens=False)["input_ids"]
+    text, offsets = decoder.decode(ids)
+    assert (text, offsets.tolist()) == (rare, [1, 1, 1, 1, 2, 3])
+
+
+def test_control_tokens_have_no_characters() -> None:
+    decoder = DECODERS["characters"]
+    end = decoder.tokenizer.eos_token_id
+    ids = decoder.tokenizer("12", add_special_tokens=False)["input_ids"]
+    text, offsets = decoder.decode([*ids, end, *ids, end])
+    assert (text, offsets.tolist()) == ("1212", [1, 2, 2, 3, 4, 4])
+
+
+def test_the_dropped_leading_space_belongs_to_the_first_token() -> None:
+    decoder = DECODERS["word_marks"]
+    ids = decoder.tokenizer("he had", add_special_tokens=False)["input_ids"]
+    assert decoder.tokenizer.convert_ids_to_tokens(ids) == ["▁he", "▁h", "a", "d"]
+    text, offsets = decoder.decode(ids)
+    assert (text, offsets.tolist()) == ("he had", [2, 4, 5, 6])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_slow_way_agrees_on_text(kind: str) -> None:
+    decoder = DECODERS[kind]
+    for text in ("12+34=46", "1, 2", ""):
+        ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+        decoded, offsets = decoder.decode(ids)
+        assert decoder._slow_offsets(ids, decoded).tolist() == offsets.tolist()
+
+
+def test_a_tokenizer_whose_pieces_do_not_add_up_goes_the_slow_way() -> None:
+    class Shouting:
+        """Decodes with an exclamation mark at the end: no sum of pieces gives that."""
+
+        all_special_ids: tuple[int, ...] = ()
+
+        def __len__(self) -> int:
+            return 26
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join(chr(97 + i) for i in ids) + "!"
+
+        def convert_ids_to_tokens(self, i: int) -> str:
+            return chr(97 + i)
+
+    text, offsets = Decoder(Shouting()).decode([0, 1, 2])
+    assert (text, offsets.tolist()) == ("abc!", [1, 2, 4])

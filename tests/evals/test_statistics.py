@@ -1,0 +1,132 @@
+"""Statistics against numbers worked by hand and against enumeration."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from math import inf, isclose, sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.evals.statistics import (
+    compare,
+    majority_at_k,
+    mean_interval,
+    mean_pass_at_k,
+    pass_at_k,
+    sign_test,
+    wilson,
+)
+
+
+def test_wilson_by_hand() -> None:
+    # p = 0.5, n = 4, z = 2: shrink 2, centre (0.5 + 0.5)/2, half-width 2 sqrt(0.25/4 + 4/64)/2 = sqrt(0.125)
+    interval = wilson(2, 4, z=2)
+    assert interval.value == 0.5
+    assert isclose(interval.low, 0.5 - sqrt(0.125))
+    assert isclose(interval.high, 0.5 + sqrt(0.125))
+    assert (wilson(0, 10).low, wilson(10, 10).high) == (0.0, 1.0)
+    assert isclose(wilson(0, 10).high, 1.96**2 / (10 + 1.96**2))
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_contains_its_value_inside_the_unit_interval(case: tuple[int, int]) -> None:
+    interval, mirror = wilson(*case), wilson(case[1] - case[0], case[1])
+    assert 0 <= interval.low <= interval.value <= interval.high <= 1
+    assert interval.low < interval.high
+    assert isclose(interval.low, 1 - mirror.high, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize("case", [(1, 0), (0, 0), (3, 2), (-1, 2)])
+def test_wilson_refuses_what_is_no_count(case: tuple[int, int]) -> None:
+    with pytest.raises(ValueError):
+        wilson(*case)
+
+
+def test_mean_interval_by_hand() -> None:
+    interval = mean_interval([0, 0, 1, 1], z=2)  # s^2 = 1/3, s/sqrt(4) = 0.288675
+    assert interval.value == 0.5
+    assert isclose(interval.high - 0.5, 2 * sqrt(1 / 12))
+    assert (mean_interval([3.0]).low, mean_interval([3.0]).high) == (-inf, inf)
+    for bad in ([], [float("nan")]):
+        with pytest.raises(ValueError):
+            mean_interval(bad)
+
+
+def test_pass_at_k_where_resampling_goes_wrong() -> None:
+    assert pass_at_k(8, 1, 8) == 1.0  # drawing with replacement would say 0.656
+    assert pass_at_k(8, 0, 8) == 0.0
+    assert pass_at_k(10, 3, 1) == 0.3
+    assert pass_at_k(1000, 1, 500) == 0.5  # the binomials here overflow floats
+
+
+@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_mean_over_all_choices(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    choices = list(combinations([1] * c + [0] * (n - c), k))
+    assert isclose(pass_at_k(n, c, k), sum(any(choice) for choice in choices) / len(choices))
+
+
+@pytest.mark.parametrize("case", [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_pass_at_k_refuses_what_it_cannot_know(case: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError):
+        pass_at_k(*case)
+
+
+def test_mean_pass_at_k_is_a_mean_over_problems() -> None:
+    assert isclose(mean_pass_at_k([(4, 2), (4, 0), (2, 2)], 2).value, (5 / 6 + 0 + 1) / 3)
+
+
+@pytest.mark.parametrize(
+    ("answers", "k", "expected"),
+    [
+        (["7", "7", "8"], 3, 1.0),
+        (["8", "8", "7"], 3, 0.0),
+        (["7", "8"], 2, 0.5),
+        (["7", "8", "9"], 3, 1 / 3),
+        (["8", "7", "7"], 1, 0.0),
+        ([None, None, "7"], 3, 1.0),
+        ([None, None], 2, 0.0),
+    ],
+)
+def test_majority_by_hand(answers: list[str | None], k: int, expected: float) -> None:
+    assert majority_at_k(answers, [a == "7" for a in answers], k) == expected
+
+
+def test_majority_refuses_contradictions() -> None:
+    with pytest.raises(ValueError, match="both right and wrong"):
+        majority_at_k(["7", "7"], [True, False], 2)
+    with pytest.raises(ValueError):
+        majority_at_k(["7"], [True], 2)
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_sign_test_is_what_coins_say(wins: int, losses: int) -> None:
+    n = wins + losses
+    as_far = [sum(coins) for coins in product((0, 1), repeat=min(n, 10))] if n <= 10 else None
+    assert sign_test(wins, losses) == sign_test(losses, wins)
+    if as_far is not None:
+        extreme = sum(abs(heads - n / 2) >= abs(wins - n / 2) for heads in as_far) / len(as_far)
+        assert isclose(sign_test(wins, losses), extreme)
+
+
+def test_comparison_by_hand() -> None:
+    first, second = [1, 1, 0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 1, 1, 1, 0]
+    result = compare(first, second, z=1.0)
+    assert (result.wins, result.losses, result.ties) == (5, 1, 2)
+    assert result.p_value == 2 * (1 + 6) / 64
+    assert result.difference.value == 0.5
+    # differences 0 -1 1 1 1 1 1 0: sum of squares 6 - 8 * 0.25 = 4, variance 4/7, over 8
+    assert isclose(result.difference.high - 0.5, sqrt(4 / 7 / 8))
+
+
+def test_a_long_comparison_does_not_overflow() -> None:
+    assert 0 < sign_test(5_000, 6_000) < 1e-20
+    assert isclose(sign_test(5_000, 5_000), 1.0)
+
+
+@pytest.mark.parametrize("pair", [([], []), ([1], [1, 0]), ([float("nan")], [1.0])])
+def test_comparison_refuses_what_is_not_paired(pair: tuple[list[float], list[float]]) -> None:
+    with pytest.raises(ValueError):
+        compare(*pair)

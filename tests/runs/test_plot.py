@@ -1,0 +1,86 @@
+"""The picture: it is drawn from whatever figures there are, and holds what the run says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.runs import plot
+from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
+
+RL = {"reward": 0.5, "length": 30.0, "kl": 0.01, "entropy": 1.0, "level": 1.0, "loss": 0.1}
+
+
+def make(directory: Path, rows: list[tuple[str, dict[str, float]]]) -> Run:
+    with RunWriter.create(directory, {}) as writer:
+        for step, (stage, figures) in enumerate(rows):
+            writer.metrics(stage, step, figures)
+    return Run(directory)
+
+
+def titles(run: Run) -> list[str]:
+    return [panel.title for panel in plot._panels(run)]
+
+
+def test_a_whole_run_is_drawn(tmp_path: Path) -> None:
+    accuracy = {"accuracy/test": 0.5, "accuracy/test_low": 0.4, "accuracy/test_high": 0.6}
+    rows = [("sft", {"loss": 2.0 / (step + 1), "entropy": 1.0}) for step in range(30)]
+    rows += [("rl", {**RL, "reward": step / 40, **(accuracy if step % 10 == 0 else {})}) for step in range(40)]
+    run = make(tmp_path / "a$run$", rows)
+    path = tmp_path / "pictures" / "run.png"
+    plot.draw(run, path)
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    from matplotlib.image import imread
+
+    pixels = imread(path)[..., :3]
+    assert pixels.shape[0] > 600
+    assert pixels.shape[1] > 1200
+    for colour in (plot.BLUE, plot.GREEN, plot.ORANGE, plot.PURPLE, plot.RED):  # every curve left ink
+        wanted = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        assert (np.abs(pixels - wanted).max(axis=-1) < 0.02).sum() > 50
+    assert titles(run) == [
+        "Reward while training",
+        "Held-out accuracy",
+        "Supervised loss",
+        "Response length",
+        "Drift and variety",
+        "Difficulty",
+    ]
+
+
+@pytest.mark.parametrize("missing", [*RL, "all but reward"])
+def test_missing_columns_leave_their_panel_out(tmp_path: Path, missing: str) -> None:
+    figures = {"reward": 0.5} if missing == "all but reward" else {name: v for name, v in RL.items() if name != missing}
+    run = make(tmp_path / "run", [("rl", figures)] * 3)
+    drawn = titles(run)
+    panels = {"reward": "Reward while training", "length": "Response length", "level": "Difficulty", "kl": "Drift and variety"}
+    for name, title in panels.items():
+        assert (title in drawn) == (name in figures and (name != "length" or "reward" in figures))
+    assert ("Variety" in drawn) == (missing == "kl")
+    if missing in ("all but reward", "kl"):
+        plot.draw(run, tmp_path / "run.png")
+        assert (tmp_path / "run.png").stat().st_size > 5000
+
+
+def test_non_finite_values_are_gaps_not_crashes(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [("rl", {"reward": v, "kl": float("nan")}) for v in (0.1, float("nan"), float("inf"), 0.4)])
+    (series,) = plot._collect(run)["reward"]
+    assert (series.steps.tolist(), series.values.tolist()) == ([0.0, 3.0], [0.1, 0.4])
+    assert titles(run) == ["Reward while training"]
+
+
+def test_a_run_without_metrics_is_one_clear_line(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run", {}).close()
+    with pytest.raises(UserError, match="no metrics yet"):
+        plot.draw(Run(tmp_path / "run"), tmp_path / "run.png")
+    assert not (tmp_path / "run.png").exists()
+
+
+def test_the_loss_of_an_rl_stage_is_not_called_supervised(tmp_path: Path) -> None:
+    assert titles(make(tmp_path / "rl", [("rl", {"reward": 0.5, "loss": 0.1})])) == ["Reward while training"]
+    assert titles(make(tmp_path / "sft", [("sft", {"loss": 0.1, "entropy": 1.0})])) == ["Supervised loss"]
