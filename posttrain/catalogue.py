@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.errors import UserError, require, unknown
 
 HOME = Path(__file__).parent
-KINDS = {"algorithm": "algorithms", "task": "tasks", "recipe": "recipes", "reward": "rewards"}
+KINDS = {"algorithm": "algorithms", "task": "tasks", "recipe": "recipes", "reward": "rewards", "stage": "stages"}
 
 
 @dataclass(frozen=True, slots=True)

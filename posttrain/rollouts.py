@@ -100,7 +100,7 @@ class Rollouts:
         """Tell the curriculum how the step went; returns what a person should hear of it."""
         news = []
         for group in groups:
-            solved = [float(r.score.outcome == "correct" or r.score.value == 1.0) for r in group.rollouts if r.score.valid]
+            solved = [float(r.score.solved) for r in group.rollouts if r.score.valid]
             if solved and self.climb.observe(group.problem.level, sum(solved) / len(solved)):
                 news.append(f"level {self.climb.level} opens")
         return news

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from posttrain.errors import require
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -71,6 +73,11 @@ class Score:
     def valid(self) -> bool:
         return self.failure is None
 
+    @property
+    def solved(self) -> bool:
+        """Whether the problem counts as solved: judged correct or, where the reward does not judge, the full value."""
+        return self.outcome == "correct" if self.outcome else self.value is not None and self.value >= 1.0
+
     @classmethod
     def failed(cls, failure: str, outcome: str = "error") -> Score:
         return cls(None, outcome=outcome, failure=failure)
@@ -86,6 +93,13 @@ class Sampling:
     top_p: float = 1.0
     min_new_tokens: int = 0  # stop ids are ignored before this many tokens
 
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        require(0 <= self.temperature < float("inf"), f"temperature must be 0 or a positive number, not {self.temperature}")
+        require(self.top_k >= 0, f"top_k must be 0 (all) or a number of tokens, not {self.top_k}")
+        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], not {self.top_p}")
+        require(self.min_new_tokens >= 0, f"min_new_tokens must not be negative, not {self.min_new_tokens}")
+
     @property
     def truncated(self) -> bool:
         """Whether the support is cut, so that the policy's own softmax is not the distribution sampled from."""
@@ -100,6 +114,10 @@ class Request:
     group: int
     seed: int
     sampling: Sampling
+
+    def __post_init__(self) -> None:
+        require(bool(self.prompt_ids), "a prompt needs at least one token: nothing would predict the first one of the answer")
+        require(self.group >= 1, f"a request is for at least one sample, not {self.group}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

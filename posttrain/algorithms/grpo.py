@@ -47,7 +47,7 @@ class GRPO(Algorithm):
 
     def __post_init__(self) -> None:
         require(self.group >= 2, f"grpo: group must be at least 2, not {self.group}: a group of one is its own baseline, every "
-                "advantage is 0 and nothing is learned; use reinforce with a running baseline for one sample a prompt")  # fmt: skip
+                "advantage is 0 and nothing is learned")  # fmt: skip
         require(0 < self.clip_low < 1, f"grpo: clip_low must lie in (0, 1), not {self.clip_low}")
         require(self.clip_high > 0, f"grpo: clip_high must be positive, not {self.clip_high}")
         require(self.beta >= 0, f"grpo: beta must not be negative, not {self.beta}")

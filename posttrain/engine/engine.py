@@ -63,16 +63,18 @@ class _Batch:
         was_training = self.policy.model.training
         self.policy.model.eval()
         answered = 0
-        while self.waiting < len(self.requests) or self.live:
-            if self._fits():
-                self._admit()
-            else:
-                self._decode()
-            self._retire()
-            while answered < len(self.requests) and all(c is not None for c in self.done[answered]):
-                yield tuple(c for c in self.done[answered] if c is not None)
-                answered += 1
-        self.policy.model.train(was_training)
+        try:
+            while self.waiting < len(self.requests) or self.live:
+                if self._fits():
+                    self._admit()
+                else:
+                    self._decode()
+                self._retire()
+                while answered < len(self.requests) and all(c is not None for c in self.done[answered]):
+                    yield tuple(c for c in self.done[answered] if c is not None)
+                    answered += 1
+        finally:  # also when the caller stops listening half-way
+            self.policy.model.train(was_training)
 
     def _fits(self) -> bool:
         return self.waiting < len(self.requests) and len(self.live) + self.requests[self.waiting].group <= self.capacity

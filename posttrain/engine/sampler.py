@@ -64,13 +64,13 @@ def truncate(logprob_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     """Keep the top k, then the smallest set whose mass reaches p, and renormalise. Rows with k = 0 and p = 1 are untouched."""
     if not (bool((top_k_N > 0).any()) or bool((top_p_N < 1).any())):
         return logprob_NV
-    ordered_NV, index_NV = logprob_NV.sort(-1, descending=True, stable=True)
+    ordered_NV, index_NV = logprob_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logprob_NV.shape[-1], device=logprob_NV.device)
     keep_NV = (top_k_N[:, None] <= 0) | (rank_V[None, :] < top_k_N[:, None])
     kept_NV = torch.where(keep_NV, ordered_NV.exp(), 0.0)
     kept_NV = kept_NV / kept_NV.sum(-1, keepdim=True)
     before_NV = kept_NV.cumsum(-1) - kept_NV
-    keep_NV &= before_NV < top_p_N[:, None]
+    keep_NV &= (top_p_N[:, None] >= 1) | (before_NV < top_p_N[:, None])  # rounding may bring a sum past 1: p = 1 cuts nothing
     keep_NV[:, 0] = True
     renormalised = torch.log_softmax(ordered_NV.masked_fill(~keep_NV, -torch.inf), -1)
     cut_N = (top_k_N > 0) | (top_p_N < 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.evals.statistics import Interval, mean_interval, mean_pass_at_k
+from posttrain.evals.statistics import Interval, mean_interval, mean_pass_at_k, wilson
 from posttrain.types import Group
 
 
@@ -21,12 +21,14 @@ class Evaluation:
 
     @property
     def accuracy(self) -> Interval:
-        """Share of samples with the full score, averaged over problems (avg@k); the interval is over problems."""
+        """Share of samples that solve their problem, averaged over problems (avg@k); the interval is over problems."""
         return self.passed(1)
 
     def passed(self, k: int) -> Interval:
         """pass@k, unbiased, over the problems whose samples were all scored."""
         counts = [(len(g.rollouts), sum(solved(g))) for g in self.groups if all(r.score.valid for r in g.rollouts)]
+        if all(n == 1 for n, _ in counts):  # 0 or 1 each: Wilson's interval holds at 0% and 100%, the normal one does not
+            return wilson(sum(c for _, c in counts), len(counts))
         return mean_pass_at_k(counts, k)
 
     @property
@@ -46,6 +48,8 @@ class Evaluation:
             values = [r.score.parts[name] for r in group.rollouts if name in r.score.parts]
             if values:
                 means.append(sum(values) / len(values))
+        if means and set(means) <= {0.0, 1.0}:
+            return wilson(int(sum(means)), len(means))
         return mean_interval(means) if means else None
 
     @property
@@ -58,5 +62,5 @@ class Evaluation:
 
 
 def solved(group: Group) -> Sequence[bool]:
-    """Which samples have the full score."""
-    return [r.score.value is not None and r.score.value >= 1.0 for r in group.rollouts]
+    """Which samples solve the problem."""
+    return [r.score.solved for r in group.rollouts]

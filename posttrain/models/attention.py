@@ -55,6 +55,8 @@ def attention(
     )
     layout: Layout | None = options.get(LAYOUT)
     if layout is None:
+        if key.shape[2] != query.shape[2]:
+            raise NotImplementedError("posttrain's attention keeps its own cache: sample with its engine, not with model.generate")
         return causal(query, key, value, rule).transpose(1, 2), None
     return layout.attend(module.layer_idx, query, key, value, rule), None  # type: ignore[arg-type]
 
@@ -81,7 +83,8 @@ def masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, ru
         return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=rule.scaling, enable_gqa=grouped > 1)
     batch, heads, length, width = query.shape
     rows = query.reshape(batch, key.shape[1], grouped * length, width)
-    scores = (rows @ key.transpose(-1, -2)).float().view(batch, heads, length, -1) * rule.scaling
+    scores = (rows @ key.transpose(-1, -2)).view(batch, heads, length, -1)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()) * rule.scaling
     scores = rule.softcap * torch.tanh(scores / rule.softcap)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)

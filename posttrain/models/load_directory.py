@@ -39,15 +39,10 @@ def first_line(error: BaseException) -> str:
 def read_directory(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model and tokenizer of a checked directory; `dtype` None keeps the checkpoint's own."""
     check_directory(folder)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    # AutoTokenizer puts the rules of some families (Qwen 2, Llama) in place of tokenizer.json's; the file is the truth.
-    reader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-    try:
-        tokenizer = reader.from_pretrained(folder, **safe)
-    except Exception as error:  # whatever a malformed file makes transformers raise
-        raise UserError(f"{folder}: the tokenizer cannot be read ({first_line(error)}); copy it anew") from error
+    tokenizer = read_tokenizer(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **safe)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -64,6 +59,18 @@ def read_directory(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedM
         raise UserError(f"{folder}: the model cannot be read ({first_line(error)}); check config.json") from error
     check_report(str(folder), report)
     return model, tokenizer
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model directory."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer puts the rules of some families (Qwen 2, Llama) in place of tokenizer.json's; the file is the truth.
+    reader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        return reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever a malformed file makes transformers raise
+        raise UserError(f"{folder}: the tokenizer cannot be read ({first_line(error)}); copy it anew") from error
 
 
 def attention_for(config: PretrainedConfig) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.errors import UserError
 from posttrain.models.attention import LAYOUT, Packed, install
@@ -52,7 +52,10 @@ class Policy:
 
 def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
     """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
-    refused here, not trained wrongly."""
+    refused here, not trained wrongly. Dropout is turned off: sampling and training must see one and the same distribution."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     ids = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
     was_training = model.training
     model.eval()

@@ -21,9 +21,10 @@ def group_advantages(
     baseline  "mean": b = mean of V;  "leave_one_out": b_i = mean of V without i (RLOO), so r_i - b_i = n/(n-1) (r_i - mean)
     scale     "group": s = std of V with `ddof`;  "batch": s = std of all valid rewards;  "none": no division
     A group whose valid rewards are all equal (tested by max == min, never by a small std), or with fewer than two of them, has
-    A exactly 0; so has every sequence that is not valid, whatever its reward holds.
+    A exactly 0; so has every sequence that is not valid, whatever its reward holds. Sums are float64, the result is of the
+    rewards' own dtype.
     """
-    wide = torch.float64
+    narrow, wide = reward_N.dtype, torch.float64
     reward_N = torch.where(valid_N, reward_N, 0.0).to(wide)
     groups = int(group_N.max()) + 1 if group_N.numel() else 0
     vote_N = valid_N.to(wide)
@@ -47,7 +48,7 @@ def group_advantages(
     elif scale != "none":
         raise ValueError(f"unknown scale {scale!r}: group, batch or none")
     spread_P = group_spread(reward_N, valid_N, group_N)
-    return torch.where(valid_N & (spread_P > 0)[group_N], advantage_N, 0.0).float()
+    return torch.where(valid_N & (spread_P > 0)[group_N], advantage_N, 0.0).to(narrow)
 
 
 def group_spread(reward_N: Tensor, valid_N: Tensor, group_N: Tensor) -> Tensor:

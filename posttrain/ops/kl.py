@@ -25,7 +25,8 @@ def kl_estimate(kind: str, logprob_T: Tensor, reference_T: Tensor, behaviour_T: 
         return logprob_T - reference_T
     if kind == "k2":
         return 0.5 * (logprob_T - reference_T) ** 2
-    difference = (reference_T - logprob_T).clamp(-LIMIT, LIMIT)
+    # clamped above alone: below, k3 grows like -d, and its gradient must still pull back a token the reference all but forbids
+    difference = (reference_T - logprob_T).clamp(max=LIMIT)
     k3 = torch.expm1(difference) - difference
     if kind == "k3":
         return k3

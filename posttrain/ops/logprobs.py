@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
 
@@ -61,7 +62,7 @@ def token_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
@@ -89,7 +90,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprob_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    @once_differentiable  # a second derivative through the saved statistics would be wrong, so it is refused
+    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Any, ...]:
         hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N = ctx.saved_tensors
         scale, softcap, temperature, rows = ctx.settings
         head = Head(weight_VH, bias_V, scale, softcap)

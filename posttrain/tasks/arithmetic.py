@@ -37,12 +37,14 @@ class Arithmetic(Task):
     steps: str = "short"  # short (five digits a step) or spelled
     format_weight: float = 0.0  # the share of the value that well-formed work earns
     steps_weight: float = 0.0  # the share that right steps earn, each its part; the answer earns the rest
+    carry: str = "any"  # train problems: any, or only those with none or some carrying; held-out ones are always of any kind
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
         require(self.operation in ("+", "-"), f"arithmetic's operation is '+' or '-', not {self.operation!r}")
         require(1 <= self.min_level <= self.level <= 18, "arithmetic needs 1 <= min_level <= level <= 18")
         require(self.steps in STEPS, f"arithmetic's steps are 'short' or 'spelled', not {self.steps!r}")
+        require(self.carry in ("any", "none", "some"), f"arithmetic's carry is 'any', 'none' or 'some', not {self.carry!r}")
         weights = (self.format_weight, self.steps_weight)
         require(
             min(weights) >= 0 and sum(weights) <= 1, "arithmetic's format_weight and steps_weight lie between 0 and 1 together"
@@ -92,7 +94,9 @@ class Arithmetic(Task):
         for attempt in range(10_000):
             number = stable_hash("draw", self.seed, self.operation, split, level, index, attempt)
             a, b = numbered_pair(self.operation, level, start + number % (end - start))
-            if pair_side(self.operation, a, b) == split:
+            if pair_side(self.operation, a, b) != split:
+                continue
+            if split == "test" or self.carry == "any" or (self.carry == "some") == carries(self.operation, a, b):
                 return a, b
         raise AssertionError(f"no {split} pair of level {level} between {start} and {end}")
 
@@ -136,6 +140,16 @@ def pair_side(operation: str, a: int, b: int) -> str:
     True
     """
     return side(operation, min(a, b), max(a, b))
+
+
+def carries(operation: str, a: int, b: int) -> bool:
+    """Whether any digit of the addition carries, or of the subtraction borrows.
+
+    >>> carries("+", 123, 456), carries("+", 128, 453), carries("-", 50, 17)
+    (False, True, True)
+    """
+    pairs = zip(reversed(str(a)), reversed(str(b).zfill(len(str(a)))), strict=False)
+    return any(int(x) + int(y) > 9 if operation == "+" else int(x) < int(y) for x, y in pairs)
 
 
 def _smallest(level: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from posttrain.errors import UserError
 from posttrain.types import JSON
 
 MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 FORMAT = 1
 
 
@@ -58,12 +60,12 @@ def restore_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` complete ones."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it."""
     final = directory / f"step-{checkpoint.step}"
-    temporary = directory / f".step-{checkpoint.step}.tmp"
+    temporary, retired = (directory / f".step-{checkpoint.step}.{kind}" for kind in ("tmp", "old"))
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        _sweep(directory)
         temporary.mkdir()
         # copied first: safetensors must see one consistent set of values, contiguous and untied
         save_file({k: v.detach().cpu().contiguous() for k, v in checkpoint.model.items()}, temporary / "model.safetensors")
@@ -76,28 +78,33 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(retired)
         temporary.rename(final)
         _sync(directory)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"cannot write a checkpoint to {directory}: {error.strerror or error}; free some space and resume"
-        ) from error
-    prune(directory, keep)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk in words of its own
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write a checkpoint to {directory}: {reason}; free some space and resume") from error
+    finally:
+        if retired.exists() and not final.exists():
+            retired.rename(final)
+        _sweep(directory)
+    prune(directory, keep, checkpoint.step)
     return final
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove old checkpoints; the newest complete ones always stay."""
-    for path in steps(directory)[keep:]:
+def prune(directory: Path, keep: int, step: int) -> None:
+    """Keep the newest `keep` checkpoints up to `step`, which was just written. Later ones are damaged or of an abandoned future:
+    the run went back to before them, and a resume must not take them up again."""
+    found = steps(directory)
+    past = [path for path in found if _number(path) <= step]
+    for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def steps(directory: Path) -> list[Path]:
     """Published checkpoints, newest first."""
     found = [p for p in directory.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
-    return sorted(found, key=lambda p: -int(p.name[5:]))
+    return sorted(found, key=_number, reverse=True)
 
 
 def verify(path: Path) -> str | None:
@@ -108,8 +115,8 @@ def verify(path: Path) -> str | None:
             return f"{path / MANIFEST} is of format {manifest['format']}, this version reads {FORMAT}"
         if f"step-{manifest['step']}" != path.name:
             return f"{path / MANIFEST} says step {manifest['step']}"
-        for name, facts in manifest["files"].items():
-            file = path / name
+        for name in FILES:
+            file, facts = path / name, manifest["files"][name]
             if not file.is_file():
                 return f"{file} is missing"
             if file.stat().st_size != facts["size"] or _digest(file) != facts["sha256"]:
@@ -133,9 +140,17 @@ def newest(directory: Path) -> tuple[Path | None, list[str]]:
 def load(path: Path) -> Checkpoint:
     """Read a verified checkpoint."""
     state = json.loads((path / "state.json").read_text())
-    return Checkpoint(
-        int(path.name[5:]), load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state
-    )
+    return Checkpoint(_number(path), load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what an interrupted save left behind; one process at a time writes to a run."""
+    for leftover in directory.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _digest(path: Path) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from posttrain.errors import require
 
 SCHEDULES = ("constant", "linear", "cosine")
+COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()  # one optimizer at a time takes gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +68,13 @@ class Optimizer:
         require(bool(self.parameters), "the model has no trainable parameters")
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
         self.masters: dict[str, Tensor] = {n: p.detach().float().clone() if narrow else p for n, p in self.parameters.items()}
+        for handle in COLLECTORS.pop(module, ()):  # an earlier stage's optimizer must not take this one's gradients
+            handle.remove()
         if narrow:
-            for name, parameter in self.parameters.items():
+            COLLECTORS[module] = [
                 parameter.register_post_accumulate_grad_hook(self._collect(self.masters[name]))
+                for name, parameter in self.parameters.items()
+            ]
         decay = [m for m in self.masters.values() if m.ndim >= 2]
         plain = [m for m in self.masters.values() if m.ndim < 2]
         self.adam = torch.optim.AdamW(

@@ -1,0 +1,7 @@
+"""python -m posttrain."""
+
+import sys
+
+from posttrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,158 @@
+"""The command line. Each command is a few lines over a function that Python users can call as well."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from posttrain import __version__
+from posttrain.errors import GuardStop, Interrupted, UserError
+
+EXAMPLES = {
+    "run": "posttrain run quickstart seed=1 rl.lr=1e-4",
+    "resume": "posttrain resume runs/quickstart-1",
+    "plan": "posttrain plan quickstart rl.prompts=64",
+    "list": "posttrain list algorithms --json",
+    "eval": "posttrain eval runs/quickstart-1/export --task arithmetic task.level=3 problems=1000",
+    "sample": "posttrain sample runs/quickstart-1/export '128+394='",
+    "show": "posttrain show runs/quickstart-1 rl/600/0",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 2 bad input, 3 stopped by a guard, 130 interrupted."""
+    options, rest = parser().parse_known_args(arguments)
+    # argparse does not take key=value after an option; they are settings wherever they stand
+    if rest and not (hasattr(options, "settings") and all("=" in word and not word.startswith("-") for word in rest)):
+        return complain(f"unknown argument {rest[0]!r}; see 'posttrain {options.command or ''} --help'", 2)
+    if rest:
+        options.settings = [*options.settings, *rest]
+    if options.command is None:
+        parser().print_help()
+        return 0
+    try:
+        options.call(options)
+        return 0
+    except UserError as error:
+        return complain(str(error), 2)
+    except GuardStop as error:
+        return complain(str(error), 3)
+    except Interrupted as error:
+        where = getattr(options, "where", None)
+        return complain(f"{error}; continue with: posttrain resume {where}" if where else str(error), 130)
+    except KeyboardInterrupt:
+        return complain("interrupted", 130)
+    except BrokenPipeError:
+        return 0
+
+
+def complain(text: str, code: int) -> int:
+    sys.stderr.write(f"posttrain: {' '.join(text.split())}\n")
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="posttrain", description="Reinforcement learning for language models, from a laptop up.")
+    top.add_argument("--version", action="version", version=f"posttrain {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
+
+    def command(name: str, call: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, epilog=f"example: {EXAMPLES[name]}")
+        made.set_defaults(call=call)
+        return made
+
+    one = command("run", run, "run a recipe: a shipped name, a YAML file, or file.py:function")
+    one.add_argument("recipe")
+    one.add_argument("settings", nargs="*", metavar="key=value", help="settings of the recipe and of its stages")
+    one.add_argument("--allow-code", action="store_true", help="let a YAML file name Python files to run")
+    one = command("resume", resume, "continue a run that was stopped or killed")
+    one.add_argument("run", type=Path)
+    one.add_argument("--allow-code", action="store_true", help="let the run's configuration name Python files to run")
+    one = command("plan", plan, "say what a recipe would do, and what it needs, without training")
+    one.add_argument("recipe")
+    one.add_argument("settings", nargs="*", metavar="key=value")
+    one = command("list", list_, "what there is: recipes, algorithms, tasks, rewards")
+    one.add_argument("kind", nargs="?", choices=["recipes", "algorithms", "tasks", "rewards"])
+    one.add_argument("--json", action="store_true", help="for programs")
+    one = command("eval", evaluate, "measure a model on a task's held-out problems")
+    one.add_argument("model")
+    one.add_argument("--task", required=True)
+    one.add_argument("--json", action="store_true", help="for programs")
+    one.add_argument("settings", nargs="*", metavar="key=value", help="problems, samples, task.KEY, sampling.KEY, seed, device")
+    one = command("sample", sample, "let a model answer a prompt")
+    one.add_argument("model")
+    one.add_argument("prompt")
+    one.add_argument("settings", nargs="*", metavar="key=value", help="temperature, max_new_tokens, group, seed, ...")
+    one = command("show", show, "print rollouts; one of them as a Markov decision process, token by token")
+    one.add_argument("run", type=Path)
+    one.add_argument("rollout", nargs="?", default="", help="STAGE/STEP/NUMBER; without it, the rollouts of the last step")
+    return top
+
+
+def run(options: argparse.Namespace) -> None:
+    from posttrain import config, pipeline
+
+    settings = config.parse(options.recipe, options.settings, options.allow_code)
+    if not settings.out:
+        import dataclasses
+
+        settings = dataclasses.replace(settings, out=str(pipeline.fresh(Path("runs"), settings.name)))
+    options.where = settings.out
+    pipeline.start(settings)
+
+
+def resume(options: argparse.Namespace) -> None:
+    from posttrain import pipeline
+
+    options.where = options.run
+    pipeline.resume(options.run, options.allow_code)
+
+
+def plan(options: argparse.Namespace) -> None:
+    from posttrain import config
+    from posttrain.plan import describe
+
+    for line in describe(config.parse(options.recipe, options.settings)):
+        sys.stdout.write(line + "\n")
+
+
+def list_(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from posttrain import catalogue
+
+    kinds = [options.kind] if options.kind else ["recipes", "algorithms", "tasks", "rewards"]
+    entries = {kind: catalogue.describe(kind.removesuffix("s")) for kind in kinds}
+    if options.json:
+        sys.stdout.write(json.dumps({kind: [asdict(e) for e in found] for kind, found in entries.items()}, indent=2) + "\n")
+        return
+    for kind, found in entries.items():
+        sys.stdout.write(f"{kind}\n")
+        for entry in found:
+            paper = f"  [{entry.paper}]" if entry.paper else ""
+            sys.stdout.write(f"  {entry.name:<14} {entry.summary}{paper}\n")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    from posttrain import tools
+
+    tools.evaluate(options.model, options.task, options.settings, options.json)
+
+
+def sample(options: argparse.Namespace) -> None:
+    from posttrain import tools
+
+    tools.sample(options.model, options.prompt, options.settings)
+
+
+def show(options: argparse.Namespace) -> None:
+    from posttrain import tools
+
+    tools.show(options.run, options.rollout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

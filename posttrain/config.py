@@ -1,0 +1,248 @@
+"""From words to settings: YAML files and key=value arguments become stages, checked by pydantic here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from posttrain import catalogue
+from posttrain.algorithms.base import Algorithm
+from posttrain.errors import UserError, require, unknown
+from posttrain.recipes.base import Recipe
+from posttrain.stages.base import Stage
+from posttrain.tasks.base import Task
+from posttrain.types import JSON
+
+NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
+TOP = {"seed": 0, "device": "auto", "threads": 0, "out": "", "trackers": ""}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A whole run: its recipe and the keys that belong to no stage."""
+
+    recipe: Recipe
+    name: str
+    seed: int = 0
+    device: str = "auto"
+    threads: int = 0  # 0: chosen by the model's size
+    out: str = ""  # the run directory; "" makes a new one under runs/
+    trackers: tuple[str, ...] = ()
+
+
+def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> Settings:
+    """A recipe's name, YAML file or Python file, and key=value arguments in the words of the README."""
+    pairs = dict(pair(argument) for argument in arguments)
+    if recipe.endswith((".yaml", ".yml")):
+        return _from_yaml(Path(recipe), pairs, allow_code)
+    function = catalogue.load("recipe", recipe, allow_code=True)
+    name = recipe.rsplit(":", 1)[-1]
+    return build(name, function, pairs)
+
+
+def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
+    """Call the recipe with its own keys, then apply the keys of its stages."""
+    own = inspect.signature(function).parameters
+    top = {key: value for key, value in pairs.items() if "." not in key}
+    for key in top:
+        if key not in own and key not in TOP:
+            raise unknown("key", key, [*own, *TOP])
+    hints = typing.get_type_hints(function)
+    made = function(**{key: _check(key, hints[key], value) for key, value in top.items() if key in own})
+    dotted = {key: value for key, value in pairs.items() if "." in key}
+    stages = override(made.stages, dotted)
+    return _settings(name, dataclasses.replace(made, stages=stages), top)
+
+
+def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
+    trackers = str(top.get("trackers", "") or "")
+    return Settings(
+        recipe,
+        name,
+        seed=_check("seed", int, top.get("seed", 0)),
+        device=str(top.get("device", "auto")),
+        threads=_check("threads", int, top.get("threads", 0)),
+        out=str(top.get("out", "")),
+        trackers=tuple(t for t in trackers.split(",") if t),
+    )
+
+
+def pair(argument: str) -> tuple[str, JSON]:
+    key, equals, text = argument.partition("=")
+    require(bool(equals) and bool(key), f"{argument!r} is not key=value")
+    try:
+        return key, number(yaml.safe_load(text)) if text else ""
+    except yaml.YAMLError:
+        return key, text
+
+
+def number(value: JSON) -> JSON:
+    """YAML 1.1 reads 1e-4 as a string; people mean a number."""
+    if isinstance(value, str):
+        try:
+            return float(value) if "e" in value.lower() and value.lower().strip("+-.0123456789e") == "" else value
+        except ValueError:
+            return value
+    return value
+
+
+def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage, ...]:
+    """Apply `stage.key=value`, where key may be a path, or the one nested key of that name."""
+    trees = {stage.name: to_tree(stage) for stage in stages}
+    for dotted, value in pairs.items():
+        name, *path = dotted.split(".")
+        if name not in trees:
+            raise unknown("stage", name, trees)
+        _assign(trees[name], next(s for s in stages if s.name == name), path, value, dotted)
+    return tuple(from_tree(tree, Stage, name) for name, tree in trees.items())
+
+
+def _assign(tree: dict[str, JSON], owner: Any, path: list[str], value: JSON, dotted: str) -> None:
+    key = path[0]
+    names = [f.name for f in dataclasses.fields(owner) if f.init]
+    if key not in names:
+        inside = [f for f in names if dataclasses.is_dataclass(getattr(owner, f)) and key in _keys(getattr(owner, f))]
+        if len(inside) == 1:
+            _assign(tree[inside[0]], getattr(owner, inside[0]), path, value, dotted)
+            return
+        nested = [k for f in names if dataclasses.is_dataclass(getattr(owner, f)) for k in _keys(getattr(owner, f))]
+        raise unknown(f"key {dotted!r}: no", key, [*names, *nested])
+    if len(path) == 1:
+        if isinstance(value, str) and isinstance(tree[key], dict) and "name" in tree[key]:
+            value = {"name": value}  # another algorithm or task, with its own defaults
+        tree[key] = value
+        return
+    child = getattr(owner, key)
+    require(dataclasses.is_dataclass(child), f"{dotted}: {key} has no keys of its own")
+    _assign(tree[key], child, path[1:], value, dotted)
+
+
+def _keys(owner: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(owner) if f.init]
+
+
+def to_tree(value: Any) -> JSON:
+    """Settings as plain data, for config.yaml. Polymorphic ones carry their catalogue name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        tree = {f.name: to_tree(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        kind = next((base for base in NAMED if isinstance(value, base)), None)
+        if kind is Stage:
+            return {"stage": catalogue.name_of(value), **tree}
+        return {"name": catalogue.name_of(value), **tree} if kind is not None else tree
+    if isinstance(value, Mapping):
+        return {k: to_tree(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_tree(v) for v in value]
+    return value
+
+
+def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any:
+    """The inverse of `to_tree`, with every key and type checked; errors name the key and what it accepts."""
+    base = next((b for b in NAMED if kind is b), None)
+    if base is not None:
+        require(isinstance(tree, dict), f"{where}: give a mapping")
+        tag = "stage" if base is Stage else "name"
+        rest = {k: v for k, v in tree.items() if k != tag}
+        require(tag in tree, f"{where}: no {tag!r} says which {NAMED[base]} it is")
+        return from_tree(rest, catalogue.load(NAMED[base], str(tree[tag]), base, allow_code), where, allow_code)
+    if dataclasses.is_dataclass(kind):
+        require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
+        hints = typing.get_type_hints(kind)
+        names = [f.name for f in dataclasses.fields(kind) if f.init]
+        for key in tree:
+            if key not in names:
+                raise unknown(f"key in {where}:", str(key), names)
+        return _construct(kind, {k: from_tree(v, hints[k], f"{where}.{k}", allow_code) for k, v in tree.items()}, where)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and inner and (dataclasses.is_dataclass(inner[0]) or inner[0] in NAMED):
+        require(isinstance(tree, list), f"{where} takes a list")
+        return tuple(from_tree(item, inner[0], f"{where}[{n}]", allow_code) for n, item in enumerate(tree))
+    optional = [i for i in inner if i in NAMED]
+    if optional and type(None) in inner:
+        return None if tree is None else from_tree(tree, optional[0], where, allow_code)
+    return _check(where, kind, tree)
+
+
+def _construct(kind: type, values: dict[str, Any], where: str) -> Any:
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.init and f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    require(not missing, f"{where}: missing {', '.join(missing)}")
+    return kind(**values)
+
+
+def _check(where: str, kind: Any, value: JSON) -> Any:
+    """One plain value against its type."""
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(value)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        inside = "".join(f"[{part!r}]" for part in first["loc"])
+        raise UserError(f"{where}{inside}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}") from None
+
+
+def _from_yaml(path: Path, pairs: Mapping[str, JSON], allow_code: bool) -> Settings:
+    require(path.is_file(), f"recipe file {path} does not exist")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    require(isinstance(tree, dict), f"{path} must hold keys")
+    if "recipe" in tree:
+        rest = _flatten({k: v for k, v in tree.items() if k != "recipe"})
+        name = str(tree["recipe"])
+        return build(name, catalogue.load("recipe", name, allow_code=allow_code), {**rest, **pairs})
+    return from_config(tree, str(path), pairs, allow_code)
+
+
+def _flatten(tree: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
+    flat: dict[str, JSON] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and "name" not in value and not any(isinstance(k, int) for k in value):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def from_config(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON] | None = None, allow_code: bool = False) -> Settings:
+    """A resolved configuration, as a run directory keeps it or a YAML file says it in full."""
+    known = ("name", "stages", "before", "after", "next_command", "versions", *TOP)
+    for key in tree:
+        if key not in known:
+            raise unknown(f"key in {where}:", str(key), known)
+    require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
+    stages = tuple(from_tree(t, Stage, f"stages[{n}]", allow_code) for n, t in enumerate(tree["stages"]))
+    top = {**{k: v for k, v in tree.items() if k in TOP}, **{k: v for k, v in (pairs or {}).items() if "." not in k}}
+    for key in top:
+        if key not in TOP:
+            raise unknown("key", key, TOP)
+    stages = override(stages, {k: v for k, v in (pairs or {}).items() if "." in k})
+    recipe = Recipe(stages, str(tree.get("before", "")), str(tree.get("after", "")), str(tree.get("next_command", "")))
+    trackers = top.get("trackers")
+    return _settings(str(tree.get("name", where)), recipe, {**top, "trackers": ",".join(trackers) if isinstance(trackers, list) else trackers})
+
+
+def to_config(settings: Settings) -> dict[str, JSON]:
+    """Everything that decides a run, as plain data."""
+    recipe = settings.recipe
+    return {
+        "name": settings.name,
+        "seed": settings.seed,
+        "device": settings.device,
+        "threads": settings.threads,
+        "trackers": list(settings.trackers),
+        "before": recipe.before,
+        "after": recipe.after,
+        "next_command": recipe.next_command,
+        "stages": [to_tree(stage) for stage in recipe.stages],
+    }

@@ -1,0 +1,78 @@
+"""The examples a supervised stage learns from: demonstrations of tasks and JSONL files, mixed by weight."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.demonstrations import from_file, from_task
+from posttrain.data.report import DataReport, prepare
+from posttrain.errors import require
+from posttrain.tasks.base import Task
+from posttrain.types import Example
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """One source of examples: a `file` in JSONL, or a `task` with how many demonstrations of each level.
+
+    `weight` is its share of the draws beside other sources; 0 means in proportion to its size.
+    """
+
+    file: str = ""
+    task: Task | None = None
+    counts: Mapping[int, int] = field(default_factory=dict)
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.file) != (self.task is not None), "data: give either a file or a task")
+        require(self.task is None or bool(self.counts), "data: a task needs counts, such as {1: 200, 2: 1000}")
+        require(self.weight >= 0, f"data: weight must not be negative, not {self.weight}")
+
+    def examples(self, tokenizer: Any, seed: int) -> list[Example]:
+        if self.task is None:
+            return from_file(self.file, tokenizer)
+        return from_task(self.task, tokenizer, dict(self.counts), seed)
+
+    def __str__(self) -> str:
+        if self.task is None:
+            return self.file
+        return f"{type(self.task).__name__} demonstrations, " + ", ".join(f"{n} of level {k}" for k, n in self.counts.items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Material:
+    """Examples ready for training, set by set, with what happened to those left out."""
+
+    sets: tuple[list[Example], ...]
+    weights: tuple[float, ...]
+    reports: tuple[DataReport, ...]
+
+
+def gather(sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, all_tokens: bool) -> Material:
+    """Read every source, drop and count what cannot be trained on, and settle the weights of the mixture."""
+    require(bool(sources), "a supervised stage needs data")
+    sets, reports = [], []
+    for source in sources:
+        examples = source.examples(tokenizer, seed)
+        if all_tokens:
+            examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
+        kept, report = prepare(examples, max_length)
+        sets.append(kept)
+        reports.append(report)
+    tokens = [len(s) if source.weight == 0 else source.weight for s, source in zip(sets, sources, strict=True)]
+    mixed = {source.weight == 0 for source in sources}
+    require(len(mixed) == 1, "data: give every source a weight, or none")
+    return Material(tuple(sets), tuple(float(t) for t in tokens), tuple(reports))
+
+
+def alphabet(tasks: Sequence[Task | None]) -> str:
+    """The characters a tiny tokenizer needs: what the tasks declare, or all of printable ASCII where one declares nothing."""
+    declared = [getattr(task, "alphabet", None) for task in tasks]
+    if not declared or any(a is None for a in declared):
+        return string.printable[:95] + "\n"
+    return "".join(sorted(set("".join(a for a in declared if a))))

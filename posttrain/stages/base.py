@@ -1,0 +1,126 @@
+"""What a pipeline is made of. A stage is a frozen dataclass; what it makes lies in the run directory, where the next finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.errors import UserError, require
+from posttrain.loop import Interrupt
+from posttrain.runs.console import printable, write_text
+from posttrain.runs.write import RunWriter
+from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
+    from posttrain.runs.trackers import Trackers
+
+
+@dataclass(eq=False)
+class Context:
+    """What stages share: the run being written, the seed, the device, and who came before."""
+
+    writer: RunWriter
+    seed: int
+    device: str = "cpu"
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    trackers: Trackers | None = None
+    threads: int = 0  # 0: chosen by the model's size, on the CPU
+    say: bool = True  # print what a person should read
+
+    @property
+    def directory(self) -> Path:
+        return self.writer.directory
+
+    def folder(self, stage: str) -> Path:
+        return self.directory / "stages" / stage
+
+    def checkpoints(self, stage: str) -> Path:
+        return self.directory / "checkpoints" / stage
+
+    def announce(self, stage: str, lines: Sequence[str]) -> None:
+        """Tell the person at the terminal, and the run's events."""
+        for line in lines:
+            self.writer.event("say", {"stage": stage, "text": line})
+            if self.say:
+                write_text(f"{stage}: {printable(line)}\n", sys.stdout)
+
+    def save_model(self, stage: str, policy: Policy) -> None:
+        """Keep a stage's model as a plain HF checkpoint for the stages after it."""
+        from posttrain.models.save import save
+
+        save(policy.model, policy.tokenizer, self.folder(stage) / "model", replace=True)
+
+    def write_lines(self, stage: str, lines: Iterable[str]) -> None:
+        """Keep per-problem results beside the stage's result."""
+        path = self.folder(stage) / "problems.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(line + "\n" for line in lines))
+
+    def result(self, stage: str) -> dict[str, JSON] | None:
+        """What a finished stage of this run left, or None."""
+        path = self.folder(stage) / "result.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
+        """Mark a stage as done. Written last and whole: its presence means that all else is there."""
+        path = self.folder(stage) / "result.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result, allow_nan=False, indent=2))
+        os.replace(temporary, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(ABC):
+    """One step of a pipeline, with a name of its own in the run."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, context: Context) -> dict[str, JSON]:
+        """Do the work; the returned figures become the stage's result."""
+
+    def alphabet(self) -> str:
+        """The characters that a tokenizer made from scratch for this stage must know."""
+        return ""
+
+
+def run_stages(stages: Sequence[Stage], context: Context) -> None:
+    """Run the stages in order, leaving out those that are done."""
+    require(bool(stages), "a recipe needs at least one stage")
+    names = [stage.name for stage in stages]
+    require(len(set(names)) == len(names), f"stage names must differ: {', '.join(names)}")
+    for stage in stages:
+        if context.result(stage.name) is not None:
+            continue
+        context.writer.event("stage", {"stage": stage.name})
+        began = time.time()
+        result = stage.run(context)
+        context.finish(stage.name, {"seconds": time.time() - began, **result})
+
+
+def load_policy(name: str, context: Context, alphabet: str = "") -> Policy:
+    """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file or a hub name."""
+    from posttrain.models.load import load, stop_ids
+    from posttrain.models.policy import adopt
+    from posttrain.models.tiny import character_tokenizer, tiny_model
+
+    if name.startswith("tiny:"):
+        tokenizer = character_tokenizer(alphabet)
+        model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
+        return adopt(model.to(context.device), tokenizer, stop_ids(model, tokenizer, name), name)
+    folder = context.folder(name) / "model" if "/" not in name and not name.startswith(".") else None
+    if folder is not None and folder.is_dir():
+        name = str(folder)
+    elif folder is not None and context.folder(name).is_dir():
+        raise UserError(f"stage {name!r} of this run has made no model")
+    loaded = load(name, dtype="bfloat16" if context.device.startswith("cuda") else "float32", device=context.device)
+    return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)

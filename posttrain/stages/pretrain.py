@@ -1,0 +1,15 @@
+"""Pretraining: the same loss on every token, prompts included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posttrain.stages.sft import SFTStage
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainStage(SFTStage):
+    """A supervised stage that learns to predict all of its data, not the assistant's part alone."""
+
+    all_tokens: ClassVar[bool] = True

@@ -1,0 +1,74 @@
+"""Supervised fine-tuning on demonstrations, with loss on what the assistant says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.sft import SFT
+from posttrain.errors import require
+from posttrain.loop import Loop, Rhythm
+from posttrain.rollouts import Examples
+from posttrain.runs.console import duration
+from posttrain.stages._material import Data, Material, alphabet, gather
+from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.train.optimizer import Optimization
+from posttrain.types import JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTStage(Stage):
+    """Train `model` on `data`. `as_long_as` names an earlier stage: train for the time that one took, whatever `steps` says."""
+
+    all_tokens: ClassVar[bool] = False
+
+    model: str
+    data: tuple[Data, ...] = ()
+    steps: int = 300
+    batch: int = 32  # examples an optimizer step
+    max_length: int = 1024
+    algorithm: Algorithm = field(default_factory=SFT)
+    optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
+    checkpoint_every: int = 100
+    as_long_as: str = ""
+
+    def __post_init__(self) -> None:
+        require(self.steps > 0, f"{self.name}: steps must be positive, not {self.steps}")
+        require(self.batch > 0, f"{self.name}: batch must be positive, not {self.batch}")
+        require(not self.algorithm.online, f"{self.name}: this algorithm samples its own data; use an rl stage")
+
+    def material(self, context: Context, tokenizer: object) -> Material:
+        return gather(self.data, tokenizer, context.seed, self.max_length, self.all_tokens)
+
+    def alphabet(self) -> str:
+        return alphabet([d.task for d in self.data])
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        policy = load_policy(self.model, context, self.alphabet())
+        material = self.material(context, policy.tokenizer)
+        context.announce(self.name, [line for report in material.reports for line in report.lines()])
+        from posttrain.train.trainer import Trainer
+
+        loop = Loop(
+            stage=self.name,
+            rhythm=Rhythm(steps=self.steps, checkpoint_every=self.checkpoint_every, seconds=self.seconds(context)),
+            trainer=Trainer(policy, self.algorithm, self.optimizer),
+            source=Examples(material.sets, material.weights, self.batch, context.seed, policy.device),
+            writer=context.writer,
+            checkpoints=context.checkpoints(self.name),
+            interrupt=context.interrupt,
+            trackers=context.trackers,
+        )
+        loop.run()
+        context.save_model(self.name, policy)
+        return {"steps": loop.step, "train_seconds": loop.elapsed}
+
+    def seconds(self, context: Context) -> float:
+        if not self.as_long_as:
+            return 0.0
+        before = context.result(self.as_long_as)
+        require(before is not None and "train_seconds" in before, f"{self.name}: as_long_as names {self.as_long_as!r}, which has not trained")
+        assert before is not None
+        context.announce(self.name, [f"for {duration(before['train_seconds'])}, as long as {self.as_long_as}"])
+        return float(before["train_seconds"])

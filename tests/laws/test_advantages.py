@@ -1,0 +1,191 @@
+"""Laws of advantages within groups: I01 to I09, and mistakes E31 to E34 of other libraries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from material_for_tests import CASES, ONLINE, gradients, material, plain_batch
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.grpo import GRPO
+from posttrain.errors import UserError
+from posttrain.ops.advantages import group_advantages
+from posttrain.train.pack import gather, pack_groups
+
+WIDE = torch.float64
+REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=12)
+KINDS = [(baseline, scale) for baseline in ("mean", "leave_one_out") for scale in ("group", "batch", "none")]
+every_kind = pytest.mark.parametrize(("baseline", "scale"), KINDS)
+quick = settings(max_examples=60, deadline=None)
+
+
+def advantages(rewards: list[float], groups: list[int] | None = None, valid: list[bool] | None = None, **options: Any):
+    valid_N = torch.tensor(valid if valid is not None else [True] * len(rewards), dtype=torch.bool)
+    group_N = torch.tensor(groups if groups is not None else [0] * len(rewards))
+    return group_advantages(torch.tensor(rewards, dtype=WIDE), valid_N, group_N, **options)
+
+
+@every_kind
+@quick
+@given(rewards=REWARDS)
+def test_I01_advantages_of_a_group_add_up_to_zero(baseline: str, scale: str, rewards: list[float]) -> None:
+    advantage_N = advantages(rewards, baseline=baseline, scale=scale)
+    spread = max(rewards) - min(rewards)
+    # what cancels is the size of the rewards, not of their differences: 1e-14 of it may remain
+    rounding = 1e-14 * max(map(abs, rewards)) / max(spread, 1e-300)
+    assert abs(float(advantage_N.sum())) <= (1e-9 + rounding) * len(rewards) * float(advantage_N.abs().max())
+
+
+@every_kind
+@quick
+@given(rewards=REWARDS, shift=st.integers(-8, 8))
+def test_I02_a_constant_added_to_all_rewards_changes_nothing(baseline: str, scale: str, rewards: list[float], shift: int) -> None:
+    rewards = [round(r * 64) / 64 for r in rewards]  # sums with a whole number are exact
+    one = advantages(rewards, baseline=baseline, scale=scale)
+    other = advantages([r + shift for r in rewards], baseline=baseline, scale=scale)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@quick
+@given(rewards=REWARDS, factor=st.floats(0.01, 100))
+def test_I03_rewards_in_other_units(rewards: list[float], factor: float) -> None:
+    """Without epsilon the scale cancels; with it A(a r) = a c / (a s + epsilon); without a divisor A is linear."""
+    assume(max(rewards) - min(rewards) > 1e-3)
+    scaled = [factor * r for r in rewards]
+    for scale in ("group", "batch"):
+        one, other = advantages(rewards, scale=scale, epsilon=0.0), advantages(scaled, scale=scale, epsilon=0.0)
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(advantages(scaled, scale="none"), factor * advantages(rewards, scale="none"), rtol=1e-8, atol=1e-8)
+    reward_N = torch.tensor(rewards, dtype=WIDE)
+    exact = factor * (reward_N - reward_N.mean()) / (factor * reward_N.std() + 1e-2)
+    torch.testing.assert_close(advantages(scaled, epsilon=1e-2), exact, rtol=1e-8, atol=1e-8)
+
+
+@every_kind
+@quick
+@given(data=st.data(), rewards=REWARDS)
+def test_I04_permutations_of_samples_and_names_of_groups(baseline: str, scale: str, data: Any, rewards: list[float]) -> None:
+    """E33: grouping is by the problem's number, not by place: samples may come in any order and groups have any numbers."""
+    count = len(rewards)
+    groups = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    order = data.draw(st.permutations(range(count)))
+    names = data.draw(st.permutations(range(4)))
+    one = advantages(rewards, groups, baseline=baseline, scale=scale)
+    other = advantages([rewards[i] for i in order], [names[groups[i]] for i in order], baseline=baseline, scale=scale)
+    torch.testing.assert_close(other, one[list(order)], rtol=1e-9, atol=1e-9)
+
+
+@every_kind
+@pytest.mark.parametrize(("value", "count"), [(0.7, 7), (0.1, 8), (0.3, 12), (0.0, 2), (1e9, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+def test_I05_equal_rewards_give_exactly_zero(baseline: str, scale: str, value: float, count: int, dtype: torch.dtype) -> None:
+    """E32: tested by max == min. In float32 the std of [0.7] * 7 is not 0 but 6e-8, and |A| would be 0.8 at epsilon 1e-8."""
+    reward_N = torch.tensor([value] * count + [0.0, 1.0], dtype=dtype)  # a second group, so that the batch has a spread
+    group_N = torch.tensor([0] * count + [1, 1])
+    advantage_N = group_advantages(
+        reward_N, torch.ones(count + 2, dtype=torch.bool), group_N, baseline=baseline, scale=scale, epsilon=1e-8
+    )
+    assert advantage_N[:count].tolist() == [0.0] * count
+    assert float(advantage_N[-1]) > 0
+
+
+@pytest.mark.parametrize("algorithm", [c for c in ONLINE if not c.values[0].needs and not getattr(c.values[0], "entropy", 0)])
+def test_I05_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> None:
+    step = material(algorithm)
+    flat = gather(step, [n for n in range(step.sequences) if int(step.group_N[n]) == 1])
+    prepared = algorithm.prepare(flat, {})
+    assert not bool(prepared.mask_T.any()) or all(not g.any() for g in gradients(algorithm, prepared)[1].values())
+
+
+@pytest.mark.parametrize("junk", [1e9, -1e9, math.nan, math.inf, 0.0])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"scale": "none"}, [2 / 3, 0, -1 / 3, -1 / 3]),
+        ({"scale": "group", "epsilon": 0.0}, [1.154700538, 0, -0.577350269, -0.577350269]),
+        ({"baseline": "leave_one_out", "scale": "none"}, [1, 0, -0.5, -0.5]),
+    ],
+)
+def test_I06_what_could_not_be_scored_does_not_vote(junk: float, options: dict, expected: list[float]) -> None:
+    """E34: the second of four failed; whatever stands in its place matters to nobody, and its own advantage is 0."""
+    found = advantages([1, junk, 0, 0], valid=[True, False, True, True], **options)
+    assert found.tolist() == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize("junk", [1e9, math.nan, math.inf])
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_I06_a_failed_rollout_leaves_the_step_as_it_is(algorithm: Algorithm, junk: float) -> None:
+    step = material(algorithm)
+    assert not bool(step.valid_N.all())
+    one = algorithm.prepare(step, {})
+    other = algorithm.prepare(step.replace(reward_N=step.reward_N.where(step.valid_N, junk)), {})
+    for name in ("mask_T", "advantage_T", "weight_T", "return_T"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    failed_T = ~step.valid_N[step.sequence_T]
+    assert not bool(one.mask_T[failed_T].any()) and not bool(one.weight_T[failed_T].any())
+
+
+def test_I06_zero_is_a_score() -> None:
+    assert advantages([1.0, 0.0], scale="none").tolist() == [0.5, -0.5]
+
+
+@every_kind
+@quick
+@given(rewards=REWARDS)
+def test_I07_leave_one_out_is_the_mean_baseline_times_a_factor(baseline: str, scale: str, rewards: list[float]) -> None:
+    count = len(rewards)
+    one = advantages(rewards, baseline="leave_one_out", scale=scale)
+    torch.testing.assert_close(one, count / (count - 1) * advantages(rewards, scale=scale), rtol=1e-12, atol=1e-12)
+
+
+@every_kind
+def test_I09_one_valid_sample_has_no_advantage(baseline: str, scale: str) -> None:
+    """E31: its reward is its own baseline; taking mean 0 and std 1 instead, as some do, trains on the raw reward."""
+    assert advantages([5.0], baseline=baseline, scale=scale).tolist() == [0.0]
+    assert advantages([5.0, 1.0], [0, 1], baseline=baseline, scale=scale).tolist() == [0.0, 0.0]
+    assert advantages([5.0, 1.0, 2.0], valid=[True, False, False], baseline=baseline, scale=scale).tolist() == [0.0, 0.0, 0.0]
+    assert advantages([5.0, 1.0], valid=[False, False], baseline=baseline, scale=scale).tolist() == [0.0, 0.0]
+
+
+def test_I09_groups_of_one_are_refused() -> None:
+    with pytest.raises(UserError, match="group must be at least 2"):
+        GRPO(group=1)
+
+
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_E33_groups_are_by_place_not_by_prompt(algorithm: Algorithm) -> None:
+    """Two problems with the same prompt text and ids stay two groups."""
+    step = plain_batch([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])
+    assert step.group_N.tolist() == [0, 0, 1, 1]
+    prepared = algorithm.prepare(step.replace(reference_T=torch.zeros(step.tokens)), {})
+    assert prepared.advantage_T is not None and not prepared.advantage_T.any()
+
+
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_B12_advantages_do_not_leak_past_the_mask(algorithm: Algorithm) -> None:
+    prepared = algorithm.prepare(material(algorithm), {})
+    assert prepared.advantage_T is not None
+    assert not prepared.advantage_T[~prepared.mask_T].any()
+
+
+@pytest.mark.parametrize("algorithm", CASES)
+def test_preparing_changes_nothing_in_place(algorithm: Algorithm) -> None:
+    """A rollout is prepared again in every epoch, and once more for the viewer."""
+    step = material(algorithm)
+    before = {name: getattr(step, name).clone() for name in ("ids_T", "mask_T", "behaviour_T", "reward_N", "valid_N", "group_N")}
+    one, other = algorithm.prepare(step, {}), algorithm.prepare(step, {})
+    for name, value in before.items():
+        assert torch.equal(getattr(step, name).nan_to_num(), value.nan_to_num())
+    assert torch.equal(one.weight_T, other.weight_T)
+    assert not one.weight_T.requires_grad
+
+
+def test_no_groups_at_all_are_refused_by_name() -> None:
+    with pytest.raises(ValueError):
+        pack_groups([], 1.0)

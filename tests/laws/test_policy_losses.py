@@ -1,0 +1,211 @@
+"""Laws of policy losses: I13 to I15, I18 to I21, I55, for every algorithm of the catalogue to which they apply."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from material_for_tests import CASES, ONLINE, gradients, material, shared_policy, small_policy
+from torch import Tensor
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
+from posttrain.ops.weights import reduction
+from posttrain.train.forward import forward
+from posttrain.types import Batch, Outputs, Terms
+
+WIDE = torch.float64
+quick = settings(max_examples=60, deadline=None)
+
+
+def total(terms: Terms, name: str | None = None) -> Tensor:
+    return torch.stack([(t.weight * t.loss).sum() for t in terms.terms if name in (None, t.name)]).sum()
+
+
+def outputs_of(batch: Batch) -> Outputs:
+    with torch.no_grad():
+        found = forward(shared_policy(), batch)
+    return Outputs(found.logprob_T.clone().requires_grad_(), found.entropy_T.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_I13_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) -> None:
+    """Log-probs equal to those sampled with: ratio 1, nothing clipped, and the gradient is -sum w A grad log p (REINFORCE)."""
+    prepared = algorithm.prepare(material(algorithm, noise=0.0), {})
+    outputs = outputs_of(prepared)
+    ratio_T = importance_ratio(outputs.logprob_T.where(prepared.mask_T, 0.0), prepared.behaviour_T.where(prepared.mask_T, 0.0))
+    torch.testing.assert_close(ratio_T, torch.ones_like(ratio_T), rtol=0, atol=1e-14)
+    terms = algorithm.terms(outputs, prepared)
+    metrics = {m.name: m.value for m in terms.metrics}
+    assert metrics.get("clip_fraction", 0.0) == 0.0
+    assert metrics.get("mismatch", 0.0) <= 1e-14
+    (slope,) = torch.autograd.grad(total(terms, "policy"), outputs.logprob_T)
+    assert prepared.weight_T is not None and prepared.advantage_T is not None
+    by_hand = (-prepared.weight_T.to(WIDE) * prepared.advantage_T).where(prepared.mask_T, 0.0)
+    torch.testing.assert_close(slope, by_hand, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("algorithm", [c for c in ONLINE if "reference" in c.values[0].needs])
+def test_I13_a_policy_that_is_its_reference_pays_no_kl(algorithm: Algorithm) -> None:
+    step = material(algorithm, noise=0.0)
+    outputs = outputs_of(step)
+    prepared = algorithm.prepare(step.replace(reference_T=outputs.logprob_T.detach()), {})
+    terms = algorithm.terms(outputs, prepared)
+    assert float(total(terms, "kl").detach()) == 0.0
+    assert {m.name: m.value for m in terms.metrics}["kl"] == 0.0
+    (slope,) = torch.autograd.grad(total(terms, "kl"), outputs.logprob_T)
+    assert not slope.any()
+
+
+@quick
+@given(ratio=st.floats(0.01, 10), advantage=st.floats(-5, 5), low=st.floats(0.05, 0.5), high=st.floats(0.05, 0.5))
+def test_I14_where_the_clip_stops_the_gradient(ratio: float, advantage: float, low: float, high: float) -> None:
+    logprob_T = torch.tensor([math.log(ratio)], dtype=WIDE, requires_grad=True)
+    advantage_T = torch.tensor([advantage], dtype=WIDE)
+    ratio_T = importance_ratio(logprob_T, torch.zeros(1, dtype=WIDE))
+    (slope,) = torch.autograd.grad(clipped_surrogate(ratio_T, advantage_T, low, high).sum(), logprob_T)
+    found = float(ratio_T.detach())
+    stopped = (advantage > 0 and found > 1 + high) or (advantage < 0 and found < 1 - low)
+    assert clip_binds(ratio_T, advantage_T, low, high).tolist() == [stopped]
+    assert float(slope) == pytest.approx(0.0 if stopped else -advantage * found, abs=1e-12)
+
+
+@quick
+@given(ratios=st.lists(st.floats(0.01, 10), min_size=1, max_size=6), advantage=st.floats(-5, 5), epsilon=st.floats(0.05, 0.5))
+def test_I15_equal_clips_are_the_symmetric_clip(ratios: list[float], advantage: float, epsilon: float) -> None:
+    expected = [-min(r * advantage, min(max(r, 1 - epsilon), 1 + epsilon) * advantage) for r in ratios]
+    advantage_T = torch.full((len(ratios),), advantage, dtype=WIDE)
+    ours = clipped_surrogate(torch.tensor(ratios, dtype=WIDE), advantage_T, epsilon, epsilon)
+    assert ours.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@quick
+@given(length=st.integers(1, 6), count=st.integers(1, 6))
+def test_I18_token_mean_is_sequence_mean_at_equal_lengths(length: int, count: int) -> None:
+    mask_T = torch.ones(length * count, dtype=torch.bool)
+    sequence_T = torch.repeat_interleave(torch.arange(count), length)
+    ours = [reduction(kind, mask_T, sequence_T, count, length) for kind in ("token_mean", "sequence_mean", "constant_mean")]
+    torch.testing.assert_close(ours[0], ours[1])
+    torch.testing.assert_close(ours[0], ours[2])
+
+
+@quick
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=6))
+def test_I18_and_differs_by_the_known_factor_otherwise(lengths: list[int]) -> None:
+    """sequence_mean / token_mean = T / (N len_i): below 1 for sequences longer than the mean."""
+    mask_T = torch.ones(sum(lengths), dtype=torch.bool)
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    by_token = reduction("token_mean", mask_T, sequence_T, len(lengths))
+    by_sequence = reduction("sequence_mean", mask_T, sequence_T, len(lengths))
+    factor_N = torch.tensor([sum(lengths) / (len(lengths) * length) for length in lengths])
+    torch.testing.assert_close(by_sequence / by_token, factor_N[sequence_T])
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_I19_the_policy_loss_is_linear_in_the_advantages(algorithm: Algorithm, factor: float) -> None:
+    prepared = algorithm.prepare(material(algorithm, noise=0.5), {})
+    assert prepared.advantage_T is not None
+    outputs = outputs_of(prepared)
+    one = total(algorithm.terms(outputs, prepared), "policy")
+    other = total(algorithm.terms(outputs, prepared.replace(advantage_T=factor * prepared.advantage_T)), "policy")
+    assert float(other.detach()) == pytest.approx(factor * float(one.detach()), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("algorithm", ONLINE)
+def test_I19_no_advantage_no_gradient_even_if_the_ratio_overflows(algorithm: Algorithm, difference: float) -> None:
+    prepared = algorithm.prepare(material(algorithm), {})
+    assert prepared.advantage_T is not None
+    prepared = prepared.replace(advantage_T=torch.zeros_like(prepared.advantage_T))
+    outputs = outputs_of(prepared)
+    behaviour_T = outputs.logprob_T.detach() - difference
+    policy = total(algorithm.terms(outputs, prepared.replace(behaviour_T=behaviour_T)), "policy")
+    (slope,) = torch.autograd.grad(policy, outputs.logprob_T)
+    assert float(policy.detach()) == 0.0 and not slope.any()
+
+
+JUNK = [-1e4, -100.0, 0.0, 100.0, 1e4, math.nan, -math.inf, math.inf]
+
+
+@pytest.mark.parametrize("junk", JUNK)
+@pytest.mark.parametrize("algorithm", CASES)
+def test_I20_what_stands_at_masked_positions_reaches_nothing(algorithm: Algorithm, junk: float) -> None:
+    """B11: not one bit of a loss, a metric or a gradient; multiplying by the mask would make NaN of it."""
+    prepared = algorithm.prepare(material(algorithm), {})
+    hidden_T = ~prepared.mask_T
+    assert bool(hidden_T.any())
+
+    def soiled(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(hidden_T, junk, values)
+
+    def answer(batch: Batch, dirty: bool) -> tuple[Any, ...]:
+        with torch.no_grad():
+            clean = forward(shared_policy(), prepared)
+        tensors = [soiled(t) if dirty else t for t in (clean.logprob_T, clean.entropy_T)]
+        leaves = [t.clone().requires_grad_() for t in tensors if t is not None]
+        terms = algorithm.terms(Outputs(leaves[0], leaves[1]), batch)
+        loss = total(terms)
+        slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return loss.detach(), *slopes, *(m.total.detach() for m in terms.metrics if isinstance(m.total, Tensor))
+
+    dirty = prepared.replace(behaviour_T=soiled(prepared.behaviour_T), reference_T=soiled(prepared.reference_T))
+    for one, other in zip(answer(prepared, False), answer(dirty, True), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("algorithm", CASES)
+def test_I21_no_log_ratio_gives_nan(algorithm: Algorithm, difference: float, dtype: torch.dtype) -> None:
+    """At positions that do carry loss, with advantages of both signs."""
+    prepared = algorithm.prepare(material(algorithm), {})
+    logprob_T = torch.full((prepared.tokens,), -1.0, dtype=dtype, requires_grad=True)
+    shifted = torch.full((prepared.tokens,), -1.0 - difference, dtype=dtype)
+    reference_T = None if prepared.reference_T is None else shifted
+    batch = prepared.replace(behaviour_T=shifted, reference_T=reference_T)
+    loss = total(algorithm.terms(Outputs(logprob_T, torch.ones_like(logprob_T)), batch))
+    (slope,) = torch.autograd.grad(loss, logprob_T)
+    assert bool(torch.isfinite(loss)) and bool(torch.isfinite(slope).all())
+
+
+@pytest.mark.parametrize("algorithm", CASES)
+def test_I55_terms_by_finite_differences(algorithm: Algorithm) -> None:
+    """Every term as a function of every log-prob and entropy, in float64."""
+    prepared = algorithm.prepare(material(algorithm, noise=0.3), {})
+    outputs = outputs_of(prepared)
+
+    def loss(logprob_T: Tensor, entropy_T: Tensor) -> Tensor:
+        value = total(algorithm.terms(Outputs(logprob_T, entropy_T), prepared))
+        return value + 0.0 * entropy_T.sum()  # an algorithm need not use the entropy
+
+    assert torch.autograd.gradcheck(loss, (outputs.logprob_T, outputs.entropy_T), eps=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", CASES)
+def test_I55_the_whole_way_by_finite_differences(algorithm: Algorithm) -> None:
+    """From the weights to the loss: the slope along a random direction, to 1e-6."""
+    policy = small_policy()
+    prepared = algorithm.prepare(material(algorithm, noise=0.3), {})
+    _, found = gradients(algorithm, prepared, policy=policy)
+    generator = torch.Generator().manual_seed(3)
+    direction = {n: torch.randn(p.shape, dtype=WIDE, generator=generator) for n, p in policy.model.named_parameters()}
+
+    def loss_at(distance: float) -> float:
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                parameter += distance * direction[name]
+            value = float(total(algorithm.terms(forward(policy, prepared), prepared)))
+            for name, parameter in policy.model.named_parameters():
+                parameter -= distance * direction[name]
+        return value
+
+    step = 1e-6
+    measured = (loss_at(step) - loss_at(-step)) / (2 * step)
+    analytic = float(sum((found[name] * direction[name]).sum() for name in found))
+    assert abs(analytic) > 1e-3
+    assert measured == pytest.approx(analytic, rel=1e-6, abs=1e-7)

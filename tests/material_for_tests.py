@@ -1,0 +1,187 @@
+"""Small models, batches made by hand, and every algorithm of the catalogue with settings that exercise its branches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posttrain import catalogue
+from posttrain.algorithms.base import Algorithm
+from posttrain.models.policy import Policy, adopt
+from posttrain.train.forward import forward
+from posttrain.train.optimizer import Optimization
+from posttrain.train.pack import micro_batches, pack_examples, pack_groups, with_loss
+from posttrain.train.trainer import Trainer
+from posttrain.types import Batch, Example, Group, Problem, Rollout, Score, Segment
+
+torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
+
+VOCABULARY, STOP = 24, 2
+WIDE = torch.float64
+
+# Settings under which each algorithm is tested besides its defaults. An algorithm without a line is tested with its defaults.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"reduction": "sequence_mean"}],
+    "grpo": [
+        {"beta": 0.0},
+        {"beta": 0.0, "reduction": "token_mean", "clip_high": 0.28},
+        {"beta": 0.0, "scale": "none", "reduction": "constant_mean", "constant": 7.0},
+        {"kl": "k2", "scale": "batch", "ddof": 0},
+        {"kl": "corrected", "entropy": 0.01},
+    ],
+}
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    return catalogue.load("algorithm", name, Algorithm)
+
+
+def _cases() -> Iterator[Any]:
+    for name in catalogue.names("algorithm"):
+        for settings in ({}, *VARIANTS.get(name, [])):
+            label = "-".join([name, *(f"{key}={value}" for key, value in settings.items())])
+            yield pytest.param(algorithm_class(name)(**settings), id=label)
+
+
+CASES = list(_cases())
+DEFAULTS = [pytest.param(algorithm_class(name)(), id=name) for name in catalogue.names("algorithm")]
+ONLINE = [case for case in CASES if case.values[0].online]
+
+
+def small_policy(seed: int = 0, dtype: torch.dtype = WIDE, stop_ids: tuple[int, ...] = (STOP,), **shape: Any) -> Policy:
+    """A Llama of a few thousand weights, large enough in scale that its distribution is far from uniform."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25}
+    config = LlamaConfig(**(sizes | heads | {"tie_word_embeddings": True} | shape))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model.to(dtype).eval()
+    if dtype == WIDE:
+        widen(model)
+    return adopt(model, None, stop_ids)
+
+
+def widen(model: nn.Module) -> None:
+    """Norms that stay in float64: those of transformers round to float32 whatever the model's dtype, and would hide 1e-10."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=WIDE)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+
+
+@lru_cache
+def shared_policy(seed: int = 0, dtype: torch.dtype = WIDE) -> Policy:
+    """A policy that tests may read and take gradients of, but not move."""
+    return small_policy(seed, dtype)
+
+
+def segment(ids: Sequence[int], sampled: bool, logprobs: Sequence[float] | None = None, finish: str = "") -> Segment:
+    values = np.zeros(len(ids), np.float32) if logprobs is None and sampled else logprobs
+    return Segment(
+        np.array(ids, dtype=np.int64), "", sampled, None if values is None else np.array(values, np.float32), finish=finish
+    )
+
+
+def rollout(segments: Sequence[Segment], reward: float | None, problem: str = "p", sample: int = 0) -> Rollout:
+    score = Score.failed("timeout") if reward is None else Score(reward)
+    return Rollout(Problem(problem, ""), sample, tuple(segments), score)
+
+
+def group(rollouts: Sequence[Rollout], problem: str = "p") -> Group:
+    return Group(Problem(problem, ""), tuple(rollouts))
+
+
+def plain_batch(
+    rewards: Sequence[float | None], groups: Sequence[int], lengths: Sequence[int] | None = None, prompt: int = 1
+) -> Batch:
+    """One prompt of `prompt` tokens and a response of the given length for each reward; behaviour log-probs of 0."""
+    lengths = [1] * len(rewards) if lengths is None else lengths
+    made = []
+    for number in dict.fromkeys(groups):
+        members = [i for i, g in enumerate(groups) if g == number]
+        responses = [(segment([3] * prompt, False), segment([4 + i] * lengths[i], True)) for i in members]
+        made.append(group([rollout(parts, rewards[i]) for parts, i in zip(responses, members, strict=True)]))
+    return pack_groups(made, 1.0)
+
+
+def material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
+    """A step that the algorithm can prepare: ragged, with an observation in the middle of one rollout, a rollout that could not
+    be scored and a group in which all rewards are equal; what the algorithm needs of others is filled in."""
+    strange = algorithm.needs - {"reference"}
+    assert not strange, f"teach material_for_tests.material to provide {sorted(strange)}"
+    generator = np.random.default_rng(seed)
+    batch = _online(generator) if algorithm.online else _offline(generator, algorithm.unit)
+    with torch.no_grad():
+        if algorithm.online:
+            logprob_T = forward(shared_policy(), batch).logprob_T
+            shift_T = torch.from_numpy(generator.normal(0, noise, batch.tokens)) if noise else torch.zeros(batch.tokens)
+            batch = batch.replace(behaviour_T=(logprob_T + shift_T).where(batch.mask_T, 0.0))
+        if "reference" in algorithm.needs:
+            batch = batch.replace(reference_T=forward(shared_policy(1), batch).logprob_T)
+    return batch
+
+
+def _online(generator: np.random.Generator) -> Batch:
+    rewards: list[list[float | None]] = [[1.0, 0.0, 0.25, None], [0.5, 0.5, 0.5], [0.0, 1.0, 1.0, 0.0]]
+    groups = []
+    for number, values in enumerate(rewards):
+        prompt = _ids(generator, 2 + number)
+        members = []
+        for sample, value in enumerate(values):
+            parts = [segment(prompt, False), segment(_ids(generator, 1 + (sample * 3) % 8), True)]
+            if number == 0 and sample == 1:  # a tool answered, and the policy went on
+                parts += [segment(_ids(generator, 3), False), segment(_ids(generator, 4), True)]
+            members.append(rollout(parts, value, f"p{number}", sample))
+        groups.append(group(members, f"p{number}"))
+    return pack_groups(groups, temperature=0.7)
+
+
+def _offline(generator: np.random.Generator, unit: str) -> Batch:
+    members = {"pair": 2, "ranking": 4}.get(unit, 1)
+    examples = []
+    for number in range(8):
+        length = 3 + (number * 5) % 9
+        mask = np.arange(length) >= 1 + number % 2
+        mask[length // 2] = length < 8  # some have a gap, as between two turns
+        examples.append(Example(np.array(_ids(generator, length)), mask, number // members))
+    return pack_examples(examples)
+
+
+def _ids(generator: np.random.Generator, count: int) -> list[int]:
+    return generator.integers(3, VOCABULARY, count).tolist()
+
+
+def gradients(
+    algorithm: Algorithm, prepared: Batch, budget: int = 10**6, policy: Policy | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a prepared step and its gradient by parameter name, as the trainer adds them up."""
+    policy = policy or shared_policy()
+    trainer = Trainer(policy, algorithm, Optimization(token_budget=budget))
+    policy.model.zero_grad()
+    metrics = [m for piece in micro_batches(with_loss(prepared), budget) for m in trainer.forward_backward(piece)]
+    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    policy.model.zero_grad()
+    return sum(float(m.total) for m in metrics if m.name == "loss"), found
+
+
+def assert_same_gradients(
+    one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]], tolerance: float = 1e-10
+) -> None:
+    assert one[0] == pytest.approx(other[0], abs=tolerance, rel=tolerance)
+    assert one[1].keys() == other[1].keys()
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in one[1].values()))
+    for name, gradient in one[1].items():
+        worst = float((gradient - other[1][name]).abs().max())
+        assert worst <= tolerance * max(1.0, norm), f"{name} differs by {worst}"

@@ -1,0 +1,97 @@
+"""Group advantages: numbers by hand and an independent NumPy reference; the laws are in tests/laws/test_advantages.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.ops.advantages import group_advantages, group_spread
+
+WIDE = torch.float64
+
+
+def advantages(rewards: list[float], groups: list[int] | None = None, valid: list[bool] | None = None, **options) -> list[float]:
+    groups = groups or [0] * len(rewards)
+    valid_N = torch.tensor(valid or [True] * len(rewards), dtype=torch.bool)
+    reward_N, group_N = torch.tensor(rewards, dtype=WIDE), torch.tensor(groups, dtype=torch.long)
+    return group_advantages(reward_N, valid_N, group_N, **options).tolist()
+
+
+def test_mean_baseline_by_hand() -> None:
+    assert advantages([1, 0, 0, 1], scale="none") == [0.5, -0.5, -0.5, 0.5]
+    third = 0.5 / (math.sqrt(1 / 3) + 1e-4)  # std with ddof 1: sqrt(4 * 0.25 / 3)
+    assert advantages([1, 0, 0, 1]) == pytest.approx([third, -third, -third, third], abs=1e-15)
+
+
+def test_the_divisor_of_the_variance_is_pinned() -> None:
+    """I08: r = [1, 0] gives 0.7071 with ddof 1 and 1.0 with ddof 0 (std 0.5)."""
+    assert advantages([1, 0], ddof=1, epsilon=0.0) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+    assert advantages([1, 0], ddof=0, epsilon=0.0) == pytest.approx([1.0, -1.0])
+
+
+def test_leave_one_out_by_hand() -> None:
+    """I07: r_i - mean of the others = n / (n - 1) (r_i - mean)."""
+    assert advantages([3, 0, 0], baseline="leave_one_out", scale="none") == pytest.approx([3.0, -1.5, -1.5])
+
+
+def test_batch_scale_divides_by_the_std_of_all_valid_rewards() -> None:
+    rewards, groups = [0.0, 4.0, 2.0, 2.0], [0, 0, 1, 1]
+    std = np.std(rewards, ddof=1)
+    assert advantages(rewards, groups, scale="batch", epsilon=0.0) == pytest.approx([-2 / std, 2 / std, 0.0, 0.0])
+
+
+def test_batch_scale_of_one_valid_reward() -> None:
+    assert advantages([5.0, 7.0], valid=[True, False], scale="batch") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_independent_reference(seed: int, baseline: str, scale: str, ddof: int) -> None:
+    generator = np.random.default_rng(seed)
+    rewards, groups, valid = generator.normal(size=20), generator.integers(0, 5, 20), generator.random(20) > 0.2
+    expected = np.zeros(20)
+    for g in range(5):
+        members = np.flatnonzero((groups == g) & valid)
+        if len(members) < 2:
+            continue
+        for i in members:
+            others = members[members != i] if baseline == "leave_one_out" else members
+            expected[i] = rewards[i] - rewards[others].mean()
+        if scale == "group":
+            expected[members] /= rewards[members].std(ddof=ddof) + 1e-4
+    if scale == "batch":
+        expected /= rewards[valid].std(ddof=ddof) + 1e-4
+    ours = advantages(rewards.tolist(), groups.tolist(), valid.tolist(), baseline=baseline, scale=scale, ddof=ddof)
+    np.testing.assert_allclose(ours, expected, atol=1e-12)
+
+
+def test_the_result_has_the_rewards_dtype() -> None:
+    for dtype in (torch.float32, torch.float64):
+        reward_N = torch.tensor([0.1, 0.7], dtype=dtype)
+        assert group_advantages(reward_N, torch.tensor([True, True]), torch.tensor([0, 0])).dtype == dtype
+
+
+def test_groups_need_not_be_neighbours_nor_numbered_from_zero() -> None:
+    assert advantages([1, 10, 3, 20], [7, 2, 7, 2], scale="none") == [-1.0, -5.0, 1.0, 5.0]
+
+
+def test_no_sequences() -> None:
+    assert advantages([], [], []) == []
+
+
+def test_spread_counts_only_valid_rewards() -> None:
+    reward_N = torch.tensor([1.0, 5.0, 2.0, float("nan"), 3.0])
+    valid_N = torch.tensor([True, True, True, False, False])
+    assert group_spread(reward_N, valid_N, torch.tensor([0, 0, 1, 1, 2])).tolist() == [4.0, 0.0, 0.0]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="unknown baseline 'median': mean or leave_one_out"):
+        advantages([1, 0], baseline="median")
+    with pytest.raises(ValueError, match="unknown scale 'max': group, batch or none"):
+        advantages([1, 0], scale="max")

@@ -1,0 +1,154 @@
+"""Pipelines end to end on a CPU: what a run leaves behind, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain import cli, config
+from posttrain.errors import UserError
+from posttrain.runs.read import Run
+from tests.faults.harness import ARGUMENTS
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "small"
+    assert cli.main(["run", "quickstart", *ARGUMENTS, f"out={directory}"]) == 0
+    return directory
+
+
+def test_a_run_leaves_what_the_design_promises(run: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "plot.png", "export/model.safetensors"):
+        assert (run / name).stat().st_size > 0, name
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["before"] is not None and len(summary["after"]) == 3
+    assert set(summary["stages"]) == {"sft", "before", "rl", "after"}
+    assert summary["versions"]["posttrain"]
+    rows = Run(run).metrics("rl")
+    assert [row.step for row in rows] == list(range(9))
+    assert {"reward", "loss", "kl", "entropy", "length", "grad_norm", "reward/answer", "reward/format"} <= set(rows[1].figures)
+    assert {"accuracy/test", "accuracy/test_low", "accuracy/test_high"} <= set(rows[0].figures)
+
+
+def test_the_export_is_a_plain_transformers_model(run: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from posttrain.tools import open_policy
+
+    model = AutoModelForCausalLM.from_pretrained(run / "export")
+    ids = AutoTokenizer.from_pretrained(run / "export")("12+34=", return_tensors="pt")["input_ids"]
+    ours = open_policy(str(run))
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, ours.model(ids).logits, atol=1e-5)
+
+
+def test_the_resolved_configuration_builds_the_same_settings(run: Path) -> None:
+    given = config.parse("quickstart", [*ARGUMENTS])
+    assert config.from_config(Run(run).config, "config.yaml").recipe.stages == given.recipe.stages
+
+
+def test_eval_sample_show_and_plan_speak(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", str(run), "--task", "arithmetic", "problems=20", "task.level=2"]) == 0
+    assert "pass@1" in capsys.readouterr().out
+    assert cli.main(["eval", str(run), "--task", "arithmetic", "problems=5", "samples=4", "temperature=1.0", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["pass_at"]) == {"1", "2", "4"} and set(result["parts"]) == {"answer", "format", "steps"}
+    assert cli.main(["sample", str(run), "12+34=", "group=2", "max_new_tokens=5"]) == 0
+    assert "[1] " in capsys.readouterr().out
+    assert cli.main(["show", str(run)]) == 0
+    assert "rl step 8: 4 rollouts" in capsys.readouterr().out
+    assert cli.main(["show", str(run), "rl/8/3"]) == 0
+    shown = capsys.readouterr().out
+    assert "s_0 = <|user|>" in shown and "advantage" in shown and "KL" in shown
+    assert cli.main(["plan", "quickstart", *ARGUMENTS]) == 0
+    planned = capsys.readouterr().out
+    assert "2 prompts x 2 samples = 4 responses" in planned and "memory: about" in planned and "carry loss" in planned
+
+
+BAD = {
+    "run quickstrat": "did you mean 'quickstart'",
+    "run quickstart sede=1": "did you mean 'seed'",
+    "run quickstart rl.lrr=1": "did you mean 'lr'",
+    "run quickstart rll.lr=1": "did you mean 'rl'",
+    "run quickstart rl.algorithm=gropo": "did you mean 'grpo'",
+    "run quickstart rl.task=arithmetics": "did you mean 'arithmetic'",
+    "run quickstart rl.lr=fast": "rl.optimizer.lr",
+    "run quickstart rl.lr=-1": "lr must be positive",
+    "run quickstart rl.steps=2.5": "rl.steps",
+    "run quickstart rl.group=1": "a group of one is its own baseline",
+    "run quickstart rl.top_p=0.9": "top_k and top_p are refused in training",
+    "run quickstart rl.temperature=0": "temperature above 0",
+    "run quickstart sft.schedule=wavy": "constant, linear, cosine",
+    "run quickstart device=cuda:9": "torch sees no CUDA device",
+    "run missing.yaml": "does not exist",
+    "resume nowhere": "no run in nowhere",
+    "show nowhere": "no run in nowhere",
+    "eval nowhere --task arithmetic": "nowhere",
+    "sample nowhere hello": "nowhere",
+    "eval nowhere --task arithmetics": "did you mean 'arithmetic'",
+    "run quickstart --fast": "unknown argument '--fast'",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_gets_one_line(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command.split()) == 2
+    error = capsys.readouterr().err
+    assert BAD[command] in error
+    assert error.startswith("posttrain: ") and error.count("\n") == 1
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and "device" not in command], "something was left behind"
+
+
+def test_a_used_directory_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    assert cli.main(["run", "quickstart", *ARGUMENTS, f"out={run}"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert cli.main(["resume", str(run)]) == 2
+    assert "is complete" in capsys.readouterr().err
+
+
+def test_control_c_stops_at_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    arguments = [a for a in ARGUMENTS if not a.startswith("sft.steps")] + ["sft.steps=100000", f"out={directory}"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "posttrain", "run", "quickstart", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("sft ") and "/100000" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"posttrain resume {directory}" in error and "stopped after step" in error
+    assert list((directory / "checkpoints" / "sft").glob("step-*/manifest.json"))
+
+
+def test_a_yaml_file_says_the_same_as_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: quickstart\nseed: 3\nrl:\n  steps: 7\n  optimizer:\n    lr: 1e-4\n")
+    assert config.parse(str(path), ["rl.prompts=5"]) == config.parse("quickstart", ["seed=3", "rl.steps=7", "rl.lr=1e-4", "rl.prompts=5"])
+    path.write_text("recipe: quickstart\nrl: [\n")
+    with pytest.raises(UserError, match="not valid YAML"):
+        config.parse(str(path), [])
+    path.write_text("stages:\n- stage: rl\n  name: rl\n  model: x\n  task: {name: arithmetic, levl: 3}\n")
+    with pytest.raises(UserError, match="did you mean 'level'"):
+        config.parse(str(path), [])
+
+
+def test_yaml_cannot_name_code_without_leave(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('this must not run')\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"stages:\n- stage: rl\n  name: rl\n  model: x\n  task: {{name: '{tmp_path}/mine.py:Task'}}\n")
+    with pytest.raises(UserError, match="--allow-code"):
+        config.parse(str(path), [])
