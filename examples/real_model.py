@@ -1,6 +1,6 @@
-"""Load a real pretrained model, look at it, and ask it a question.
+"""Load a real pretrained model, ask it a question, and take a few GRPO steps with it on a task of your own.
 
-    python examples/real_model.py PATH [QUESTION]
+    python examples/real_model.py PATH [STEPS]
 
 PATH is a .gguf file (pip install posttrain[gguf]), a model directory with safetensors weights, or a hub name (org/name).
 SmolLM2-135M-Instruct, for one, loads in about 15 seconds and answers on a CPU.
@@ -10,13 +10,28 @@ SmolLM2-135M-Instruct, for one, loads in about 15 seconds and answers on a CPU.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from posttrain.algorithms.grpo import GRPO
+from posttrain.data.chat import render_prompt
+from posttrain.data.text import Decoder
+from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.load import Loaded, load, require_chat_template
+from posttrain.models.policy import Policy, adopt
+from posttrain.pipeline import fresh
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context, run_stages
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.base import Task
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Message, Problem, Request, Sampling, Score
 
 QUESTION = "What is the capital of France?"
 
@@ -32,43 +47,67 @@ def describe(loaded: Loaded) -> None:
     print(f"stops at    {', '.join(tokenizer.convert_ids_to_tokens(list(loaded.stop_ids)))}")
 
 
-def answer(loaded: Loaded, question: str, max_new_tokens: int = 128) -> str:
-    """The model's likeliest answer, with transformers' own generation."""
-    # The template turns a conversation into the exact text, role markers and all, that the model was trained on.
-    prompt = loaded.tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+def answer(policy: Policy, question: str, max_new_tokens: int = 64) -> str:
+    """The model's likeliest answer, from the engine that training samples with."""
+    # The template turns a conversation into the exact ids, role markers and all, that the model was trained on.
+    prompt = render_prompt(policy.tokenizer, (Message("user", question),))
+    request = Request(prompt, group=1, seed=0, sampling=Sampling(max_new_tokens, temperature=0.0))
+    completion = next(iter(Engine(policy).generate([request])))[0]
+    return Decoder(policy.tokenizer).decode(completion.ids)[0]
+
+
+@dataclass(frozen=True)
+class Sums(Task):
+    """A task of your own: problems, a prompt and a score."""
+
+    def problems(self, split: str, level: int | None = None) -> list[Problem]:
+        pairs = [(a, b) for a in range(2, 10) for b in range(2, 10) if (a * b % 5 == 0) == (split == "test")]
+        return [Problem(f"{split}/{a}+{b}", f"What is {a} + {b}?", str(a + b)) for a, b in pairs]
+
+    def score(self, problem: Problem, response: str) -> Score:
+        numbers = re.findall(r"\d+", response)
+        right = bool(numbers) and numbers[-1] == problem.answer
+        return Score(float(right), outcome="correct" if right else "wrong")
+
+
+def train(path: str, steps: int, run: Path) -> None:
+    """A few steps of GRPO on the model, in a run directory like any other."""
+    stage = RLStage(
+        name="rl",
+        model=path,
+        task=Sums(),
+        steps=steps,
+        prompts=4,
+        algorithm=GRPO(group=4, beta=0.0),
+        sampling=Sampling(max_new_tokens=24),
+        optimizer=Optimization(lr=2e-6),
+        evaluate_every=steps,
+        evaluate_problems=12,
+        rollouts_every=1,
     )
-    print(f"\n--- prompt as the model sees it ---\n{prompt}\n-----------------------------------")
-    # The rendered text already holds its special tokens: adding them again would begin the text twice.
-    inputs = loaded.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.model.device)
-    pad = loaded.tokenizer.pad_token_id if loaded.tokenizer.pad_token_id is not None else loaded.stop_ids[0]
-    with torch.inference_mode():
-        output = loaded.model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=list(loaded.stop_ids),
-            pad_token_id=pad,
-        )
-    # Keep only what is new, and decode it without the end token.
-    return str(loaded.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    with RunWriter.create(run, {"model": path}) as writer:
+        run_stages([stage], Context(writer, seed=0, device="cuda" if torch.cuda.is_available() else "cpu"))
+    print(f"look at what it wrote: posttrain show {run}")
 
 
 def main() -> int:
     if len(sys.argv) not in (2, 3):
         print(__doc__)
         return 2
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    started = time.perf_counter()
+    path, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) == 3 else 3
     try:
-        loaded = load(sys.argv[1], dtype="bfloat16" if device == "cuda" else None, device=device)
-        require_chat_template(loaded.tokenizer, loaded.source)
-    except UserError as error:  # a wrong path, a corrupt file, a missing package: one line says which
+        began = time.perf_counter()
+        loaded = load(path, dtype="float32")
+        require_chat_template(loaded.tokenizer, path)
+        print(f"loaded {path} in {time.perf_counter() - began:.1f} s")
+        describe(loaded)
+        policy = adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, path)
+        print(f"\n{QUESTION}\n{answer(policy, QUESTION)}\n")
+        if steps:
+            train(path, steps, fresh(Path("runs"), "real-model"))
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"loaded      {loaded.source} on {device} in {time.perf_counter() - started:.1f} s")
-    describe(loaded)
-    print(answer(loaded, sys.argv[2] if len(sys.argv) == 3 else QUESTION))
     return 0
 
 

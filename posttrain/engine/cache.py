@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posttrain.models.attention import Packed, Rule, masked
 
-GROWTH = 64  # lengths are allocated in multiples of this
+GROWTH = 16  # lengths are allocated in multiples of this
 
 
 class Cache:
@@ -52,54 +52,74 @@ class Cache:
 class Prefill:
     """Packed prompts whose keys and values are stored: each prompt is computed once and written to every row of its group."""
 
-    def __init__(self, cache: Cache, starts: tuple[int, ...], rows: list[tuple[int, int]]):
-        self.cache, self.rows = cache, rows  # rows: (first, count) of each prompt's group
+    def __init__(self, cache: Cache, starts: tuple[int, ...], first: int, groups: list[int]):
+        self.cache, self.first, self.rows = cache, first, sum(groups)  # rows first..first+rows-1, `groups` of them a prompt
         self.packed = Packed(starts, cache.device)
+        start_N, end_N = (torch.tensor(side).repeat_interleave(torch.tensor(groups)) for side in (starts[:-1], starts[1:]))
+        self.longest = int((end_N - start_N).max())
+        # a shorter prompt's last token is repeated to the end of its row, where nothing looks before it is overwritten
+        from_NL = torch.minimum(start_N[:, None] + torch.arange(self.longest), end_N[:, None] - 1)
+        self.from_NL = from_NL.to(cache.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        keys, values = self.cache.layer(layer, key)
-        starts = self.packed.starts
-        for i, (first, count) in enumerate(self.rows):
-            length = starts[i + 1] - starts[i]
-            keys[first : first + count, :, :length] = key[:, :, starts[i] : starts[i + 1]]
-            values[first : first + count, :, :length] = value[:, :, starts[i] : starts[i + 1]]
+        for store, fresh in zip(self.cache.layer(layer, key), (key, value), strict=True):
+            rows = store[self.first : self.first + self.rows, :, : self.longest]
+            rows.copy_(fresh[0].transpose(0, 1)[self.from_NL].transpose(1, 2))
         return self.packed.attend(layer, query, key, value, rule)
 
 
 class Decode:
     """One new token for each of the first rows of the cache, at each row's own position."""
 
-    def __init__(self, cache: Cache, positions: list[int]):
-        self.cache, self.count = cache, len(positions)
-        self.longest = max(positions) + 1
-        self.even = min(positions) + 1 == self.longest
-        self.position_N = torch.tensor(positions, device=cache.device)
-        self.row_N = torch.arange(self.count, device=cache.device)
-        self.allowed: dict[int | None, Tensor | None] = {}  # by sliding window
+    def __init__(self, cache: Cache, position_N: Tensor, shortest: int, longest: int):
+        self.cache, self.count, self.position_N = cache, position_N.shape[0], position_N
+        self.longest, self.even = longest + 1, shortest == longest  # positions lie between shortest and longest
+        self.masks: dict[int | None, Tensor | None] = {}  # by sliding window
+        self.places: dict[int, Tensor] = {}  # by number of heads: where the new keys go in a flattened layer
 
     def mask(self, window: int | None) -> Tensor | None:
-        """[N, 1, 1, L], or None where every row sees every position of the cut cache."""
+        """[N, 1, 1, L], true where a row must not look, or None where every row sees every position of the cut cache."""
         if window is not None and window >= self.longest:
             window = None
-        if window not in self.allowed:
+        if window not in self.masks:
             at = torch.arange(self.longest, device=self.cache.device)
-            seen = at[None, :] <= self.position_N[:, None]
+            hidden = at[None, :] > self.position_N[:, None]
             if window is not None:
-                seen &= at[None, :] > self.position_N[:, None] - window
-            self.allowed[window] = None if self.even and window is None else seen[:, None, None, :]
-        return self.allowed[window]
+                hidden |= at[None, :] <= self.position_N[:, None] - window
+            self.masks[window] = None if self.even and window is None else hidden[:, None, None, :]
+        return self.masks[window]
+
+    def place(self, heads: int) -> Tensor:
+        """[N * heads]: the row of each new key among the layer's rows * heads * length."""
+        if heads not in self.places:
+            row = torch.arange(self.count * heads, device=self.cache.device).view(-1, heads) * self.cache.length
+            self.places[heads] = (row + self.position_N[:, None]).view(-1)
+        return self.places[heads]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        keys, values = self.cache.layer(layer, key)
-        if self.even:
-            keys[: self.count, :, self.longest - 1] = key[:, :, 0]
-            values[: self.count, :, self.longest - 1] = value[:, :, 0]
-        else:
-            keys[self.row_N, :, self.position_N] = key[:, :, 0]
-            values[self.row_N, :, self.position_N] = value[:, :, 0]
-        keys, values = keys[: self.count, :, : self.longest], values[: self.count, :, : self.longest]
-        rows, heads, _, width = query.shape
+        stores, heads, width = self.cache.layer(layer, key), key.shape[1], key.shape[3]
+        for store, fresh in zip(stores, (key, value), strict=True):
+            if self.even:
+                store[: self.count, :, self.longest - 1].copy_(fresh[:, :, 0])
+            else:
+                store.view(-1, width).index_copy_(0, self.place(heads), fresh.reshape(-1, width))
+        rows, grouped = query.shape[0], query.shape[1] // heads
+        mask = self.mask(rule.sliding_window)
+        if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
+            keys, values = (store.flatten(0, 1)[: rows * heads, : self.longest] for store in stores)
+            return _by_products(query * rule.scaling, keys, values, mask).view(rows, 1, -1, width)
+        keys, values = (store[: self.count, :, : self.longest] for store in stores)
         if rule.softcap is None:  # heads of a group become query rows: keys are read once and never repeated
-            query = query.reshape(rows, keys.shape[1], heads // keys.shape[1], width)
-        out = masked(query, keys, values, self.mask(rule.sliding_window), rule)
-        return out.reshape(rows, 1, heads, width)
+            query = query.reshape(rows, heads, grouped, width)
+        allowed = None if mask is None else ~mask
+        return masked(query, keys, values, allowed, rule).reshape(rows, 1, heads * grouped, width)
+
+
+def _by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled [N, Hq, 1, D] queries with [N * Hk, L, D] keys and values -> [N * Hk, G, D], as two products and a softmax: for a
+    query of one token torch's own attention takes twice as long on a CPU."""
+    rows = query.shape[0]
+    score = torch.bmm(query.view(keys.shape[0], -1, keys.shape[2]), keys.transpose(1, 2))
+    if mask is not None:
+        score.view(rows, -1, score.shape[-1]).masked_fill_(mask[:, 0], -torch.inf)
+    return torch.bmm(score.softmax(-1), values)

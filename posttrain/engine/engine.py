@@ -9,31 +9,32 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.cache import Cache, Decode, Prefill
+from posttrain.engine.decoder import Decoder, familiar, rules_of
 from posttrain.engine.random import derive, signed
 from posttrain.engine.sampler import Choices, sample
-from posttrain.models.attention import LAYOUT
+from posttrain.models.attention import LAYOUT, Layout, Rule
 from posttrain.models.policy import Policy
-from posttrain.types import Completion, Request, Sampling
+from posttrain.types import Completion, Request
 
 PREFILL_TOKENS = 8192  # prompt tokens computed in one forward
+AHEAD = 256  # positions that the cache holds from the start, where responses may get that far: growing means copying
+DECODER_TOKENS = 512  # a call for fewer tokens is over before a `Decoder` has paid for itself
+PACKED_TOKENS = 4096  # and packing its weights, a few nanoseconds each, takes as many more
 
-
-class Row:
-    """One response being written."""
-
-    __slots__ = ("ids", "length", "logprobs", "prompt", "request", "sample", "sampling", "seed")
-
-    def __init__(self, request: int, sample: int, prompt: int, seed: int, sampling: Sampling):
-        self.request, self.sample, self.prompt, self.seed, self.sampling = request, sample, prompt, seed, sampling
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
+# One response being written. Its ids and log-probs are beside it, in `_Batch.ids` and `_Batch.logprobs`.
+ROW = np.dtype(
+    [(name, np.int64) for name in ("request", "sample", "seed", "prompt", "count", "limit", "least", "top_k")]
+    + [("temperature", np.float32), ("top_p", np.float32)]
+)
 
 
 class Engine:
-    """A `Sampler` in this process. It shares the policy's parameters, so an optimizer step is seen by the next token."""
+    """A `Sampler` in this process. It shares the policy's parameters: what the optimizer did is in the next call's tokens."""
 
     def __init__(self, policy: Policy, max_rows: int = 256):
         self.policy, self.max_rows, self.version = policy, max_rows, 0
+        self.rules: tuple[Rule, ...] | None = None
+        self.proved = False
 
     def update(self, version: int) -> None:
         """The weights are the policy's own: there is nothing to copy, only to count."""
@@ -43,28 +44,44 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
         yield from _Batch(self, requests).run()
 
+    def decoder(self, requests: Sequence[Request]) -> Decoder | None:
+        """A faster way through the policy's module with its present weights, where there is one and it pays."""
+        tokens = sum(r.group * r.sampling.max_new_tokens for r in requests)
+        if tokens < DECODER_TOKENS or not familiar(self.policy):
+            return None
+        if not self.proved:
+            self.rules, self.proved = rules_of(self.policy), True
+        return None if self.rules is None else Decoder(self.policy, self.rules, pack=tokens >= PACKED_TOKENS)
+
 
 class _Batch:
     """The state of one call of `generate`: the live rows, the cache, and the answers that wait for their turn."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request]):
-        self.policy, self.version = engine.policy, engine.version
+        self.engine, self.policy, self.version = engine, engine.policy, engine.version
+        self.device, self.head = self.policy.device, self.policy.head
         self.requests = requests
         self.waiting = 0  # the next request to enter
-        self.live: list[Row] = []
         self.done: list[list[Completion | None]] = [[None] * r.group for r in requests]
-        self.stop_ids = frozenset(self.policy.stop_ids)
         rows = sum(r.group for r in requests)
         self.capacity = max(min(engine.max_rows, rows), max((r.group for r in requests), default=0))
-        self.cache = Cache(self.capacity, self.policy.dtype, self.policy.device)
-        self.choices: Choices | None = None
+        self.cache = Cache(self.capacity, self.policy.dtype, self.device)
+        self.rows, self.count = np.zeros(self.capacity, ROW), 0  # the first `count` are live, in the order of the cache
+        self.ids, self.logprobs = np.zeros((self.capacity, 0), np.int64), np.zeros((self.capacity, 0), np.float32)
+        self.stop_V = np.zeros(self.head.weight_VH.shape[0], bool)
+        self.stop_V[list(self.policy.stop_ids)] = True
+
+    @property
+    def live(self) -> np.ndarray:
+        return self.rows[: self.count]
 
     def run(self) -> Iterator[tuple[Completion, ...]]:
         was_training = self.policy.model.training
         self.policy.model.eval()
+        self.decoder = self.engine.decoder(self.requests)
         answered = 0
         try:
-            while self.waiting < len(self.requests) or self.live:
+            while self.waiting < len(self.requests) or self.count:
                 if self._fits():
                     self._admit()
                 else:
@@ -77,90 +94,108 @@ class _Batch:
             self.policy.model.train(was_training)
 
     def _fits(self) -> bool:
-        return self.waiting < len(self.requests) and len(self.live) + self.requests[self.waiting].group <= self.capacity
+        return self.waiting < len(self.requests) and self.count + self.requests[self.waiting].group <= self.capacity
 
     def _admit(self) -> None:
         """Prefill the next requests, in order, as many as fit; fork each to its group and sample the first tokens."""
         ids: list[int] = []
-        starts, rows, fresh = [0], [], []
+        starts, groups, first = [0], [], self.count
         while self._fits() and (not ids or len(ids) + len(self.requests[self.waiting].prompt_ids) <= PREFILL_TOKENS):
             request = self.requests[self.waiting]
-            rows.append((len(self.live) + len(fresh), request.group))
             ids.extend(request.prompt_ids)
             starts.append(len(ids))
-            for number in range(request.group):
-                seed = signed(derive(request.seed, number))
-                fresh.append(Row(self.waiting, number, len(request.prompt_ids), seed, request.sampling))
+            groups.append(request.group)
+            self._enter(request)
             self.waiting += 1
-            if len(self.live) + len(fresh) >= self.capacity:
-                break
-            if (
-                self.waiting < len(self.requests)
-                and len(self.live) + len(fresh) + self.requests[self.waiting].group > self.capacity
-            ):
-                break
-        self.cache.reserve(max(b - a for a, b in zip(starts, starts[1:], strict=False)) + 1)
-        position = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:], strict=False)])
-        layout = Prefill(self.cache, tuple(starts), rows)
-        device = self.policy.device
-        hidden_TH = self.policy.hidden(torch.tensor(ids, device=device)[None], position.to(device)[None], **{LAYOUT: layout})[0]
-        last = torch.tensor([starts[i + 1] - 1 for i, (_, count) in enumerate(rows) for _ in range(count)], device=device)
-        first = len(self.live)
-        self.live.extend(fresh)
-        self._gather()
-        self._draw(hidden_TH[last], first)
+        rows = self.rows[first : self.count]
+        self._reserve(int(rows["prompt"].max()), int((rows["prompt"] + rows["limit"]).max()))
+        lengths = np.diff(starts)
+        position = torch.from_numpy(np.arange(len(ids)) - np.repeat(starts[:-1], lengths))
+        layout = Prefill(self.cache, tuple(starts), first, groups)
+        hidden_TH = self._hidden(torch.tensor(ids)[None], position[None], layout)[0]
+        last_N = torch.from_numpy(np.repeat(np.array(starts[1:]) - 1, groups)).to(self.device)
+        self._settle()
+        self._draw(hidden_TH[last_N], first)
+
+    def _enter(self, request: Request) -> None:
+        """Rows for a request's samples."""
+        one = request.sampling
+        for number in range(request.group):
+            seed = signed(derive(request.seed, number))
+            self.rows[self.count] = (
+                self.waiting, number, seed, len(request.prompt_ids), 0, one.max_new_tokens, one.min_new_tokens, one.top_k,
+                one.temperature, one.top_p,
+            )  # fmt: skip
+            self.count += 1
+
+    def _reserve(self, length: int, limit: int) -> None:
+        """Room for rows of `length` tokens and one more, and for those to come as far as `AHEAD`, if they may come."""
+        self.cache.reserve(max(length + 1, min(limit, AHEAD)))
+        if self.decoder is not None:
+            self.decoder.reach(self.cache.length)
+
+    def _hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        ids, position_ids = ids.to(self.device), position_ids.to(self.device)
+        if self.decoder is not None:
+            return self.decoder.hidden(ids, position_ids, layout)
+        return self.policy.hidden(ids, position_ids, **{LAYOUT: layout})
 
     def _decode(self) -> None:
         """One token for every live row."""
-        positions = [row.prompt + len(row.ids) - 1 for row in self.live]
-        self.cache.reserve(max(positions) + 1)
-        layout = Decode(self.cache, positions)
-        ids = torch.tensor([[row.ids[-1]] for row in self.live], device=self.policy.device)
-        hidden = self.policy.hidden(ids, layout.position_N[:, None], **{LAYOUT: layout})
-        self._draw(hidden[:, 0], 0)
+        position = self.live["prompt"] + self.live["count"] - 1
+        longest = int(position.max())
+        self._reserve(longest, 0)
+        position_N = torch.from_numpy(position).to(self.device)
+        layout = Decode(self.cache, position_N, int(position.min()), longest)
+        self._draw(self._hidden(self.last_N[:, None], position_N[:, None], layout)[:, 0], 0)
 
-    def _gather(self) -> None:
-        """Settings of the live rows as tensors, remade when the rows change."""
-        settings = [row.sampling for row in self.live]
-        self.choices = Choices.of(settings, self.policy.device)
-        self.plain = all(s.temperature == 1.0 and not s.truncated for s in settings)
-        self.seed_N = torch.tensor([row.seed for row in self.live], device=self.policy.device)
+    def _settle(self) -> None:
+        """What the device must know of the live rows, remade when they change."""
+        live = self.live
+        self.choices = Choices.of(live["temperature"], live["top_k"], live["top_p"], self.device)
+        self.seed_N = torch.from_numpy(live["seed"].copy()).to(self.device)
+        self.last_N = torch.from_numpy(self.ids[np.arange(self.count), live["count"] - 1]) if self.ids.size else None
 
     def _draw(self, hidden_NH: Tensor, first: int) -> None:
+        """Sample a token for each row from `first` on, and write it down."""
         rows = self.live[first:]
-        assert self.choices is not None
-        part = Choices(self.choices.temperature_N[first:], self.choices.top_k_N[first:], self.choices.top_p_N[first:])
-        position_N = torch.tensor([len(row.ids) for row in rows], device=self.policy.device)
-        id_N, logprob_N = sample(hidden_NH, self.policy.head, part, self.seed_N[first:], position_N, self.plain)
-        for row, token, logprob in zip(rows, id_N.tolist(), logprob_N.tolist(), strict=True):
-            row.ids.append(token)
-            row.logprobs.append(logprob)
+        choices = self.choices if not first else self.choices.rest(first)
+        count_N = torch.from_numpy(rows["count"].copy()).to(self.device)
+        id_N, logprob_N = sample(hidden_NH, self.head, choices, self.seed_N[first:], count_N, choices.plain)
+        self._write(first, rows["count"], id_N.cpu().numpy(), logprob_N.cpu().numpy())
+        rows["count"] += 1
+        self.last_N = id_N if not first else torch.cat([self.last_N[:first], id_N])
+
+    def _write(self, first: int, at: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        length = int(at.max()) + 1
+        if length > self.ids.shape[1]:
+            more = ((0, 0), (0, max(length, 32)))
+            self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
+        rows = np.arange(first, self.count)
+        self.ids[rows, at], self.logprobs[rows, at] = ids, logprobs
 
     def _retire(self) -> None:
         """Take finished rows out; rows from the end fill the holes, so that live rows stay the first of the cache."""
-        finished = [i for i, row in enumerate(self.live) if self._finish(row)]
+        live = self.live
+        count, last = live["count"], self.ids[np.arange(self.count), live["count"] - 1]
+        stopped = self.stop_V[last] & (count > live["least"])
+        finished = (stopped | (count >= live["limit"])).nonzero()[0].tolist()
         if not finished:
             return
         for i in finished:
-            row = self.live[i]
-            self.done[row.request][row.sample] = Completion(
-                np.array(row.ids, dtype=np.int64), np.array(row.logprobs, dtype=np.float32), self._finish(row), self.version
-            )
-        keep = len(self.live) - len(finished)
+            row = live[i]
+            ids, logprobs = self.ids[i, : row["count"]].copy(), self.logprobs[i, : row["count"]].copy()
+            finish = "stop" if stopped[i] else "length"
+            self.done[row["request"]][row["sample"]] = Completion(ids, logprobs, finish, self.version)
+        keep = self.count - len(finished)
         gone = set(finished)
         holes = [i for i in finished if i < keep]
-        movers = [i for i in range(keep, len(self.live)) if i not in gone]
+        movers = [i for i in range(keep, self.count) if i not in gone]
         if holes:
-            length = max(self.live[i].prompt + len(self.live[i].ids) for i in movers)
+            length = int((live["prompt"][movers] + count[movers]).max())
             self.cache.move(movers, holes, min(length, self.cache.length))
-            for source, target in zip(movers, holes, strict=True):
-                self.live[target] = self.live[source]
-        del self.live[keep:]
-        if self.live:
-            self._gather()
-
-    def _finish(self, row: Row) -> str:
-        count = len(row.ids)
-        if row.ids[-1] in self.stop_ids and count > row.sampling.min_new_tokens:
-            return "stop"
-        return "length" if count >= row.sampling.max_new_tokens else ""
+            for state in (self.rows, self.ids, self.logprobs):
+                state[holes] = state[movers]
+        self.count = keep
+        if keep:
+            self._settle()

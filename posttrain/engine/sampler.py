@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.engine.random import uniforms
 from posttrain.ops.logprobs import Head, head_logits
-from posttrain.types import Sampling
+
+BLOCK = 256  # ids whose probabilities are summed together in a large vocabulary
 
 
 @dataclass(slots=True, eq=False)
 class Choices:
-    """Sampling settings of the live rows, as tensors; plain Python flags let the common case skip work."""
+    """Sampling settings of the live rows, as tensors; plain Python flags let the common cases skip work."""
 
     temperature_N: Tensor
     top_k_N: Tensor
     top_p_N: Tensor
+    plain: bool = False  # temperature 1 and no truncation in every row
+    cold: bool = False  # temperature 0 in every row
 
     @classmethod
-    def of(cls, settings: list[Sampling], device: torch.device) -> Choices:
-        return cls(
-            torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device),
-            torch.tensor([s.top_k for s in settings], device=device),
-            torch.tensor([s.top_p for s in settings], dtype=torch.float32, device=device),
-        )
+    def of(cls, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, device: torch.device) -> Choices:
+        plain = bool((temperature == 1).all() and (top_k == 0).all() and (top_p == 1).all())
+        tensors = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (temperature, top_k, top_p))
+        return cls(*tensors, plain=plain, cold=not temperature.any())
+
+    def rest(self, first: int) -> Choices:
+        """Those of the rows from `first` on."""
+        return Choices(self.temperature_N[first:], self.top_k_N[first:], self.top_p_N[first:], self.plain, self.cold)
 
 
 def sample(
@@ -37,6 +43,8 @@ def sample(
     `plain` promises temperature 1 and no truncation for every row. Temperature 0 is argmax with log-prob 0: a certain choice.
     """
     logits_NV = head_logits(hidden_NH, head)
+    if choices.cold:
+        return logits_NV.argmax(-1), logits_NV.new_zeros(logits_NV.shape[0])
     if plain:
         logprob_NV = torch.log_softmax(logits_NV, -1)
         greedy_N = None
@@ -54,10 +62,31 @@ def sample(
 
 
 def invert(logprob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first id whose cumulative probability exceeds the uniform; float64, so that the tail is drawn as often as it should."""
-    cumulative_NV = logprob_NV.double().exp().cumsum(-1)
-    level_N = uniform_N[:, None] * cumulative_NV[:, -1:]
-    return torch.searchsorted(cumulative_NV, level_N, right=True)[:, 0].clamp(max=logprob_NV.shape[-1] - 1)
+    """The first id whose cumulative probability exceeds the uniform. Sums are float64, so that the tail is drawn as often as it
+    should; of a large vocabulary they are taken block by block, and only the block that is hit is looked at closely."""
+    p_NV = logprob_NV.exp()
+    size = p_NV.shape[-1]
+    if size <= 4 * BLOCK:
+        cumulative_NV = p_NV.cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative_NV, uniform_N[:, None] * cumulative_NV[:, -1:])[:, 0]
+    whole = size // BLOCK * BLOCK
+    mass_NB = p_NV[:, :whole].view(-1, whole // BLOCK, BLOCK).sum(-1, dtype=torch.float64)
+    if whole < size:
+        mass_NB = torch.cat([mass_NB, p_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+    cumulative_NB = mass_NB.cumsum(-1)
+    level_N1 = uniform_N[:, None] * cumulative_NB[:, -1:]
+    block_N1 = _first_above(cumulative_NB, level_N1)
+    level_N1 = level_N1 - (cumulative_NB - mass_NB).gather(-1, block_N1)
+    at_NV = block_N1 * BLOCK + torch.arange(BLOCK, device=p_NV.device)
+    inside_NV = p_NV.gather(-1, at_NV.clamp(max=size - 1)).where(at_NV < size, 0.0)
+    return (block_N1 * BLOCK + _first_above(inside_NV.cumsum(-1, dtype=torch.float64), level_N1))[:, 0]
+
+
+def _first_above(cumulative_NV: Tensor, level_N1: Tensor) -> Tensor:
+    """The first place where a cumulative sum exceeds the level. Rounding may bring the level up to the whole sum: it is kept
+    below, because past the last probability that is not 0 there is nothing to draw."""
+    below_N1 = torch.nextafter(cumulative_NV[:, -1:], torch.zeros_like(level_N1))
+    return torch.searchsorted(cumulative_NV, torch.minimum(level_N1, below_N1), right=True)
 
 
 def truncate(logprob_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:

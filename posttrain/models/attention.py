@@ -56,7 +56,9 @@ def attention(
     layout: Layout | None = options.get(LAYOUT)
     if layout is None:
         if key.shape[2] != query.shape[2]:
-            raise NotImplementedError("posttrain's attention keeps its own cache: sample with its engine, not with model.generate")
+            raise NotImplementedError(
+                "posttrain's attention keeps its own cache: sample with its engine, not with model.generate"
+            )
         return causal(query, key, value, rule).transpose(1, 2), None
     return layout.attend(module.layer_idx, query, key, value, rule), None  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from one sampled token, with their true gradients stated (Schulman 2020).
 
-Notation: x ~ p (the policy), q the reference, d = log q(x) - log p(x). All three have mean KL(p || q) under x ~ p (k2 only near
-p = q). As a *loss* their gradients differ, and this is where libraries go wrong; tests enumerate a vocabulary to prove each line:
+Notation: x ~ p (the policy), q the reference, d = log q(x) - log p(x). All have mean KL(p || q) under x ~ p (k2 only near
+p = q). As a *loss* their gradients differ, and this is where libraries go wrong; tests enumerate a vocabulary and prove each:
 
     kind        value             expected gradient when used as a loss on-policy
     k1          -d                0: useless as a loss. As a detached *reward* it gives the exact gradient of KL(p || q)

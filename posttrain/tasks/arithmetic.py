@@ -37,7 +37,7 @@ class Arithmetic(Task):
     steps: str = "short"  # short (five digits a step) or spelled
     format_weight: float = 0.0  # the share of the value that well-formed work earns
     steps_weight: float = 0.0  # the share that right steps earn, each its part; the answer earns the rest
-    carry: str = "any"  # train problems: any, or only those with none or some carrying; held-out ones are always of any kind
+    carry: str = "any"  # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
@@ -143,12 +143,12 @@ def pair_side(operation: str, a: int, b: int) -> str:
 
 
 def carries(operation: str, a: int, b: int) -> bool:
-    """Whether any digit of the addition carries, or of the subtraction borrows.
+    """Whether any digit hands a carry (or a borrow) on to the next one. An overflow of the first digit is not handed on.
 
-    >>> carries("+", 123, 456), carries("+", 128, 453), carries("-", 50, 17)
+    >>> carries("+", 823, 456), carries("+", 128, 453), carries("-", 50, 17)
     (False, True, True)
     """
-    pairs = zip(reversed(str(a)), reversed(str(b).zfill(len(str(a)))), strict=False)
+    pairs = list(zip(str(a)[1:], str(b).zfill(len(str(a)))[1:], strict=True))
     return any(int(x) + int(y) > 9 if operation == "+" else int(x) < int(y) for x, y in pairs)
 
 

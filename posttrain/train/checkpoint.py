@@ -93,8 +93,8 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
 
 
 def prune(directory: Path, keep: int, step: int) -> None:
-    """Keep the newest `keep` checkpoints up to `step`, which was just written. Later ones are damaged or of an abandoned future:
-    the run went back to before them, and a resume must not take them up again."""
+    """Keep the newest `keep` checkpoints up to `step`, which was just written. Later ones are damaged, or of a future that was
+    given up: the run went back to before them, and a resume must not take them up again."""
     found = steps(directory)
     past = [path for path in found if _number(path) <= step]
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):

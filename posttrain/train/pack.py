@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -129,7 +130,7 @@ def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
             held = 0
         held += tokens
     cuts.append(batch.sequences)
-    return [take(batch, a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    return [take(batch, a, b) for a, b in pairwise(cuts) if b > a]
 
 
 def mini_batches(batch: Batch, count: int) -> list[Batch]:
@@ -137,7 +138,7 @@ def mini_batches(batch: Batch, count: int) -> list[Batch]:
     ends = _run_ends(batch.group_N.tolist())
     count = min(count, len(ends))
     cuts = [0, *(ends[len(ends) * (i + 1) // count - 1] for i in range(count))]
-    return [take(batch, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [take(batch, a, b) for a, b in pairwise(cuts)]
 
 
 def _run_ends(numbers: Sequence[int]) -> list[int]:

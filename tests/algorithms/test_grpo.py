@@ -106,7 +106,9 @@ def test_terms_by_hand() -> None:
         behaviour_T=torch.tensor([float("nan"), log(0.2), float("inf"), log(0.4)], dtype=torch.float64),
         reference_T=torch.tensor([float("nan"), log(0.15), -1.0, log(0.6)], dtype=torch.float64),
     )
-    outputs = Outputs(torch.tensor([float("nan"), log(0.3), 5.0, log(0.6)], dtype=torch.float64), torch.tensor([9.0, 1.0, 9.0, 2.0]))
+    outputs = Outputs(
+        torch.tensor([float("nan"), log(0.3), 5.0, log(0.6)], dtype=torch.float64), torch.tensor([9.0, 1.0, 9.0, 2.0])
+    )
     terms = algorithm.terms(outputs, prepared)
     sums = {t.name: float((t.weight * t.loss).sum()) for t in terms.terms}
     assert sums["policy"] == pytest.approx((-1.2 + 1.5) / 2)  # clipped at 1.2 going up; not clipped going down
@@ -119,7 +121,7 @@ def test_terms_by_hand() -> None:
 
 
 def numpy_grpo(algorithm: GRPO, step: Batch, logprob: np.ndarray, entropy: np.ndarray) -> tuple[float, np.ndarray]:
-    """Loss and its gradient with respect to every log-prob, from the formulas of the paper, in float64 and one token at a time."""
+    """Loss and its gradient by every log-prob, from the formulas of the paper, in float64 and one token at a time."""
     rewards, groups, valid = step.reward_N.double().numpy(), step.group_N.numpy(), step.valid_N.numpy()
     mask, sequence = step.mask_T.numpy() & valid[step.sequence_T.numpy()], step.sequence_T.numpy()
     behaviour = step.behaviour_T.double().numpy()

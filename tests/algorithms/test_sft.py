@@ -58,7 +58,9 @@ def test_the_loss_is_that_of_transformers() -> None:
     from transformers import AutoModelForCausalLM
 
     policy = shared_policy()
-    stock = AutoModelForCausalLM.from_config(copy.deepcopy(policy.model.config), attn_implementation="eager", dtype=torch.float64).eval()
+    stock = AutoModelForCausalLM.from_config(
+        copy.deepcopy(policy.model.config), attn_implementation="eager", dtype=torch.float64
+    ).eval()
     stock.load_state_dict(policy.model.state_dict())
     total, count = torch.zeros((), dtype=torch.float64), 0
     batch = two_examples()

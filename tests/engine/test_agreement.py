@@ -17,6 +17,7 @@ from posttrain.train.pack import pack_groups
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Request, Sampling
 
+pytestmark = pytest.mark.usefixtures("every_way")
 PROMPTS = [(5,), (6, 7, 8, 9, 10), (11, 12), (13, 14, 15)]
 
 
@@ -36,7 +37,7 @@ def ratios(policy: Policy, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.6, 1.0, 1.5])
-def test_T03_the_importance_ratio_is_one_at_every_temperature(temperature: float) -> None:
+def test_t03_the_importance_ratio_is_one_at_every_temperature(temperature: float) -> None:
     """C19: what the trainer recomputes of what the engine sampled, through other rows, packs and a cache."""
     policy = small_policy(dtype=torch.float32)
     ratio = ratios(policy, sampled(policy, Sampling(24, temperature)))
@@ -45,20 +46,21 @@ def test_T03_the_importance_ratio_is_one_at_every_temperature(temperature: float
     assert float((ratio - 1).abs().max()) < 1e-4
 
 
-def test_T03_forgetting_the_temperature_is_seen() -> None:
+def test_t03_forgetting_the_temperature_is_seen() -> None:
+    """Not in the mean, which is 1 in expectation under any policy, but in every single ratio."""
     policy = small_policy(dtype=torch.float32)
     ratio = ratios(policy, sampled(policy, Sampling(24, 0.6)).replace(temperature=1.0))
-    assert abs(float(ratio.mean()) - 1) > 0.05
+    assert float((ratio - 1).abs().mean()) > 0.3
 
 
-def test_C20_truncated_sampling_is_seen() -> None:
+def test_c20_truncated_sampling_is_seen() -> None:
     """Under top-k the ratio is the kept mass, not 1: training refuses it (the rl stage), and here is why."""
     policy = small_policy(dtype=torch.float32)
     ratio = ratios(policy, sampled(policy, Sampling(24, top_k=3)))
     assert float(ratio.mean()) < 0.95
 
 
-def test_T02_the_first_update_sees_no_mismatch() -> None:
+def test_t02_the_first_update_sees_no_mismatch() -> None:
     policy = small_policy(dtype=torch.float32)
     algorithm = GRPO(beta=0.0)
     trainer = Trainer(policy, algorithm, Optimization(lr=1e-2))
@@ -67,7 +69,7 @@ def test_T02_the_first_update_sees_no_mismatch() -> None:
     assert update.moved and figures["mismatch"] < 1e-5 and figures["clip_fraction"] == 0.0
 
 
-def test_T04_the_next_token_comes_from_the_new_weights() -> None:
+def test_t04_the_next_token_comes_from_the_new_weights() -> None:
     """There is one copy: after an optimizer step, ratios of fresh samples are 1 and those of old samples are not."""
     policy = small_policy(dtype=torch.float32)
     algorithm = GRPO(beta=0.0)
@@ -81,7 +83,7 @@ def test_T04_the_next_token_comes_from_the_new_weights() -> None:
     assert fresh.ids_T.tolist() != old.ids_T.tolist()
 
 
-def test_C21_the_log_prob_is_that_of_the_sampled_id() -> None:
+def test_c21_the_log_prob_is_that_of_the_sampled_id() -> None:
     policy = small_policy(dtype=torch.float32)
     batch = sampled(policy, Sampling(1))
     with torch.no_grad():
@@ -92,12 +94,12 @@ def test_C21_the_log_prob_is_that_of_the_sampled_id() -> None:
             assert float(batch.behaviour_T[end - 1]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_T01_decode_equals_prefill() -> None:
+def test_t01_decode_equals_prefill() -> None:
     """A continuation of a prompt that ends with the first half of a response has the log-probs of the second half."""
     policy = small_policy(dtype=torch.float32)
     engine = Engine(policy)
     ((whole,),) = engine.generate([Request((5, 6), 1, 4, Sampling(20, min_new_tokens=20))])
-    half = tuple([5, 6, *whole.ids[:10].tolist()])
+    half = (5, 6, *whole.ids[:10].tolist())
     with torch.no_grad():
         logits = policy.model(torch.tensor([half]), use_cache=False).logits[0, -1]
     assert float(torch.log_softmax(logits, -1)[whole.ids[10]]) == pytest.approx(float(whole.logprobs[10]), abs=1e-5)

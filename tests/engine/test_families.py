@@ -17,6 +17,7 @@ from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
 from posttrain.types import Example, Request, Sampling
 
+pytestmark = pytest.mark.usefixtures("every_way")
 STOP = 1
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -25,7 +26,10 @@ LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"attention_bias": True}),
-    "smollm": ("LlamaConfig", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "smollm": (
+        "LlamaConfig",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, **LAYERS}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),

@@ -33,7 +33,7 @@ def advantages(rewards: list[float], groups: list[int] | None = None, valid: lis
 @every_kind
 @quick
 @given(rewards=REWARDS)
-def test_I01_advantages_of_a_group_add_up_to_zero(baseline: str, scale: str, rewards: list[float]) -> None:
+def test_i01_advantages_of_a_group_add_up_to_zero(baseline: str, scale: str, rewards: list[float]) -> None:
     advantage_N = advantages(rewards, baseline=baseline, scale=scale)
     spread = max(rewards) - min(rewards)
     # what cancels is the size of the rewards, not of their differences: 1e-14 of it may remain
@@ -44,7 +44,9 @@ def test_I01_advantages_of_a_group_add_up_to_zero(baseline: str, scale: str, rew
 @every_kind
 @quick
 @given(rewards=REWARDS, shift=st.integers(-8, 8))
-def test_I02_a_constant_added_to_all_rewards_changes_nothing(baseline: str, scale: str, rewards: list[float], shift: int) -> None:
+def test_i02_a_constant_added_to_all_rewards_changes_nothing(
+    baseline: str, scale: str, rewards: list[float], shift: int
+) -> None:
     rewards = [round(r * 64) / 64 for r in rewards]  # sums with a whole number are exact
     one = advantages(rewards, baseline=baseline, scale=scale)
     other = advantages([r + shift for r in rewards], baseline=baseline, scale=scale)
@@ -53,14 +55,16 @@ def test_I02_a_constant_added_to_all_rewards_changes_nothing(baseline: str, scal
 
 @quick
 @given(rewards=REWARDS, factor=st.floats(0.01, 100))
-def test_I03_rewards_in_other_units(rewards: list[float], factor: float) -> None:
+def test_i03_rewards_in_other_units(rewards: list[float], factor: float) -> None:
     """Without epsilon the scale cancels; with it A(a r) = a c / (a s + epsilon); without a divisor A is linear."""
     assume(max(rewards) - min(rewards) > 1e-3)
     scaled = [factor * r for r in rewards]
     for scale in ("group", "batch"):
         one, other = advantages(rewards, scale=scale, epsilon=0.0), advantages(scaled, scale=scale, epsilon=0.0)
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(advantages(scaled, scale="none"), factor * advantages(rewards, scale="none"), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        advantages(scaled, scale="none"), factor * advantages(rewards, scale="none"), rtol=1e-8, atol=1e-8
+    )
     reward_N = torch.tensor(rewards, dtype=WIDE)
     exact = factor * (reward_N - reward_N.mean()) / (factor * reward_N.std() + 1e-2)
     torch.testing.assert_close(advantages(scaled, epsilon=1e-2), exact, rtol=1e-8, atol=1e-8)
@@ -69,7 +73,7 @@ def test_I03_rewards_in_other_units(rewards: list[float], factor: float) -> None
 @every_kind
 @quick
 @given(data=st.data(), rewards=REWARDS)
-def test_I04_permutations_of_samples_and_names_of_groups(baseline: str, scale: str, data: Any, rewards: list[float]) -> None:
+def test_i04_permutations_of_samples_and_names_of_groups(baseline: str, scale: str, data: Any, rewards: list[float]) -> None:
     """E33: grouping is by the problem's number, not by place: samples may come in any order and groups have any numbers."""
     count = len(rewards)
     groups = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
@@ -83,7 +87,7 @@ def test_I04_permutations_of_samples_and_names_of_groups(baseline: str, scale: s
 @every_kind
 @pytest.mark.parametrize(("value", "count"), [(0.7, 7), (0.1, 8), (0.3, 12), (0.0, 2), (1e9, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
-def test_I05_equal_rewards_give_exactly_zero(baseline: str, scale: str, value: float, count: int, dtype: torch.dtype) -> None:
+def test_i05_equal_rewards_give_exactly_zero(baseline: str, scale: str, value: float, count: int, dtype: torch.dtype) -> None:
     """E32: tested by max == min. In float32 the std of [0.7] * 7 is not 0 but 6e-8, and |A| would be 0.8 at epsilon 1e-8."""
     reward_N = torch.tensor([value] * count + [0.0, 1.0], dtype=dtype)  # a second group, so that the batch has a spread
     group_N = torch.tensor([0] * count + [1, 1])
@@ -95,7 +99,7 @@ def test_I05_equal_rewards_give_exactly_zero(baseline: str, scale: str, value: f
 
 
 @pytest.mark.parametrize("algorithm", [c for c in ONLINE if not c.values[0].needs and not getattr(c.values[0], "entropy", 0)])
-def test_I05_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> None:
+def test_i05_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> None:
     step = material(algorithm)
     flat = gather(step, [n for n in range(step.sequences) if int(step.group_N[n]) == 1])
     prepared = algorithm.prepare(flat, {})
@@ -111,7 +115,7 @@ def test_I05_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> N
         ({"baseline": "leave_one_out", "scale": "none"}, [1, 0, -0.5, -0.5]),
     ],
 )
-def test_I06_what_could_not_be_scored_does_not_vote(junk: float, options: dict, expected: list[float]) -> None:
+def test_i06_what_could_not_be_scored_does_not_vote(junk: float, options: dict, expected: list[float]) -> None:
     """E34: the second of four failed; whatever stands in its place matters to nobody, and its own advantage is 0."""
     found = advantages([1, junk, 0, 0], valid=[True, False, True, True], **options)
     assert found.tolist() == pytest.approx(expected, abs=1e-8)
@@ -119,7 +123,7 @@ def test_I06_what_could_not_be_scored_does_not_vote(junk: float, options: dict, 
 
 @pytest.mark.parametrize("junk", [1e9, math.nan, math.inf])
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_I06_a_failed_rollout_leaves_the_step_as_it_is(algorithm: Algorithm, junk: float) -> None:
+def test_i06_a_failed_rollout_leaves_the_step_as_it_is(algorithm: Algorithm, junk: float) -> None:
     step = material(algorithm)
     assert not bool(step.valid_N.all())
     one = algorithm.prepare(step, {})
@@ -131,21 +135,21 @@ def test_I06_a_failed_rollout_leaves_the_step_as_it_is(algorithm: Algorithm, jun
     assert not bool(one.mask_T[failed_T].any()) and not bool(one.weight_T[failed_T].any())
 
 
-def test_I06_zero_is_a_score() -> None:
+def test_i06_zero_is_a_score() -> None:
     assert advantages([1.0, 0.0], scale="none").tolist() == [0.5, -0.5]
 
 
 @every_kind
 @quick
 @given(rewards=REWARDS)
-def test_I07_leave_one_out_is_the_mean_baseline_times_a_factor(baseline: str, scale: str, rewards: list[float]) -> None:
+def test_i07_leave_one_out_is_the_mean_baseline_times_a_factor(baseline: str, scale: str, rewards: list[float]) -> None:
     count = len(rewards)
     one = advantages(rewards, baseline="leave_one_out", scale=scale)
     torch.testing.assert_close(one, count / (count - 1) * advantages(rewards, scale=scale), rtol=1e-12, atol=1e-12)
 
 
 @every_kind
-def test_I09_one_valid_sample_has_no_advantage(baseline: str, scale: str) -> None:
+def test_i09_one_valid_sample_has_no_advantage(baseline: str, scale: str) -> None:
     """E31: its reward is its own baseline; taking mean 0 and std 1 instead, as some do, trains on the raw reward."""
     assert advantages([5.0], baseline=baseline, scale=scale).tolist() == [0.0]
     assert advantages([5.0, 1.0], [0, 1], baseline=baseline, scale=scale).tolist() == [0.0, 0.0]
@@ -153,13 +157,13 @@ def test_I09_one_valid_sample_has_no_advantage(baseline: str, scale: str) -> Non
     assert advantages([5.0, 1.0], valid=[False, False], baseline=baseline, scale=scale).tolist() == [0.0, 0.0]
 
 
-def test_I09_groups_of_one_are_refused() -> None:
+def test_i09_groups_of_one_are_refused() -> None:
     with pytest.raises(UserError, match="group must be at least 2"):
         GRPO(group=1)
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_E33_groups_are_by_place_not_by_prompt(algorithm: Algorithm) -> None:
+def test_e33_groups_are_by_place_not_by_prompt(algorithm: Algorithm) -> None:
     """Two problems with the same prompt text and ids stay two groups."""
     step = plain_batch([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])
     assert step.group_N.tolist() == [0, 0, 1, 1]
@@ -168,7 +172,7 @@ def test_E33_groups_are_by_place_not_by_prompt(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_B12_advantages_do_not_leak_past_the_mask(algorithm: Algorithm) -> None:
+def test_b12_advantages_do_not_leak_past_the_mask(algorithm: Algorithm) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
     assert prepared.advantage_T is not None
     assert not prepared.advantage_T[~prepared.mask_T].any()
@@ -178,7 +182,9 @@ def test_B12_advantages_do_not_leak_past_the_mask(algorithm: Algorithm) -> None:
 def test_preparing_changes_nothing_in_place(algorithm: Algorithm) -> None:
     """A rollout is prepared again in every epoch, and once more for the viewer."""
     step = material(algorithm)
-    before = {name: getattr(step, name).clone() for name in ("ids_T", "mask_T", "behaviour_T", "reward_N", "valid_N", "group_N")}
+    before = {
+        name: getattr(step, name).clone() for name in ("ids_T", "mask_T", "behaviour_T", "reward_N", "valid_N", "group_N")
+    }
     one, other = algorithm.prepare(step, {}), algorithm.prepare(step, {})
     for name, value in before.items():
         assert torch.equal(getattr(step, name).nan_to_num(), value.nan_to_num())

@@ -21,7 +21,7 @@ from posttrain.types import Example
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_I64_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_i64_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = character_tokenizer("0123456789+= ")

@@ -1,4 +1,4 @@
-"""Laws of layout: how a step is cut, ordered, packed or bucketed changes no loss and no gradient. I49 to I52; A1, A3, A7, B18."""
+"""Laws of layout: how a step is cut, ordered, packed or bucketed changes no gradient. I49 to I52; mistakes A1, A3, A7, B18."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def whole(algorithm: Algorithm) -> tuple[float, dict[str, Tensor]]:
 @every_case
 @quick
 @given(budget=st.integers(1, 80))
-def test_I49_any_token_budget_gives_the_same_gradient(algorithm: Algorithm, budget: int) -> None:
+def test_i49_any_token_budget_gives_the_same_gradient(algorithm: Algorithm, budget: int) -> None:
     """A1: weights are those of the whole step, so micro-batches simply add, however ragged they are."""
     assert_same_gradients(whole(algorithm), gradients(algorithm, algorithm.prepare(material(algorithm), {}), budget))
 
 
 @every_case
-def test_I49_in_float32_too(algorithm: Algorithm) -> None:
+def test_i49_in_float32_too(algorithm: Algorithm) -> None:
     policy = small_policy(dtype=torch.float32)
     prepared = algorithm.prepare(material(algorithm), {})
     one, other = gradients(algorithm, prepared, policy=policy), gradients(algorithm, prepared, 1, policy)
@@ -62,7 +62,7 @@ def reordered(step: Batch, order: list[int]) -> Batch:
 @every_case
 @quick
 @given(data=st.data())
-def test_I52_any_order_gives_the_same_gradient(algorithm: Algorithm, data: Any) -> None:
+def test_i52_any_order_gives_the_same_gradient(algorithm: Algorithm, data: Any) -> None:
     step = material(algorithm)
     order = data.draw(st.permutations(range(len(set(step.unit_N)))))
     budget = data.draw(st.integers(1, 80))
@@ -70,7 +70,7 @@ def test_I52_any_order_gives_the_same_gradient(algorithm: Algorithm, data: Any) 
 
 
 @every_case
-def test_I51_packed_equals_one_by_one(algorithm: Algorithm) -> None:
+def test_i51_packed_equals_one_by_one(algorithm: Algorithm) -> None:
     """Every unit alone in its forward pass, without any other before it."""
     prepared = algorithm.prepare(material(algorithm), {})
     pieces = micro_batches(prepared, 1)
@@ -79,7 +79,7 @@ def test_I51_packed_equals_one_by_one(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("waste", [1.0, 100.0])
-def test_I50_padding_inside_the_attention_changes_nothing(waste: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i50_padding_inside_the_attention_changes_nothing(waste: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Similar lengths share a padded call; all in one bucket or nearly each in its own, the log-probs are the same."""
     generator = np.random.default_rng(0)
     lengths = [2, 3, 11, 12, 14, 31, 40, 41]
@@ -101,7 +101,7 @@ def packed_logits(batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_I51_a_document_does_not_see_its_neighbours(changed: int) -> None:
+def test_i51_a_document_does_not_see_its_neighbours(changed: int) -> None:
     """B18: with any other ids in one document, every other document's logits are the same to the last bit."""
     ids = [np.array([5, 6, 7, 8]), np.array([9, 10, 11, 12, 13, 14]), np.array([3, 4, 15])]
     one = pack_examples([Example(i, np.arange(len(i)) > 0) for i in ids])
@@ -113,17 +113,19 @@ def test_I51_a_document_does_not_see_its_neighbours(changed: int) -> None:
         assert torch.equal(before[part], after[part]) == (n != changed)
 
 
-def test_I51_positions_start_again_in_every_document() -> None:
+def test_i51_positions_start_again_in_every_document() -> None:
     batch = pack_examples([Example(np.arange(n) + 3, np.arange(n) > 0) for n in (3, 1, 4)])
     assert positions(batch).tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
 
 
-def test_I51_documents_equal_transformers_alone() -> None:
+def test_i51_documents_equal_transformers_alone() -> None:
     """The packed logits of each document are those of the stock model on that document by itself."""
     from transformers import AutoModelForCausalLM
 
     policy = small_policy(dtype=torch.float32)
-    stock = AutoModelForCausalLM.from_config(copy.deepcopy(policy.model.config), attn_implementation="eager", dtype=torch.float32).eval()
+    stock = AutoModelForCausalLM.from_config(
+        copy.deepcopy(policy.model.config), attn_implementation="eager", dtype=torch.float32
+    ).eval()
     stock.load_state_dict(policy.model.state_dict())
     batch = pack_examples([Example(np.arange(n) % 20 + 3, np.arange(n) > 0) for n in (9, 2, 30)])
     with torch.no_grad():
@@ -146,7 +148,7 @@ def test_units_without_loss_can_be_left_out(algorithm: Algorithm) -> None:
 
 
 @every_case
-def test_A3_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
+def test_a3_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
     """Cut first, prepared after: denominators are those of the optimizer step, not of the whole rollout."""
     step = material(algorithm)
     pieces = mini_batches(step, 2)
@@ -160,7 +162,7 @@ def test_A3_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
 
 @every_case
 @pytest.mark.parametrize("budget", [1, 17])
-def test_A7_figures_do_not_depend_on_the_layout(algorithm: Algorithm, budget: int) -> None:
+def test_a7_figures_do_not_depend_on_the_layout(algorithm: Algorithm, budget: int) -> None:
     """Metrics are sums over counts: no mean of means."""
     prepared = with_loss(algorithm.prepare(material(algorithm), {}))
     policy = shared_policy()

@@ -13,7 +13,9 @@ from posttrain.ops.advantages import group_advantages, group_spread
 WIDE = torch.float64
 
 
-def advantages(rewards: list[float], groups: list[int] | None = None, valid: list[bool] | None = None, **options) -> list[float]:
+def advantages(
+    rewards: list[float], groups: list[int] | None = None, valid: list[bool] | None = None, **options
+) -> list[float]:
     groups = groups or [0] * len(rewards)
     valid_N = torch.tensor(valid or [True] * len(rewards), dtype=torch.bool)
     reward_N, group_N = torch.tensor(rewards, dtype=WIDE), torch.tensor(groups, dtype=torch.long)

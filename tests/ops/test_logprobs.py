@@ -158,9 +158,11 @@ def test_entropy_is_between_zero_and_that_of_the_uniform() -> None:
     """I22: 0 <= H <= log V; equal where logits are equal; climbing its gradient raises it."""
     hidden_NH, target_N, head = made(False, 3.0, None)
     _, entropy_N = token_logprobs(hidden_NH, target_N, head)
-    assert 0 <= float(entropy_N.min()) and float(entropy_N.max()) <= math.log(V)
+    assert float(entropy_N.min()) >= 0 and float(entropy_N.max()) <= math.log(V)
     flat_logprob, flat_entropy = token_logprobs(torch.zeros(2, H), torch.tensor([0, 5]), Head(torch.randn(V, H)))
-    assert flat_logprob.tolist() == pytest.approx([-math.log(V)] * 2) and flat_entropy.tolist() == pytest.approx([math.log(V)] * 2)
+    assert flat_logprob.tolist() == pytest.approx([-math.log(V)] * 2) and flat_entropy.tolist() == pytest.approx(
+        [math.log(V)] * 2
+    )
     hidden_NH.requires_grad_()
     (slope,) = torch.autograd.grad(token_logprobs(hidden_NH, target_N, head)[1].sum(), hidden_NH)
     _, higher_N = token_logprobs(hidden_NH + 1e-3 * slope, target_N, head)

@@ -38,7 +38,9 @@ def test_surrogate_by_hand(ratio: float, advantage: float, loss: float, slope: f
 
 
 def test_ratio_by_hand() -> None:
-    ratio_T = importance_ratio(torch.tensor([math.log(0.5), -1.0], dtype=WIDE), torch.tensor([math.log(0.25), -1.0], dtype=WIDE))
+    ratio_T = importance_ratio(
+        torch.tensor([math.log(0.5), -1.0], dtype=WIDE), torch.tensor([math.log(0.25), -1.0], dtype=WIDE)
+    )
     assert ratio_T.tolist() == pytest.approx([2.0, 1.0])
     assert ratio_T[1] == 1.0
 

@@ -1,0 +1,251 @@
+"""AdamW against NumPy, the schedule, clipping (I57), gradients that are not finite (I58), float32 masters of bf16 (I56)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import UserError
+from posttrain.train.optimizer import Optimization, Optimizer
+
+WIDE = torch.float64
+
+
+class Small(nn.Module):
+    """A matrix, a vector and a number."""
+
+    def __init__(self, dtype: torch.dtype = WIDE):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in (("matrix", (3, 2)), ("vector", (4,)), ("number", ())):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)))
+
+
+def put(module: nn.Module, gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        parameter.grad = gradient.to(parameter.dtype).clone()
+
+
+def random_gradients(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(p.shape, dtype=WIDE, generator=generator) for p in Small().parameters()]
+
+
+def numpy_adamw(
+    weights: list[np.ndarray], gradients: list[list[np.ndarray]], rates: list[float], s: Optimization
+) -> list[np.ndarray]:
+    """Loshchilov and Hutter's algorithm 2, with clipping by the norm of the whole gradient; vectors are not decayed."""
+    first, second = [np.zeros_like(w) for w in weights], [np.zeros_like(w) for w in weights]
+    weights = [w.copy() for w in weights]
+    for t, (step, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        norm = math.sqrt(sum(float((g**2).sum()) for g in step))
+        for i, g in enumerate(step):
+            g = g * min(1.0, s.clip_norm / norm)
+            first[i] = s.beta1 * first[i] + (1 - s.beta1) * g
+            second[i] = s.beta2 * second[i] + (1 - s.beta2) * g**2
+            corrected = first[i] / (1 - s.beta1**t) / (np.sqrt(second[i] / (1 - s.beta2**t)) + s.epsilon)
+            decay = s.weight_decay if weights[i].ndim >= 2 else 0.0
+            weights[i] = weights[i] - rate * decay * weights[i] - rate * corrected
+    return weights
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Optimization(lr=0.1, clip_norm=math.inf), Optimization(lr=0.1, weight_decay=0.3, clip_norm=1.0, beta2=0.95, epsilon=1e-6)],
+)
+def test_adamw_is_that_of_the_paper(settings: Optimization) -> None:
+    module = Small()
+    start = [p.detach().numpy().copy() for p in module.parameters()]
+    optimizer = Optimizer(module, settings)
+    rates = [settings.rate(step, 5) * (1 + step) for step in range(5)]
+    steps = [random_gradients(seed) for seed in range(5)]
+    for gradients, rate in zip(steps, rates, strict=True):
+        put(module, gradients)
+        optimizer.step(rate)
+    expected = numpy_adamw(start, [[g.numpy() for g in step] for step in steps], rates, settings)
+    for parameter, weight in zip(module.parameters(), expected, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), weight, rtol=1e-6)  # the norm is taken in float32
+
+
+def test_schedules_by_hand() -> None:
+    def rates(steps: int, **settings: object) -> list[float]:
+        return [Optimization(lr=2.0, **settings).rate(step, steps) for step in range(steps)]
+
+    assert rates(3) == [2.0, 2.0, 2.0]
+    assert rates(4, warmup=4) == [0.5, 1.0, 1.5, 2.0]
+    assert rates(4, schedule="linear") == [2.0, 1.5, 1.0, 0.5]
+    assert rates(4, schedule="linear", final=0.5) == [2.0, 1.75, 1.5, 1.25]
+    assert rates(6, schedule="cosine", warmup=2) == pytest.approx([1.0, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)])
+    assert rates(1, schedule="cosine") == [2.0]
+    assert rates(2, warmup=5) == pytest.approx([0.4, 0.8]), "a run shorter than its warm-up"
+
+
+REFUSALS = [
+    ({"lr": 0.0}, "lr must be positive, not 0.0"),
+    ({"warmup": -1}, "warmup is a number of steps, not -1"),
+    ({"schedule": "step"}, "schedule must be one of constant, linear, cosine, not 'step'"),
+    ({"final": 2.0}, "final is a share of lr between 0 and 1, not 2.0"),
+    ({"beta1": 1.0}, "beta1 and beta2 lie in [0, 1)"),
+    ({"weight_decay": -1.0}, "weight_decay must not be negative, not -1.0"),
+    ({"clip_norm": 0.0}, "clip_norm must be positive (inf for none), not 0.0"),
+    ({"token_budget": 0}, "token_budget must be positive, not 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSALS)
+def test_refusals(settings: dict, message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        Optimization(**settings)
+    assert str(refusal.value) == message
+
+
+def test_a_model_without_trainable_weights_is_refused() -> None:
+    with pytest.raises(UserError, match="the model has no trainable parameters"):
+        Optimizer(Small().requires_grad_(False), Optimization())
+
+
+@pytest.mark.parametrize("clip", [0.1, 1.0, 50.0, math.inf])
+def test_i57_clipping(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the norm of the whole gradient: at most `clip` after it, the direction unchanged, and no-op above the norm."""
+    module = Small()
+    optimizer = Optimizer(module, Optimization(clip_norm=clip))
+    gradients = [3.0 * g for g in random_gradients(1)]
+    put(module, gradients)
+    seen: list[Tensor] = []
+    monkeypatch.setattr(optimizer.adam, "step", lambda: seen.extend(p.grad.clone() for p in module.parameters()))
+    norm = math.sqrt(sum(float((g**2).sum()) for g in gradients))
+    assert optimizer.step(0.1) == pytest.approx(norm, rel=1e-6), "the norm before clipping is what is reported"
+    after = math.sqrt(sum(float((g**2).sum()) for g in seen))
+    assert after <= clip * (1 + 1e-6)
+    factor = min(1.0, clip / norm)
+    for clipped, gradient in zip(seen, gradients, strict=True):
+        torch.testing.assert_close(clipped, factor * gradient, rtol=1e-6, atol=0)
+        assert factor < 1 or torch.equal(clipped, gradient)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [WIDE, torch.float32, torch.bfloat16])
+def test_i58_a_gradient_that_is_not_finite_changes_nothing(bad: float, dtype: torch.dtype) -> None:
+    """Weights, moments and step counts stay as they were, bit for bit, and the next good step is as if it had not been."""
+    module, untouched = Small(dtype), Small(dtype)
+    optimizer, other = (Optimizer(m, Optimization(lr=0.1, weight_decay=0.1)) for m in (module, untouched))
+    for m, o in ((module, optimizer), (untouched, other)):
+        backward(m, random_gradients(0))
+        o.step(0.1)
+    weights = [p.detach().clone() for p in module.parameters()]
+    state = {name: t.clone() for name, t in optimizer.state().items()}
+    gradients = random_gradients(1)
+    gradients[1][2] = bad
+    backward(module, gradients)
+    assert not math.isfinite(optimizer.step(0.1))
+    assert all(torch.equal(p, w) for p, w in zip(module.parameters(), weights, strict=True))
+    assert all(torch.equal(t, state[name]) for name, t in optimizer.state().items())
+    for m, o in ((module, optimizer), (untouched, other)):
+        backward(m, random_gradients(2))
+        o.step(0.1)
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), untouched.parameters(), strict=True))
+
+
+def backward(module: nn.Module, gradients: Sequence[Tensor]) -> None:
+    """Give the parameters these gradients through autograd, as a micro-batch does."""
+    torch.stack(
+        [(p * g.to(p.dtype)).sum().double() for p, g in zip(module.parameters(), gradients, strict=True)]
+    ).sum().backward()
+
+
+def test_i56_bf16_weights_have_float32_masters() -> None:
+    """Sixteen micro-batches are summed in float32, and steps too small for bf16 are not lost."""
+    module, wide = Small(torch.bfloat16), Small(torch.bfloat16).float()
+    settings = Optimization(lr=1e-4, weight_decay=0.1)
+    optimizer, reference = Optimizer(module, settings), Optimizer(wide, settings)
+    start = [p.detach().clone() for p in module.parameters()]
+    for step in range(20):
+        for micro in range(16):
+            gradients = [g.bfloat16().float() for g in random_gradients(100 * (micro % 4) + step % 3)]
+            backward(module, gradients)
+            assert all(p.grad is None for p in module.parameters()), "a bf16 gradient is handed over at once"
+            for parameter, gradient in zip(wide.parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+        optimizer.step(1e-4)
+        reference.step(1e-4)
+    for name, parameter in wide.named_parameters():
+        assert torch.equal(optimizer.masters[name], parameter)
+        assert torch.equal(module.get_parameter(name), parameter.bfloat16())
+    moved = [
+        float((optimizer.masters[n] - s.float()).abs().max())
+        for (n, _), s in zip(module.named_parameters(), start, strict=True)
+    ]
+    assert min(moved) > 1e-4
+
+
+def test_a_second_stage_takes_over_bf16_gradients() -> None:
+    """Two stages train the same model one after the other: the first one's optimizer must not swallow the gradients."""
+    module = Small(torch.bfloat16)
+    first = Optimizer(module, Optimization(lr=0.1))
+    backward(module, random_gradients(0))
+    first.step(0.1)
+    second = Optimizer(module, Optimization(lr=0.1))
+    before = [p.detach().clone() for p in module.parameters()]
+    backward(module, random_gradients(1))
+    assert second.step(0.1) > 0
+    assert any(not torch.equal(p, b) for p, b in zip(module.parameters(), before, strict=True))
+    assert all(master.grad is None for master in first.masters.values())
+
+
+def test_only_matrices_decay() -> None:
+    module = Small()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = Optimizer(module, Optimization(weight_decay=0.5))
+    put(module, [torch.zeros(p.shape) for p in module.parameters()])
+    optimizer.step(0.1)
+    torch.testing.assert_close(module.get_parameter("matrix").data, 0.95 * before["matrix"])
+    assert torch.equal(module.get_parameter("vector"), before["vector"])
+    assert torch.equal(module.get_parameter("number"), before["number"])
+
+
+def test_frozen_weights_stay() -> None:
+    module = Small()
+    module.get_parameter("vector").requires_grad_(False)
+    optimizer = Optimizer(module, Optimization())
+    assert list(optimizer.masters) == ["matrix", "number"]
+
+
+@pytest.mark.parametrize("dtype", [WIDE, torch.float32, torch.bfloat16])
+def test_state_and_restore_are_exact(dtype: torch.dtype) -> None:
+    """Interrupted after three steps and taken up in a new process: the next three are the same to the last bit."""
+    straight = Small(dtype)
+    optimizer = Optimizer(straight, Optimization(lr=0.01, weight_decay=0.1))
+    for seed in range(3):
+        backward(straight, random_gradients(seed))
+        optimizer.step(0.01)
+    saved = {name: t.clone() for name, t in optimizer.state().items()}
+    weights = {name: p.detach().clone() for name, p in straight.named_parameters()}
+
+    resumed = Small(dtype)
+    taken_up = Optimizer(resumed, Optimization(lr=0.01, weight_decay=0.1))
+    with torch.no_grad():
+        for name, parameter in resumed.named_parameters():
+            parameter.copy_(weights[name])
+    taken_up.restore(saved)
+    assert taken_up.state().keys() == saved.keys()
+    assert all(torch.equal(t, saved[name]) for name, t in taken_up.state().items())
+    for seed in range(3, 6):
+        for module, one in ((straight, optimizer), (resumed, taken_up)):
+            backward(module, random_gradients(seed))
+            one.step(0.01)
+    assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), resumed.parameters(), strict=True))
+
+
+def test_the_state_names_every_tensor() -> None:
+    module = Small(torch.bfloat16)
+    optimizer = Optimizer(module, Optimization())
+    assert set(optimizer.state()) == {"master.matrix", "master.vector", "master.number"}
+    backward(module, random_gradients(0))
+    optimizer.step(0.1)
+    kinds = ("master", "step", "exp_avg", "exp_avg_sq")
+    assert set(optimizer.state()) == {f"{kind}.{name}" for kind in kinds for name in ("matrix", "vector", "number")}
