@@ -26,6 +26,7 @@ class GRPO(Algorithm):
     with mu the policy that sampled. `kl` names the estimator (see ops/kl.py: the paper's k3 has the gradient of the forward KL;
     `corrected` has that of the reverse KL). `scale = "none"` and `reduction = "constant_mean"` remove the biases that
     Dr. GRPO points out; `reduction = "token_mean"` and a larger `clip_high` are DAPO's. beta = 0 needs no reference model.
+    A response cut off by the length limit stays in the loss and in its group's baseline, judged by its reward like any other.
     Use it with verifiable rewards, where several samples of a prompt differ in score.
     """
 
