@@ -1,3 +1,5 @@
 """posttrain: reinforcement learning for language models, small enough to read in an evening."""
 
-__version__ = "0.1.0"
+from posttrain import version
+
+__version__ = version.VERSION

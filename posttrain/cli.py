@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from posttrain import __version__
 from posttrain.errors import GuardStop, Interrupted, UserError
+from posttrain.version import VERSION
 
 EXAMPLES = {
     "run": "posttrain run quickstart seed=1 rl.lr=1e-4",
@@ -56,7 +56,7 @@ def complain(text: str, code: int) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="posttrain", description="Reinforcement learning for language models, from a laptop up.")
-    top.add_argument("--version", action="version", version=f"posttrain {__version__}")
+    top.add_argument("--version", action="version", version=f"posttrain {VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:

@@ -214,7 +214,9 @@ def _flatten(tree: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
     return flat
 
 
-def from_config(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON] | None = None, allow_code: bool = False) -> Settings:
+def from_config(
+    tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON] | None = None, allow_code: bool = False
+) -> Settings:
     """A resolved configuration, as a run directory keeps it or a YAML file says it in full."""
     known = ("name", "stages", "before", "after", "next_command", "versions", *TOP)
     for key in tree:
@@ -229,7 +231,11 @@ def from_config(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON] 
     stages = override(stages, {k: v for k, v in (pairs or {}).items() if "." in k})
     recipe = Recipe(stages, str(tree.get("before", "")), str(tree.get("after", "")), str(tree.get("next_command", "")))
     trackers = top.get("trackers")
-    return _settings(str(tree.get("name", where)), recipe, {**top, "trackers": ",".join(trackers) if isinstance(trackers, list) else trackers})
+    return _settings(
+        str(tree.get("name", where)),
+        recipe,
+        {**top, "trackers": ",".join(trackers) if isinstance(trackers, list) else trackers},
+    )
 
 
 def to_config(settings: Settings) -> dict[str, JSON]:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import posttrain
 from posttrain import config
 from posttrain.config import Settings
 from posttrain.errors import UserError, require
@@ -29,6 +28,7 @@ from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, run_stages
 from posttrain.types import JSON
+from posttrain.version import VERSION
 
 
 def start(settings: Settings) -> Path:
@@ -133,7 +133,7 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
         "attempts": context.writer.attempt,
         "config_sha256": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
         "versions": {
-            "posttrain": posttrain.__version__,
+            "posttrain": VERSION,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),

@@ -160,7 +160,8 @@ def check_failures(groups: Sequence[Group]) -> None:
     if len(failed) > MAX_FAILED * len(rollouts):
         worst = failed[0]
         raise GuardStop(
-            f"{len(failed)} of {len(rollouts)} responses could not be scored; the first: problem {worst.problem.id}, {worst.score.failure}"
+            f"{len(failed)} of {len(rollouts)} responses could not be scored; the first: problem {worst.problem.id}, "
+            f"{worst.score.failure}"
         )
 
 

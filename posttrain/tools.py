@@ -94,7 +94,9 @@ def show(directory: Path, rollout: str = "") -> None:
     require(bool(stages), f"{directory} holds no rollouts yet")
     stage, step, number = _parse(rollout, run, stages)
     rows = run.rollouts(stage, step)
-    require(bool(rows), f"no rollouts of {stage} step {step}; there are those of {', '.join(map(str, run.rollout_steps(stage)))}")
+    require(
+        bool(rows), f"no rollouts of {stage} step {step}; there are those of {', '.join(map(str, run.rollout_steps(stage)))}"
+    )
     if number is None:
         _list(directory, stage, step, rows)
         return
@@ -149,7 +151,9 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
             f"{t:>3}  {state:<24} {text[at]:<12} {token['logprob'][at]:8.4f} {kl} {reward:>7} {token['advantage'][at]:9.3f}"
         )
     total = float(np.sum(token["logprob"][first:]))
-    lines.append(f"end: {row.finish}; log pi(response | prompt) = {total:.3f}; outcome {row.outcome or row.failure}; {row.parts}")
+    lines.append(
+        f"end: {row.finish}; log pi(response | prompt) = {total:.3f}; outcome {row.outcome or row.failure}; {row.parts}"
+    )
     return lines
 
 

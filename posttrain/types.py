@@ -202,7 +202,7 @@ class Example:
 
     ids: np.ndarray  # int64 [T]
     mask: np.ndarray  # bool [T]
-    unit: int = 0  # examples of one unit (a pair, a ranking) stay together
+    unit: int = -1  # examples of one unit (a pair, a ranking) stay together; -1: a unit of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)

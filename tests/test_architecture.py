@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "errors": "",
     "types": "",
     "catalogue": "",
+    "version": "",
     "ops": LEAVES,
     "rewards": LEAVES,
     "tasks": f"{LEAVES} rewards",
@@ -42,16 +43,18 @@ MAY_IMPORT = {
     "evals": f"{LEAVES} tasks runs engine.sampler",
     "scoring": f"{LEAVES} rewards tasks",
     "rollouts": f"{LOOP} scoring",
-    "plan": LOOP,
-    "loop": f"{LOOP} rollouts plan scoring",
-    "stages": f"{LOOP} runs rollouts plan scoring loop",
-    "recipes": f"{LOOP} runs plan stages",
-    "config": f"{LEAVES} catalogue stages",
+    "plan": f"{LOOP} stages config",
+    "loop": f"{LOOP} rollouts scoring",
+    "stages": f"{LOOP} runs rollouts scoring loop",
+    "recipes": f"{LOOP} runs stages",
+    "config": f"{LEAVES} catalogue algorithms tasks stages recipes",
+    "pipeline": f"{LOOP} runs loop stages recipes config version",
+    "tools": f"{LOOP} runs stages config",
     "cluster": f"{MODELS} train",
     "serve": f"{MODELS} engine",
     "studio": f"{LEAVES} runs.read runs.layout",
-    "cli": f"{LOOP} runs rollouts plan scoring loop stages recipes config cluster serve studio",
-    "__init__": f"{LOOP} runs rollouts plan scoring loop stages recipes",  # lazily: see the fresh process below
+    "cli": f"{LOOP} runs rollouts plan scoring loop stages recipes config pipeline tools cluster serve studio version",
+    "__init__": "version",  # lazily: see the fresh process below
     "__main__": "cli",
 }
 

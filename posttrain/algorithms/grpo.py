@@ -59,8 +59,8 @@ class GRPO(Algorithm):
         require(self.epochs >= 1 and self.mini_batches >= 1, "grpo: epochs and mini_batches must be at least 1")
         kinds = ("token_mean", "sequence_mean", "constant_mean")
         require(self.reduction in kinds, f"grpo: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
-        require((self.reduction == "constant_mean") == (self.constant > 0), "grpo: constant (a length, in tokens) and reduction=constant_mean go "
-                "together")  # fmt: skip
+        together = (self.reduction == "constant_mean") == (self.constant > 0)
+        require(together, "grpo: constant (a length, in tokens) and reduction=constant_mean go together")
 
     @property
     def needs(self) -> frozenset[str]:

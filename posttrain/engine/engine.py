@@ -42,6 +42,8 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+        for request in requests:
+            self.policy.check_length(len(request.prompt_ids) + request.sampling.max_new_tokens)
         yield from _Batch(self, requests).run()
 
     def decoder(self, requests: Sequence[Request]) -> Decoder | None:

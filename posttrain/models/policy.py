@@ -45,6 +45,13 @@ class Policy:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
+    def check_length(self, tokens: int) -> None:
+        """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and tokens > limit:
+            raise UserError(f"prompt and response may reach {tokens} tokens, but {self.source or 'the model'} has {limit} positions; "
+                            "lower max_new_tokens or shorten the prompts")  # fmt: skip
+
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
         """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
         return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
@@ -53,6 +60,9 @@ class Policy:
 def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
     """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
     refused here, not trained wrongly. Dropout is turned off: sampling and training must see one and the same distribution."""
+    rotary = getattr(getattr(model.base_model, "rotary_emb", None), "rope_type", "")
+    if "dynamic" in (rotary.values() if isinstance(rotary, dict) else (rotary,)):
+        raise UserError(f"{source or type(model).__name__}: dynamic rotary scaling makes a sequence depend on its neighbours; not supported")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

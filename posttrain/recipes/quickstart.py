@@ -46,9 +46,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
     ]
     if control:
         stages += [
-            SFTStage(
-                name="control", model="sft", data=demonstrations, steps=20_000, batch=32, optimizer=sft, as_long_as="rl"
-            ),
+            SFTStage(name="control", model="sft", data=demonstrations, steps=20_000, batch=32, optimizer=sft, as_long_as="rl"),
             EvaluateStage(
                 name="after_control", model="control", task=task, problems=1000, sampling=Sampling(40, temperature=0.0)
             ),

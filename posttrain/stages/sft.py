@@ -68,7 +68,10 @@ class SFTStage(Stage):
         if not self.as_long_as:
             return 0.0
         before = context.result(self.as_long_as)
-        require(before is not None and "train_seconds" in before, f"{self.name}: as_long_as names {self.as_long_as!r}, which has not trained")
+        require(
+            before is not None and "train_seconds" in before,
+            f"{self.name}: as_long_as names {self.as_long_as!r}, which has not trained",
+        )
         assert before is not None
         context.announce(self.name, [f"for {duration(before['train_seconds'])}, as long as {self.as_long_as}"])
         return float(before["train_seconds"])

@@ -32,7 +32,7 @@ def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu
     """Lay examples end to end; those of one unit must be neighbours."""
     count = len(examples)
     behaviour = [np.zeros(len(e.ids), np.float32) for e in examples]
-    units = [e.unit for e in examples] if any(e.unit for e in examples) else list(range(count))
+    units = list(range(count)) if all(e.unit < 0 for e in examples) else [e.unit for e in examples]
     return _batch(
         [e.ids for e in examples], [e.mask for e in examples], behaviour, [float("nan")] * count, [True] * count,
         list(range(count)), units, 1.0, device,

@@ -13,6 +13,7 @@ from posttrain.engine import engine as engine_module
 from posttrain.engine import packed_linear
 from posttrain.engine.cache import GROWTH, Cache
 from posttrain.engine.engine import Engine
+from posttrain.errors import UserError
 from posttrain.models.policy import Policy
 from posttrain.types import Completion, Request, Sampler, Sampling
 
@@ -53,6 +54,12 @@ def assert_same(one: list[tuple[Completion, ...]], other: list[tuple[Completion,
         assert ours.ids.tolist() == theirs.ids.tolist()
         assert ours.finish == theirs.finish
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+
+
+def test_positions_beyond_the_model_are_refused(policy: Policy) -> None:
+    limit = policy.model.config.max_position_embeddings
+    with pytest.raises(UserError, match=f"{limit + 1} tokens"):
+        run(policy, [Request((3, 4), 1, 0, Sampling(limit - 1))])
 
 
 def test_it_is_a_sampler(policy: Policy) -> None:

@@ -99,7 +99,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("command", BAD)
-def test_bad_input_gets_one_line(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_bad_input_gets_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(command.split()) == 2
     error = capsys.readouterr().err
@@ -137,7 +139,9 @@ def test_control_c_stops_at_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
 def test_a_yaml_file_says_the_same_as_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: quickstart\nseed: 3\nrl:\n  steps: 7\n  optimizer:\n    lr: 1e-4\n")
-    assert config.parse(str(path), ["rl.prompts=5"]) == config.parse("quickstart", ["seed=3", "rl.steps=7", "rl.lr=1e-4", "rl.prompts=5"])
+    assert config.parse(str(path), ["rl.prompts=5"]) == config.parse(
+        "quickstart", ["seed=3", "rl.steps=7", "rl.lr=1e-4", "rl.prompts=5"]
+    )
     path.write_text("recipe: quickstart\nrl: [\n")
     with pytest.raises(UserError, match="not valid YAML"):
         config.parse(str(path), [])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import UserError
-from posttrain.tasks.arithmetic import ALPHABET, Arithmetic, numbered_pair, pair_count, pair_side
+from posttrain.tasks.arithmetic import ALPHABET, Arithmetic, carries, numbered_pair, pair_count, pair_side
 from posttrain.tasks.base import validate
 from posttrain.types import Problem
 
@@ -164,9 +164,42 @@ def test_a_lazy_sequence_behaves_as_one() -> None:
 )
 def test_scores_by_hand(response: str, value: int, formed: int, outcome: str) -> None:
     score = Arithmetic(level=2).score(question(47, 85, 2), response)
-    assert (score.value, score.parts, score.outcome) == (value, {"answer": value, "format": formed}, outcome)
+    assert (score.value, score.outcome) == (value, outcome)
+    assert (score.parts["answer"], score.parts["format"]) == (value, formed)
     mixed = Arithmetic(level=2, format_weight=0.25).score(question(47, 85, 2), response)
     assert mixed.value == 0.75 * value + 0.25 * formed
+
+
+@pytest.mark.parametrize(
+    ("response", "share"),
+    [
+        ("75012,48113#132", 1.0),
+        ("75012,48012#122", 0.5),
+        ("75012#132", 0.5),
+        ("48113,75012#132", 0.0),
+        ("#132", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_steps_count_in_their_place(response: str, share: float) -> None:
+    """47+85: the first step is 7+5+0=12, the second 4+8+1=13."""
+    score = Arithmetic(level=2, steps_weight=0.4).score(question(47, 85, 2), response)
+    assert score.parts["steps"] == share
+    assert score.value == pytest.approx(0.4 * share + 0.6 * score.parts["answer"])
+    assert score.solved == (score.parts["answer"] == 1.0)
+
+
+def test_carry_restricts_training_problems_alone() -> None:
+    for kind, handed_on in (("none", False), ("some", True)):
+        task = Arithmetic(level=3, carry=kind)
+        problems = [task.problems("train", 3)[i] for i in range(200)]
+        assert {carries("+", p.facts["a"], p.facts["b"]) for p in problems} == {handed_on}
+        assert all(pair_side("+", p.facts["a"], p.facts["b"]) == "train" for p in problems)
+        assert [p.question for p in task.problems("test")[:50]] == [
+            p.question for p in Arithmetic(level=3).problems("test")[:50]
+        ]
+    overflow = [p for p in Arithmetic(level=3, carry="none").problems("train", 3)[:200] if int(p.answer) > 999]
+    assert overflow, "an overflow of the first digit is not a carry into the next"
 
 
 @settings(max_examples=200, deadline=None)
@@ -201,7 +234,17 @@ def test_any_text_gets_a_finite_score(response: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"operation": "*"}, {"level": 0}, {"min_level": 5}, {"level": 19}, {"steps": "long"}, {"format_weight": 1.5}]
+    "bad",
+    [
+        {"operation": "*"},
+        {"level": 0},
+        {"min_level": 5},
+        {"level": 19},
+        {"steps": "long"},
+        {"carry": "all"},
+        {"steps_weight": 0.7, "format_weight": 0.4},
+        {"format_weight": 1.5},
+    ],
 )
 def test_bad_settings_are_refused_in_one_line(bad: dict[str, object]) -> None:
     with pytest.raises(UserError) as caught:

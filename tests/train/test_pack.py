@@ -15,7 +15,7 @@ from posttrain.train.pack import gather, micro_batches, mini_batches, pack_examp
 from posttrain.types import Batch, Example
 
 
-def example(ids: list[int], mask: list[int], unit: int = 0) -> Example:
+def example(ids: list[int], mask: list[int], unit: int = -1) -> Example:
     return Example(np.array(ids), np.array(mask, dtype=bool), unit)
 
 
