@@ -58,7 +58,7 @@ class Rhythm:
 
 @dataclass(eq=False)
 class Loop:
-    """One stage's training. Everything that changes while it runs is in `progress`, the trainer, the source and the generators."""
+    """One stage's training. What changes while it runs: the last three fields, the trainer, the source, the generators."""
 
     stage: str
     rhythm: Rhythm
@@ -108,7 +108,12 @@ class Loop:
         collected = self.source.collect(self.step, algorithm, self.state)
         began = time.perf_counter()
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
-        filled = trainer.fill(collected.batch)
+        shown = bool(collected.groups) and (
+            (self.step + 1) % self.rhythm.rollouts_every == 0 or self.step + 1 in (1, self.rhythm.steps)
+        )
+        filled = trainer.fill(collected.batch, watch=shown)
+        if filled.reference_T is not None and "reference" not in algorithm.needs:
+            metrics.append(watched_kl(filled))
         epochs, pieces = algorithm.reuse
         rate = trainer.settings.rate(self.step, self.rhythm.steps)
         for _ in range(epochs):
@@ -121,7 +126,7 @@ class Loop:
         self.step += 1
         if self.sampler is not None:
             self.sampler.update(self.step)
-        if collected.groups and (self.step % self.rhythm.rollouts_every == 0 or self.step in (1, self.rhythm.steps)):
+        if shown:
             self.write_rollouts(collected.groups, algorithm.prepare(filled, self.state))
         for news in self.source.observe(collected.groups):
             console.event(news)
@@ -200,6 +205,13 @@ class Loop:
         if torch.cuda.is_available() and "cuda" in saved.state["generators"]:
             torch.cuda.set_rng_state(_generator(saved.state["generators"]["cuda"]))
         self.writer.resumed(self.stage, self.step)
+
+
+def watched_kl(batch: Batch) -> Metric:
+    """KL from the reference over the sampled tokens, for the eye alone: no term of the loss uses it."""
+    assert batch.reference_T is not None
+    kl_T = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
+    return Metric("kl", kl_T.sum(), batch.mask_T.sum())
 
 
 def _generator(text: str) -> torch.Tensor:

@@ -62,7 +62,9 @@ def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "
     refused here, not trained wrongly. Dropout is turned off: sampling and training must see one and the same distribution."""
     rotary = getattr(getattr(model.base_model, "rotary_emb", None), "rope_type", "")
     if "dynamic" in (rotary.values() if isinstance(rotary, dict) else (rotary,)):
-        raise UserError(f"{source or type(model).__name__}: dynamic rotary scaling makes a sequence depend on its neighbours; not supported")
+        raise UserError(
+            f"{source or type(model).__name__}: dynamic rotary scaling makes a sequence depend on its neighbours; not supported"
+        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

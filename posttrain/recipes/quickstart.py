@@ -40,6 +40,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
             algorithm=GRPO(group=8, beta=0.0, reduction="token_mean"),
             sampling=Sampling(max_new_tokens=32),
             curriculum=Curriculum(start=2, review=0.1),
+            watch_kl=True,
             optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
         ),
         EvaluateStage(name="after", model="rl", task=task, problems=1000, sampling=Sampling(40, temperature=0.0)),

@@ -101,7 +101,7 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("kl", "KL", "{:.2g}".format),
     ("entropy", "entropy", "{:.3f}".format),
     ("length", "length", "{:.1f}".format),
-    ("level", "level", "{:g}".format),
+    ("level", "level", "{:.1f}".format),
     ("grad_norm", "gradient", "{:.3g}".format),
     ("learning_rate", "rate", "{:.2g}".format),
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
@@ -148,9 +148,9 @@ class Console:
         return cls(total_steps, stage, start, stream, live)
 
     def update(self, row: Mapping[str, float], step: int | None = None) -> None:
-        """Show the figures of a step. Without `step`, each update is one step. Held-out scores stay until the next one."""
+        """Show the figures of a step. Without `step`, each update is one step. Held-out scores and KL stay until the next ones."""
         self.step = self.step + 1 if step is None else step
-        held = {name: value for name, value in self._row.items() if name.startswith("accuracy/")}
+        held = {name: value for name, value in self._row.items() if name == "kl" or name.startswith("accuracy/")}
         self._row = {**held, **row}
         if "reward" in row:
             self._rewards.append(row["reward"])

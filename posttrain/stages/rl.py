@@ -37,6 +37,7 @@ class RLStage(Stage):
     evaluate_problems: int = 200
     checkpoint_every: int = 25
     rollouts_every: int = 5
+    watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
 
     def __post_init__(self) -> None:
         name = self.name
@@ -56,7 +57,8 @@ class RLStage(Stage):
         from posttrain.train.trainer import Trainer
 
         policy = load_policy(self.model, context, self.alphabet())
-        reference = load_policy(self.model, context, self.alphabet()) if "reference" in self.algorithm.needs else None
+        anchored = self.watch_kl or "reference" in self.algorithm.needs
+        reference = load_policy(self.model, context, self.alphabet()) if anchored else None
         engine = Engine(policy, self.max_rows)
         sizes = [len(self.task.problems("train", level)) for level in self.task.levels]
         climb = Climb(self.task.levels, sizes, self.curriculum, context.seed)

@@ -33,9 +33,12 @@ class Trainer:
         self.optimizer = Optimizer(policy.model, settings)
 
     @torch.no_grad()
-    def fill(self, batch: Batch) -> Batch:
-        """Add what the algorithm needs of others: the reference's log-probs of the same tokens, at the same temperature."""
-        if "reference" not in self.algorithm.needs:
+    def fill(self, batch: Batch, watch: bool = False) -> Batch:
+        """Add what the algorithm needs of others: the reference's log-probs of the same tokens, at the same temperature.
+
+        `watch` asks for them where a reference is there to be watched only, and the algorithm has no use for it.
+        """
+        if "reference" not in self.algorithm.needs and not (watch and self.reference is not None):
             return batch
         assert self.reference is not None
         pieces = [forward(self.reference, piece).logprob_T for piece in micro_batches(batch, self.settings.token_budget)]
