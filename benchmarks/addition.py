@@ -16,6 +16,7 @@ from posttrain.types import Example, Problem, Request, Sampling, Score
 
 VOCABULARY = 128
 HELD_OUT = 512
+LARGEST = 74  # with this, 600 steps of fine-tuning leave something for reinforcement learning to do
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # both sides see the bare text
 
 
@@ -26,7 +27,7 @@ class Addition(Task):
     random_reward: bool = False
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+        pairs = [(a, b) for a in range(10, LARGEST + 1) for b in range(10, LARGEST + 1)]
         random.Random(0).shuffle(pairs)
         chosen = pairs[:HELD_OUT] if split == "test" else pairs[HELD_OUT:]
         return [Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a, b in chosen]

@@ -2,7 +2,7 @@
 
     python benchmarks/quickstart_seeds.py OUT [SEEDS] [key=value ...]
 
-OUT is a new directory for the runs; SEEDS is a list such as 0,1,2.
+OUT is a directory for the runs; SEEDS is a list such as 0,1,2. A seed whose run is complete in OUT is not run again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 def run(out: Path, seed: int, settings: list[str]) -> dict[str, Any]:
     """One run in a process of its own; what its stages found."""
-    began = time.time()
     directory = out / f"seed-{seed}"
     command = [sys.executable, "-m", "posttrain", "run", "quickstart", "control=true", f"seed={seed}", f"out={directory}"]
-    subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
-    stages = json.loads((directory / "summary.json").read_text())["stages"]
+    if not (directory / "summary.json").is_file():
+        subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
+    summary = json.loads((directory / "summary.json").read_text())
+    stages = summary["stages"]
     names = {"sft": "before", "rl": "after", "control": "after_control"}
     return {
         "seed": seed,
@@ -30,7 +31,7 @@ def run(out: Path, seed: int, settings: list[str]) -> dict[str, Any]:
         "format": {name: stages[stage]["parts"]["format"] for name, stage in names.items()},
         "problems": stages["after"]["problems"],
         "seconds": {name: round(stages[name]["train_seconds"], 1) for name in ("sft", "rl", "control")},
-        "wall": round(time.time() - began, 1),
+        "wall": summary["seconds"],
     }
 
 

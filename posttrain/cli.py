@@ -18,7 +18,7 @@ EXAMPLES = {
     "list": "posttrain list algorithms --json",
     "eval": "posttrain eval runs/quickstart-1/export --task arithmetic task.level=3 problems=1000",
     "sample": "posttrain sample runs/quickstart-1/export '128+394='",
-    "show": "posttrain show runs/quickstart-1 rl/450/0",
+    "show": "posttrain show runs/quickstart-1 rl/600/0",
 }
 
 
