@@ -112,10 +112,12 @@ def load_policy(name: str, context: Context, alphabet: str = "") -> Policy:
     from posttrain.models.load import load, stop_ids
     from posttrain.models.policy import adopt
     from posttrain.models.tiny import character_tokenizer, tiny_model
+    from posttrain.train.threads import use_threads
 
     if name.startswith("tiny:"):
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
+        use_threads(model.num_parameters(), context.threads)
         return adopt(model.to(context.device), tokenizer, stop_ids(model, tokenizer, name), name)
     folder = context.folder(name) / "model" if "/" not in name and not name.startswith(".") else None
     if folder is not None and folder.is_dir():
@@ -123,4 +125,5 @@ def load_policy(name: str, context: Context, alphabet: str = "") -> Policy:
     elif folder is not None and context.folder(name).is_dir():
         raise UserError(f"stage {name!r} of this run has made no model")
     loaded = load(name, dtype="bfloat16" if context.device.startswith("cuda") else "float32", device=context.device)
+    use_threads(loaded.model.num_parameters(), context.threads)
     return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)

@@ -156,3 +156,45 @@ def test_yaml_cannot_name_code_without_leave(tmp_path: Path) -> None:
     path.write_text(f"stages:\n- stage: rl\n  name: rl\n  model: x\n  task: {{name: '{tmp_path}/mine.py:Task'}}\n")
     with pytest.raises(UserError, match="--allow-code"):
         config.parse(str(path), [])
+
+
+MINE = '''
+from dataclasses import dataclass
+from posttrain.recipes.base import Recipe
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.pretrain import PretrainStage
+from posttrain.stages._material import Data
+from posttrain.tasks.base import Task
+from posttrain.tasks.countdown import Countdown
+from posttrain.types import Problem, Sampling, Score
+
+@dataclass(frozen=True)
+class Echo(Task):
+    word: str = "yes"
+    def problems(self, split, level=None):
+        return [Problem(f"{split}/{n}", f"say {self.word} {n}", self.word) for n in range(4)]
+    def score(self, problem, response):
+        if problem.id == "test/0":
+            raise RuntimeError("the judge is out")
+        return Score(float(response == problem.answer))
+
+def mine(steps: int = 2) -> Recipe:
+    return Recipe((
+        PretrainStage(name="base", model="tiny:nano", data=(Data(task=Countdown(), counts={2: 4}),), steps=steps, batch=2),
+        EvaluateStage(name="check", model="base", task=Echo(), problems=4, sampling=Sampling(4, temperature=0.0)),
+    ))
+'''
+
+
+def test_a_users_recipe_and_task_run_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    assert cli.main(["run", f"{path}:mine", "steps=3", f"out={tmp_path / 'run'}"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stages"]["base"]["steps"] == 3
+    assert summary["stages"]["check"]["failed"] == 1, "a task that raises is a counted failure"
+    with pytest.raises(UserError, match="--allow-code"):
+        config.from_config(Run(tmp_path / "run").config, "config.yaml")
+    assert config.from_config(Run(tmp_path / "run").config, "config.yaml", allow_code=True).recipe.stages[1].name == "check"
+    assert cli.main(["run", f"{path}:mime"]) == 2
+    assert "did you mean 'mine'" in capsys.readouterr().err
