@@ -94,7 +94,8 @@ class Rollouts:
                 break
         check_failures(groups)
         batch = pack_groups(selection.groups, self.sampling.temperature, self.device)
-        return Collected(batch, tuple(groups), (*selection.metrics, *group_metrics(groups)), seconds)
+        metrics = (*selection.metrics, *group_metrics(groups), Metric("level", self.climb.level, 1))
+        return Collected(batch, tuple(groups), metrics, seconds)
 
     def observe(self, groups: Sequence[Group]) -> list[str]:
         """Tell the curriculum how the step went; returns what a person should hear of it."""
@@ -179,7 +180,6 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
         ),
         Metric("truncated", sum(r.finish == "length" for r in rollouts), len(rollouts)),
         Metric("failed", len(rollouts) - len(scored), len(rollouts)),
-        Metric("level", sum(g.problem.level for g in groups), len(groups)),
     ]
     for part in sorted({name for r in scored for name in r.score.parts}):
         values = [r.score.parts[part] for r in scored if part in r.score.parts]

@@ -101,7 +101,7 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("kl", "KL", "{:.2g}".format),
     ("entropy", "entropy", "{:.3f}".format),
     ("length", "length", "{:.1f}".format),
-    ("level", "level", "{:.1f}".format),
+    ("level", "level", "{:g}".format),
     ("grad_norm", "gradient", "{:.3g}".format),
     ("learning_rate", "rate", "{:.2g}".format),
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
