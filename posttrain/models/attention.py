@@ -96,15 +96,24 @@ def masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, ru
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Sequences end to end without padding. Similar lengths share one call, padded inside it and nowhere else."""
+    """Sequences end to end without padding. Similar lengths share one call, padded inside it and nowhere else.
+
+    Where sequences begin alike, the beginning need be computed once: `kept` says which of the tokens are computed, `source` which
+    of those stands for each token. Queries, keys and values are then those of the kept tokens, and so is the output.
+    """
 
     starts: tuple[int, ...]
     device: torch.device | str = "cpu"
-    buckets: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)  # (gather [n, L], scatter into n * L)
-    order: Tensor = field(init=False)  # where each packed token's output lies among the buckets' outputs
+    kept: Tensor | None = None
+    source: Tensor | None = None
+    buckets: list[Tensor] = field(init=False, default_factory=list)  # [n, L]: where each token of n sequences is found
+    order: Tensor | None = field(init=False, default=None)  # where each output lies among the buckets'; None: as they come
 
     def __post_init__(self) -> None:
         lengths = [b - a for a, b in zip(self.starts, self.starts[1:], strict=False)]
+        if self.source is None and len(set(lengths)) == 1:
+            self.buckets.append(torch.arange(self.starts[-1]).view(-1, lengths[0]))
+            return
         order = torch.empty(self.starts[-1], dtype=torch.long)
         base = 0
         for members in bucket(lengths):
@@ -115,19 +124,20 @@ class Packed:
             gather = first[:, None] + torch.minimum(at[None, :], last[:, None])
             inside = at[None, :] <= last[:, None]
             order[gather[inside]] = base + torch.arange(len(members) * longest).view(len(members), longest)[inside]
-            self.buckets.append((gather.to(self.device), inside.to(self.device)))
+            self.buckets.append((gather if self.source is None else self.source[gather]).to(self.device))
             base += gather.numel()
+        order = order if self.kept is None else order[self.kept]
         object.__setattr__(self, "order", order.to(self.device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         flat = [t[0].transpose(0, 1) for t in (query, key, value)]  # [T, H, D]
         outputs = []
-        for gather, _ in self.buckets:
-            rows, longest = gather.shape
-            q, k, v = (t.index_select(0, gather.view(-1)).view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in flat)
-            outputs.append(causal(q, k, v, rule).transpose(1, 2).reshape(rows * longest, *flat[0].shape[1:]))
+        for gather in self.buckets:
+            taken = flat if self.order is None else [t.index_select(0, gather.view(-1)) for t in flat]
+            q, k, v = (t.reshape(*gather.shape, *t.shape[1:]).transpose(1, 2) for t in taken)
+            outputs.append(causal(q, k, v, rule).transpose(1, 2).reshape(gather.numel(), *flat[0].shape[1:]))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return joined.index_select(0, self.order)[None]
+        return (joined if self.order is None else joined.index_select(0, self.order))[None]
 
 
 def bucket(lengths: Sequence[int]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,6 +10,8 @@ from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import token_logprobs
 from posttrain.types import Batch, Outputs
+
+SHARED = 4  # sequences that begin with at least this many equal tokens share their computation
 
 
 def positions(batch: Batch) -> Tensor:
@@ -18,10 +21,44 @@ def positions(batch: Batch) -> Tensor:
 
 
 def forward(policy: Policy, batch: Batch) -> Outputs:
-    """log pi and entropy at every loss token, 0 elsewhere. Token t is predicted by the hidden state before it, t - 1."""
-    layout = Packed(batch.starts, batch.ids_T.device)
-    hidden_TH = policy.hidden(batch.ids_T[None], positions(batch)[None], **{LAYOUT: layout})[0]
+    """log pi and entropy at every loss token, 0 elsewhere. Token t is predicted by the hidden state before it, t - 1.
+
+    What follows equal beginnings is computed once: the prompt of a group, and samples of it as far as they agree.
+    """
+    device = batch.ids_T.device
+    kept_K, source_T = shared_beginnings(batch)
+    if len(kept_K) == batch.tokens:
+        layout, ids, position = Packed(batch.starts, device), batch.ids_T, positions(batch)
+    else:
+        layout = Packed(batch.starts, device, kept_K, source_T)
+        kept_K, source_T = kept_K.to(device), source_T.to(device)
+        ids, position = batch.ids_T[kept_K], positions(batch)[kept_K]
+    hidden_KH = policy.hidden(ids[None], position[None], **{LAYOUT: layout})[0]
     at = batch.mask_T.nonzero()[:, 0]
-    logprob_M, entropy_M = token_logprobs(hidden_TH.index_select(0, at - 1), batch.ids_T[at], policy.head, batch.temperature)
+    before = at - 1 if len(kept_K) == batch.tokens else source_T[at - 1]
+    logprob_M, entropy_M = token_logprobs(hidden_KH.index_select(0, before), batch.ids_T[at], policy.head, batch.temperature)
     empty_T = torch.zeros(batch.tokens, dtype=logprob_M.dtype, device=logprob_M.device)
     return Outputs(empty_T.index_copy(0, at, logprob_M), empty_T.index_copy(0, at, entropy_M))
+
+
+def shared_beginnings(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which tokens must be computed, and which of those stands for each token of the batch.
+
+    A token's hidden state depends on it and on what is before it in its sequence alone, so a sequence that begins like another has
+    those states already. Each is compared with the last one that was computed from its first token on: samples of a group are
+    neighbours.
+    """
+    ids_T, starts = batch.ids_T.cpu().numpy(), batch.starts
+    kept_T, twin_T = np.ones(len(ids_T), bool), np.arange(len(ids_T))
+    leader = 0
+    for n in range(1, batch.sequences):
+        length = min(starts[n + 1] - starts[n], starts[leader + 1] - starts[leader])
+        differ = ids_T[starts[n] : starts[n] + length] != ids_T[starts[leader] : starts[leader] + length]
+        same = int(differ.argmax()) if differ.any() else length
+        if same < SHARED:
+            leader = n
+            continue
+        kept_T[starts[n] : starts[n] + same] = False
+        twin_T[starts[n] : starts[n] + same] = np.arange(starts[leader], starts[leader] + same)
+    number_T = np.cumsum(kept_T) - 1
+    return torch.from_numpy(np.flatnonzero(kept_T)), torch.from_numpy(number_T[twin_T])

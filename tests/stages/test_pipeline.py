@@ -158,7 +158,7 @@ def test_yaml_cannot_name_code_without_leave(tmp_path: Path) -> None:
         config.parse(str(path), [])
 
 
-MINE = '''
+MINE = """
 from dataclasses import dataclass
 from posttrain.recipes.base import Recipe
 from posttrain.stages.evaluate import EvaluateStage
@@ -183,7 +183,7 @@ def mine(steps: int = 2) -> Recipe:
         PretrainStage(name="base", model="tiny:nano", data=(Data(task=Countdown(), counts={2: 4}),), steps=steps, batch=2),
         EvaluateStage(name="check", model="base", task=Echo(), problems=4, sampling=Sampling(4, temperature=0.0)),
     ))
-'''
+"""
 
 
 def test_a_users_recipe_and_task_run_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
