@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms.sft import SFT
 from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.ops.kl import kl_estimate
 from posttrain.rollouts import Collected
@@ -58,7 +59,7 @@ class Rhythm:
 
 @dataclass(eq=False)
 class Loop:
-    """One stage's training. What changes while it runs: the last three fields, the trainer, the source, the generators."""
+    """One stage's training. What changes while it runs: the last three fields, the trainer, the sources, the generators."""
 
     stage: str
     rhythm: Rhythm
@@ -70,6 +71,7 @@ class Loop:
     trackers: Trackers | None = None
     sampler: Sampler | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
+    pretraining: Source | None = None  # text that is mixed into every optimizer step
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
     state: State = field(default_factory=dict)  # the algorithm's
@@ -116,11 +118,13 @@ class Loop:
             metrics.append(watched_kl(filled))
         epochs, pieces = algorithm.reuse
         rate = trainer.settings.rate(self.step, self.rhythm.steps)
-        for _ in range(epochs):
-            for piece in mini_batches(filled, pieces):
-                prepared = algorithm.prepare(piece, self.state)
-                update = trainer.update(prepared, rate)
-                metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1)]
+        reuse = [piece for _ in range(epochs) for piece in mini_batches(filled, pieces)]
+        for piece in reuse:
+            prepared = algorithm.prepare(piece, self.state)
+            update = trainer.update(prepared, rate, self.pretraining_batch())
+            metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
+            if len(reuse) > 1 and algorithm.enough(update.metrics):
+                break
         self.state = algorithm.finish(self.state, metrics)
         seconds = collected.seconds | {"train": time.perf_counter() - began}
         self.step += 1
@@ -134,6 +138,15 @@ class Loop:
         figures = dict(merge(metrics)) | {"learning_rate": rate}
         self.guard(figures)
         return figures | {f"seconds/{name}": value for name, value in seconds.items()}
+
+    def pretraining_batch(self) -> tuple[Algorithm, Batch] | None:
+        """Pretraining text for one optimizer step, weighed by the algorithm's coefficient."""
+        if self.pretraining is None:
+            return None
+        plain = SFT()
+        batch = plain.prepare(self.pretraining.collect(self.step, plain, {}).batch, {})
+        assert batch.weight_T is not None
+        return plain, batch.replace(weight_T=self.trainer.algorithm.pretraining * batch.weight_T)
 
     def guard(self, figures: Mapping[str, float]) -> None:
         """Stop where going on would waste the user's hours. The update has not been saved."""
@@ -153,12 +166,14 @@ class Loop:
         if len(rollouts) != batch.sequences:  # some were not selected: their text is kept, token arrays would not align
             self.writer.rollouts(self.stage, self.step, rollouts)
             return
-        assert batch.advantage_T is not None
+        none_T = torch.zeros_like(batch.behaviour_T)
         arrays = {
             "ids": batch.ids_T,
             "logprob": batch.behaviour_T,
-            "advantage": batch.advantage_T,
+            "advantage": none_T if batch.advantage_T is None else batch.advantage_T,
         }
+        if batch.value_T is not None:
+            arrays["value"] = batch.value_T
         if batch.reference_T is not None:
             arrays["kl"] = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
         host = {name: tensor.cpu().numpy() for name, tensor in arrays.items()}
@@ -175,11 +190,11 @@ class Loop:
             "stage": self.stage,
             "algorithm": self.state,
             "source": self.source.state(),
+            "pretraining": None if self.pretraining is None else self.pretraining.state(),
             "generators": generators,
             "elapsed": self.elapsed,
         }
-        tensors = checkpoint.weights(self.trainer.policy.model)
-        saved = checkpoint.Checkpoint(self.step, tensors, self.trainer.optimizer.state(), state)
+        saved = checkpoint.Checkpoint(self.step, self.trainer.weights(), self.trainer.moments(), state)
         checkpoint.save(self.checkpoints, saved)
         self.writer.event("checkpoint", {"stage": self.stage, "step": self.step})
 
@@ -195,10 +210,11 @@ class Loop:
                 self.writer.resumed(self.stage, -1)
             return
         saved = checkpoint.load(path)
-        checkpoint.restore_weights(self.trainer.policy.model, saved.model)
-        self.trainer.optimizer.restore(saved.optimizer)
+        self.trainer.restore(saved.model, saved.optimizer)
         self.step, self.state, self.elapsed = saved.step, saved.state["algorithm"], saved.state["elapsed"]
         self.source.restore(saved.state["source"])
+        if self.pretraining is not None:
+            self.pretraining.restore(saved.state["pretraining"])
         if self.sampler is not None:
             self.sampler.update(self.step)
         torch.set_rng_state(_generator(saved.state["generators"]["cpu"]))

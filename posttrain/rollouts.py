@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,8 +18,11 @@ from posttrain.engine.random import derive
 from posttrain.errors import GuardStop
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
-from posttrain.types import JSON, Batch, Example, Group, Metric, Problem, Request, Rollout, Sampler, Sampling, Score, Segment
+from posttrain.types import (
+    JSON, Batch, Example, Group, Metric, Problem, Rating, Request, Rollout, Sampler, Sampling, Score, Segment,
+)  # fmt: skip
 
+Item = Example | tuple[Example, ...]
 MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on with what it has
 MAX_FAILED = 0.5  # share of a step's rollouts that may lack a score before the run stops
 
@@ -35,17 +38,17 @@ class Collected:
 
 
 class Examples:
-    """Steps of `batch` examples each, in an order that a seed decides. Several sets are mixed by weight."""
+    """Steps of `batch` examples each, in an order that a seed decides. Several sets are mixed by weight. An item of a set may be
+    a unit of several examples: a pair, a ranking."""
 
-    def __init__(
-        self, sets: Sequence[Sequence[Example]], weights: Sequence[float], batch: int, seed: int, device: torch.device
-    ):
+    def __init__(self, sets: Sequence[Sequence[Item]], weights: Sequence[float], batch: int, seed: int, device: torch.device):
         self.sets, self.batch, self.device = sets, batch, device
         self.mixture = Mixture(weights, [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)], seed)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
-        chosen = [self.sets[source][index] for source, index in self.mixture.take(self.batch)]
-        batch = pack_examples(chosen, self.device)
+        drawn = [self.sets[source][index] for source, index in self.mixture.take(self.batch)]
+        units = [item if isinstance(item, tuple) else (item,) for item in drawn]
+        batch = pack_examples([replace(e, unit=n) for n, unit in enumerate(units) for e in unit], self.device)
         return Collected(batch, metrics=(Metric("length", batch.tokens, batch.sequences),))
 
     def observe(self, groups: Sequence[Group]) -> list[str]:
@@ -71,7 +74,9 @@ class Rollouts:
         sampling: Sampling,
         seed: int,
         device: torch.device,
+        rating: Rating | None = None,
     ):
+        self.rating = rating
         self.task, self.sampler, self.tokenizer, self.climb = task, sampler, tokenizer, climb
         self.prompts, self.sampling, self.seed, self.device = prompts, sampling, seed, device
         self.decoder = Decoder(tokenizer)
@@ -84,16 +89,18 @@ class Rollouts:
         wanted = self.prompts
         for attempt in range(MAX_ROUNDS):
             problems = [self.problems[level][index] for level, index in self.climb.draw(wanted)]
-            groups += rollout_groups(
+            fresh = rollout_groups(
                 self.task, self.sampler, self.tokenizer, self.decoder, problems, algorithm.group_size, self.sampling,
                 derive(self.seed, step, attempt), seconds,
             )  # fmt: skip
+            groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
             selection = algorithm.select(groups, state)
             wanted = selection.refill
             if not wanted:
                 break
         check_failures(groups)
-        batch = pack_groups(selection.groups, self.sampling.temperature, self.device)
+        together = algorithm.unit in ("pair", "ranking")
+        batch = pack_groups(selection.groups, self.sampling.temperature, self.device, together)
         metrics = (*selection.metrics, *group_metrics(groups), Metric("level", self.climb.level, 1))
         return Collected(batch, tuple(groups), metrics, seconds)
 
@@ -144,6 +151,22 @@ def rollout_groups(
     seconds["score"] += scoring
     seconds["generate"] += time.perf_counter() - began - scoring
     return groups
+
+
+def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, float]) -> list[Group]:
+    """Groups as a model rates them. What the task itself says stays beside it as the part `task`: the proxy and the gold."""
+    began = time.perf_counter()
+    scores = iter(rating.rate([r for g in groups for r in g.rollouts]))
+    rated = []
+    for group in groups:
+        members = []
+        for rollout in group.rollouts:
+            score, gold = next(scores), rollout.score
+            parts = {**score.parts} if gold.value is None else {**score.parts, "task": gold.value}
+            members.append(replace(rollout, score=replace(score, parts=parts, outcome=score.outcome or gold.outcome)))
+        rated.append(Group(group.problem, tuple(members)))
+    seconds["score"] += time.perf_counter() - began
+    return rated
 
 
 def score_one(task: Task, problem: Problem, response: str) -> Score:

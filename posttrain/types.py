@@ -196,6 +196,14 @@ class Group:
         return [r.score.value for r in self.rollouts if r.score.value is not None]
 
 
+class Rating(Protocol):
+    """A reward that runs a model in this process, on many rollouts at once: a reward model, an ensemble, an implicit reward."""
+
+    def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        """One score for each rollout. The score a rollout already has is its task's own."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """A sequence to learn from as it stands: ids and which of them carry loss (never the first)."""
@@ -203,6 +211,10 @@ class Example:
     ids: np.ndarray  # int64 [T]
     mask: np.ndarray  # bool [T]
     unit: int = -1  # examples of one unit (a pair, a ranking) stay together; -1: a unit of its own
+    reward: float = float(
+        "nan"
+    )  # what people said of it: in a pair or ranking the higher is preferred, by so much; 1 good, 0 bad
+    steps: np.ndarray | None = None  # float32 [T]: the label of the step that ends at a token, NaN elsewhere
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,17 +226,21 @@ class Batch:
     sequence_T: Tensor  # int64: which sequence a token is in
     mask_T: Tensor  # bool: the token carries loss
     behaviour_T: Tensor  # float32: log-prob when sampled; 0 where not sampled
-    reward_N: Tensor  # float32; NaN where there is none
+    reward_N: Tensor  # float32, a score or an example's label; NaN where there is none
     valid_N: Tensor  # bool: the sequence was scored and votes in its group
     group_N: Tensor  # int64: which problem the sequence answers
     unit_N: tuple[int, ...]  # non-decreasing; a micro-batch is cut only where it changes
+    truncated_N: Tensor  # bool: the response ended at the length limit
     temperature: float = 1.0
+    step_T: Tensor | None = None  # float32: the reward or label of the step that ends at this token; NaN elsewhere
     reference_T: Tensor | None = None
     value_T: Tensor | None = None
     proximal_T: Tensor | None = None  # log-prob under the policy at the start of the step
     advantage_T: Tensor | None = None
     return_T: Tensor | None = None
     weight_T: Tensor | None = None  # the reduction: the loss is a plain sum of weight * loss
+    weight_N: Tensor | None = None  # the same for losses per sequence or per unit
+    baseline_N: Tensor | None = None  # what a sequence's own figure is compared with
 
     @property
     def sequences(self) -> int:
@@ -244,7 +260,8 @@ class Outputs:
 
     logprob_T: Tensor  # float32, log p of the token at the batch's temperature
     entropy_T: Tensor  # float32, of the distribution the token was drawn from
-    value_T: Tensor | None = None
+    value_T: Tensor | None = None  # the critic's value of the state in which the token was chosen
+    score_T: Tensor | None = None  # a reward model's score of everything up to and with the token
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.models.policy import Policy, adopt
-from posttrain.train.forward import forward
+from posttrain.models.scorer import Scorer, from_policy
+from posttrain.train.forward import forward, values
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples, pack_groups, with_loss
 from posttrain.train.trainer import Trainer
@@ -52,7 +53,7 @@ def _cases() -> Iterator[Any]:
 
 CASES = list(_cases())
 DEFAULTS = [pytest.param(algorithm_class(name)(), id=name) for name in catalogue.names("algorithm")]
-ONLINE = [case for case in CASES if case.values[0].online]
+ONLINE = [case for case in CASES if case.values[0].online and case.values[0].unit == "sequence"]  # those with advantages
 
 
 def small_policy(seed: int = 0, dtype: torch.dtype = WIDE, stop_ids: tuple[int, ...] = (STOP,), **shape: Any) -> Policy:
@@ -87,6 +88,12 @@ def shared_policy(seed: int = 0, dtype: torch.dtype = WIDE) -> Policy:
     return small_policy(seed, dtype)
 
 
+@lru_cache
+def shared_scorer() -> Scorer:
+    """The scorer that `trainer_for` gives as a critic to the shared policy."""
+    return from_policy(shared_policy(), zero=False, seed=1)
+
+
 def segment(ids: Sequence[int], sampled: bool, logprobs: Sequence[float] | None = None, finish: str = "") -> Segment:
     values = np.zeros(len(ids), np.float32) if logprobs is None and sampled else logprobs
     return Segment(
@@ -119,7 +126,7 @@ def plain_batch(
 def material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
     """A step that the algorithm can prepare: ragged, with an observation in the middle of one rollout, a rollout that could not
     be scored and a group in which all rewards are equal; what the algorithm needs of others is filled in."""
-    strange = algorithm.needs - {"reference"}
+    strange = algorithm.needs - {"reference", "value", "proximal", "pretraining"}
     assert not strange, f"teach material_for_tests.material to provide {sorted(strange)}"
     generator = np.random.default_rng(seed)
     batch = _online(generator) if algorithm.online else _offline(generator, algorithm.unit)
@@ -130,22 +137,38 @@ def material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
             batch = batch.replace(behaviour_T=(logprob_T + shift_T).where(batch.mask_T, 0.0))
         if "reference" in algorithm.needs:
             batch = batch.replace(reference_T=forward(shared_policy(1), batch).logprob_T)
+        if "value" in algorithm.needs:
+            shift_T = torch.from_numpy(generator.normal(0, noise, batch.tokens))
+            batch = batch.replace(value_T=(values(shared_scorer(), batch) + shift_T).where(batch.mask_T, 0.0))
+        if "proximal" in algorithm.needs:
+            shift_T = torch.from_numpy(generator.normal(0, noise / 3, batch.tokens))
+            logprob_T = forward(shared_policy(), batch).logprob_T
+            batch = batch.replace(proximal_T=(logprob_T + shift_T).where(batch.mask_T, 0.0))
     return batch
 
 
 def _online(generator: np.random.Generator) -> Batch:
     rewards: list[list[float | None]] = [[1.0, 0.0, 0.25, None], [0.5, 0.5, 0.5], [0.0, 1.0, 1.0, 0.0]]
     groups = []
-    for number, values in enumerate(rewards):
+    for number, scored in enumerate(rewards):
         prompt = _ids(generator, 2 + number)
         members = []
-        for sample, value in enumerate(values):
+        for sample, value in enumerate(scored):
             parts = [segment(prompt, False), segment(_ids(generator, 1 + (sample * 3) % 8), True)]
             if number == 0 and sample == 1:  # a tool answered, and the policy went on
                 parts += [segment(_ids(generator, 3), False), segment(_ids(generator, 4), True)]
             members.append(rollout(parts, value, f"p{number}", sample))
         groups.append(group(members, f"p{number}"))
-    return pack_groups(groups, temperature=0.7)
+    batch = pack_groups(groups, temperature=0.7)
+    return batch.replace(step_T=_steps(generator, batch), truncated_N=torch.arange(batch.sequences) % 5 == 1)
+
+
+def _steps(generator: np.random.Generator, batch: Batch) -> Tensor:
+    """A value for the step that ends at some of the loss tokens, and at the last one of every sequence."""
+    last_T = torch.zeros(batch.tokens, dtype=torch.bool)
+    last_T[torch.tensor(batch.starts[1:]) - 1] = True
+    ends_T = batch.mask_T & (last_T | torch.from_numpy(generator.random(batch.tokens) < 0.3))
+    return torch.from_numpy(generator.integers(0, 2, batch.tokens).astype(np.float32)).where(ends_T, torch.nan)
 
 
 def _offline(generator: np.random.Generator, unit: str) -> Batch:
@@ -155,8 +178,11 @@ def _offline(generator: np.random.Generator, unit: str) -> Batch:
         length = 3 + (number * 5) % 9
         mask = np.arange(length) >= 1 + number % 2
         mask[length // 2] = length < 8  # some have a gap, as between two turns
-        examples.append(Example(np.array(_ids(generator, length)), mask, number // members))
-    return pack_examples(examples)
+        # a pair or ranking from better to worse; single examples are good, bad, or there for comparison only
+        label = float(members - 1 - number % members) if members > 1 else (1.0, 0.0, 1.0, math.nan)[number % 4]
+        examples.append(Example(np.array(_ids(generator, length)), mask, number // members, label))
+    batch = pack_examples(examples)
+    return batch.replace(step_T=_steps(generator, batch))
 
 
 def _ids(generator: np.random.Generator, count: int) -> list[int]:
@@ -164,16 +190,33 @@ def _ids(generator: np.random.Generator, count: int) -> list[int]:
 
 
 def gradients(
-    algorithm: Algorithm, prepared: Batch, budget: int = 10**6, policy: Policy | None = None
+    algorithm: Algorithm, prepared: Batch, budget: int = 10**6, policy: Policy | None = None, dropped: bool = True
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a prepared step and its gradient by parameter name, as the trainer adds them up."""
+    """The loss of a prepared step and its gradient by parameter name, as the trainer adds them up. An algorithm that trains a
+    scorer gets one on the policy's body; one with a critic, a fixed one beside it."""
     policy = policy or shared_policy()
-    trainer = Trainer(policy, algorithm, Optimization(token_budget=budget))
-    policy.model.zero_grad()
-    metrics = [m for piece in micro_batches(with_loss(prepared), budget) for m in trainer.forward_backward(piece)]
-    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
-    policy.model.zero_grad()
+    trainer = trainer_for(algorithm, policy, Optimization(token_budget=budget))
+    trained = [m.model for m in (trainer.policy, trainer.critic) if m is not None]
+    for model in trained:
+        model.zero_grad()
+    whole = with_loss(prepared) if dropped else prepared
+    metrics = [m for piece in micro_batches(whole, budget) for m in trainer.forward_backward(piece)]
+    found = {
+        ("critic." if n else "") + name: p.grad.clone()
+        for n, m in enumerate(trained)
+        for name, p in m.named_parameters()
+        if p.grad is not None
+    }
+    for model in trained:
+        model.zero_grad()
     return sum(float(m.total) for m in metrics if m.name == "loss"), found
+
+
+def trainer_for(algorithm: Algorithm, policy: Policy, settings: Optimization, reference: Policy | None = None) -> Trainer:
+    """A trainer with everyone on stage that the algorithm needs."""
+    learner = from_policy(policy, zero=False) if algorithm.trains == "scorer" else policy
+    critic = from_policy(policy, zero=False, seed=1) if "value" in algorithm.needs else None
+    return Trainer(learner, algorithm, settings, reference, critic)
 
 
 def assert_same_gradients(

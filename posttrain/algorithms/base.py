@@ -18,11 +18,20 @@ class Algorithm:
     paper: ClassVar[str] = ""
     online: ClassVar[bool] = True  # learns from what it samples itself; else from examples
     unit: ClassVar[str] = "sequence"  # token | sequence | pair | ranking: what a micro-batch may not cut
+    trains: ClassVar[str] = "policy"  # policy | scorer: a language model, or one with a head of one number
 
     @property
     def needs(self) -> frozenset[str]:
-        """Who else must be on stage: a subset of reference, value, reward, teacher, pretraining. Exactly these are built."""
+        """What else must be on stage; exactly this is built. `reference`: log-probs of the frozen starting model in
+        `Batch.reference_T`. `value`: a critic, trained beside the policy; its values before the step are in `Batch.value_T`.
+        `proximal`: log-probs of the policy itself as the step begins, in `Batch.proximal_T`. `pretraining`: text to stay good at.
+        """
         return frozenset()
+
+    @property
+    def pretraining(self) -> float:
+        """Coefficient of the log-likelihood of pretraining text that is added to every optimizer step (InstructGPT's ptx)."""
+        return 0.0
 
     @property
     def group_size(self) -> int:
@@ -48,6 +57,10 @@ class Algorithm:
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         """The losses of one micro-batch of a prepared step, per unit, with their weights."""
         raise NotImplementedError
+
+    def enough(self, metrics: Sequence[Metric]) -> bool:
+        """After an optimizer step on a reused rollout, given its figures: whether to leave the rest of the reuse."""
+        return False
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
         """Once an optimizer step, on statistics of all of it."""

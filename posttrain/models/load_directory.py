@@ -36,16 +36,19 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def read_directory(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model and tokenizer of a checked directory; `dtype` None keeps the checkpoint's own."""
+def read_directory(
+    folder: Path, dtype: torch.dtype | None, score: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model and tokenizer of a checked directory; `dtype` None keeps the checkpoint's own. `score` asks for a reward model."""
     check_directory(folder)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = read_tokenizer(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **safe)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
+        model, report = kind.from_pretrained(
             folder,
             config=config,
             dtype="auto" if dtype is None else dtype,

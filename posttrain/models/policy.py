@@ -57,6 +57,12 @@ class Policy:
         return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
 
 
+def silence_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
 def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
     """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
     refused here, not trained wrongly. Dropout is turned off: sampling and training must see one and the same distribution."""
@@ -65,9 +71,7 @@ def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "
         raise UserError(
             f"{source or type(model).__name__}: dynamic rotary scaling makes a sequence depend on its neighbours; not supported"
         )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    silence_dropout(model)
     ids = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
     was_training = model.training
     model.eval()

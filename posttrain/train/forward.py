@@ -8,6 +8,7 @@ from torch import Tensor
 
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.policy import Policy
+from posttrain.models.scorer import Scorer
 from posttrain.ops.logprobs import token_logprobs
 from posttrain.types import Batch, Outputs
 
@@ -21,24 +22,41 @@ def positions(batch: Batch) -> Tensor:
 
 
 def forward(policy: Policy, batch: Batch) -> Outputs:
-    """log pi and entropy at every loss token, 0 elsewhere. Token t is predicted by the hidden state before it, t - 1.
+    """log pi and entropy at every loss token, 0 elsewhere. Token t is predicted by the hidden state before it, t - 1."""
+    hidden_KH, source_T = states(policy, batch)
+    at = batch.mask_T.nonzero()[:, 0]
+    before = at - 1 if source_T is None else source_T[at - 1]
+    logprob_M, entropy_M = token_logprobs(hidden_KH.index_select(0, before), batch.ids_T[at], policy.head, batch.temperature)
+    empty_T = torch.zeros(batch.tokens, dtype=logprob_M.dtype, device=logprob_M.device)
+    return Outputs(empty_T.index_copy(0, at, logprob_M), empty_T.index_copy(0, at, entropy_M))
+
+
+def scores(scorer: Scorer, batch: Batch) -> Tensor:
+    """[T]: a scorer's number for everything up to and with each token."""
+    hidden_KH, source_T = states(scorer, batch)
+    score_K = scorer.score(hidden_KH)
+    return score_K if source_T is None else score_K[source_T]
+
+
+def values(critic: Scorer, batch: Batch) -> Tensor:
+    """[T]: the critic's value of the state in which each loss token was chosen, which is all that precedes it; 0 elsewhere."""
+    score_T = scores(critic, batch)
+    return torch.cat([score_T.new_zeros(1), score_T[:-1]]).where(batch.mask_T, 0.0)
+
+
+def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """Hidden states, and which of them is that of each token of the batch; None where they are in the batch's order.
 
     What follows equal beginnings is computed once: the prompt of a group, and samples of it as far as they agree.
     """
     device = batch.ids_T.device
     kept_K, source_T = shared_beginnings(batch)
     if len(kept_K) == batch.tokens:
-        layout, ids, position = Packed(batch.starts, device), batch.ids_T, positions(batch)
-    else:
-        layout = Packed(batch.starts, device, kept_K, source_T)
-        kept_K, source_T = kept_K.to(device), source_T.to(device)
-        ids, position = batch.ids_T[kept_K], positions(batch)[kept_K]
-    hidden_KH = policy.hidden(ids[None], position[None], **{LAYOUT: layout})[0]
-    at = batch.mask_T.nonzero()[:, 0]
-    before = at - 1 if len(kept_K) == batch.tokens else source_T[at - 1]
-    logprob_M, entropy_M = token_logprobs(hidden_KH.index_select(0, before), batch.ids_T[at], policy.head, batch.temperature)
-    empty_T = torch.zeros(batch.tokens, dtype=logprob_M.dtype, device=logprob_M.device)
-    return Outputs(empty_T.index_copy(0, at, logprob_M), empty_T.index_copy(0, at, entropy_M))
+        return model.hidden(batch.ids_T[None], positions(batch)[None], **{LAYOUT: Packed(batch.starts, device)})[0], None
+    layout = Packed(batch.starts, device, kept_K, source_T)
+    kept_K, source_T = kept_K.to(device), source_T.to(device)
+    ids, position = batch.ids_T[kept_K], positions(batch)[kept_K]
+    return model.hidden(ids[None], position[None], **{LAYOUT: layout})[0], source_T
 
 
 def shared_beginnings(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,18 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from posttrain.types import Batch, Example, Group
+from posttrain.types import Batch, Example, Group, Rollout
 
 
-def pack_groups(groups: Sequence[Group], temperature: float, device: torch.device | str = "cpu") -> Batch:
-    """Lay the rollouts of all groups end to end. Tokens the policy sampled carry loss; those it was given do not."""
+def pack_groups(
+    groups: Sequence[Group], temperature: float, device: torch.device | str = "cpu", together: bool = False
+) -> Batch:
+    """Lay the rollouts of all groups end to end. Tokens the policy sampled carry loss; those it was given do not.
+
+    `together` makes each group a unit, as for pairs and rankings.
+    """
     ids, mask, behaviour, rewards, valid, group = [], [], [], [], [], []
+    rollouts = [r for one in groups for r in one.rollouts]
     for number, one in enumerate(groups):
         for rollout in one.rollouts:
             ids.append(rollout.ids)
@@ -25,7 +31,10 @@ def pack_groups(groups: Sequence[Group], temperature: float, device: torch.devic
             rewards.append(float("nan") if rollout.score.value is None else rollout.score.value)
             valid.append(rollout.score.valid)
             group.append(number)
-    return _batch(ids, mask, behaviour, rewards, valid, group, list(range(len(ids))), temperature, device)
+    units = group if together else list(range(len(ids)))
+    batch = _batch(ids, mask, behaviour, rewards, valid, group, units, temperature, device)
+    cut = torch.tensor([r.finish == "length" for r in rollouts], device=device)
+    return batch.replace(truncated_N=cut, step_T=_steps([step_rewards(r) for r in rollouts], ids, device))
 
 
 def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
@@ -33,10 +42,37 @@ def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu
     count = len(examples)
     behaviour = [np.zeros(len(e.ids), np.float32) for e in examples]
     units = list(range(count)) if all(e.unit < 0 for e in examples) else [e.unit for e in examples]
-    return _batch(
-        [e.ids for e in examples], [e.mask for e in examples], behaviour, [float("nan")] * count, [True] * count,
-        list(range(count)), units, 1.0, device,
+    batch = _batch(
+        [e.ids for e in examples], [e.mask for e in examples], behaviour, [e.reward for e in examples], [True] * count,
+        units, units, 1.0, device,
     )  # fmt: skip
+    return batch.replace(step_T=_steps([e.steps for e in examples], [e.ids for e in examples], device))
+
+
+def step_rewards(rollout: Rollout) -> np.ndarray | None:
+    """A score's step values at the tokens in which the steps end; NaN elsewhere. None where the score has no steps."""
+    if not rollout.score.steps:
+        return None
+    step_T = np.full(len(rollout.ids), np.nan, np.float32)
+    written, token = 0, 0  # characters of the response before this segment, and tokens before it
+    for segment in rollout.segments:
+        if segment.sampled and segment.offsets is not None:
+            for position, value in rollout.score.steps:
+                within = position - written
+                if 0 < within <= len(segment.text):
+                    at = token + int(np.searchsorted(segment.offsets, within))  # the first token that reaches this far
+                    step_T[at] = value if np.isnan(step_T[at]) else step_T[at] + value
+            written += len(segment.text)
+        token += len(segment.ids)
+    return step_T
+
+
+def _steps(given: Sequence[np.ndarray | None], ids: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor | None:
+    """Step values of all sequences end to end, or None where no sequence has any."""
+    if all(one is None for one in given):
+        return None
+    parts = [np.full(len(i), np.nan, np.float32) if g is None else g for g, i in zip(given, ids, strict=True)]
+    return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)
 
 
 def _batch(
@@ -67,6 +103,7 @@ def _batch(
         valid_N=torch.tensor(valid, device=device),
         group_N=torch.tensor(group, device=device),
         unit_N=tuple(units),
+        truncated_N=torch.zeros(len(ids), dtype=torch.bool, device=device),
         temperature=temperature,
     )
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import GuardStop
 from posttrain.models.policy import Policy
-from posttrain.train.forward import forward
+from posttrain.models.scorer import Scorer
+from posttrain.train import checkpoint
+from posttrain.train.forward import forward, scores, values
 from posttrain.train.optimizer import Optimization, Optimizer
 from posttrain.train.pack import micro_batches, with_loss
-from posttrain.types import Batch, Metric
+from posttrain.types import Batch, Metric, Outputs
+
+CRITIC = "critic."  # what the critic's tensors are called by in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +32,53 @@ class Update:
 
 
 class Trainer:
-    """Holds the policy, its optimizer and, where the algorithm needs one, the frozen reference."""
+    """Holds the model that learns (a policy, or a scorer where the algorithm trains one) and its optimizer; where the algorithm
+    needs them, the frozen reference, and a critic with an optimizer of its own."""
 
-    def __init__(self, policy: Policy, algorithm: Algorithm, settings: Optimization, reference: Policy | None = None):
-        self.policy, self.algorithm, self.settings, self.reference = policy, algorithm, settings, reference
+    def __init__(
+        self,
+        policy: Policy | Scorer,
+        algorithm: Algorithm,
+        settings: Optimization,
+        reference: Policy | None = None,
+        critic: Scorer | None = None,
+        critic_settings: Optimization | None = None,
+    ):
+        self.policy, self.algorithm, self.settings, self.reference, self.critic = policy, algorithm, settings, reference, critic
+        self.critic_settings = critic_settings or settings
         self.optimizer = Optimizer(policy.model, settings)
+        self.critic_optimizer = Optimizer(critic.model, self.critic_settings) if critic is not None else None
 
     @torch.no_grad()
     def fill(self, batch: Batch, watch: bool = False) -> Batch:
-        """Add what the algorithm needs of others: the reference's log-probs of the same tokens, at the same temperature.
+        """Add what the algorithm needs of others, before anything moves: the reference's log-probs of the same tokens at the same
+        temperature, the critic's values, the policy's own log-probs.
 
-        `watch` asks for them where a reference is there to be watched only, and the algorithm has no use for it.
+        `watch` asks for the reference where it is there to be watched only, and the algorithm has no use for it.
         """
-        if "reference" not in self.algorithm.needs and not (watch and self.reference is not None):
-            return batch
-        assert self.reference is not None
-        pieces = [forward(self.reference, piece).logprob_T for piece in micro_batches(batch, self.settings.token_budget)]
-        return batch.replace(reference_T=torch.cat(pieces))
+        needs = self.algorithm.needs
+        if "reference" in needs or (watch and self.reference is not None):
+            reference = self.reference
+            assert reference is not None
+            batch = batch.replace(reference_T=self._each(batch, lambda piece: forward(reference, piece).logprob_T))
+        if "value" in needs:
+            critic = self.critic
+            assert critic is not None
+            batch = batch.replace(value_T=self._each(batch, lambda piece: values(critic, piece)))
+        if "proximal" in needs:
+            policy = self.policy
+            assert isinstance(policy, Policy)
+            batch = batch.replace(proximal_T=self._each(batch, lambda piece: forward(policy, piece).logprob_T))
+        return batch
 
-    def update(self, batch: Batch, rate: float) -> Update:
+    def _each(self, batch: Batch, function: Callable[[Batch], Tensor]) -> Tensor:
+        return torch.cat([function(piece) for piece in micro_batches(batch, self.settings.token_budget)])
+
+    def update(self, batch: Batch, rate: float, beside: tuple[Algorithm, Batch] | None = None) -> Update:
         """Forward and backward over the micro-batches of a prepared step, then one update.
 
-        A step in which no token carries loss moves nothing, not even the optimizer's moments.
+        `beside` is another algorithm with a prepared batch of its own, whose loss is added: the pretraining mix. A step in which
+        no token carries loss moves nothing, not even the optimizer's moments.
         """
         if not bool(batch.mask_T.any()):
             return Update((Metric("skipped", 1, 1),), 0.0, False)
@@ -55,18 +86,73 @@ class Trainer:
         metrics = [Metric("trained", int(batch.mask_T.sum()), None)]
         for piece in micro_batches(with_loss(batch), self.settings.token_budget):
             metrics.extend(self.forward_backward(piece))
-        norm = self.optimizer.step(rate)
+        if beside is not None:
+            other, more = beside
+            for piece in micro_batches(with_loss(more), self.settings.token_budget):
+                found = self.forward_backward(piece, other)
+                metrics += [replace(m, name=f"pretraining/{m.name}") for m in found if m.name != "loss"]
+        norm = self._step(self.optimizer, rate)
+        if self.critic_optimizer is not None:
+            pace = rate / self.settings.lr  # the critic follows the same schedule at a rate of its own
+            metrics.append(Metric("grad_norm/critic", self._step(self.critic_optimizer, pace * self.critic_settings.lr), 1))
+        return Update(tuple(metrics), norm, True)
+
+    @staticmethod
+    def _step(optimizer: Optimizer, rate: float) -> float:
+        norm = optimizer.step(rate)
         if not math.isfinite(norm):
             raise GuardStop(
                 f"the gradient's norm is {norm}: nothing was updated; look at the last rollouts, or lower the learning rate"
             )
-        return Update(tuple(metrics), norm, True)
+        return norm
 
-    def forward_backward(self, piece: Batch) -> list[Metric]:
+    def outputs(self, piece: Batch) -> Outputs:
+        """What the algorithm sees of a micro-batch, with gradients."""
+        if isinstance(self.policy, Scorer):
+            score_T = scores(self.policy, piece)
+            return Outputs(torch.zeros_like(score_T), torch.zeros_like(score_T), score_T=score_T)
+        found = forward(self.policy, piece)
+        return found if self.critic is None else replace(found, value_T=values(self.critic, piece))
+
+    def forward_backward(self, piece: Batch, algorithm: Algorithm | None = None) -> list[Metric]:
         """Add one micro-batch's gradient; the loss is a plain sum, because the weights are those of the whole step."""
-        terms = self.algorithm.terms(forward(self.policy, piece), piece)
+        if algorithm is None:
+            terms = self.algorithm.terms(self.outputs(piece), piece)
+        else:
+            assert isinstance(self.policy, Policy)
+            terms = algorithm.terms(forward(self.policy, piece), piece)
         losses = [(term.name, (term.weight * term.loss).sum()) for term in terms.terms]
         total = torch.stack([loss for _, loss in losses]).sum()
         total.backward()
         named = [Metric(f"loss/{name}", loss.detach(), None) for name, loss in losses]
         return [Metric("loss", total.detach(), None), *named, *terms.metrics]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Everything that is trained, by name."""
+        tensors = checkpoint.weights(self.policy.model)
+        if self.critic is not None:
+            tensors |= {CRITIC + name: tensor for name, tensor in checkpoint.weights(self.critic.model).items()}
+        return tensors
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizers' state, by name."""
+        tensors = self.optimizer.state()
+        if self.critic_optimizer is not None:
+            tensors |= {CRITIC + name: tensor for name, tensor in self.critic_optimizer.state().items()}
+        return tensors
+
+    def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+        """Put back what `weights` and `moments` gave, bit for bit."""
+        checkpoint.restore_weights(self.policy.model, _without(weights, CRITIC))
+        self.optimizer.restore(_without(moments, CRITIC))
+        if self.critic is not None and self.critic_optimizer is not None:
+            checkpoint.restore_weights(self.critic.model, _only(weights, CRITIC))
+            self.critic_optimizer.restore(_only(moments, CRITIC))
+
+
+def _only(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _without(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}

@@ -20,6 +20,7 @@ from material_for_tests import (
     segment,
     shared_policy,
     small_policy,
+    trainer_for,
 )
 
 from posttrain.algorithms.base import Algorithm
@@ -30,7 +31,6 @@ from posttrain.ops.logprobs import head_logits
 from posttrain.train.forward import forward, positions
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples, pack_groups
-from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Example, Request, Sampling
 
 
@@ -58,10 +58,11 @@ def test_i44_tokens_without_loss_after_the_last_with_loss_do_not_matter() -> Non
 def test_i44_and_have_no_weight_nor_term(algorithm: Algorithm) -> None:
     step = material(algorithm)
     prepared = algorithm.prepare(step, {})
-    assert not prepared.weight_T[~step.mask_T].any()
+    assert prepared.weight_T is None or not prepared.weight_T[~step.mask_T].any()
     assert not bool((prepared.mask_T & ~step.mask_T).any())
-    terms = algorithm.terms(forward(shared_policy(), prepared), prepared)
-    assert all(not (term.weight * term.loss)[~step.mask_T].any() for term in terms.terms)
+    terms = algorithm.terms(trainer_for(algorithm, shared_policy(), Optimization()).outputs(prepared), prepared)
+    by_token = [t for t in terms.terms if t.loss.shape == step.mask_T.shape]
+    assert all(not (term.weight * term.loss)[~step.mask_T].any() for term in by_token)
 
 
 def test_i45_the_loss_of_two_turns_is_the_sum_over_them() -> None:
@@ -92,10 +93,11 @@ def test_i45_the_stop_token_is_trained_when_it_was_sampled() -> None:
 @pytest.mark.parametrize("algorithm", CASES)
 def test_i46_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
-    empty = prepared.replace(mask_T=torch.zeros_like(prepared.mask_T), weight_T=torch.zeros_like(prepared.weight_T))
+    weights = {name: torch.zeros_like(w) for name in ("weight_T", "weight_N") if (w := getattr(prepared, name)) is not None}
+    empty = prepared.replace(mask_T=torch.zeros_like(prepared.mask_T), **weights)
     policy = shared_policy()
     policy.model.zero_grad()
-    metrics = Trainer(policy, algorithm, Optimization()).forward_backward(empty)
+    metrics = trainer_for(algorithm, policy, Optimization()).forward_backward(empty)
     assert [float(m.total) for m in metrics if m.name == "loss"] == [0.0]
     assert all(p.grad is None or not p.grad.any() for p in policy.model.parameters())
     policy.model.zero_grad()
@@ -105,16 +107,16 @@ def test_i46_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> Non
 def test_i46_an_all_masked_step_moves_nothing(algorithm: Algorithm) -> None:
     """Not the weights, not the optimizer's moments, not its step count: a second Adam step on zeros would move all three."""
     policy = small_policy()
-    trainer = Trainer(policy, algorithm, Optimization(lr=1e-2, weight_decay=0.1), shared_policy(1))
+    trainer = trainer_for(algorithm, policy, Optimization(lr=1e-2, weight_decay=0.1), shared_policy(1))
     step = material(algorithm)
     assert trainer.update(algorithm.prepare(step, {}), 1e-2).moved
-    weights = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    moments = {name: t.clone() for name, t in trainer.optimizer.state().items()}
+    weights = {name: t.clone() for name, t in trainer.weights().items()}
+    moments = {name: t.clone() for name, t in trainer.moments().items()}
     update = trainer.update(algorithm.prepare(step.replace(mask_T=torch.zeros_like(step.mask_T)), {}), 1e-2)
     assert not update.moved and update.grad_norm == 0.0
     assert [(m.name, m.value) for m in update.metrics] == [("skipped", 1.0)]
-    assert all(torch.equal(p, weights[name]) for name, p in policy.model.named_parameters())
-    assert all(torch.equal(t, moments[name]) for name, t in trainer.optimizer.state().items())
+    assert all(torch.equal(t, weights[name]) for name, t in trainer.weights().items())
+    assert all(torch.equal(t, moments[name]) for name, t in trainer.moments().items())
 
 
 @pytest.mark.parametrize("t", [0, 3, 6])

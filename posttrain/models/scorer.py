@@ -1,0 +1,135 @@
+"""A language model with a head of one number in place of the vocabulary's: a reward model, or PPO's critic.
+
+It is a plain `...ForSequenceClassification` of transformers with one label, so that a saved reward model loads there unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import UserError, require
+from posttrain.models.attention import LAYOUT, Packed, install
+from posttrain.models.policy import Policy, silence_dropout
+
+HEADS = ("linear", "mlp")
+TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4}
+
+
+@dataclass(eq=False)
+class Scorer:
+    """Ids in, one number for each token out: what the model thinks of everything up to it."""
+
+    model: Any  # transformers ...ForSequenceClassification with one label
+    tokenizer: Any
+    source: str = ""
+    body: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.body = self.model.base_model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
+        """Final hidden states, [B, S, H], as a policy's."""
+        return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
+
+    def score(self, hidden_KH: Tensor) -> Tensor:
+        """[K, H] -> [K], in float32 or wider: differences of scores are small beside the scores."""
+        score_K = self.model.score(hidden_KH.to(next(self.model.score.parameters()).dtype))[:, 0]
+        return score_K if score_K.dtype == torch.float64 else score_K.float()
+
+
+def from_policy(policy: Policy, head: str = "linear", zero: bool = True, seed: int = 0) -> Scorer:
+    """A scorer on a copy of the policy's body. `zero` starts its head at 0, as a critic's; else at random, as a reward model's."""
+    require(head in HEADS, f"a head is one of {', '.join(HEADS)}, not {head!r}")
+    from transformers import AutoModelForSequenceClassification
+
+    config = copy.deepcopy(policy.model.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config)
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{policy.source or type(policy.model).__name__}: transformers has no model with a score for this family ({error})"
+        ) from None
+    setattr(model, model.base_model_prefix, copy.deepcopy(policy.body))
+    width = policy.model.config.get_text_config().hidden_size
+    model.score = make_head(head, width, zero, seed, policy.dtype, policy.device)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    install(model)
+    if model.config.pad_token_id is None and policy.tokenizer is not None:
+        model.config.pad_token_id = policy.tokenizer.pad_token_id
+    return Scorer(model, policy.tokenizer, policy.source)
+
+
+def from_scorer(scorer: Scorer) -> Scorer:
+    """A copy to be trained as a critic: it starts where the reward model is, as in InstructGPT."""
+    return Scorer(copy.deepcopy(scorer.model), scorer.tokenizer, scorer.source)
+
+
+def make_head(kind: str, width: int, zero: bool, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """`linear`: one row of weights, as transformers has it. `mlp`: a hidden layer of the same width before it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        last = nn.Linear(width, 1, bias=kind == "mlp")
+        nn.init.normal_(last.weight, std=(width + 1) ** -0.5)
+        if last.bias is not None:
+            nn.init.zeros_(last.bias)
+        if zero:
+            nn.init.zeros_(last.weight)
+        made = last if kind == "linear" else nn.Sequential(nn.Linear(width, width), nn.Tanh(), last)
+    return made.to(device=device, dtype=dtype)
+
+
+def adopt_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
+    """Plug our attention into a loaded scorer, and prove that packed sequences do not see each other."""
+    silence_dropout(model)
+    where = source or type(model).__name__
+    require(isinstance(getattr(model, "score", None), nn.Module), f"{where}: the model has no score head of one label")
+    ids = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
+    model.eval()
+    with torch.no_grad():
+        parts = (ids[:7], ids[7:])
+        expected = torch.cat([model.base_model(part[None], use_cache=False).last_hidden_state[0] for part in parts])
+        install(model)
+        scorer = Scorer(model, tokenizer, source)
+        position = torch.cat([torch.arange(7), torch.arange(4)]).to(model.device)
+        found = scorer.hidden(ids[None], position[None], **{LAYOUT: Packed((0, 7, 11), model.device)})[0]
+    worst = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    require(
+        worst <= TOLERANCE.get(model.dtype, 0.05),
+        f"{where}: this architecture does not work with packed attention ({worst:.2g})",
+    )
+    return scorer
+
+
+def load_scorer(name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Scorer:
+    """A reward model saved by `posttrain` or by transformers: a directory or a hub name."""
+    from posttrain.models.load import as_dtype, check_device, check_vocabulary, locate, quiet
+    from posttrain.models.load_directory import read_directory
+
+    check_device(device)
+    path: Path = locate(name)
+    require(path.suffix.lower() != ".gguf", f"{name}: a reward model is read from a safetensors directory, not from GGUF")
+    with quiet():
+        model, tokenizer = read_directory(path, as_dtype(dtype), score=True)
+    check_vocabulary(model, tokenizer, name)
+    return adopt_scorer(model.to(device), tokenizer, name)

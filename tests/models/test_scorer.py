@@ -1,0 +1,76 @@
+"""A model with a head of one number: packed like a policy, saved as transformers has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from material_for_tests import shared_policy, small_policy
+
+from posttrain.errors import UserError
+from posttrain.models.load import stop_ids
+from posttrain.models.policy import adopt
+from posttrain.models.save import save
+from posttrain.models.scorer import from_policy, from_scorer, load_scorer
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.train.forward import scores, values
+from posttrain.train.pack import pack_examples
+from posttrain.types import Example
+
+IDS = ([3, 4, 5, 6, 7], [3, 4, 5, 9], [8, 3])
+BATCH = pack_examples([Example(np.array(ids), np.arange(len(ids)) > 0) for ids in IDS])
+
+
+def test_scores_are_those_of_each_sequence_alone() -> None:
+    scorer = from_policy(shared_policy(), zero=False)
+    with torch.no_grad():
+        packed_T = scores(scorer, BATCH)
+        alone = [scorer.model.score(scorer.body(torch.tensor([ids])).last_hidden_state)[0, :, 0] for ids in IDS]
+    torch.testing.assert_close(packed_T, torch.cat(alone), rtol=1e-10, atol=1e-10)
+
+
+def test_a_value_is_the_score_of_what_came_before() -> None:
+    scorer = from_policy(shared_policy(), zero=False)
+    with torch.no_grad():
+        score_T, value_T = scores(scorer, BATCH), values(scorer, BATCH)
+    for start, end in zip(BATCH.starts, BATCH.starts[1:], strict=False):
+        assert value_T[start] == 0.0  # nothing was chosen there
+        assert torch.equal(value_T[start + 1 : end], score_T[start : end - 1])
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_a_critic_starts_at_zero_on_a_body_of_its_own(head: str) -> None:
+    policy = small_policy()
+    scorer = from_policy(policy, head)
+    assert float(scores(scorer, BATCH).detach().abs().max()) == 0.0
+    with torch.no_grad():
+        next(scorer.body.parameters()).add_(1.0)
+    assert not torch.equal(next(scorer.body.parameters()), next(policy.body.parameters()))
+    assert all(p.requires_grad for p in scorer.model.parameters())
+    twin = from_scorer(scorer)
+    assert all(torch.equal(a, b) for a, b in zip(twin.model.parameters(), scorer.model.parameters(), strict=True))
+
+
+def test_a_saved_scorer_is_a_plain_classifier_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = character_tokenizer("0123456789+= ")
+    model = tiny_model(tokenizer, "nano", 0)
+    policy = adopt(model, tokenizer, stop_ids(model, tokenizer))
+    scorer = from_policy(policy, zero=False, seed=3)
+    folder = save(scorer.model, tokenizer, tmp_path / "reward")
+    again = load_scorer(str(folder))
+    with torch.no_grad():
+        assert torch.equal(scores(again, BATCH), scores(scorer, BATCH))
+        stock = AutoModelForSequenceClassification.from_pretrained(folder)
+        last = stock(torch.tensor([IDS[0]])).logits[0, 0]
+    assert float(last) == pytest.approx(float(scores(scorer, BATCH).detach()[4]), abs=1e-5)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("0123456789+= ")
+    folder = save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "lm")
+    with pytest.raises(UserError, match="score.weight"):
+        load_scorer(str(folder))
