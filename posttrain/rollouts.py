@@ -19,7 +19,19 @@ from posttrain.errors import GuardStop
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.types import (
-    JSON, Batch, Example, Group, Metric, Problem, Rating, Request, Rollout, Sampler, Sampling, Score, Segment,
+    JSON,
+    Batch,
+    Example,
+    Group,
+    Metric,
+    Problem,
+    Rating,
+    Request,
+    Rollout,
+    Sampler,
+    Sampling,
+    Score,
+    Segment,
 )  # fmt: skip
 
 Item = Example | tuple[Example, ...]

@@ -65,13 +65,15 @@ def check_target(target: Path, replace: bool) -> None:
 
 def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """The files of a checkpoint, without traces of the process that wrote them."""
-    kept = model.generation_config
+    kept = getattr(model, "generation_config", None)  # a reward model has none
     with quiet():
         try:
-            model.generation_config = savable(kept)
+            if kept is not None:
+                model.generation_config = savable(kept)
             model.save_pretrained(folder)
         finally:
-            model.generation_config = kept
+            if kept is not None:
+                model.generation_config = kept
         tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if key not in LOADING_SETTINGS}
