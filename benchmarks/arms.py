@@ -117,7 +117,7 @@ def ours(settings: Settings) -> None:
     task = Addition(random_reward=settings.exact)
     algorithm = grpo(settings)
     trainer = Trainer(policy, algorithm, Optimization(lr=settings.lr, beta2=0.999))
-    engine = Engine(policy)
+    engine = Engine(policy, processes=settings.threads)
     sampling = Sampling(settings.new_tokens, min_new_tokens=settings.new_tokens if settings.exact else 0)
     climb = Climb(task.levels, [len(task.problems("train"))], Curriculum(), settings.seed)
     source = Rollouts(task, engine, tokenizer, climb, settings.prompts, sampling, settings.seed, policy.device)

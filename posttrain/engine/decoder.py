@@ -86,16 +86,21 @@ def familiar(policy: Policy) -> bool:
 
 
 class _Norm:
-    """Root-mean-square normalisation in one call."""
+    """Root-mean-square normalisation, x / sqrt(mean(x^2) + epsilon) * weight, in the fewest calls."""
 
-    __slots__ = ("epsilon", "shape", "weight")
+    __slots__ = ("epsilon", "share", "weight")
 
     def __init__(self, module: Any):
-        self.weight, self.epsilon = module.weight.detach(), module.variance_epsilon
-        self.shape = tuple(self.weight.shape)
+        self.weight = module.weight.detach()
+        self.epsilon, self.share = self.weight.new_full((1,), module.variance_epsilon), 1.0 / self.weight.shape[0]
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Without the weight, for a matrix that has taken it in."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self.epsilon, norm, norm, value=self.share).rsqrt_()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.epsilon)
+        return self.plain(x).mul_(self.weight)
 
 
 class _Layer:
@@ -105,21 +110,30 @@ class _Layer:
         attention, mlp = module.self_attn, module.mlp
         self.number, self.rule, self.width = number, rule, attention.head_dim
         three = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weight = torch.cat([m.weight.detach() for m in three])
+        self.before, self.after = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
+        weight = torch.cat([m.weight.detach() for m in three]) * self.before.weight
         bias = torch.cat([m.bias.detach() for m in three]) if attention.q_proj.bias is not None else None
         self.heads, self.keys, _ = (m.out_features // self.width for m in three)
         self.project = PackedLinear(weight, bias, pack)
-        self.before, self.after = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
         self.query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.out, self.gate, self.up, self.down = (
-            PackedLinear(m.weight.detach(), None if m.bias is None else m.bias.detach(), pack)
-            for m in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            PackedLinear(
+                m.weight.detach() if norm is None else m.weight.detach() * norm.weight,
+                None if m.bias is None else m.bias.detach(),
+                pack,
+            )
+            for m, norm in (
+                (attention.o_proj, None),
+                (mlp.gate_proj, self.after),
+                (mlp.up_proj, self.after),
+                (mlp.down_proj, None),
+            )
         )
 
     def __call__(self, x: Tensor, shape: torch.Size, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         turned = self.heads + self.keys
-        mixed = self.project(self.before(x)).view(x.shape[0], turned + self.keys, self.width)
+        mixed = self.project(self.before.plain(x)).view(x.shape[0], turned + self.keys, self.width)
         both, value = mixed[:, :turned], mixed[:, turned:]
         if self.query_norm is not None and self.key_norm is not None:
             both = torch.cat([self.query_norm(both[:, : self.heads]), self.key_norm(both[:, self.heads :])], 1)
@@ -131,12 +145,13 @@ class _Layer:
         )
         seen = layout.attend(self.number, both[:, : self.heads], both[:, self.heads :], value, self.rule)
         x = self.out.plus(seen.reshape(x.shape[0], -1), x)
-        inner = self.after(x)
+        inner = self.after.plain(x)
         return self.down.plus(self.up.times(inner, self.gate.silu(inner)), x)
 
 
 class Decoder:
-    """Hidden states as `Policy.hidden` gives them, from the weights of the moment it was made."""
+    """Hidden states as `Policy.hidden` gives them, from the weights of the moment it was made. The weights of a layer's two norms are
+    multiplied into the matrices after them."""
 
     def __init__(self, policy: Policy, rules: tuple[Rule, ...], pack: bool):
         self.body = policy.body

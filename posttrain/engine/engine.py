@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.engine import forked
 from posttrain.engine.cache import Cache, Decode, Prefill
 from posttrain.engine.decoder import Decoder, familiar, rules_of
+from posttrain.engine.pager import Pager
 from posttrain.engine.random import derive, signed
 from posttrain.engine.sampler import Choices, sample
 from posttrain.models.attention import LAYOUT, Layout, Rule
@@ -29,12 +31,16 @@ ROW = np.dtype(
 
 
 class Engine:
-    """A `Sampler` in this process. It shares the policy's parameters: what the optimizer did is in the next call's tokens."""
+    """A `Sampler` in this process. It shares the policy's parameters: what the optimizer did is in the next call's tokens.
 
-    def __init__(self, policy: Policy, max_rows: int = 256):
-        self.policy, self.max_rows, self.version = policy, max_rows, 0
+    `processes` are the cores that it may use on a CPU, 0 for all; see engine/forked.py.
+    """
+
+    def __init__(self, policy: Policy, max_rows: int = 256, processes: int = 0):
+        self.policy, self.max_rows, self.processes, self.version = policy, max_rows, processes or forked.CORES, 0
         self.rules: tuple[Rule, ...] | None = None
         self.proved = False
+        self.pager = Pager(policy)
 
     def update(self, version: int) -> None:
         """The weights are the policy's own: there is nothing to copy, only to count."""
@@ -44,7 +50,18 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
         for request in requests:
             self.policy.check_length(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        yield from _Batch(self, requests).run()
+        if self.pager.takes(requests):
+            yield from self.pager.generate(requests, self.max_rows, self.version)
+            return
+        decoder, on_cpu = self.decoder(requests), self.policy.device.type == "cpu"
+
+        def alone(share: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+            return _Batch(self, share, decoder).run()
+
+        if on_cpu and forked.worthwhile(requests, self.policy.parameters, self.processes):
+            yield from forked.generate(alone, requests, self.processes)
+        else:
+            yield from alone(requests)
 
     def decoder(self, requests: Sequence[Request]) -> Decoder | None:
         """A faster way through the policy's module with its present weights, where there is one and it pays."""
@@ -59,8 +76,8 @@ class Engine:
 class _Batch:
     """The state of one call of `generate`: the live rows, the cache, and the answers that wait for their turn."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request]):
-        self.engine, self.policy, self.version = engine, engine.policy, engine.version
+    def __init__(self, engine: Engine, requests: Sequence[Request], decoder: Decoder | None):
+        self.policy, self.version, self.decoder = engine.policy, engine.version, decoder
         self.device, self.head = self.policy.device, self.policy.head
         self.requests = requests
         self.waiting = 0  # the next request to enter
@@ -80,7 +97,6 @@ class _Batch:
     def run(self) -> Iterator[tuple[Completion, ...]]:
         was_training = self.policy.model.training
         self.policy.model.eval()
-        self.decoder = self.engine.decoder(self.requests)
         answered = 0
         try:
             while self.waiting < len(self.requests) or self.count:

@@ -56,7 +56,7 @@ class EvaluateStage(Stage):
         require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
         problems = held_out[: self.problems]
         evaluation = answer_problems(
-            self.task, Engine(policy), policy.tokenizer, problems, self.samples, self.sampling, context.seed
+            self.task, Engine(policy, processes=context.threads), policy.tokenizer, problems, self.samples, self.sampling, context.seed
         )
         result = summarise(evaluation)
         context.announce(self.name, [f"{self.model}: accuracy {evaluation.accuracy} on {len(problems)} held-out problems"])

@@ -59,7 +59,7 @@ class RLStage(Stage):
         policy = load_policy(self.model, context, self.alphabet())
         anchored = self.watch_kl or "reference" in self.algorithm.needs
         reference = load_policy(self.model, context, self.alphabet()) if anchored else None
-        engine = Engine(policy, self.max_rows)
+        engine = Engine(policy, self.max_rows, context.threads)
         sizes = [len(self.task.problems("train", level)) for level in self.task.levels]
         climb = Climb(self.task.levels, sizes, self.curriculum, context.seed)
         loop = Loop(

@@ -1,0 +1,118 @@
+"""Shares of a call in processes of their own: the same answers, in the same order, whatever happens to a child."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from material_for_tests import small_policy
+
+from posttrain.engine import forked
+from posttrain.engine.engine import Engine
+from posttrain.types import Completion, Request, Sampling
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the engine forks on Linux only")
+
+
+def request(number: int, group: int = 4, tokens: int = 12) -> Request:
+    return Request((3, 4 + number), group, number, Sampling(tokens))
+
+
+def same(one: Sequence[tuple[Completion, ...]], other: Sequence[tuple[Completion, ...]]) -> None:
+    assert [len(a) for a in one] == [len(a) for a in other]
+    for a, b in zip((c for x in one for c in x), (c for x in other for c in x), strict=True):
+        assert a.ids.tolist() == b.ids.tolist() and a.finish == b.finish and a.version == b.version
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("processes", [2, 3, 7])
+def test_the_same_answers_on_any_number_of_cores(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "LEAST_TOKENS", 0)
+    policy = small_policy(dtype=torch.float32)
+    requests = [request(n, group=1 + n % 3) for n in range(6)]
+    engines = Engine(policy, processes=1), Engine(policy, processes=processes)
+    for engine in engines:
+        engine.update(5)
+    threads = torch.get_num_threads()
+    same(*(list(engine.generate(requests)) for engine in engines))
+    assert torch.get_num_threads() == threads
+
+
+def test_new_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "LEAST_TOKENS", 0)
+    policy = small_policy(dtype=torch.float32)
+    engine, requests = Engine(policy, processes=2), [request(n) for n in range(4)]
+    before = list(engine.generate(requests))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.5)
+    after = list(engine.generate(requests))
+    same(after, list(Engine(policy, processes=1).generate(requests)))
+    assert [c.ids.tolist() for c in after[-1]] != [c.ids.tolist() for c in before[-1]]
+
+
+def answers(requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+    for one in requests:
+        yield (Completion(np.array([one.seed]), np.zeros(1, np.float32), "stop", 0),)
+
+
+def seeds(found: Sequence[tuple[Completion, ...]]) -> list[int]:
+    return [int(c.ids[0]) for answer in found for c in answer]
+
+
+@pytest.mark.parametrize("fault", ["killed", "raised", "hung"])
+def test_what_a_child_could_not_do_is_done_here(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "SHORTEST_PATIENCE", 0.3)
+    parent = os.getpid()
+
+    def faulty(requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+        if os.getpid() != parent:
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "raised":
+                os.close(2)  # what the child would print of its error is not of interest
+                raise RuntimeError("on purpose")
+            time.sleep(60)
+        yield from answers(requests)
+
+    assert seeds(list(forked.generate(faulty, [request(n, 1) for n in range(5)], 2))) == [0, 1, 2, 3, 4]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # nobody is left behind
+
+
+def test_a_caller_who_stops_listening_leaves_no_child() -> None:
+    began = time.monotonic()
+    parent = os.getpid()
+
+    def slow(requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+        if os.getpid() != parent:
+            time.sleep(60)
+        yield from answers(requests)
+
+    going = forked.generate(slow, [request(n, 1) for n in range(4)], 2)
+    next(going)
+    going.close()
+    assert time.monotonic() - began < 10
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_shares_are_even_whole_and_in_order() -> None:
+    requests = [request(n, group) for n, group in enumerate((8, 1, 1, 1, 1, 4, 8))]
+    cut = forked.shares(requests, 3)
+    assert [r for share in cut for r in share] == requests and len(cut) == 3 and all(cut)
+    assert [sum(r.group for r in share) for share in cut] == [8, 8, 8]
+    assert forked.shares(requests[:1], 4) == [requests[:1]]
+
+
+def test_bytes_that_are_not_all_there_are_no_answer() -> None:
+    data = bytes(forked.encode(list(answers([request(3, 1), request(9, 1)]))))
+    assert seeds(forked.decode(data) or []) == [3, 9]
+    for cut in (0, 5, 20, len(data) - 1):
+        assert forked.decode(data[:cut]) is None
