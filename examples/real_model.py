@@ -61,8 +61,8 @@ class Sums(Task):
     """A task of your own: problems, a prompt and a score."""
 
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
-        pairs = [(a, b) for a in range(2, 10) for b in range(2, 10) if (a * b % 5 == 0) == (split == "test")]
-        return [Problem(f"{split}/{a}+{b}", f"What is {a} + {b}?", str(a + b)) for a, b in pairs]
+        pairs = [(a, b) for a in range(1, 6) for b in range(1, 6) if ((a + 2 * b) % 5 == 0) == (split == "test")]
+        return [Problem(f"{split}/{a}+{b}", f"What is {a} + {b}? Answer with one number.", str(a + b)) for a, b in pairs]
 
     def score(self, problem: Problem, response: str) -> Score:
         numbers = re.findall(r"\d+", response)
@@ -79,10 +79,10 @@ def train(path: str, steps: int, run: Path) -> None:
         steps=steps,
         prompts=4,
         algorithm=GRPO(group=4, beta=0.0),
-        sampling=Sampling(max_new_tokens=24),
+        sampling=Sampling(max_new_tokens=16, temperature=0.7),
         optimizer=Optimization(lr=2e-6),
         evaluate_every=steps,
-        evaluate_problems=12,
+        evaluate_problems=5,
         rollouts_every=1,
     )
     with RunWriter.create(run, {"model": path}) as writer:
