@@ -69,3 +69,15 @@ def format(prompt: str, response: str, answer: str, template: str = THINK_ANSWER
     """The plain reward: 1 where the response follows the template, else 0. Says nothing of whether it is right."""
     formed = match(template, response) is not None
     return Score(float(formed), parts={"format": float(formed)}, outcome="formed" if formed else "malformed")
+
+
+def announced(response: str, boxed: float = 1.0, said: float = 0.7, neither: float = 0.3) -> float:
+    """How clearly a response marks its answer: in a complete \\boxed{...}, after "final answer:", or not at all.
+
+    >>> announced("so \\\\boxed{4}"), announced("Final answer: 4"), announced("4"), announced("\\\\boxed{4")
+    (1.0, 0.7, 0.3, 0.3)
+    """
+    text = response[-LIMIT:]
+    if re.search(r"\\boxed\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text):
+        return boxed
+    return said if re.search(r"final answer\s*(?:is)?\s*:", text, re.IGNORECASE) else neither

@@ -1,0 +1,117 @@
+"""Several rewards as one: weighted sum, product, or a gate that must be passed first. Each part is a column of its own.
+
+>>> from posttrain.rewards.answer import answer
+>>> from posttrain.rewards.format import format
+>>> mix = Weighted((Part("format", format, 0.2), Part("correctness", answer, 0.8)))
+>>> score = mix("2+2=", "#4", "4")
+>>> score.value, score.outcome, dict(score.parts)
+(0.8, 'correct', {'format': 0.0, 'correctness': 1.0})
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from posttrain.errors import require
+from posttrain.types import Score
+
+Reward = Callable[
+    [str, str, str], "Score | float"
+]  # (prompt, response, answer): what a user writes, and what this room's files hold
+JUDGED = ("correct", "wrong", "unparseable", "pass", "fail")
+
+
+def as_score(value: Score | float) -> Score:
+    """A reward may return a plain number. One that is not finite is a failure, never a 0."""
+    if isinstance(value, Score):
+        return value
+    number = float(value)
+    return Score(number) if math.isfinite(number) else Score.failed(f"the reward returned {number}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A reward with its name and weight in the whole."""
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.weight), f"the weight of reward {self.name!r} must be finite, not {self.weight}")
+
+
+def judge_all(parts: Sequence[Part], prompt: str, response: str, answer: str) -> Mapping[str, Score]:
+    return {part.name: as_score(part.reward(prompt, response, answer)) for part in parts}
+
+
+def combined(scores: Mapping[str, Score], value: float) -> Score:
+    """One score of many: a failure of any part is a failure of the whole; the outcome is that of the part that judges."""
+    failed = next(((name, s) for name, s in scores.items() if not s.valid), None)
+    if failed is not None:
+        return Score.failed(f"{failed[0]}: {failed[1].failure}")
+    outcome = next((s.outcome for s in scores.values() if s.outcome in JUDGED), "")
+    steps = next((s.steps for s in scores.values() if s.steps), ())
+    return Score(value, {name: s.value for name, s in scores.items() if s.value is not None}, steps, outcome)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """value = sum_k w_k v_k."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        _check(self.parts)
+
+    def __call__(self, prompt: str, response: str, answer: str) -> Score:
+        scores = judge_all(self.parts, prompt, response, answer)
+        return combined(scores, sum(p.weight * (scores[p.name].value or 0.0) for p in self.parts))
+
+
+@dataclass(frozen=True)
+class Product:
+    """value = prod_k v_k: no part can make up for another. Weights are not used."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        _check(self.parts)
+
+    def __call__(self, prompt: str, response: str, answer: str) -> Score:
+        scores = judge_all(self.parts, prompt, response, answer)
+        return combined(scores, math.prod(s.value or 0.0 for s in scores.values()))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`reward` where `gate` gives at least `least`; else `otherwise`. The reward behind a shut gate is not computed."""
+
+    gate: Part
+    reward: Part
+    least: float = 1.0
+    otherwise: float = 0.0
+
+    def __call__(self, prompt: str, response: str, answer: str) -> Score:
+        first = as_score(self.gate.reward(prompt, response, answer))
+        if not first.valid:
+            return Score.failed(f"{self.gate.name}: {first.failure}")
+        assert first.value is not None
+        if first.value < self.least:
+            return Score(self.otherwise, {self.gate.name: first.value}, outcome="wrong")
+        second = as_score(self.reward.reward(prompt, response, answer))
+        whole = combined({self.gate.name: first, self.reward.name: second}, second.value or 0.0)
+        return whole
+
+
+def textbook(correctness: Reward, form: Reward, reasoning: Reward) -> Weighted:
+    """The mix of the textbooks: 0.8 for being right, 0.1 for the format, 0.1 for showing the steps."""
+    return Weighted((Part("correctness", correctness, 0.8), Part("format", form, 0.1), Part("reasoning", reasoning, 0.1)))
+
+
+def _check(parts: tuple[Part, ...]) -> None:
+    names = [part.name for part in parts]
+    require(bool(parts), "a composed reward needs at least one part")
+    require(len(set(names)) == len(names), f"parts of a reward need different names: {', '.join(names)}")

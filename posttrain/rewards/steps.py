@@ -1,0 +1,29 @@
+"""Step markers: does a response show its reasoning in steps? Easy to fake, so it belongs in a mix with a small weight."""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.types import Score
+
+MARKER = re.compile(
+    r"^\s{0,3}(?:step\s+\d+|\d{1,3}[.)]\s|[-*]\s|(?:first|second|third|next|then|finally|therefore|so)\b[ ,:])",
+    re.IGNORECASE | re.MULTILINE,
+)
+LIMIT = 200_000
+
+
+def marked(text: str) -> int:
+    """Lines that begin a step: "Step 2", "3.", a bullet, "First," and the like. A line said twice counts once.
+
+    >>> marked("Step 1: add\\n2. carry\\nso it is 4\\nStep 1: add")
+    3
+    """
+    lines = {line.strip().lower() for line in text[:LIMIT].splitlines() if MARKER.match(line)}
+    return len(lines)
+
+
+def steps(prompt: str, response: str, answer: str, enough: int = 3) -> Score:
+    """The plain reward: distinct marked steps over `enough` of them, at most 1."""
+    value = min(1.0, marked(response) / max(1, enough))
+    return Score(value, parts={"steps": value})
