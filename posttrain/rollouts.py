@@ -16,11 +16,13 @@ from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import GuardStop
+from posttrain.scoring import Workers, score_group
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.types import (
     JSON,
     Batch,
+    Completion,
     Example,
     Group,
     Metric,
@@ -32,7 +34,7 @@ from posttrain.types import (
     Sampling,
     Score,
     Segment,
-)  # fmt: skip
+)
 
 Item = Example | tuple[Example, ...]
 MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on with what it has
@@ -107,12 +109,14 @@ class Rollouts:
             )  # fmt: skip
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
             selection = algorithm.select(groups, state)
-            wanted = selection.refill
-            if not wanted:
+            wanted = min(selection.refill, self.prompts - len(selection.groups))  # never more than are missing
+            if wanted <= 0:
                 break
         check_failures(groups)
         together = algorithm.unit in ("pair", "ranking")
-        batch = pack_groups(selection.groups, self.sampling.temperature, self.device, together)
+        batch = pack_groups(selection.groups or groups[:1], self.sampling.temperature, self.device, together)
+        if not selection.groups:  # nothing to learn from: a step without loss moves nothing, and is counted as skipped
+            batch = batch.replace(mask_T=torch.zeros_like(batch.mask_T))
         metrics = (*selection.metrics, *group_metrics(groups), Metric("level", self.climb.level, 1))
         return Collected(batch, tuple(groups), metrics, seconds)
 
@@ -143,26 +147,49 @@ def rollout_groups(
     seed: int,
     seconds: dict[str, float],
 ) -> list[Group]:
-    """Sample `group` responses to each problem and score them. Randomness belongs to (seed, problem's place, sample)."""
+    """Sample `group` responses to each problem and score them. Randomness belongs to (seed, problem's place, sample).
+
+    Rewards of an `isolated` task are computed in worker processes while later groups are still being written.
+    """
     began = time.perf_counter()
     prompts = [render_prompt(tokenizer, task.prompt(p), f"problem {p.id}") for p in problems]
     requests = [Request(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
-    groups = []
+    written: list[list[tuple[Segment, Segment]]] = []
+    scores: list[Score] = []
     scoring = 0.0
-    for problem, request, completions in zip(problems, requests, sampler.generate(requests), strict=True):
+    with Workers(task, seconds=task.seconds) as workers:
+        for problem, request, completions in zip(problems, requests, sampler.generate(requests), strict=True):
+            now = time.perf_counter()
+            written.append(segments(decoder, request, completions))
+            responses = [response.text for _, response in written[-1]]
+            if task.isolated:
+                workers.submit(problem, responses)
+            else:
+                scores += score_group(task, problem, responses)
+            scoring += time.perf_counter() - now
         now = time.perf_counter()
-        prompt_text, offsets = decoder.decode(request.prompt_ids)
-        prompt = Segment(np.array(request.prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets)
-        rollouts = []
-        for number, completion in enumerate(completions):
-            text, offsets = decoder.decode(completion.ids)
-            response = Segment(completion.ids, text, True, completion.logprobs, offsets, completion.version, completion.finish)
-            rollouts.append(Rollout(problem, number, (prompt, response), score_one(task, problem, text)))
-        groups.append(Group(problem, tuple(rollouts)))
+        scores += workers.results()
         scoring += time.perf_counter() - now
     seconds["score"] += scoring
     seconds["generate"] += time.perf_counter() - began - scoring
-    return groups
+    given = iter(scores)
+    return [
+        Group(problem, tuple(Rollout(problem, number, parts, next(given)) for number, parts in enumerate(members)))
+        for problem, members in zip(problems, written, strict=True)
+    ]
+
+
+def segments(decoder: Decoder, request: Request, completions: Sequence[Completion]) -> list[tuple[Segment, Segment]]:
+    """Prompt and response of each sample, with their text."""
+    prompt_text, offsets = decoder.decode(request.prompt_ids)
+    prompt = Segment(np.array(request.prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets)
+    pairs = []
+    for completion in completions:
+        text, offsets = decoder.decode(completion.ids)
+        pairs.append(
+            (prompt, Segment(completion.ids, text, True, completion.logprobs, offsets, completion.version, completion.finish))
+        )
+    return pairs
 
 
 def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, float]) -> list[Group]:
@@ -179,14 +206,6 @@ def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, floa
         rated.append(Group(group.problem, tuple(members)))
     seconds["score"] += time.perf_counter() - began
     return rated
-
-
-def score_one(task: Task, problem: Problem, response: str) -> Score:
-    """A task's score; what it raises becomes a named failure, which is counted and never a 0."""
-    try:
-        return task.score(problem, response)
-    except Exception as error:  # reward code is not ours
-        return Score.failed(f"{type(error).__name__}: {error}")
 
 
 def check_failures(groups: Sequence[Group]) -> None:

@@ -28,6 +28,20 @@ class Task(ABC):
     def score(self, problem: Problem, response: str) -> Score:
         """Judge a response. Parts are named; a response that cannot be judged is a failure, not a 0."""
 
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
+        """Judge the responses to one problem together, where a score depends on the others; None: each by itself."""
+        return None
+
+    @property
+    def isolated(self) -> bool:
+        """Whether to score in worker processes with a time limit: for rewards that are slow, or that might hang or crash."""
+        return False
+
+    @property
+    def seconds(self) -> float:
+        """The time limit of one isolated score."""
+        return 10.0
+
     def demonstration(self, problem: Problem) -> str:
         """A worked response that scores 1, for supervised training."""
         return problem.answer

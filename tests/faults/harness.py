@@ -52,7 +52,7 @@ def child(directory: str, arguments: tuple[str, ...], fatal: int, counted: Any) 
 
 def hook(fatal: int, counted: Any) -> None:
     """Make every moment that matters count: generation, scoring, updates, each file of a save, its syncs and its rename."""
-    from posttrain import loop, rollouts
+    from posttrain import loop, scoring
     from posttrain.engine.engine import Engine
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context
@@ -76,7 +76,7 @@ def hook(fatal: int, counted: Any) -> None:
         setattr(owner, name, outer)
 
     for owner, name in (
-        (Engine, "generate"), (rollouts, "score_one"), (Trainer, "forward_backward"), (Trainer, "update"),
+        (Engine, "generate"), (scoring, "score_one"), (Trainer, "forward_backward"), (Trainer, "update"),
         (checkpoint, "save_file"), (checkpoint, "_sync"), (checkpoint, "_digest"), (checkpoint, "_write_json"),
         (checkpoint, "prune"), (loop.Loop, "save"), (RunWriter, "metrics"), (RunWriter, "event"), (RunWriter, "rollouts"),
         (Context, "finish"), (Context, "save_model"), (Path, "rename"),

@@ -1,0 +1,238 @@
+"""Scoring in worker processes: a reward that is slow, hangs, crashes or leaks costs its own time limit and nothing else.
+
+Workers are forked from this process, so a user's function needs no pickling; problems and responses go to them, and scores come back,
+as JSON lines. A worker whose answer does not come in time is killed and replaced, and the response gets a named failure: it is not
+the policy's fault, so it is masked, counted and never a 0. Where processes cannot be forked, rewards are computed in this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from posttrain.types import Problem, Score
+
+LONGEST_FAILURE = 500  # characters of a foreign error that are kept
+RETRIES = 1  # a worker that died without an answer is tried once more
+
+
+class Judging(Protocol):
+    """The part of a task that is needed here."""
+
+    def score(self, problem: Problem, response: str) -> Score: ...
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None: ...
+
+
+def score_one(task: Judging, problem: Problem, response: str) -> Score:
+    """A task's score; what it raises becomes a named failure, which is counted and never a 0."""
+    try:
+        found = task.score(problem, response)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        return found
+    except Exception as error:  # reward code is not ours
+        return Score.failed(f"{type(error).__name__}: {error}"[:LONGEST_FAILURE])
+
+
+async def _awaited(found):  # type: ignore[no-untyped-def]
+    return await found
+
+
+def score_group(task: Judging, problem: Problem, responses: Sequence[str]) -> list[Score]:
+    """Scores of a problem's responses, together where the task compares them, else one by one."""
+    try:
+        together = task.score_group(problem, responses)
+    except Exception as error:  # reward code is not ours
+        return [Score.failed(f"{type(error).__name__}: {error}"[:LONGEST_FAILURE])] * len(responses)
+    if together is None:
+        return [score_one(task, problem, response) for response in responses]
+    if len(together) != len(responses):
+        return [Score.failed(f"score_group returned {len(together)} scores for {len(responses)} responses")] * len(responses)
+    return list(together)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A response on its way to a score."""
+
+    problem: Problem
+    response: str
+    score: Score | None = None
+    attempts: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A process that scores one response at a time."""
+
+    pid: int
+    into: int
+    out: int
+    job: _Job | None = None
+    deadline: float = 0.0
+    heard: bytearray = field(default_factory=bytearray)
+
+
+class Workers:
+    """Scores `submit`ted responses in up to `count` processes, `seconds` at most for each. Use as a context manager."""
+
+    def __init__(self, task: Judging, count: int = 0, seconds: float = 10.0):
+        self.task, self.seconds = task, seconds
+        self.count = count or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        self.able = sys.platform == "linux"
+        self.workers: list[_Worker] = []
+        self.waiting: deque[_Job] = deque()
+        self.jobs: list[_Job] = []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def submit(self, problem: Problem, responses: Sequence[str]) -> None:
+        """Start on these; returns at once unless rewards are computed here."""
+        for response in responses:
+            job = _Job(problem, response)
+            self.jobs.append(job)
+            if self.able:
+                self.waiting.append(job)
+            else:
+                job.score = score_one(self.task, problem, response)
+        self._serve(0.0)
+
+    def results(self) -> list[Score]:
+        """Scores of everything submitted since the last call, in that order."""
+        while any(job.score is None for job in self.jobs):
+            self._serve(0.05)
+        done, self.jobs = self.jobs, []
+        return [job.score for job in done if job.score is not None]
+
+    def close(self) -> None:
+        """End the workers: none outlives its pool."""
+        for worker in self.workers:
+            self._end(worker)
+        self.workers.clear()
+        self.waiting.clear()
+
+    def _serve(self, patience: float) -> None:
+        """Hand out what waits, take in what is done, end what takes too long."""
+        self._hand_out()
+        busy = [w for w in self.workers if w.job is not None]
+        if not busy:
+            return
+        ready, _, _ = select.select([w.out for w in busy], [], [], patience)
+        for worker in busy:
+            if worker.out in ready:
+                self._hear(worker)
+            elif time.monotonic() > worker.deadline:
+                self._settle(worker, Score.failed(f"timeout: no score within {self.seconds:g} s"))
+                self._replace(worker)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self.waiting:
+            free = next((w for w in self.workers if w.job is None), None)
+            if free is None and len(self.workers) < self.count:
+                free = self._fork()
+                self.workers.append(free)
+            if free is None:
+                return
+            job = self.waiting.popleft()
+            job.attempts += 1
+            free.job, free.deadline = job, time.monotonic() + self.seconds
+            line = json.dumps([asdict(job.problem), job.response]).encode() + b"\n"
+            try:
+                _write_all(free.into, line)
+            except OSError:  # it died while idle
+                self._died(free)
+
+    def _hear(self, worker: _Worker) -> None:
+        piece = os.read(worker.out, 1 << 16)
+        if not piece:
+            self._died(worker)
+            return
+        worker.heard += piece
+        if worker.heard.endswith(b"\n"):
+            found = json.loads(worker.heard)
+            worker.heard.clear()
+            self._settle(worker, Score(found[0], found[1], tuple((int(p), float(v)) for p, v in found[2]), found[3], found[4]))
+
+    def _settle(self, worker: _Worker, score: Score) -> None:
+        assert worker.job is not None
+        worker.job.score, worker.job = score, None
+
+    def _died(self, worker: _Worker) -> None:
+        job, worker.job = worker.job, None
+        if job is not None and job.attempts <= RETRIES:
+            self.waiting.appendleft(job)
+        elif job is not None:
+            job.score = Score.failed("the process that computed the reward died")
+        self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        self._end(worker)
+        self.workers.remove(worker)
+
+    @staticmethod
+    def _end(worker: _Worker) -> None:
+        os.close(worker.into)
+        os.close(worker.out)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)  # and whatever the reward has started
+        with suppress(ChildProcessError):
+            os.waitpid(worker.pid, 0)
+
+    def _fork(self) -> _Worker:
+        theirs, into = os.pipe()
+        out, ours = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: a worker touches none of them
+            pid = os.fork()
+        if pid:
+            os.close(theirs)
+            os.close(ours)
+            with suppress(OSError):
+                os.setpgid(pid, pid)
+            return _Worker(pid, into, out)
+        try:
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            kept = {theirs, ours, 0, 1, 2}
+            for other in self.workers:  # a worker must not hold another's pipe open
+                for handle in {other.into, other.out} - kept:
+                    os.close(handle)
+            os.close(into)
+            os.close(out)
+            _work(self.task, theirs, ours)
+        finally:
+            os._exit(0)
+
+
+def _work(task: Judging, theirs: int, ours: int) -> None:
+    """A worker's life: a line in, a line out, until the pipe closes."""
+    with os.fdopen(theirs, "rb") as requests:
+        for line in requests:
+            fields, response = json.loads(line)
+            score = score_one(task, Problem(**fields), response)
+            answer = [score.value, dict(score.parts), list(score.steps), score.outcome, score.failure]
+            _write_all(ours, json.dumps(answer).encode() + b"\n")
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
