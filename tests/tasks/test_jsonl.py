@@ -1,0 +1,134 @@
+"""Problems from files: fields, splits, styles, rewards of the user's own, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain import config
+from posttrain.errors import UserError
+from posttrain.scoring import Workers
+from posttrain.tasks.base import Task
+from posttrain.tasks.jsonl import Jsonl
+
+GSM = [
+    {"question": f"What is {n} plus {n}?", "answer": f"It is {n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}"}
+    for n in range(40)
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "gsm.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in GSM))
+    return str(path)
+
+
+def gsm(file: str, **settings: object) -> Jsonl:
+    return Jsonl(file, answer_after="####", style="boxed", **settings)  # type: ignore[arg-type]
+
+
+def test_fields_and_the_gold_answer(file: str) -> None:
+    task = gsm(file)
+    train, test = task.problems("train"), task.problems("test")
+    assert len(train) + len(test) == 40 and 1 <= len(test) <= 12
+    assert not {p.question for p in train} & {p.question for p in test}
+    first = train[0]
+    number = int(first.question.split()[2])
+    assert first.answer == str(2 * number) and first.id == f"gsm.jsonl:{number + 1}"
+    (message,) = task.prompt(first)
+    assert message.role == "user" and message.content.startswith(first.question) and "\\boxed{}" in message.content
+    assert task.demonstration(first).endswith(f"\\boxed{{{2 * number}}}")
+    assert task.score(first, task.demonstration(first)).outcome == "correct"
+    assert task.score(first, "\\boxed{-1}").outcome == "wrong"
+
+
+def test_styles_systems_and_examples(file: str) -> None:
+    task = gsm(file, system="Be brief.", examples=2)
+    problem = task.problems("test")[0]
+    roles = [m.role for m in task.prompt(problem)]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    train = task.problems("train")
+    assert train[0].question not in task.prompt(train[0])[1].content  # a problem is not its own example
+
+
+def test_conversations_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl.gz"
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi?"}]
+    with gzip.open(path, "wt") as out:
+        out.write(
+            "".join(
+                json.dumps({"prompt": [*turns, {"role": "user", "content": f"q{n}"}], "gold": str(n)}) + "\n" for n in range(30)
+            )
+        )
+    task = Jsonl(str(path), question="prompt", answer="gold", reward="answer")
+    problem = task.problems("train")[0]
+    assert [m.content for m in task.prompt(problem)] == ["s", "hi?", problem.question]
+    assert task.score(problem, f"#{problem.answer}").value == 1.0
+
+
+def test_a_test_file_that_repeats_training_questions_is_refused(file: str, tmp_path: Path) -> None:
+    other = tmp_path / "test.jsonl"
+    other.write_text(json.dumps(GSM[3]) + "\n")
+    with pytest.raises(UserError, match=r"1 questions are also in .*gsm\.jsonl"):
+        gsm(file, test_file=str(other)).problems("test")
+    other.write_text(json.dumps({"question": "What is 99 plus 1?", "answer": "#### 100"}) + "\n")
+    assert [p.answer for p in gsm(file, test_file=str(other)).problems("test")] == ["100"]
+    assert len(gsm(file, test_file=str(other)).problems("train")) == 40
+
+
+def test_a_reward_of_the_users_own(file: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import time\n"
+        "def short(prompt, response, answer, limit=10):\n    return 1.0 if len(response) <= limit else 0.0\n"
+        "async def later(prompt, response, answer):\n    return 0.5\n"
+        "def hang(prompt, response, answer):\n    time.sleep(60)\n"
+    )
+    task = gsm(file, reward=f"{mine}:short", options={"limit": 3})
+    assert task.isolated
+    problem = task.problems("train")[0]
+    assert [task.score(problem, r).value for r in ("abc", "abcd")] == [1.0, 0.0]
+    for name, expected in (("later", 0.5), ("hang", None)):
+        task = gsm(file, reward=f"{mine}:{name}", score_seconds=0.5)
+        with Workers(task, 1, task.seconds) as workers:
+            workers.submit(problem, ["x"])
+            assert workers.results()[0].value == expected
+
+
+def test_code_in_a_configuration_needs_leave(file: str, tmp_path: Path) -> None:
+    tree = {"name": "jsonl", "file": file, "reward": f"{tmp_path}/mine.py:short"}
+    with pytest.raises(UserError, match="allow-code"):
+        config.from_tree(tree, Task, "task", allow_code=False)
+    assert isinstance(config.from_tree(tree, Task, "task", allow_code=True), Jsonl)
+    assert config.from_tree(tree | {"reward": "math"}, Task, "task", allow_code=False).reward == "math"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("{\n", "line 1: not JSON"),
+        ("[1]\n", "line 1: expected a JSON object"),
+        ('{"question": "q"}\n', "line 1: no field 'answer'; it has question"),
+        ('{"question": "q", "answer": "4"}\n', "line 1: '####' is not in the field 'answer'"),
+        ('{"question": " ", "answer": "#### 4"}\n', "line 1: the field 'question' is empty"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said.replace("[", r"\[")):
+        gsm(str(path)).problems("train")
+
+
+def test_a_missing_file_and_bad_settings() -> None:
+    with pytest.raises(UserError, match="there is no data file"):
+        Jsonl("nowhere.jsonl").problems("train")
+    with pytest.raises(UserError, match="style"):
+        Jsonl("x", style="rhyme")
+    with pytest.raises(UserError, match="held_out"):
+        Jsonl("x", held_out=1.0)
