@@ -74,7 +74,7 @@ def serve() -> Iterator[Callable[..., tuple[Server, Endpoint]]]:
     def start(behave: Callable[[dict[str, Any], int], Reply], **settings: Any) -> tuple[Server, Endpoint]:
         server = Server(behave)
         running.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
         return server, Endpoint(url=url, model="m", **({"seconds": 0.5} | settings))
 
