@@ -32,6 +32,12 @@ class Evaluation:
         return mean_pass_at_k(counts, k)
 
     @property
+    def reward(self) -> Interval | None:
+        """The mean score over problems; None where nothing was scored."""
+        means = [sum(g.rewards) / len(g.rewards) for g in self.groups if g.rewards]
+        return mean_interval(means) if means else None
+
+    @property
     def failed(self) -> int:
         """Samples without a score. They are in no average."""
         return sum(not r.score.valid for g in self.groups for r in g.rollouts)

@@ -73,6 +73,7 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
         "accuracy": _interval(evaluation.accuracy),
         "pass_at": {str(k): _interval(evaluation.passed(k)) for k in ks},
         "parts": {name: _interval(value) for name, value in parts.items() if value is not None},
+        "reward": None if evaluation.reward is None else _interval(evaluation.reward),
         "length": evaluation.length,
         "failed": evaluation.failed,
     }

@@ -1,0 +1,106 @@
+"""Comparisons made on the spot: a model answers twice or more, and an annotator whose taste is known says which answer is better."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from posttrain.errors import require
+from posttrain.rollouts import rollout_groups
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.tasks.base import Task
+from posttrain.types import JSON, Group, Rollout, Sampling
+
+BATCH = 256  # prompts answered together
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonsStage(Stage):
+    """`prompts` training problems, `samples` answers to each, ordered by the task's own score: the stand-in for people. An annotator
+    prefers a to b with probability sigmoid((s_a - s_b) / noise), the Bradley-Terry model; noise 0 never errs. What is written,
+    `data.jsonl` in the stage's folder, is read by reward_model and preference stages that name this stage as their data.
+    """
+
+    model: str
+    task: Task
+    prompts: int = 1000
+    samples: int = 2
+    noise: float = 0.1
+    skip: int = 0  # problems to pass over, so that another round sees fresh ones
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        require(self.prompts > 0, f"{self.name}: prompts must be positive, not {self.prompts}")
+        require(
+            self.samples >= 2, f"{self.name}: samples must be at least 2, not {self.samples}: one answer cannot be compared"
+        )
+        require(self.noise >= 0, f"{self.name}: noise must not be negative, not {self.noise}")
+        require(self.sampling.temperature > 0, f"{self.name}: a temperature of 0 gives equal answers")
+
+    def alphabet(self) -> str:
+        return alphabet([self.task])
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        counts = dict.fromkeys(("written", "equal", "failed", "truncated"), 0)
+        rows = list(self.rows(context, counts))
+        require(bool(rows), f"{self.name}: no two answers differed in a way the annotator could see; raise the temperature")
+        context.write_lines(self.name, (json.dumps(row) for row in rows), "data.jsonl")
+        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        context.announce(self.name, [f"comparisons of {self.samples} answers each: {said}"])
+        return {**counts}
+
+    def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
+        from posttrain.data.text import Decoder
+        from posttrain.engine.engine import Engine
+        from posttrain.engine.random import derive
+
+        policy = load_policy(self.model, context, self.alphabet())
+        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+        source = self.task.problems("train")
+        chosen = [source[i % len(source)] for i in range(self.skip, self.skip + self.prompts)]
+        for first in range(0, len(chosen), BATCH):
+            part = chosen[first : first + BATCH]
+            seed, seconds = derive(context.seed, self.skip + first) >> 1, {"generate": 0.0, "score": 0.0}
+            groups = rollout_groups(
+                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
+            )
+            for place, group in enumerate(groups):
+                row = self.row(group, derive(seed, place), counts)
+                if row is not None:
+                    yield row
+
+    def row(self, group: Group, coin: int, counts: dict[str, int]) -> dict[str, JSON] | None:
+        """One prompt's answers in the annotator's order; None, and counted, where there is nothing to order."""
+        usable = [r for r in group.rollouts if r.finish != "length"]
+        counts["truncated"] += len(group.rollouts) - len(usable)
+        scored = [r for r in usable if r.score.value is not None]
+        counts["failed"] += len(usable) - len(scored)
+        different = list({r.response: r for r in scored}.values())
+        if len(different) < 2:
+            counts["equal"] += 1
+            return None
+        counts["written"] += 1
+        prompt = [{"role": m.role, "content": m.content} for m in self.task.prompt(group.problem)]
+        ranked = self.ordered(different, coin)
+        if len(ranked) == 2:
+            return {"prompt": prompt, "chosen": _said(ranked[0]), "rejected": _said(ranked[1])}
+        return {"prompt": prompt, "responses": [_said(r) for r in ranked], "ranking": list(range(1, len(ranked) + 1))}
+
+    def ordered(self, rollouts: list[Rollout], coin: int) -> list[Rollout]:
+        """Best first, by score plus Gumbel noise: the difference of two such is logistic, so each pair is a Bradley-Terry draw."""
+        from posttrain.engine.random import derive
+
+        def liked(place: int) -> float:
+            uniform = ((derive(coin, place) >> 11) + 0.5) / (1 << 53)
+            value = rollouts[place].score.value
+            assert value is not None
+            return value - self.noise * math.log(-math.log(uniform))
+
+        return [rollouts[n] for n in sorted(range(len(rollouts)), key=liked, reverse=True)]
+
+
+def _said(rollout: Rollout) -> list[dict[str, JSON]]:
+    return [{"role": "assistant", "content": rollout.response}]

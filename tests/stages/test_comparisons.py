@@ -1,0 +1,85 @@
+"""The stand-in annotator: a Bradley-Terry draw for each pair, nothing unusable written, the same rows for the same seed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from material_for_tests import group, rollout, segment
+
+from posttrain.data.preferences import read_preferences
+from posttrain.errors import UserError
+from posttrain.models.tiny import character_tokenizer
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context, data_place, run_stages
+from posttrain.stages.comparisons import ComparisonsStage
+from posttrain.tasks.reviews import Reviews
+from posttrain.types import Rollout, Sampling, Segment
+
+
+def stage(**settings: object) -> ComparisonsStage:
+    return ComparisonsStage(name="comparisons", model="tiny:nano", task=Reviews(), **settings)  # type: ignore[arg-type]
+
+
+def said(text: str, value: float | None, finish: str = "stop") -> Rollout:
+    one = rollout([segment([1], False)], value)
+    answer = Segment(segment([2], True).ids, text, True, finish=finish)
+    return Rollout(one.problem, 0, (one.segments[0], answer), one.score)
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.25, 0.5])
+def test_a_pair_is_ordered_as_often_as_bradley_and_terry_say(difference: float) -> None:
+    pair = [said("a", 0.5 + difference), said("b", 0.5)]
+    count = 4000
+    first = sum(stage(noise=0.5).ordered(pair, coin)[0] is pair[0] for coin in range(count))
+    expected = 1 / (1 + math.exp(-difference / 0.5))
+    assert abs(first / count - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
+
+
+def test_without_noise_the_better_one_always_comes_first() -> None:
+    three = [said("a", 0.1), said("b", 0.9), said("c", 0.5)]
+    for coin in range(50):
+        assert [r.response for r in stage(noise=0.0).ordered(three, coin)] == ["b", "c", "a"]
+
+
+def test_what_cannot_be_compared_is_counted_and_left_out() -> None:
+    counts = dict.fromkeys(("written", "equal", "failed", "truncated"), 0)
+    rows = [
+        stage().row(group(members), 0, counts)
+        for members in (
+            [said("x", 0.2), said("x", 0.2)],
+            [said("x", 0.2), said("y", None)],
+            [said("x", 0.2), said("y", 0.3, "length")],
+            [said("x", 0.2), said("y", 0.9)],
+        )
+    ]
+    assert [row is None for row in rows] == [True, True, True, False]
+    assert counts == {"written": 1, "equal": 3, "failed": 1, "truncated": 1}
+
+
+@pytest.mark.parametrize("samples", [2, 4])
+def test_what_is_written_is_read_as_preferences(tmp_path: Path, samples: int) -> None:
+    files = []
+    for name in ("one", "two"):
+        with RunWriter.create(tmp_path / name, {}) as writer:
+            context = Context(writer, seed=3, say=False)
+            run_stages([stage(prompts=12, samples=samples, sampling=Sampling(60, min_new_tokens=2))], context)
+            result = context.result("comparisons")
+            place = data_place("comparisons", context)
+            assert data_place("other.jsonl", context) == "other.jsonl"
+            context.folder("empty").mkdir()
+            with pytest.raises(UserError, match="has written no data"):
+                data_place("empty", context)
+        files.append(Path(place).read_text())
+    assert files[0] == files[1]
+    assert result is not None
+    found = read_preferences(place, character_tokenizer(Reviews().alphabet), 200)
+    assert found.report.kept == result["written"] > 5
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(UserError, match="at least 2"):
+        stage(samples=1)
+    with pytest.raises(UserError, match="temperature"):
+        stage(sampling=Sampling(temperature=0.0))
