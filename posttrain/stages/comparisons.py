@@ -14,6 +14,7 @@ from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Rollout, Sampling
 
+KINDS = ("written", "equal", "failed", "truncated", "empty")  # what becomes of answers
 BATCH = 256  # prompts answered together
 
 
@@ -44,7 +45,7 @@ class ComparisonsStage(Stage):
         return alphabet([self.task])
 
     def run(self, context: Context) -> dict[str, JSON]:
-        counts = dict.fromkeys(("written", "equal", "failed", "truncated"), 0)
+        counts = dict.fromkeys(KINDS, 0)
         rows = list(self.rows(context, counts))
         require(bool(rows), f"{self.name}: no two answers differed in a way the annotator could see; raise the temperature")
         context.write_lines(self.name, (json.dumps(row) for row in rows), "data.jsonl")
@@ -78,7 +79,9 @@ class ComparisonsStage(Stage):
         counts["truncated"] += len(group.rollouts) - len(usable)
         scored = [r for r in usable if r.score.value is not None]
         counts["failed"] += len(usable) - len(scored)
-        different = list({r.response: r for r in scored}.values())
+        spoken = [r for r in scored if r.response.strip()]
+        counts["empty"] += len(scored) - len(spoken)
+        different = list({r.response: r for r in spoken}.values())
         if len(different) < 2:
             counts["equal"] += 1
             return None
