@@ -88,7 +88,7 @@ class ComparisonsStage(Stage):
         counts["written"] += 1
         prompt = [{"role": m.role, "content": m.content} for m in self.task.prompt(group.problem)]
         ranked = self.ordered(different, coin)
-        if len(ranked) == 2:
+        if self.samples == 2:  # a file holds rows of one kind
             return {"prompt": prompt, "chosen": _said(ranked[0]), "rejected": _said(ranked[1])}
         return {"prompt": prompt, "responses": [_said(r) for r in ranked], "ranking": list(range(1, len(ranked) + 1))}
 
