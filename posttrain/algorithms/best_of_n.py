@@ -1,0 +1,66 @@
+"""Best of N: sample N responses, keep the best by reward, and learn it by maximum likelihood."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.sampling import best_of_n_kl
+from posttrain.ops.weights import reduction
+from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOfN(Algorithm):
+    """Distil the policy's own best of N samples into it, prompt by prompt:
+
+        y* = argmax_(y_1 .. y_N ~ pi) r(x, y),    L = - sum_t w_t log pi(y*_t | x, y*_<t),    w_t = 1 / T (token_mean)
+
+    What one round aims at is close to where it starts, whatever the reward: KL(best-of-N || pi) <= log N - (N - 1) / N
+    (`ops/sampling.py`), so how far a round can move is known before the run. The first of
+    several equal bests is kept, which favours none; a group without any score is left out. It has no critic, no reference and no
+    way to push a bad response down. A step on a task that nobody solves learns a wrong answer: use raft with a threshold there.
+    """
+
+    paper: ClassVar[str] = "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
+
+    group: int = 8  # the paper's N
+    reduction: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        require(self.group >= 2, f"best_of_n: group must be at least 2, not {self.group}: the best of one is any sample")
+        kinds = ("token_mean", "sequence_mean")
+        require(self.reduction in kinds, f"best_of_n: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
+
+    @property
+    def group_size(self) -> int:
+        return self.group
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        kept = [(group, best(group)) for group in groups]
+        chosen = [(group, rollout) for group, rollout in kept if rollout is not None]
+        metrics = (
+            Metric("best", sum(r.score.value or 0.0 for _, r in chosen), len(chosen)),
+            # an upper bound on what this round aims at, per prompt; groups with failures are smaller
+            Metric("kl/best", sum(best_of_n_kl(len(group.rewards)) for group, _ in chosen), len(chosen)),
+        )
+        return Selection(tuple(Group(group.problem, (r,)) for group, r in chosen), metrics=metrics)
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        mask_T = step.mask_T & step.valid_N[step.sequence_T]
+        return step.replace(mask_T=mask_T, weight_T=reduction(self.reduction, mask_T, step.sequence_T, step.sequences))
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        assert batch.weight_T is not None
+        loss_T = (-outputs.logprob_T).where(batch.mask_T, 0.0)
+        metrics = (Metric("nll", loss_T.detach().sum(), batch.mask_T.sum()),)
+        return Terms((Term("nll", loss_T, batch.weight_T),), metrics)
+
+
+def best(group: Group) -> Rollout | None:
+    """The rollout with the highest score, the first of equals; None where none has a score."""
+    scored = [r for r in group.rollouts if r.score.value is not None]
+    return max(scored, key=lambda r: r.score.value or 0.0) if scored else None

@@ -1,0 +1,86 @@
+"""Reward model: one number for a response, learned from which of several people preferred."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.types import Batch, Metric, Outputs, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel(Algorithm):
+    """Bradley-Terry: the chance that a is preferred to b is sigmoid(r_a - r_b), with r the score at a response's last token. For
+    a ranking u of K responses, pairs (a, b) are all those in which a was preferred to b:
+
+        L = sum_u 1/U * 1/|pairs_u| * sum_(a,b) [ -log sigmoid(r_a - r_b - m_ab) + centring * (r_a + r_b)^2 ]
+
+    U counts the rankings of the step that have a pair, so every ranking weighs the same, and all K (K - 1) / 2 pairs of one are in
+    one step: taken apart, each response would be learned K - 1 times in an epoch, and overfitted (InstructGPT). A pair is a
+    ranking of two. Equally good responses make no pair; only differences of scores are learned, so that
+    `centring` (0.01, Eisenstein et al. 2023, arXiv:2312.09244) is what keeps their mean near 0. `margin` asks for a distance
+    m_ab = label_a - label_b between the labels (Llama 2, arXiv:2307.09288), which is 1 for plain pairs; without it m_ab = 0.
+    """
+
+    paper: ClassVar[str] = "Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155"
+    online: ClassVar[bool] = False
+    unit: ClassVar[str] = "ranking"
+    trains: ClassVar[str] = "scorer"
+
+    margin: bool = False
+    centring: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.centring < float("inf"), f"reward_model: centring must be 0 or positive, not {self.centring}")
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        better_K, worse_K = preferences(step)
+        unit_N = torch.tensor(step.unit_N, device=step.reward_N.device)
+        names_U, unit_N = torch.unique(unit_N, return_inverse=True)
+        pairs_U = torch.zeros(len(names_U), dtype=torch.float64, device=unit_N.device)
+        pairs_U = pairs_U.index_add(0, unit_N[better_K], torch.ones_like(better_K, dtype=torch.float64))
+        # what each pair of the unit counts
+        weight_U = torch.where(pairs_U > 0, 1 / (pairs_U.clamp(min=1) * (pairs_U > 0).sum().clamp(min=1)), 0.0)
+        paired_N = torch.zeros(step.sequences, dtype=torch.bool, device=unit_N.device)
+        paired_N[better_K] = True
+        paired_N[worse_K] = True
+        mask_T = step.mask_T & paired_N[step.sequence_T]
+        return step.replace(mask_T=mask_T, weight_N=weight_U[unit_N].float())
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        assert outputs.score_T is not None and batch.weight_N is not None
+        score_N = outputs.score_T[torch.tensor(batch.starts[1:], device=outputs.score_T.device) - 1]
+        better_K, worse_K = preferences(batch)
+        difference_K = score_N[better_K] - score_N[worse_K]
+        wanted_K = batch.reward_N[better_K] - batch.reward_N[worse_K] if self.margin else 0.0
+        weight_K = batch.weight_N[better_K]
+        terms = [Term("preference", -logsigmoid(difference_K - wanted_K), weight_K)]
+        if self.centring > 0:
+            terms.append(Term("centring", (score_N[better_K] + score_N[worse_K]) ** 2, self.centring * weight_K))
+        return Terms(tuple(terms), figures(score_N.detach(), better_K, worse_K))
+
+
+def preferences(batch: Batch) -> tuple[Tensor, Tensor]:
+    """All (better, worse) pairs of sequences within the units of a batch. Labels that are equal or missing (NaN) make none."""
+    unit_N, reward_N = torch.tensor(batch.unit_N, device=batch.reward_N.device), batch.reward_N
+    above_NN = (unit_N[:, None] == unit_N[None, :]) & (reward_N[:, None] > reward_N[None, :])
+    better_K, worse_K = above_NN.nonzero(as_tuple=True)
+    return better_K, worse_K
+
+
+def figures(score_N: Tensor, better_K: Tensor, worse_K: Tensor) -> tuple[Metric, ...]:
+    """Share of pairs in the right order (an equal score is half right), how far apart, and where the scores lie."""
+    difference_K = score_N[better_K] - score_N[worse_K]
+    right_K = (difference_K > 0).double() + 0.5 * (difference_K == 0).double()
+    paired = torch.unique(torch.cat([better_K, worse_K]))
+    return (
+        Metric("accuracy", right_K.sum(), len(better_K)),
+        Metric("margin", difference_K.double().sum(), len(better_K)),
+        Metric("score", score_N[paired].double().sum(), len(paired)),
+    )

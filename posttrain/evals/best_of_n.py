@@ -1,0 +1,92 @@
+"""Best of n at inference: what choosing the best of n samples by a proxy reward brings in proxy and in gold reward, and at which KL.
+
+The curve over n is the yardstick that policy optimisation is measured by: it needs no training, its KL is known, and where the proxy
+keeps rising while the gold falls, the reward model is being exploited (Gao et al. 2022, arXiv:2210.10760).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from posttrain.evals.statistics import Interval, mean_interval
+from posttrain.ops.sampling import best_of_n_kl
+from posttrain.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One n: the most that KL(best-of-n || policy) can be, and the expected rewards with intervals over problems."""
+
+    n: int
+    kl: float
+    proxy: Interval
+    gold: Interval
+
+
+def expected_best(proxy: Sequence[float], value: Sequence[float]) -> np.ndarray:
+    """[N]: for n = 1..N the expected `value` of the one with the highest `proxy` among n of the N samples drawn without return.
+
+    With the samples sorted by proxy, sample (i) is the best of the draw when the other n - 1 come from the i - 1 below it:
+
+        E_n = sum_i C(i-1, n-1) / C(N, n) * value_(i)
+
+    It is unbiased for n fresh samples, for every n at once, where the best of the first n would use one draw of many. Samples with
+    equal proxy are each as likely to be taken, so they share the mean of their values.
+
+    >>> expected_best([1.0, 3.0, 2.0], [1.0, 3.0, 2.0]).round(4).tolist()
+    [2.0, 2.6667, 3.0]
+    """
+    proxy_N, value_N = np.asarray(proxy, dtype=np.float64), np.asarray(value, dtype=np.float64)
+    if proxy_N.shape != value_N.shape or proxy_N.ndim != 1 or not len(proxy_N):
+        raise ValueError(f"{proxy_N.shape} proxy rewards for {value_N.shape} values")
+    if not (np.isfinite(proxy_N).all() and np.isfinite(value_N).all()):
+        raise ValueError("rewards must be finite: leave out what could not be scored")
+    order = np.argsort(proxy_N, kind="stable")
+    proxy_N, value_N = proxy_N[order], value_N[order].copy()
+    changes = [0, *(np.flatnonzero(np.diff(proxy_N)) + 1).tolist(), len(proxy_N)]
+    for begin, end in pairwise(changes):
+        value_N[begin:end] = value_N[begin:end].mean()
+    return np.array([chances(len(proxy_N), n) @ value_N for n in range(1, len(proxy_N) + 1)])
+
+
+def chances(samples: int, n: int) -> np.ndarray:
+    """[N]: the chance C(i-1, n-1) / C(N, n) that the i-th smallest of N samples is the largest of n drawn without return.
+
+    From the top down: p_N = n / N, and p_i = p_(i+1) (i - n + 1) / i, so that no binomial overflows.
+    """
+    chance_N = np.zeros(samples)
+    chance_N[-1] = n / samples
+    for i in range(samples - 1, n - 1, -1):
+        chance_N[i - 1] = chance_N[i] * (i - n + 1) / i
+    return chance_N
+
+
+def frontier(groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | None = None) -> list[Point]:
+    """The reward-KL curve of best-of-n, from groups of N rated samples: a score's value is the proxy, its part `gold` the gold reward
+    (as `rollouts.rate_groups` leaves them). Where no score has such a part, the value is both.
+
+    Each problem is a curve of its own and the figures are means over problems. Samples without one of the two are left out; n goes
+    as far as the smallest group.
+    """
+    both = any(gold in r.score.parts for group in groups for r in group.rollouts)
+    curves = []
+    for group in groups:
+        scores = [r.score for r in group.rollouts if r.score.value is not None and (not both or gold in r.score.parts)]
+        proxy = [float(s.value or 0.0) for s in scores]
+        if proxy:
+            true = [s.parts[gold] for s in scores] if both else proxy
+            curves.append((expected_best(proxy, proxy), expected_best(proxy, true)))
+    if not curves:
+        raise ValueError("no sample has a score")
+    most = min(len(proxy) for proxy, _ in curves)
+    points = []
+    for n in ns if ns is not None else range(1, most + 1):
+        if not 1 <= n <= most:
+            raise ValueError(f"the best of {n} cannot be estimated from {most} samples")
+        proxies, golds = [float(c[0][n - 1]) for c in curves], [float(c[1][n - 1]) for c in curves]
+        points.append(Point(n, best_of_n_kl(n), mean_interval(proxies), mean_interval(golds)))
+    return points

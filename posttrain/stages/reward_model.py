@@ -1,0 +1,235 @@
+"""Reward models: a score for responses learned from comparisons, or for the steps of solutions from their labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.reward_model import RewardModel
+from posttrain.data.preferences import read_preferences
+from posttrain.data.stream import permutation
+from posttrain.engine.random import derive
+from posttrain.errors import GuardStop, require
+from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
+from posttrain.evals.statistics import Interval, mean_interval, wilson
+from posttrain.loop import Loop, Rhythm
+from posttrain.rollouts import Examples
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.train.optimizer import Optimization
+from posttrain.types import JSON, Example
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
+    from posttrain.models.scorer import Scorer
+
+Unit = tuple[Example, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdicts:
+    """What a scorer says of held-out comparisons: `margin_K` is positive where it agrees with the people, by how much; `distance_K`
+    is how far apart the labels are, `unit_K` which ranking or solution the comparison is of."""
+
+    margin_K: np.ndarray
+    distance_K: np.ndarray
+    unit_K: np.ndarray
+
+    @property
+    def accuracy(self) -> Interval:
+        """Share of comparisons in the right order, averaged over units, which are independent as those of one unit are not."""
+        by_unit = [pair_accuracy(self.margin_K[self.unit_K == unit].tolist()) for unit in np.unique(self.unit_K)]
+        if set(by_unit) <= {0.0, 1.0}:
+            return wilson(int(sum(by_unit)), len(by_unit))
+        found = mean_interval(by_unit)
+        return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelStage(Stage):
+    """Train a scorer on a copy of `model`'s body, with a new head of one number, on the comparisons in the `data` files (or, with
+    algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is kept apart, and the stage stops where
+    accuracy there ends below `least_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
+    ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints.
+    """
+
+    model: str
+    data: tuple[str, ...]
+    algorithm: Algorithm = field(default_factory=RewardModel)
+    steps: int = 300
+    batch: int = 16  # pairs, rankings or solutions an optimizer step
+    max_length: int = 1024
+    held_out: float = 0.1
+    least_accuracy: float = 0.0  # 0: no gate
+    members: int = 1
+    optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
+    evaluate_every: int = 50
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        name = self.name
+        require(len(self.data) > 0, f"{name}: give at least one JSONL file of comparisons as data")
+        for what in ("steps", "batch", "members", "checkpoint_every"):
+            require(getattr(self, what) > 0, f"{name}: {what} must be positive, not {getattr(self, what)}")
+        require(self.algorithm.trains == "scorer", f"{name}: this algorithm trains a policy; a reward_model stage trains a scorer, "
+                "with reward_model or process_reward_model")  # fmt: skip
+        require(0 <= self.held_out < 1, f"{name}: held_out is a share of the prompts in [0, 1), not {self.held_out}")
+        require(0 <= self.least_accuracy < 1, f"{name}: least_accuracy must lie in [0, 1), not {self.least_accuracy}")
+        blind = self.least_accuracy > 0 and self.held_out == 0
+        require(not blind, f"{name}: least_accuracy is judged on held-out data; set held_out above 0")
+
+    def alphabet(self) -> str:
+        return alphabet([])
+
+    def read(self, context: Context, tokenizer: object) -> list[Unit]:
+        """The units of all files, each cut after its response."""
+        wanted = ("steps",) if self.algorithm.unit == "sequence" else ("pair", "openai", "ranking")
+        units: list[Unit] = []
+        for path in self.data:
+            found = read_preferences(path, tokenizer, self.max_length)
+            context.announce(self.name, found.report.lines())
+            kind, needed = found.report.kind, " or ".join(wanted)
+            require(kind in wanted, f"{self.name}: {path} holds rows of kind {kind}; this algorithm learns from {needed}")
+            units += [tuple(until_end(example) for example in unit) for unit in found.units]
+        return units
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        policy = load_policy(self.model, context, self.alphabet())
+        units = self.read(context, policy.tokenizer)
+        train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
+        context.announce(self.name, [f"{len(train):,} to train on, {len(held_out):,} held out"])
+        verdicts = []
+        for member in range(self.members):
+            scorer = self.member(context, policy, train, held_out, member)
+            if held_out:
+                verdicts.append(self.judge(scorer, held_out))
+                self.gate(context, verdicts[-1], member)
+        result: dict[str, JSON] = {"steps": self.steps, "members": self.members, "trained_on": len(train)}
+        if verdicts:
+            result |= report(verdicts)
+            members = f" (members {', '.join(f'{v.accuracy.value:.3f}' for v in verdicts)})" if self.members > 1 else ""
+            said = f"held-out accuracy {Interval(*result['accuracy'])}{members}"
+            context.announce(self.name, [f"{said}; expected calibration error {result['calibration']['error']:.3f}"])
+        return result
+
+    def folder(self, context: Context, member: int) -> Path:
+        return context.folder(self.name) / (f"model-{member}" if member else "model")
+
+    def member(self, context: Context, policy: Policy, train: list[Unit], held_out: list[Unit], member: int) -> Scorer:
+        """Train one scorer and save it; one that an earlier attempt saved is done, and only read."""
+        from posttrain.models.save import save
+        from posttrain.models.scorer import from_policy, load_scorer
+        from posttrain.train.trainer import Trainer
+
+        folder = self.folder(context, member)
+        if folder.is_dir():
+            return load_scorer(str(folder), policy.dtype, policy.device)
+        seed = derive(context.seed, member) >> 1
+        scorer = from_policy(policy, zero=False, seed=seed)
+        label = f"{self.name}-{member}" if member else self.name
+        rhythm = Rhythm(
+            steps=self.steps,
+            evaluate_every=self.evaluate_every if held_out else 0,
+            checkpoint_every=self.checkpoint_every,
+        )
+        loop = Loop(
+            stage=label,
+            rhythm=rhythm,
+            trainer=Trainer(scorer, self.algorithm, self.optimizer),
+            source=Examples([train], [1.0], self.batch, seed, policy.device),
+            writer=context.writer,
+            checkpoints=context.checkpoints(label),
+            interrupt=context.interrupt,
+            trackers=context.trackers,
+            evaluate=lambda: {"accuracy/held_out": self.judge(scorer, held_out).accuracy.value},
+        )
+        loop.run()
+        save(scorer.model, scorer.tokenizer, folder, replace=True)
+        return scorer
+
+    def judge(self, scorer: Scorer, units: Sequence[Unit]) -> Verdicts:
+        """A scorer's verdicts on units that it has not learned from."""
+        by_step = self.algorithm.unit == "sequence"
+        return (judge_steps if by_step else judge_pairs)(scorer, units, self.optimizer.token_budget)
+
+    def gate(self, context: Context, verdicts: Verdicts, member: int) -> None:
+        accuracy, count = verdicts.accuracy, len(np.unique(verdicts.unit_K))
+        if accuracy.value < self.least_accuracy:
+            which = self.folder(context, member).name
+            raise GuardStop(
+                f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} units, below least_accuracy="
+                f"{self.least_accuracy}; a policy would learn its errors: look at the data, or train longer"
+            )
+
+
+def until_end(example: Example) -> Example:
+    """The example up to its last token that carries loss. What a template writes after it is never sampled, and the score of a rollout
+    is read where the rollout ends."""
+    end = int(np.flatnonzero(example.mask)[-1]) + 1
+    steps = None if example.steps is None else example.steps[:end]
+    return replace(example, ids=example.ids[:end], mask=example.mask[:end], steps=steps)
+
+
+def split_by_prompt(units: Sequence[Unit], share: float, seed: int, where: str) -> tuple[list[Unit], list[Unit]]:
+    """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them."""
+    if share == 0:
+        return list(units), []
+    prompts = [unit[0].ids[: int(unit[0].mask.argmax())].tobytes() for unit in units]
+    different = list(dict.fromkeys(prompts))
+    count = max(1, round(share * len(different)))
+    require(count < len(different), f"{where}: {len(different)} different prompts are too few to hold some out; add data, or set "
+            "held_out=0")  # fmt: skip
+    aside = {different[i] for i in permutation(len(different), "held_out", seed)[:count]}
+    train = [unit for unit, prompt in zip(units, prompts, strict=True) if prompt not in aside]
+    return train, [unit for unit, prompt in zip(units, prompts, strict=True) if prompt in aside]
+
+
+def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:
+    """Margins of all pairs of each unit in which one was preferred: score of the better less score of the worse."""
+    from posttrain.train.rating import last_scores
+
+    scores = iter(last_scores(scorer, [example.ids for unit in units for example in unit], token_budget))
+    rows = []
+    for number, unit in enumerate(units):
+        own = [(example.reward, next(scores)) for example in unit]
+        rows += [(a - b, better - worse, number) for a, better in own for b, worse in own if a > b]
+    return verdicts_of(rows)
+
+
+def judge_steps(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:
+    """Margins of labelled steps: the score where the label is at least one half, its negative elsewhere."""
+    from posttrain.train.rating import token_scores
+
+    examples = [example for unit in units for example in unit]
+    rows = []
+    for number, score_T in enumerate(token_scores(scorer, [e.ids for e in examples], token_budget)):
+        label_T = examples[number].steps
+        assert label_T is not None
+        for score, label in zip(score_T.tolist(), label_T.tolist(), strict=True):
+            if not np.isnan(label):
+                rows.append((2 * abs(label - 0.5), score if label >= 0.5 else -score, number))
+    return verdicts_of(rows)
+
+
+def verdicts_of(rows: Sequence[tuple[float, float, int]]) -> Verdicts:
+    distance_K, margin_K, unit_K = (np.array(column) for column in zip(*rows, strict=True))
+    return Verdicts(margin_K, distance_K, unit_K)
+
+
+def report(verdicts: Sequence[Verdicts]) -> dict[str, JSON]:
+    """Accuracy of each member and of their mean, accuracy by how far apart labels and scores are, and calibration, of the mean."""
+    first = verdicts[0]
+    mean = Verdicts(np.mean([v.margin_K for v in verdicts], axis=0), first.distance_K, first.unit_K)
+    margins = mean.margin_K.tolist()
+    found: dict[str, JSON] = {"held_out": len(np.unique(first.unit_K)), "pairs": len(margins)}
+    for name, one in (("accuracy", mean), *((f"accuracy/{n}", v) for n, v in enumerate(verdicts) if len(verdicts) > 1)):
+        found[name] = [one.accuracy.value, one.accuracy.low, one.accuracy.high]
+    found["by_label_margin"] = [asdict(b) for b in accuracy_by(mean.distance_K.tolist(), margins)]
+    found["by_score_margin"] = [asdict(b) for b in accuracy_by(np.abs(mean.margin_K).tolist(), margins)]
+    found["calibration"] = asdict(calibration(margins))
+    return found

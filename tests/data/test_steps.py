@@ -1,0 +1,59 @@
+"""Where the steps of a response end: in its text and in its tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from posttrain.data.steps import Step, steps_of
+from posttrain.data.text import Decoder
+from posttrain.errors import UserError
+from posttrain.models.tiny import character_tokenizer
+from posttrain.train.pack import step_rewards
+from posttrain.types import Problem, Rollout, Score, Segment
+
+TOKENIZER = character_tokenizer("abcx\n ")
+DECODER = Decoder(TOKENIZER)
+PROMPT = Segment(np.array([3, 6, 6]), "aa", False)
+
+
+def answered(text: str, finish: str = "stop", score: Score | None = None) -> Rollout:
+    ids = np.array([*TOKENIZER(text)["input_ids"], *([TOKENIZER.eos_token_id] if finish == "stop" else [])])
+    decoded, offsets = DECODER.decode(ids)
+    assert decoded == text
+    return Rollout(Problem("p", ""), 0, (PROMPT, Segment(ids, text, True, None, offsets, 0, finish)), score or Score(0.0))
+
+
+def test_by_hand() -> None:
+    """The prompt has tokens 0 to 2. A label stands where the text of its step ends; a completion goes on after the separator, from
+    the last step on after everything."""
+    assert steps_of(answered("ab\nb\nac")) == [Step(2, 4, 5), Step(4, 6, 7), Step(7, 9, 10)]
+    assert steps_of(answered("ab\n\n b")) == [Step(2, 4, 5), Step(6, 8, 9)], "two separators in a row make no step"
+    assert steps_of(answered("ab\n")) == [Step(2, 4, 6)], "the last separator and the stop token end no other step"
+    assert steps_of(answered("ab\nb", "length")) == [Step(2, 4, 5), Step(4, 6, 6)]
+    assert steps_of(answered("abxb", "length"), "x") == [Step(2, 4, 5), Step(4, 6, 6)]
+    assert steps_of(answered("abxxb"), "xx") == [Step(2, 4, 6), Step(5, 7, 8)]
+    assert steps_of(answered("\n \n")) == []
+
+
+def test_a_token_that_holds_the_end_of_two_steps_counts_once() -> None:
+    """As where one token is a whole line or more: offsets tell how far each token reaches."""
+    response = Segment(np.array([7, 8]), "a\nb\nc", True, None, np.array([4, 5]), 0, "length")
+    assert steps_of(Rollout(Problem("p", ""), 0, (PROMPT, response), Score(0.0))) == [Step(3, 3, 3), Step(5, 4, 4)]
+
+
+def test_positions_lead_to_the_same_tokens_when_packed() -> None:
+    """A score's steps are given by character; packing puts them where the steps end."""
+    rollout = answered("ab\nb\nac")
+    steps = steps_of(rollout)
+    placed = step_rewards(answered("ab\nb\nac", score=Score(0.0, steps=tuple((s.position, 1.0) for s in steps))))
+    assert placed is not None and np.flatnonzero(~np.isnan(placed)).tolist() == [s.end for s in steps]
+
+
+def test_refusals() -> None:
+    with pytest.raises(UserError, match="separator that is not empty"):
+        steps_of(answered("b"), "")
+    answer = answered("b").segments[1]
+    for segments in ((PROMPT, answer, PROMPT), (PROMPT, answer, PROMPT, answer), (PROMPT,)):
+        with pytest.raises(UserError, match="rollouts of one response with offsets, unlike that of problem p$"):
+            steps_of(Rollout(Problem("p", ""), 0, segments, Score(1.0)))

@@ -1,0 +1,44 @@
+"""Several scores as one: numbers by hand, and NumPy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.rewards.ensemble import check, combine, disagreement
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "expected"),
+    [("mean", 1.0, 1.0), ("worst", 1.0, -1.0), ("mean_minus", 1.0, 1.0 - 8 / 3 / (8 / 3) ** 0.5), ("mean_minus", 0.0, 1.0)],
+)
+def test_by_hand(kind: str, k: float, expected: float) -> None:
+    """Of -1, 1 and 3: the mean is 1, the squares of the deviations add up to 8, the variance is 8/3."""
+    assert combine([-1.0, 1.0, 3.0], kind, k) == pytest.approx(expected, abs=1e-15)
+
+
+def test_disagreement_is_the_deviation_of_all_members() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 7)
+    assert disagreement(values.tolist()) == pytest.approx(values.std(), rel=1e-14)
+    assert disagreement([0.1] * 3) == 0.0  # exactly: 0.1 added up three times and divided by 3 is not 0.1
+    assert disagreement([5.0]) == 0.0
+
+
+def test_order() -> None:
+    """A member who dissents lowers all but the mean, and the worst is never above the mean less one deviation of two members."""
+    assert combine([1.0, 1.0], "mean_minus") == combine([1.0, 1.0], "worst") == 1.0
+    assert combine([0.0, 2.0], "mean_minus", 1.0) == combine([0.0, 2.0], "worst") == 0.0
+
+
+def test_refusals() -> None:
+    check("worst", 0.0)
+    with pytest.raises(UserError, match="^ensemble: combine must be one of mean, worst, mean_minus, not 'min'$"):
+        check("min", 1.0)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="number of deviations"):
+            check("mean", bad)
+    with pytest.raises(ValueError):
+        combine([], "mean")
+    with pytest.raises(ValueError):
+        combine([1.0], "median")
