@@ -102,23 +102,26 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where, found = f"{path} line {number}", True
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        except (ValueError, RecursionError) as error:
+            plain = "a number of too many digits" if isinstance(error, ValueError) else "nested too deep"
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else plain
             raise UserError(f"{where}: not JSON: {reason}") from error
         require(isinstance(record, dict), f"{where}: expected a JSON object, not {type(record).__name__}")
+        half = "\\u" in line and any("\ud800" <= c <= "\udfff" for c in json.dumps(record, ensure_ascii=False))
+        require(not half, f"{where}: half a character (an escape such as \\ud83d without the other one); no tokenizer reads it")
         yield where, record
     require(found, f"{path} is empty: expected one JSON object a line")
 
 
 def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:
     if "messages" in record:
-        return render_example(tokenizer, _messages(record["messages"], f"{where}: messages"), where)
+        return render_example(tokenizer, parse_messages(record["messages"], f"{where}: messages"), where)
     if "prompt" in record and "completion" in record:
-        return _completion_example(record["prompt"], record["completion"], tokenizer, where)
+        return completion_example(record["prompt"], record["completion"], tokenizer, where)
     if "text" in record:
         require(isinstance(record["text"], str), f"{where}: text is not a string")
         ids = list(tokenizer(record["text"])["input_ids"])
-        return _plain(ids, 0, tokenizer)
+        return plain_example(ids, 0, tokenizer)
     missing = {"prompt": "completion", "completion": "prompt"}
     for present, absent in missing.items():
         require(present not in record, f"{where}: {present} without {absent}")
@@ -126,20 +129,21 @@ def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Exampl
     raise UserError(f"{where}: expected messages, prompt with completion, or text; found {names}")
 
 
-def _completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str) -> Example:
+def completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str) -> Example:
+    """A prompt and its completion, each text or messages, with loss on the completion."""
     plain = isinstance(prompt, str) and isinstance(completion, str)
     if plain and not tokenizer.chat_template:
         ids = list(tokenizer(prompt)["input_ids"])
         if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
             ids.pop()
-        return _plain(ids + list(tokenizer(completion, add_special_tokens=False)["input_ids"]), len(ids), tokenizer)
-    before = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{where}: prompt")
+        return plain_example(ids + list(tokenizer(completion, add_special_tokens=False)["input_ids"]), len(ids), tokenizer)
+    before = parse_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{where}: prompt")
     reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    after = _messages(reply, f"{where}: completion")
+    after = parse_messages(reply, f"{where}: completion")
     return render_example(tokenizer, before + after, where, given=len(before))
 
 
-def _plain(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
+def plain_example(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
     """Ids closed by the end-of-sequence token, with loss after the first `given`."""
     end = tokenizer.eos_token_id
     if end is not None and ids and ids[-1] != end:
@@ -148,7 +152,8 @@ def _plain(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
     return Example(np.asarray(ids, dtype=np.int64), mask)
 
 
-def _messages(value: Any, where: str) -> tuple[Message, ...]:
+def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
+    """A conversation as a file writes it, checked."""
     require(isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages")
     messages = []
     for number, item in enumerate(value):

@@ -104,6 +104,7 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
         (b"{", "line 2: not JSON"),
         (b"[1]", "line 2: expected a JSON object, not list"),
         (b"[" * 100_000, "line 2: not JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "line 2: not JSON: a number of too many digits"),
         (b"{}", "line 2: expected messages, prompt with completion, or text; found nothing"),
         (b'{"question": "a"}', "line 2: expected messages.*found question"),
         (b'{"prompt": "a"}', "line 2: prompt without completion"),
@@ -116,6 +117,7 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
         (b'{"prompt": "a<|im_end|>", "completion": "b"}', "line 2: a user message contains the control token"),
         (b'{"prompt": 3, "completion": "b"}', "line 2: prompt: expected a list"),
         (b'{"text": "\xff"}', "line 2: not UTF-8"),
+        (b'{"text": "a\\ud83d"}', "line 2: half a character"),
     ],
 )
 def test_errors_name_the_file_and_the_line(tmp_path: Path, line: bytes, said: str) -> None:

@@ -1,0 +1,69 @@
+"""What algorithms that learn from pairs share: the weights of a step of pairs, and the figures of its margins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import UserError
+from posttrain.ops.preference import pair_members, sequence_means, sequence_sums
+from posttrain.ops.weights import sequence_lengths
+from posttrain.types import Batch, Metric, Outputs
+
+
+def prepare_pairs(step: Batch, name: str) -> Batch:
+    """Weights w_u = 1 / P over the P pairs of the step, in `weight_N` of both members.
+
+    A pair whose rewards are equal or missing, or with a member without loss tokens, prefers nothing: it is not counted, and its
+    tokens carry no loss.
+    """
+    try:
+        better_P, worse_P = pair_members(step.unit_N, step.reward_N)
+    except ValueError:
+        raise UserError(f"{name} learns from pairs; rankings and single examples must be made into pairs first") from None
+    length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)
+    told_P = (step.reward_N[better_P] > step.reward_N[worse_P]) & (length_N[better_P] > 0) & (length_N[worse_P] > 0)
+    weight_P = told_P.float() / told_P.sum().clamp(min=1)
+    weight_N = torch.zeros(step.sequences, device=weight_P.device)
+    weight_N = weight_N.index_copy(0, better_P, weight_P).index_copy(0, worse_P, weight_P)
+    return step.replace(weight_N=weight_N, mask_T=step.mask_T & (weight_N > 0)[step.sequence_T])
+
+
+def pairs_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Which sequences are preferred, which are not, and the weights of their pairs."""
+    assert batch.weight_N is not None
+    better_P, worse_P = pair_members(batch.unit_N, batch.reward_N)
+    return better_P, worse_P, batch.weight_N[better_P]
+
+
+def log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> Tensor:
+    """log pi(y_i | x) - log ref(y_i | x) of each sequence, or that by its length."""
+    assert batch.reference_T is not None
+    difference_T = outputs.logprob_T.where(batch.mask_T, 0.0) - batch.reference_T.where(batch.mask_T, 0.0)
+    return (sequence_means if mean else sequence_sums)(difference_T, batch.mask_T, batch.sequence_T, batch.sequences)
+
+
+def mean_logprobs(outputs: Outputs, batch: Batch) -> Tensor:
+    """log pi(y_i | x) / |y_i| of each sequence."""
+    return sequence_means(outputs.logprob_T, batch.mask_T, batch.sequence_T, batch.sequences)
+
+
+def pair_metrics(reward_N: Tensor, outputs: Outputs, batch: Batch) -> tuple[Metric, ...]:
+    """Over the pairs that count: how often the implicit reward of the preferred is the higher (equal counts as wrong), by how much,
+    both rewards, and the log-prob per token of each side: both may fall while the margin grows."""
+    better_P, worse_P, weight_P = pairs_of(batch)
+    counted_P, reward_N = weight_P > 0, reward_N.detach()
+    margin_P = (reward_N[better_P] - reward_N[worse_P]).where(counted_P, 0.0)
+    logprob_N, count = mean_logprobs(outputs, batch).detach(), counted_P.sum()
+
+    def average(name: str, value_P: Tensor) -> Metric:
+        return Metric(name, value_P.where(counted_P, 0.0).sum(), count)
+
+    return (
+        Metric("accuracy", (margin_P > 0).sum(), count),
+        average("margin", margin_P),
+        average("reward/preferred", reward_N[better_P]),
+        average("reward/rejected", reward_N[worse_P]),
+        average("logprob/preferred", logprob_N[better_P]),
+        average("logprob/rejected", logprob_N[worse_P]),
+    )

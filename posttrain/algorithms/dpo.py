@@ -1,0 +1,71 @@
+"""Direct preference optimisation: a reward model and its optimal policy in one supervised loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from posttrain.algorithms._pairs import log_ratios, mean_logprobs, pair_metrics, pairs_of, prepare_pairs
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.preference import sigmoid_loss
+from posttrain.types import Batch, Outputs, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(Algorithm):
+    """Prefer y_w to y_l by as much as a Bradley-Terry reward would, with the policy itself as the reward model:
+
+        r(y) = beta [ log pi(y | x) - log ref(y | x) ],    m = r(y_w) - r(y_l)
+        L = sum_pairs w [ -(1 - e) log sigma(m) - e log sigma(-m) - alpha log pi(y_w | x) / |y_w| ],    w = 1 / P
+
+    Its optimum on preferences drawn from a reward is pi* proportional to ref exp(reward / beta), the same as that of RL with a KL
+    penalty. `label_smoothing` is e, the share of labels taken to be wrong (conservative DPO); `alpha` adds the length-normalised
+    log-likelihood of the preferred response (Pang et al. 2024), against a falling likelihood of both. `labels = "soft"` reads the
+    rewards of a pair as those of a Bradley-Terry model, e = sigma(r_l - r_w): for scores in the reward's own units, not for plain
+    preferences, whose rewards are just 1 and 0.
+    Use it on pairs that people or a judge compared, when a reward model and sampling are too much.
+    """
+
+    paper: ClassVar[str] = "Rafailov et al. 2023, arXiv:2305.18290"
+    online: ClassVar[bool] = False
+    unit: ClassVar[str] = "pair"
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    alpha: float = 0.0  # coefficient of the log-likelihood of the preferred response
+    labels: str = "hard"
+
+    def __post_init__(self) -> None:
+        require(self.beta > 0, f"dpo: beta must be positive, not {self.beta}")
+        require(
+            0 <= self.label_smoothing < 0.5,
+            f"dpo: label_smoothing must lie in [0, 0.5), not {self.label_smoothing}: at 0.5 labels say nothing",
+        )
+        require(self.alpha >= 0, f"dpo: alpha must not be negative, not {self.alpha}")
+        require(self.labels in ("hard", "soft"), f"dpo: labels must be hard or soft, not {self.labels!r}")
+        require(
+            self.labels == "hard" or self.label_smoothing == 0,
+            "dpo: soft labels have their own smoothing; leave out label_smoothing",
+        )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reference"})
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        return prepare_pairs(step, "dpo")
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        better_P, worse_P, weight_P = pairs_of(batch)
+        reward_N = self.beta * log_ratios(outputs, batch)
+        margin_P = reward_N[better_P] - reward_N[worse_P]
+        smoothing = torch.full_like(margin_P, self.label_smoothing).detach()
+        if self.labels == "soft":
+            smoothing = torch.sigmoid(batch.reward_N[worse_P] - batch.reward_N[better_P]).where(weight_P > 0, 0.0)
+        terms = [Term("preference", sigmoid_loss(margin_P, smoothing), weight_P)]
+        if self.alpha > 0:
+            terms.append(Term("nll", -mean_logprobs(outputs, batch)[better_P], self.alpha * weight_P))
+        return Terms(tuple(terms), pair_metrics(reward_N, outputs, batch))

@@ -1,0 +1,80 @@
+"""Kahneman-Tversky optimisation: single responses that are good or bad, no pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from posttrain.algorithms._pairs import log_ratios
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.preference import kto_loss, sequence_sums
+from posttrain.ops.weights import sequence_lengths
+from posttrain.types import Batch, Metric, Outputs, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO(Algorithm):
+    """Raise what is labelled good above a moving baseline, and press what is bad below it, each with diminishing returns:
+
+        r = log pi(y | x) - log ref(y | x),    z = max(0, mean of r over mismatched examples)
+        L = sum_i w_i lambda_i sigma(-beta s_i (r_i - z)),    s_i = 1 if good else -1,    w_i = 1 / N
+
+    z estimates KL(pi || ref), without gradient, on prompts with the responses of other prompts: the examples whose label is missing
+    (NaN). They are there for that alone and carry no loss. z is one number for the whole step, from the policy as the step begins;
+    a step without mismatched examples has z = 0. `desirable` and `undesirable` are lambda of good and bad: the paper keeps
+    desirable * (number good) / (undesirable * (number bad)) between 1 and 4/3.
+    Use it where people press thumbs up or down, or where good and bad are far from balanced.
+    """
+
+    paper: ClassVar[str] = "Ethayarajh et al. 2024, arXiv:2402.01306"
+    online: ClassVar[bool] = False
+    unit: ClassVar[str] = "sequence"
+
+    beta: float = 0.1
+    desirable: float = 1.0
+    undesirable: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.beta > 0, f"kto: beta must be positive, not {self.beta}")
+        for name, value in (("desirable", self.desirable), ("undesirable", self.undesirable)):
+            require(value >= 0, f"kto: {name} must not be negative, not {value}")
+        require(self.desirable + self.undesirable > 0, "kto: desirable and undesirable cannot both be 0")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reference", "proximal"})
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        assert step.reference_T is not None and step.proximal_T is not None
+        length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)
+        labelled_N, filled_N = torch.isfinite(step.reward_N), length_N > 0
+        start_T = step.proximal_T.where(step.mask_T, 0.0) - step.reference_T.where(step.mask_T, 0.0)
+        ratio_N = sequence_sums(start_T, step.mask_T, step.sequence_T, step.sequences)
+        mismatched_N = ~labelled_N & filled_N
+        mean = ratio_N.where(mismatched_N, 0.0).sum() / mismatched_N.sum().clamp(min=1)
+        voting_N = labelled_N & filled_N
+        return step.replace(
+            mask_T=step.mask_T & labelled_N[step.sequence_T],
+            weight_N=voting_N.float() / voting_N.sum().clamp(min=1),
+            baseline_N=mean.detach().clamp(min=0.0).expand(step.sequences),
+            # the mismatched have done their part: as units of their own they need not go through the trainer
+            unit_N=tuple(range(step.sequences)),
+        )
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        assert batch.weight_N is not None and batch.baseline_N is not None
+        ratio_N, counted_N = log_ratios(outputs, batch), batch.weight_N > 0
+        good_N = batch.reward_N > 0.5
+        loss_N = kto_loss(ratio_N, good_N, batch.baseline_N, self.beta, self.desirable, self.undesirable)
+        reward_N = self.beta * ratio_N.detach()
+        above_N = (ratio_N.detach() > batch.baseline_N) == good_N
+        metrics = [
+            Metric("kl", batch.baseline_N.where(counted_N, 0.0).sum(), counted_N.sum()),
+            Metric("accuracy", (above_N & counted_N).sum(), counted_N.sum()),
+        ]
+        for name, side_N in (("desirable", good_N & counted_N), ("undesirable", ~good_N & counted_N)):
+            metrics.append(Metric(f"reward/{name}", reward_N.where(side_N, 0.0).sum(), side_N.sum()))
+        return Terms((Term("preference", loss_N, batch.weight_N),), tuple(metrics))

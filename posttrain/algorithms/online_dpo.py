@@ -1,0 +1,64 @@
+"""Online DPO: pairs from the policy's own samples, the best against the worst of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms.dpo import DPO
+from posttrain.errors import require
+from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPO(Algorithm):
+    """Sample G responses a prompt, rank them by reward, and learn from the best and the worst as from a pair:
+
+        y_w = argmax_i r(y_i),    y_l = argmin_i r(y_i),    L = sum_pairs w l(y_w, y_l),    w = 1 / P
+
+    with l the pairwise loss of `loss`, a DPO unless another is named (ipo, simpo, orpo). Responses that could not be scored take no
+    part; a group whose rewards are all equal prefers nothing and is dropped and counted. With G = 2 this is the paper's method; a
+    larger group makes the pair differ more. With `loss.labels = "soft"` the optimum is ref exp(r / beta), that of RL with a KL penalty.
+    Use it where a reward can score samples, but PPO's critic is too much: pairs stay on-policy, which offline pairs do not.
+    """
+
+    paper: ClassVar[str] = "Guo et al. 2024, arXiv:2402.04792"
+    unit: ClassVar[str] = "pair"
+
+    group: int = 8
+    loss: Algorithm = field(default_factory=DPO)
+
+    def __post_init__(self) -> None:
+        require(self.group >= 2, f"online_dpo: group must be at least 2, not {self.group}: a pair needs two responses")
+        fits = not self.loss.online and self.loss.unit == "pair" and self.loss.trains == "policy"
+        require(fits, f"online_dpo: loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.loss.needs
+
+    @property
+    def group_size(self) -> int:
+        return self.group
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        pairs = [Group(g.problem, pair) for g in groups if (pair := best_and_worst(g)) is not None]
+        tied = Metric("groups/tied", len(groups) - len(pairs), len(groups))
+        # a step in which nothing is preferred still needs a shape: two responses of equal reward, which carry no loss
+        return Selection(tuple(pairs) or (Group(groups[0].problem, groups[0].rollouts[:2]),), metrics=(tied,))
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        return self.loss.prepare(step, state)
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        return self.loss.terms(outputs, batch)
+
+
+def best_and_worst(group: Group) -> tuple[Rollout, Rollout] | None:
+    """The rollouts of the highest and the lowest reward, the first of equals; None where all are equal or fewer than two have one."""
+    scored = [(r.score.value, r) for r in group.rollouts if r.score.value is not None]
+    if not scored or max(v for v, _ in scored) == min(v for v, _ in scored):
+        return None
+    return max(scored, key=lambda pair: pair[0])[1], min(scored, key=lambda pair: pair[0])[1]

@@ -1,0 +1,44 @@
+"""Odds ratio preference optimisation: supervised fine-tuning that also prefers, without a reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posttrain.algorithms._pairs import mean_logprobs, pair_metrics, pairs_of, prepare_pairs
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.preference import log_odds, sigmoid_loss
+from posttrain.types import Batch, Outputs, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPO(Algorithm):
+    """Learn the preferred response, and raise the odds of it over those of the other:
+
+        log p(y) = log pi(y | x) / |y|,    odds(y) = p(y) / (1 - p(y))
+        L = sum_pairs w [ -log p(y_w) - lam log sigma( log odds(y_w) - log odds(y_l) ) ],    w = 1 / P
+
+    The likelihood term is a mean over tokens in each pair and over pairs, so a long response weighs no more than a short one.
+    Use it to go from a base model to a preferring one in one stage, with one model in memory.
+    """
+
+    paper: ClassVar[str] = "Hong et al. 2024, arXiv:2403.07691"
+    online: ClassVar[bool] = False
+    unit: ClassVar[str] = "pair"
+
+    lam: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self.lam > 0, f"orpo: lam must be positive, not {self.lam}: without it this is sft")
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        return prepare_pairs(step, "orpo")
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        better_P, worse_P, weight_P = pairs_of(batch)
+        logprob_N = mean_logprobs(outputs, batch)
+        odds_N = log_odds(logprob_N)
+        loss_P = sigmoid_loss(odds_N[better_P] - odds_N[worse_P])
+        terms = (Term("nll", -logprob_N[better_P], weight_P), Term("preference", loss_P, self.lam * weight_P))
+        return Terms(terms, pair_metrics(self.lam * logprob_N, outputs, batch))

@@ -1,0 +1,45 @@
+"""Simple preference optimisation: the mean log-prob itself is the reward, with a target margin and no reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posttrain.algorithms._pairs import mean_logprobs, pair_metrics, pairs_of, prepare_pairs
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.preference import sigmoid_loss
+from posttrain.types import Batch, Outputs, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPO(Algorithm):
+    """Make the preferred response likelier per token than the other, by a margin:
+
+        r(y) = beta log pi(y | x) / |y|
+        L = - sum_pairs w log sigma( r(y_w) - r(y_l) - gamma ),    w = 1 / P
+
+    What is trained is what decoding goes by, and length buys nothing. There is no anchor: a small learning rate is what keeps the
+    policy near where it began.
+    Use it on pairs sampled from the model itself and ranked by a reward model, where memory for a reference is short.
+    """
+
+    paper: ClassVar[str] = "Meng et al. 2024, arXiv:2405.14734"
+    online: ClassVar[bool] = False
+    unit: ClassVar[str] = "pair"
+
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.beta > 0, f"simpo: beta must be positive, not {self.beta}")
+        require(self.gamma >= 0, f"simpo: gamma must not be negative, not {self.gamma}")
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        return prepare_pairs(step, "simpo")
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        better_P, worse_P, weight_P = pairs_of(batch)
+        reward_N = self.beta * mean_logprobs(outputs, batch)
+        loss_P = sigmoid_loss(reward_N[better_P] - reward_N[worse_P] - self.gamma)
+        return Terms((Term("preference", loss_P, weight_P),), pair_metrics(reward_N, outputs, batch))

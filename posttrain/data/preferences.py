@@ -1,0 +1,356 @@
+"""What people prefer, from JSONL files, in the conventions of TRL and of OpenAI as they are. The kind is told by the file's first row:
+
+    pair      {"prompt": ..., "chosen": ..., "rejected": ...}     text or messages; without a prompt, chosen and rejected are
+              conversations that begin alike (or Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." texts, taken as such)
+              optional: "margin", or "score_chosen" and "score_rejected" ("chosen_score" and "rejected_score" too)
+    openai    {"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}
+    ranking   {"prompt": ..., "responses" or "completions": [...], "scores": [...] or "ranking": [...]}
+              higher scores are better; a ranking gives the place of each response, 1 the best
+    unpaired  {"prompt": ..., "completion": ..., "label": true or false}
+    steps     {"prompt": ..., "completions": [step, ...], "labels": [true, false, ...]}     labels are 0 to 1, one for each step
+
+A row becomes a unit: examples that begin with the same prompt tokens and whose `reward` says what was preferred. A pair has 1 and
+0, its margin and 0, or its two scores; a ranking its scores, or K - 1 for the best down to 0 for the last; an unpaired row 1 or
+0; the steps of a row are joined by line breaks, and their labels stand in `steps` at the token that ends each of them.
+
+Skipped and counted, with their lines, in the report: responses that are equal or empty, sequences longer than max_length, a ranking
+of one, scores that tie all responses or contradict a pair's chosen and rejected, and prompts that the tokenizer cuts differently
+before different responses. Refused, because the file is not what it seems to be: a missing field, a value of the wrong type, a score
+that is not finite, numbers of scores or step labels that do not match, a row of another kind. The error names the first such row
+and counts the others. So nothing is trained on in silence, and nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.chat import Tokenizer
+from posttrain.data.demonstrations import completion_example, read_jsonl
+from posttrain.data.text import Decoder
+from posttrain.errors import UserError, require
+from posttrain.types import Example
+
+JOINT = "\n"  # between the steps of a response
+LARGE = 1e30  # scores are kept in float32
+SHOWN = 5  # line numbers that a report names for each reason
+DIALOGUE = re.compile(r"\n\n(Human|Assistant): ?")
+REASONS = {
+    "equal": "responses are equal",
+    "empty": "a response is empty",
+    "overlong": "longer than max_length tokens",
+    "single": "a ranking of one",
+    "tied": "scores prefer none of the responses",
+    "contradictory": "scores or margin contradict chosen and rejected",
+    "boundary": "the tokenizer cuts the prompt differently before different responses",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Rows left out for one reason, with the first of their line numbers."""
+
+    reason: str
+    count: int
+    lines: tuple[int, ...]
+
+    def __str__(self) -> str:
+        more = ", ..." if self.count > len(self.lines) else ""
+        where = f"line{'s' * (self.count > 1)} {', '.join(map(str, self.lines))}{more}"
+        return f"{self.count:,} skipped: {REASONS[self.reason]} ({where})"
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceReport:
+    """What a file held: its kind, what was kept, what was skipped and why."""
+
+    path: str
+    kind: str  # pair | openai | ranking | unpaired | steps
+    total: int
+    kept: int  # rows, which are units
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    longest: int
+    max_length: int
+    margins: bool  # rewards are the file's own scores or margins, not just an order
+    desirable: int  # of unpaired rows
+    skipped: tuple[Skipped, ...]
+
+    def lines(self) -> list[str]:
+        """Words for the console."""
+        kind = KINDS[self.kind].title
+        by = ", with margins" if self.margins and self.kind != "steps" else ""
+        good = f"; {self.desirable:,} desirable, {self.kept - self.desirable:,} not" if self.kind == "unpaired" else ""
+        return [
+            f"{self.path}: {kind}{by}; {self.kept:,} of {self.total:,} rows kept, {self.sequences:,} sequences{good}",
+            f"{self.tokens:,} tokens, {self.loss_tokens:,} carry loss; longest {self.longest} (limit {self.max_length})",
+            *map(str, self.skipped),
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preferences:
+    """A file's units, ready for training, and its report."""
+
+    units: list[tuple[Example, ...]]
+    report: PreferenceReport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """A row in any convention: one prompt, responses with what was said of them; the steps of the only response, where it has some."""
+
+    prompt: Any
+    responses: list[Any]
+    rewards: list[float]
+    margins: bool = False
+    steps: list[str] | None = None
+    labels: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    title: str
+    reveals: frozenset[str]  # a first row with all of these keys is of this kind
+    fields: tuple[str, ...]  # "a|b" is one of the two
+    read: Callable[[dict[str, Any], str], _Row]
+
+
+class _Skip(Exception):
+    """A row that is left out and counted, for the reason it carries."""
+
+
+def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) -> Preferences:
+    """Every row of a JSONL file as a unit of examples, and what became of the others. See the module's words for the conventions."""
+    require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
+    kind, total, desirable, margins = "", 0, 0, False
+    units: list[tuple[Example, ...]] = []
+    skipped: dict[str, list[int]] = {}
+    refused: list[str] = []
+    decoder = Decoder(tokenizer)
+    for where, record in read_jsonl(path):
+        total += 1
+        record = {key: value for key, value in record.items() if value is not None}  # tables write what a row lacks as null
+        kind = kind or _detect(record, where)
+        try:
+            row = _checked(KINDS[kind], kind, record, where)
+            units.append(_unit(row, tokenizer, decoder, max_length, where))
+        except _Skip as skip:
+            skipped.setdefault(str(skip), []).append(int(where.rsplit(" ", 1)[1]))
+            continue
+        except UserError as error:
+            refused.append(str(error))
+            continue
+        margins |= row.margins
+        desirable += kind == "unpaired" and row.rewards == [1.0]
+    if refused:
+        more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
+        raise UserError(f"{refused[0]}{more}")
+    left_out = tuple(Skipped(name, len(skipped[name]), tuple(skipped[name][:SHOWN])) for name in REASONS if name in skipped)
+    require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
+    examples = [e for unit in units for e in unit]
+    report = PreferenceReport(
+        str(path), kind, total, len(units), len(examples), sum(len(e.ids) for e in examples),
+        sum(int(e.mask.sum()) for e in examples), max(len(e.ids) for e in examples), max_length, margins, desirable, left_out,
+    )  # fmt: skip
+    return Preferences(units, report)
+
+
+def _detect(record: dict[str, Any], where: str) -> str:
+    for name, kind in KINDS.items():
+        if kind.reveals <= record.keys():
+            return name
+    # not whole, then: the kind that it has a key of, whose reader says what is missing
+    for name, kind in KINDS.items():
+        known = {f for field in kind.fields for f in field.split("|")} - {"prompt", "completions", "completion"}
+        if known & record.keys():
+            return name
+    if "completion" in record or "messages" in record:
+        raise UserError(f"{where}: demonstrations without a preference; train on them with an sft stage, or add a label")
+    names = ", ".join(sorted(record)) or "nothing"
+    raise UserError(
+        f"{where}: expected chosen with rejected, preferred_output with non_preferred_output, responses with scores or ranking, "
+        f"completion with label, or completions with labels; found {names}"
+    )
+
+
+def _checked(kind: _Kind, name: str, record: dict[str, Any], where: str) -> _Row:
+    """Read a row of the file's kind; a missing field is named, and so is a row that is of another kind."""
+    for field in kind.fields:
+        if not any(choice in record for choice in field.split("|")):
+            other = next((k.title for n, k in KINDS.items() if n != name and k.reveals <= record.keys()), "")
+            mixed = f"; it looks like a row of {other}, and a file holds one kind" if other else ""
+            raise UserError(f"{where}: no {field.replace('|', ' or ')} in a row of {kind.title}{mixed}")
+    return kind.read(record, where)
+
+
+def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, where: str) -> tuple[Example, ...]:
+    """The examples of a row, which begin with the same prompt tokens."""
+    texts = [_text(response) for response in row.responses]
+    if any(not text.strip() for text in texts):
+        raise _Skip("empty")
+    if len(set(texts)) < len(texts):
+        raise _Skip("equal")
+    if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
+        raise _Skip("tied")
+    examples = [
+        replace(completion_example(row.prompt, response, tokenizer, where), reward=reward)
+        for response, reward in zip(row.responses, row.rewards, strict=True)
+    ]
+    if not all(e.mask.any() for e in examples):
+        raise _Skip("empty")
+    if any(len(e.ids) > max_length for e in examples):
+        raise _Skip("overlong")
+    begins = [int(e.mask.argmax()) for e in examples]
+    if any(b != begins[0] or (e.ids[:b] != examples[0].ids[:b]).any() for b, e in zip(begins, examples, strict=True)):
+        raise _Skip("boundary")
+    if len({e.ids.tobytes() for e in examples}) < len(examples):  # texts that the tokenizer reads as the same
+        raise _Skip("equal")
+    if row.steps is not None and row.labels is not None:
+        return (replace(examples[0], steps=_step_labels(examples[0], row.steps, row.labels, decoder, where)),)
+    return tuple(examples)
+
+
+def _step_labels(example: Example, steps: list[str], labels: list[float], decoder: Decoder, where: str) -> np.ndarray:
+    """Each label at the token in which its step ends, NaN elsewhere."""
+    at = np.flatnonzero(example.mask)
+    text, offsets = decoder.decode(example.ids[at])
+    joined = JOINT.join(steps)
+    begin = text.find(joined)
+    require(begin >= 0, f"{where}: the steps are not found in the text that the tokenizer makes of them")
+    label_T = np.full(len(example.ids), np.nan, np.float32)
+    end = begin - len(JOINT)
+    for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
+        end += len(JOINT) + len(step)
+        token = at[int(np.searchsorted(offsets, end))]  # the first token that reaches this far
+        require(bool(np.isnan(label_T[token])), f"{where}: steps {number} and {number + 1} end in the same token")
+        label_T[token] = label
+    return label_T
+
+
+def _read_pair(record: dict[str, Any], where: str) -> _Row:
+    prompt, chosen, rejected = _prompt_of_pair(record, where)
+    rewards, given = [1.0, 0.0], False
+    for better, worse in (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")):
+        if better in record and worse in record:
+            rewards, given = [_number(record[name], f"{where}: {name}") for name in (better, worse)], True
+    if "margin" in record:
+        rewards, given = [_number(record["margin"], f"{where}: margin"), 0.0], True
+    if rewards[0] < rewards[1]:
+        raise _Skip("contradictory")
+    return _Row(prompt, [chosen, rejected], rewards, given)
+
+
+def _prompt_of_pair(record: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
+    """The prompt and the two responses, wherever the row keeps the prompt: apart, inside both conversations, or both."""
+    prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
+    require(type(chosen) is type(rejected), f"{where}: chosen and rejected must both be text, or both be messages")
+    if prompt is None and isinstance(chosen, str):
+        chosen, rejected = _dialogue(chosen, where), _dialogue(rejected, where)
+    if not isinstance(chosen, list):
+        return _given_prompt(prompt, where), chosen, rejected
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if isinstance(prompt, list) and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
+        return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+    inside = bool(shared) and isinstance(chosen[0], dict) and chosen[0].get("role") in ("system", "user")
+    if prompt is None or (isinstance(prompt, str) and inside):
+        require(inside, f"{where}: no prompt: chosen and rejected are not conversations that begin alike")
+        if shared == len(chosen) == len(rejected):
+            raise _Skip("equal")
+        last = chosen[shared - 1].get("content") if isinstance(chosen[shared - 1], dict) else None
+        agrees = prompt is None or any(isinstance(m, dict) and m.get("content") == prompt for m in chosen[:shared])
+        require(agrees, f"{where}: the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(last)[:40]!r}")
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+    return _given_prompt(prompt, where), chosen, rejected
+
+
+def _dialogue(text: str, where: str) -> list[dict[str, str]]:
+    """Anthropic's way to write a conversation as one text."""
+    parts = DIALOGUE.split(text)
+    require(not parts[0].strip() and len(parts) > 3, f"{where}: no prompt, and chosen or rejected is text without turns")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": said} for who, said in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def _read_openai(record: dict[str, Any], where: str) -> _Row:
+    given = record["input"]
+    require(isinstance(given, dict) and "messages" in given, f"{where}: input has no messages")
+    return _Row(given["messages"], [record["preferred_output"], record["non_preferred_output"]], [1.0, 0.0])
+
+
+def _read_ranking(record: dict[str, Any], where: str) -> _Row:
+    responses = record.get("responses", record.get("completions"))
+    require(isinstance(responses, list), f"{where}: responses must be a list")
+    assert isinstance(responses, list)
+    name = "scores" if "scores" in record else "ranking"
+    values = record[name]
+    require(isinstance(values, list), f"{where}: {name} must be a list of numbers")
+    require(len(values) == len(responses), f"{where}: {len(values)} {name} for {len(responses)} responses")
+    rewards = [_number(v, f"{where}: {name}") for v in values]
+    if len(responses) < 2:
+        raise _Skip("single")
+    if name == "ranking":
+        proper = all(r == int(r) and 1 <= r <= len(rewards) for r in rewards)
+        require(proper, f"{where}: a ranking gives each response its place, 1 (the best) to {len(rewards)}, not {values}")
+        rewards = [len(rewards) - place for place in rewards]
+    return _Row(_given_prompt(record["prompt"], where), responses, rewards, margins=name == "scores")
+
+
+def _read_unpaired(record: dict[str, Any], where: str) -> _Row:
+    label = record["label"]
+    require(label in (0, 1) and isinstance(label, bool | int | float), f"{where}: label must be true or false, not {label!r}")
+    return _Row(_given_prompt(record["prompt"], where), [record["completion"]], [float(label)])
+
+
+def _read_steps(record: dict[str, Any], where: str) -> _Row:
+    steps, labels = record["completions"], record["labels"]
+    require(isinstance(steps, list) and all(isinstance(s, str) for s in steps), f"{where}: completions must be a list of texts")
+    require(isinstance(labels, list), f"{where}: labels must be a list")
+    require(len(steps) == len(labels), f"{where}: {len(labels)} labels for {len(steps)} steps")
+    values = [float(v) if isinstance(v, bool) else _number(v, f"{where}: labels") for v in labels]
+    require(all(0 <= v <= 1 for v in values), f"{where}: labels of steps lie between 0 and 1, unlike {labels}")
+    if not all(step.strip() for step in steps) or not steps:
+        raise _Skip("empty")
+    response = JOINT.join(steps)
+    return _Row(_given_prompt(record["prompt"], where), [response], [math.nan], steps=steps, labels=values)
+
+
+def _given_prompt(prompt: Any, where: str) -> Any:
+    require(prompt is not None and prompt != "" and prompt != [], f"{where}: no prompt, or an empty one")
+    return prompt
+
+
+def _number(value: Any, what: str) -> float:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGE
+    require(numeric, f"{what} must be a finite number, not {repr(value)[:40]}")
+    return float(np.float32(value))  # as a batch holds it, so that what ties there ties here
+
+
+def _text(response: Any) -> str:
+    """What a response says, to tell empty and equal ones. The type is checked where it is rendered."""
+    if isinstance(response, list):
+        said = [(m.get("role"), m.get("content")) if isinstance(m, dict) else m for m in response]
+        spoken = any(isinstance(m, dict) and m.get("role") == "assistant" and str(m.get("content")).strip() for m in response)
+        return repr(said) if spoken else ""
+    return response if isinstance(response, str) else repr(response)
+
+
+KINDS: dict[str, _Kind] = {
+    "pair": _Kind("pairs", frozenset({"chosen", "rejected"}), ("chosen", "rejected"), _read_pair),
+    "openai": _Kind("pairs (OpenAI)", frozenset({"preferred_output", "non_preferred_output"}),
+                    ("input", "preferred_output", "non_preferred_output"), _read_openai),
+    "steps": _Kind("labelled steps", frozenset({"completions", "labels"}), ("prompt", "completions", "labels"), _read_steps),
+    "ranking": _Kind("rankings", frozenset({"prompt", "scores"}), ("prompt", "responses|completions", "scores|ranking"),
+                     _read_ranking),
+    "unpaired": _Kind("single responses with a label", frozenset({"completion", "label"}), ("prompt", "completion", "label"),
+                      _read_unpaired),
+}  # fmt: skip

@@ -1,0 +1,63 @@
+"""Losses on preferences, per pair or per sequence, as pure functions of log-probs. Means and weights are the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.ops.weights import sequence_lengths
+
+CERTAIN = -1e-6  # a mean log-prob above this counts as this: at probability 1 the odds, and their gradient, are infinite
+
+
+def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """s_i = sum of the values at i's loss tokens. What stands elsewhere, even NaN, reaches neither value nor gradient."""
+    zeros_N = torch.zeros(sequences, dtype=value_T.dtype, device=value_T.device)
+    return zeros_N.index_add(0, sequence_T, value_T.where(mask_T, 0.0))
+
+
+def sequence_means(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """s_i / |y_i|, with |y_i| the loss tokens of i; 0 for a sequence without any."""
+    length_N = sequence_lengths(mask_T, sequence_T, sequences).to(value_T.dtype)
+    return sequence_sums(value_T, mask_T, sequence_T, sequences) / length_N.clamp(min=1)
+
+
+def pair_members(unit_N: Sequence[int], reward_N: Tensor) -> tuple[Tensor, Tensor]:
+    """For each unit of two neighbours: which is preferred (the higher reward) and which is not. Order in the unit plays no part."""
+    firsts = list(range(0, len(unit_N), 2))
+    paired = len(unit_N) % 2 == 0 and all(unit_N[n] == unit_N[n + 1] for n in firsts)
+    if not paired or len({unit_N[n] for n in firsts}) < len(firsts):
+        raise ValueError("these are not pairs: every unit must be two neighbouring sequences")
+    first_P = torch.tensor(firsts, dtype=torch.int64, device=reward_N.device)
+    swapped_P = reward_N[first_P + 1] > reward_N[first_P]
+    return first_P + swapped_P.long(), first_P + (~swapped_P).long()
+
+
+def sigmoid_loss(margin_P: Tensor, smoothing: float | Tensor = 0.0) -> Tensor:
+    """-(1 - e) log sigma(m) - e log sigma(-m): m is the log-odds that the preferred one wins, e the chance that the label is wrong.
+
+    With e constant this is conservative DPO's label smoothing (Mitchell 2023), least at m = log((1 - e) / e); with e = sigma(-d)
+    it is the expected loss under Bradley-Terry labels of rewards that differ by d, least at m = d.
+    """
+    return -(1 - smoothing) * F.logsigmoid(margin_P) - smoothing * F.logsigmoid(-margin_P)
+
+
+def ipo_loss(difference_P: Tensor, tau: float) -> Tensor:
+    """(h - 1 / (2 tau))^2, with h the difference of two log-ratios: least where it is 1 / (2 tau), so it cannot run away."""
+    return (difference_P - 1 / (2 * tau)) ** 2
+
+
+def kto_loss(ratio_N: Tensor, good_N: Tensor, baseline_N: Tensor, beta: float, desirable: float, undesirable: float) -> Tensor:
+    """lambda_D (1 - sigma(beta (r - z))) where it is good, lambda_U (1 - sigma(beta (z - r))) where it is not."""
+    sign_N = good_N.to(ratio_N.dtype) * 2 - 1
+    weight_N = good_N.to(ratio_N.dtype) * (desirable - undesirable) + undesirable
+    return weight_N * torch.sigmoid(-beta * sign_N * (ratio_N - baseline_N))
+
+
+def log_odds(logprob_N: Tensor) -> Tensor:
+    """log(p / (1 - p)) of p = e^logprob, for mean log-probs, which are not above 0."""
+    below_N = logprob_N.clamp(max=CERTAIN)
+    return below_N - torch.log(-torch.expm1(below_N))

@@ -1,0 +1,181 @@
+"""Learning from preferences in files: pairs, rankings, or single responses that people called good or bad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.dpo import DPO
+from posttrain.data.preferences import read_preferences
+from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
+from posttrain.errors import require
+from posttrain.evals.statistics import wilson
+from posttrain.loop import Loop, Rhythm
+from posttrain.rollouts import Examples
+from posttrain.runs.metrics import Figures, merge
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.reward_model import split_by_prompt, until_end
+from posttrain.stages.rl import same_vocabulary
+from posttrain.train.optimizer import Optimization
+from posttrain.train.pack import micro_batches, pack_examples, with_loss
+from posttrain.types import JSON, Metric
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
+    from posttrain.train.trainer import Trainer
+
+PAIRS, LABELS = ("pair", "openai", "ranking"), ("unpaired", "pair", "openai")  # kinds of files that give them
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceStage(Stage):
+    """Train `model` on the preferences in the `data` files (see data/preferences.py for what they may hold), `batch` units a step.
+
+    Rankings become all of their pairs. An algorithm that learns from single examples takes a pair as one good and one bad, and
+    each example gets a mismatched one beside it for the baseline. The reference, where the algorithm needs one, is the model the
+    stage starts from, frozen, or the one that `reference` names. Loss, accuracy and margins are measured every `evaluate_every` steps
+    on the files in `held_out_data` or, without any, on a share `held_out` of the prompts, which is kept apart.
+    """
+
+    model: str
+    data: tuple[str, ...]
+    algorithm: Algorithm = field(default_factory=DPO)
+    steps: int = 300
+    batch: int = 32
+    max_length: int = 1024
+    held_out: float = 0.1
+    held_out_data: tuple[str, ...] = ()
+    reference: str = ""
+    reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
+    optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine"))
+    evaluate_every: int = 50
+    evaluate_units: int = 500  # of what is held out
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        name = self.name
+        require(len(self.data) > 0, f"{name}: give at least one JSONL file of preferences as data")
+        for what in ("steps", "batch", "evaluate_units", "checkpoint_every"):
+            require(getattr(self, what) > 0, f"{name}: {what} must be positive, not {getattr(self, what)}")
+        require(not self.algorithm.online, f"{name}: this algorithm samples its own data; use an rl stage")
+        require(self.algorithm.trains == "policy", f"{name}: this algorithm trains a scorer; use a reward_model stage")
+        learns = self.algorithm.unit == "pair" or "proximal" in self.algorithm.needs
+        require(learns, f"{name}: this algorithm does not look at preferences; use dpo or a relative, or an sft stage")
+        require(0 <= self.held_out < 1, f"{name}: held_out is a share of the prompts in [0, 1), not {self.held_out}")
+        device = self.reference_device
+        require(device in ("same", "cpu"), f"{name}: reference_device must be same or cpu, not {device!r}")
+        useless = bool(self.reference) and "reference" not in self.algorithm.needs
+        require(not useless, f"{name}: reference is given, but this algorithm has no use for one; try dpo")
+
+    def alphabet(self) -> str:
+        return alphabet([])
+
+    def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
+        """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""
+        wanted = PAIRS if self.algorithm.unit == "pair" else LABELS
+        units: list[Unit] = []
+        for path in paths:
+            found = read_preferences(path, tokenizer, self.max_length)
+            context.announce(self.name, found.report.lines())
+            kind = found.report.kind
+            require(
+                kind in wanted,
+                f"{self.name}: {path} holds rows of kind {kind}; this algorithm learns from {' or '.join(wanted)}",
+            )
+            soft = getattr(self.algorithm, "labels", "") == "soft"
+            plain = soft and not found.report.margins
+            require(not plain, f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard")
+            units += [tuple(until_end(example) for example in unit) for unit in found.units]
+        return as_pairs(units) if self.algorithm.unit == "pair" else as_singles(units)
+
+    def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
+        """(to train on, held out)."""
+        units = self.read(context, tokenizer, self.data)
+        if self.held_out_data:
+            train, held_out = units, self.read(context, tokenizer, self.held_out_data)
+        else:
+            train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
+        held_out = held_out[: self.evaluate_units]
+        what = "pairs" if self.algorithm.unit == "pair" else "labelled responses"
+        context.announce(self.name, [f"{len(train):,} {what} to train on, {len(held_out):,} held out"])
+        if "proximal" in self.algorithm.needs:
+            train, held_out = (with_mismatched(part, train, self.max_length, context.seed) for part in (train, held_out))
+            alone = sum(len(unit) == 1 for unit in train)
+            context.announce(self.name, [f"{len(train) - alone:,} mismatched responses beside them, for the baseline"])
+        return train, held_out
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        from posttrain.train.trainer import Trainer
+
+        policy = load_policy(self.model, context, self.alphabet())
+        policy.check_length(self.max_length)
+        train, held_out = self.material(context, policy.tokenizer)
+        trainer = Trainer(policy, self.algorithm, self.optimizer, self.make_reference(context, policy))
+        judge = Judge(trainer, held_out)
+        loop = Loop(
+            stage=self.name,
+            rhythm=Rhythm(
+                steps=self.steps,
+                evaluate_every=self.evaluate_every if held_out else 0,
+                checkpoint_every=self.checkpoint_every,
+            ),
+            trainer=trainer,
+            source=Examples([train], [1.0], self.batch, context.seed, policy.device),
+            writer=context.writer,
+            checkpoints=context.checkpoints(self.name),
+            interrupt=context.interrupt,
+            trackers=context.trackers,
+            evaluate=judge.evaluate,
+        )
+        loop.run()
+        context.save_model(self.name, policy)
+        result: dict[str, JSON] = {"steps": loop.step, "train_seconds": loop.elapsed, "trained_on": len(train)}
+        return result | self.verdict(context, judge.figures()) if held_out else result
+
+    def make_reference(self, context: Context, policy: Policy) -> Policy | None:
+        """The frozen model that log-ratios are taken with, where the algorithm needs one."""
+        if "reference" not in self.algorithm.needs:
+            return None
+        reference = load_policy(self.reference or self.model, context, self.alphabet())
+        same_vocabulary(self.name, policy, reference)
+        if self.reference_device == "cpu":
+            reference.model.to("cpu")
+        return reference
+
+    def verdict(self, context: Context, figures: Figures) -> dict[str, JSON]:
+        """What is said of the held-out preferences at the end."""
+        total, count = figures.sums["accuracy"]
+        accuracy = wilson(round(total), round(count or 0))
+        context.announce(self.name, [f"held-out accuracy {accuracy}, loss {figures['loss']:.4f}"])
+        named = {name: value for name, value in figures.items() if value == value and name != "accuracy"}
+        return {"held_out": round(count or 0), "accuracy": [accuracy.value, accuracy.low, accuracy.high], "figures": named}
+
+
+class Judge:
+    """The loss and the figures of an algorithm on preferences that it does not learn from."""
+
+    def __init__(self, trainer: Trainer, units: Sequence[Unit]):
+        self.trainer, self.units = trainer, units
+
+    def evaluate(self) -> Mapping[str, float]:
+        """For the loop: every figure by name, as of what is held out; without those that nothing was measured for."""
+        return {f"{name}/held_out": value for name, value in self.figures().items() if value == value}
+
+    def figures(self) -> Figures:
+        """As one step of all units, so that its weights and its baseline are those of all that is held out."""
+        trainer, algorithm = self.trainer, self.trainer.algorithm
+        flat = [replace(example, unit=number) for number, unit in enumerate(self.units) for example in unit]
+        trainer.policy.model.eval()
+        with torch.no_grad():
+            batch = algorithm.prepare(trainer.fill(pack_examples(flat, trainer.policy.device)), algorithm.start())
+            metrics: list[Metric] = []
+            for piece in micro_batches(with_loss(batch), trainer.settings.token_budget):
+                terms = algorithm.terms(trainer.outputs(piece), piece)
+                metrics += [Metric("loss", (term.weight * term.loss).sum(), None) for term in terms.terms]
+                metrics += terms.metrics
+        return merge(metrics)

@@ -1,0 +1,59 @@
+"""A DPO model as a reward model: the implicit reward of whole rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.errors import require
+from posttrain.models.policy import Policy
+from posttrain.ops.preference import sequence_sums
+from posttrain.rewards.implicit import implicit_reward
+from posttrain.train.forward import forward
+from posttrain.train.pack import micro_batches, pack_groups
+from posttrain.types import Group, Rollout, Score
+
+
+class ImplicitRating:
+    """r(x, y) = beta [ log pi(y | x) - log ref(y | x) ], summed over the tokens that were sampled, under two frozen models.
+
+    `policy` is one that DPO or a relative trained, with `beta` as it was then, and `reference` the one it started from. Both are asked
+    at temperature 1, the distribution that their training was about. A log-prob that is not finite is a failure, not a score.
+    """
+
+    def __init__(self, policy: Policy, reference: Policy, beta: float, token_budget: int = 8192):
+        require(beta > 0, f"implicit reward: beta must be positive, not {beta}")
+        sizes = [model.model.config.get_text_config().vocab_size for model in (policy, reference)]
+        require(
+            sizes[0] == sizes[1],
+            f"implicit reward: the models have vocabularies of {sizes[0]} and {sizes[1]} tokens; the reference must be the model that "
+            "the policy was trained from",
+        )
+        self.policy, self.reference, self.beta, self.token_budget = policy, reference, beta, token_budget
+
+    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """One score for each rollout, with both log-probs as its parts."""
+        if not rollouts:
+            return []
+        own, others = (self.logprobs(model, rollouts) for model in (self.policy, self.reference))
+        scores = []
+        for logprob, reference in zip(own, others, strict=True):
+            if not (math.isfinite(logprob) and math.isfinite(reference)):
+                scores.append(Score.failed(f"log-probs of {logprob} and {reference}"))
+                continue
+            value = implicit_reward(logprob, reference, self.beta)
+            scores.append(Score(value, parts={"logprob": logprob, "reference": reference}))
+        return scores
+
+    @torch.no_grad()
+    def logprobs(self, policy: Policy, rollouts: Sequence[Rollout]) -> list[float]:
+        """log p(y | x) of what was sampled in each rollout."""
+        policy.model.eval()
+        batch = pack_groups([Group(rollout.problem, (rollout,)) for rollout in rollouts], 1.0, policy.device)
+        found: list[float] = []
+        for piece in micro_batches(batch, self.token_budget):
+            sums_N = sequence_sums(forward(policy, piece).logprob_T, piece.mask_T, piece.sequence_T, piece.sequences)
+            found += sums_N.tolist()
+        return found
