@@ -18,8 +18,8 @@ from posttrain.loop import Loop, Rhythm
 from posttrain.rollouts import Examples
 from posttrain.runs.metrics import Figures, merge
 from posttrain.stages._material import alphabet
-from posttrain.stages.base import Context, Stage, load_policy
-from posttrain.stages.reward_model import split_by_prompt, until_end
+from posttrain.stages._preferences import split_by_prompt, until_end
+from posttrain.stages.base import Context, Stage, data_place, load_policy
 from posttrain.stages.rl import same_vocabulary
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples, with_loss
@@ -80,7 +80,7 @@ class PreferenceStage(Stage):
         wanted = PAIRS if self.algorithm.unit == "pair" else LABELS
         units: list[Unit] = []
         for path in paths:
-            found = read_preferences(path, tokenizer, self.max_length)
+            found = read_preferences(data_place(path, context), tokenizer, self.max_length)
             context.announce(self.name, found.report.lines())
             kind = found.report.kind
             require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ import numpy as np
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.reward_model import RewardModel
 from posttrain.data.preferences import read_preferences
-from posttrain.data.stream import permutation
 from posttrain.engine.random import derive
 from posttrain.errors import GuardStop, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
@@ -20,15 +19,14 @@ from posttrain.evals.statistics import Interval, mean_interval, wilson
 from posttrain.loop import Loop, Rhythm
 from posttrain.rollouts import Examples
 from posttrain.stages._material import alphabet
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages._preferences import Unit, split_by_prompt, until_end
+from posttrain.stages.base import Context, Stage, data_place, load_policy
 from posttrain.train.optimizer import Optimization
-from posttrain.types import JSON, Example
+from posttrain.types import JSON
 
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
-
-Unit = tuple[Example, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +89,7 @@ class RewardModelStage(Stage):
         wanted = ("steps",) if self.algorithm.unit == "sequence" else ("pair", "openai", "ranking")
         units: list[Unit] = []
         for path in self.data:
-            found = read_preferences(path, tokenizer, self.max_length)
+            found = read_preferences(data_place(path, context), tokenizer, self.max_length)
             context.announce(self.name, found.report.lines())
             kind, needed = found.report.kind, " or ".join(wanted)
             require(kind in wanted, f"{self.name}: {path} holds rows of kind {kind}; this algorithm learns from {needed}")
@@ -165,28 +163,6 @@ class RewardModelStage(Stage):
                 f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} units, below least_accuracy="
                 f"{self.least_accuracy}; a policy would learn its errors: look at the data, or train longer"
             )
-
-
-def until_end(example: Example) -> Example:
-    """The example up to its last token that carries loss. What a template writes after it is never sampled, and the score of a rollout
-    is read where the rollout ends."""
-    end = int(np.flatnonzero(example.mask)[-1]) + 1
-    steps = None if example.steps is None else example.steps[:end]
-    return replace(example, ids=example.ids[:end], mask=example.mask[:end], steps=steps)
-
-
-def split_by_prompt(units: Sequence[Unit], share: float, seed: int, where: str) -> tuple[list[Unit], list[Unit]]:
-    """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them."""
-    if share == 0:
-        return list(units), []
-    prompts = [unit[0].ids[: int(unit[0].mask.argmax())].tobytes() for unit in units]
-    different = list(dict.fromkeys(prompts))
-    count = max(1, round(share * len(different)))
-    require(count < len(different), f"{where}: {len(different)} different prompts are too few to hold some out; add data, or set "
-            "held_out=0")  # fmt: skip
-    aside = {different[i] for i in permutation(len(different), "held_out", seed)[:count]}
-    train = [unit for unit, prompt in zip(units, prompts, strict=True) if prompt not in aside]
-    return train, [unit for unit, prompt in zip(units, prompts, strict=True) if prompt in aside]
 
 
 def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:

@@ -22,8 +22,9 @@ from posttrain.models.scorer import load_scorer
 from posttrain.models.tiny import character_tokenizer
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages._preferences import split_by_prompt, until_end
 from posttrain.stages.base import Context, Stage, run_stages
-from posttrain.stages.reward_model import RewardModelStage, Verdicts, report, split_by_prompt, until_end
+from posttrain.stages.reward_model import RewardModelStage, Verdicts, report
 from posttrain.train.optimizer import Optimization
 from posttrain.train.rating import ModelRating, last_scores
 from posttrain.types import Example
