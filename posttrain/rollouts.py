@@ -115,8 +115,8 @@ class Rollouts:
         check_failures(groups)
         together = algorithm.unit in ("pair", "ranking")
         batch = pack_groups(selection.groups or groups[:1], self.sampling.temperature, self.device, together)
-        if not selection.groups:  # nothing to learn from: a step without loss moves nothing, and is counted as skipped
-            batch = batch.replace(mask_T=torch.zeros_like(batch.mask_T))
+        if not selection.groups:  # nothing to learn from: a step in which nothing is valid has no loss and is skipped
+            batch = batch.replace(valid_N=torch.zeros_like(batch.valid_N))
         metrics = (*selection.metrics, *group_metrics(groups), Metric("level", self.climb.level, 1))
         return Collected(batch, tuple(groups), metrics, seconds)
 

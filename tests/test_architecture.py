@@ -31,16 +31,17 @@ MAY_IMPORT = {
     "types": "",
     "catalogue": "",
     "version": "",
+    "advise": LEAVES,
     "ops": LEAVES,
     "rewards": LEAVES,
-    "tasks": f"{LEAVES} rewards",
+    "tasks": f"{LEAVES} catalogue rewards",
     "runs": LEAVES,
     "algorithms": f"{LEAVES} ops",
     "data": f"{LEAVES} ops",
     "models": f"{LEAVES} ops",
     "engine": MODELS,
-    "train": f"{MODELS} algorithms",
-    "evals": f"{LEAVES} tasks runs engine.sampler",
+    "train": f"{MODELS} algorithms rewards.ensemble rewards.implicit",
+    "evals": f"{LEAVES} tasks runs ops.sampling data.steps data.stream data.text engine.sampler",
     "scoring": f"{LEAVES} rewards tasks",
     "rollouts": f"{LOOP} scoring",
     "plan": f"{LOOP} stages config",
@@ -53,14 +54,14 @@ MAY_IMPORT = {
     "cluster": f"{MODELS} train",
     "serve": f"{MODELS} engine",
     "studio": f"{LEAVES} runs.read runs.layout",
-    "cli": f"{LOOP} runs rollouts plan scoring loop stages recipes config pipeline tools cluster serve studio version",
+    "cli": f"{LOOP} runs rollouts plan scoring loop stages recipes config pipeline tools advise cluster serve studio version",
     "__init__": "version",  # lazily: see the fresh process below
     "__main__": "cli",
 }
 
 # Packages that a room may not import: anywhere in it, or while its module is imported. TYPE_CHECKING imports are free.
 NEVER = {
-    "torch": "types errors catalogue tasks rewards runs",
+    "torch": "types errors catalogue advise tasks rewards runs",
     "transformers": "types errors catalogue tasks rewards runs ops algorithms",
     "pydantic": " ".join(room for room in MAY_IMPORT if room not in ("config", "cli", "serve", "studio")),
 }

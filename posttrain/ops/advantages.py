@@ -1,4 +1,4 @@
-"""From rewards to advantages within groups. Sequences that could not be scored do not vote and get none."""
+"""From rewards to advantages, within groups and along a response. Sequences that could not be scored do not vote and get none."""
 
 from __future__ import annotations
 
@@ -61,3 +61,51 @@ def group_spread(reward_N: Tensor, valid_N: Tensor, group_N: Tensor) -> Tensor:
     top_P = empty.scatter_reduce(0, group_N, high, "amax", include_self=False)
     bottom_P = empty.scatter_reduce(0, group_N, low, "amin", include_self=False)
     return torch.where(torch.isfinite(top_P), top_P - bottom_P, 0.0)
+
+
+def sums_to_go(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """sum_{s >= t} x_s over the loss tokens of the same sequence; 0 where there is no loss. Sums are float64.
+
+    Each sequence is summed in a row of its own: what comes before it in the batch leaves no rounding in it.
+    """
+    at = mask_T.nonzero()[:, 0]
+    row = sequence_T[at]
+    length_N = torch.bincount(row, minlength=sequences)
+    column = torch.arange(len(at), device=at.device) - (length_N.cumsum(0) - length_N)[row]
+    value_NL = torch.zeros(sequences, int(length_N.max()) if len(at) else 0, dtype=torch.float64, device=value_T.device)
+    value_NL[row, column] = value_T[at].to(torch.float64)
+    to_go_M = value_NL.flip(1).cumsum(1).flip(1)[row, column]
+    return torch.zeros_like(value_T).index_copy(0, at, to_go_M.to(value_T.dtype))
+
+
+def process_advantages(
+    step_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    group_N: Tensor,
+    *,
+    scale: str = "group",
+    ddof: int = 1,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """Process supervision (DeepSeekMath, section 4.1.3). All the step rewards R of a group are normalised together, and a token's
+    advantage is what the steps that end at it or later are worth:
+
+        r~_j = (r_j - mean(R)) / (std(R) + epsilon),    A_it = sum over steps j of y_i with index(j) >= t of r~_j
+
+    `step_T` holds a step's reward at the loss token it ends at and NaN elsewhere.
+    """
+    ends_T = mask_T & torch.isfinite(step_T)
+    reward_S, group_S = step_T[ends_T], group_N[sequence_T[ends_T]]
+    everyone = torch.ones_like(reward_S, dtype=torch.bool)
+    normal_S = group_advantages(reward_S, everyone, group_S, scale=scale, ddof=ddof, epsilon=epsilon)
+    normal_T = torch.zeros_like(step_T).masked_scatter(ends_T, normal_S)
+    return sums_to_go(normal_T, mask_T, sequence_T, len(group_N))
+
+
+def overlong_punishment(length_N: Tensor, l_max: float, l_cache: float) -> Tensor:
+    """DAPO's soft overlong punishment (section 3.4): 0 up to l_max - l_cache tokens, -1 from l_max on, linear in between:
+
+    R(y) = ((l_max - l_cache) - |y|) / l_cache,    kept within [-1, 0]
+    """
+    return ((l_max - l_cache - length_N) / l_cache).clamp(-1.0, 0.0)

@@ -1,9 +1,11 @@
-"""The clipped policy-gradient surrogate, safe at any log-ratio."""
+"""Policy-gradient surrogates of tokens and of whole responses, and weights for samples of another policy; safe at any log-ratio."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from posttrain.ops.weights import sequence_lengths
 
 LIMIT = 20.0  # log-ratios are clamped here before exp, so that neither value nor gradient can become NaN
 
@@ -22,3 +24,68 @@ def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, cli
 def clip_binds(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Where the clip stops the gradient: (r > 1 + high and A > 0) or (r < 1 - low and A < 0)."""
     return ((ratio_T > 1 + clip_high) & (advantage_T > 0)) | ((ratio_T < 1 - clip_low) & (advantage_T < 0))
+
+
+def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """[N]: the sum of each sequence's values over its loss tokens; what stands elsewhere does not matter."""
+    empty_N = torch.zeros(sequences, dtype=value_T.dtype, device=value_T.device)
+    return empty_N.index_add(0, sequence_T, value_T.where(mask_T, 0.0))
+
+
+def sequence_ratio(logprob_T: Tensor, old_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, mean: bool) -> Tensor:
+    """The ratio of whole responses, at each of their tokens: s_i = prod_t p_t / q_t, or with `mean` its |y_i|-th root (GSPO):
+
+    s_i = exp( 1 / |y_i| sum_t (log p_t - log q_t) )
+    """
+    log_N = sequence_sums(logprob_T - old_T, mask_T, sequence_T, sequences)
+    if mean:
+        log_N = log_N / sequence_lengths(mask_T, sequence_T, sequences).clamp(min=1)
+    return log_N.clamp(-LIMIT, LIMIT).exp()[sequence_T]
+
+
+def token_form(ratio_T: Tensor, logprob_T: Tensor) -> Tensor:
+    """s_it = stop(s_i) p_t / stop(p_t): the value of the given ratio, the gradient of each token's own log-prob (GSPO-token)."""
+    return ratio_T.detach() * (logprob_T - logprob_T.detach()).exp()
+
+
+def weighted_likelihood(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """-stop(clip(r, 1 - low, 1 + high)) A log p: the weight is clipped, and every token keeps its gradient (CISPO)."""
+    return -ratio_T.clamp(1 - clip_low, 1 + clip_high).detach() * advantage_T * logprob_T
+
+
+def mismatch_weights(
+    kind: str, proximal_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, cap: float
+) -> Tensor:
+    """What a sample of mu is worth to the policy pi_prox that the step began with; a constant, there is no gradient in it.
+
+        decoupled   w_t = pi_prox(y_t) / mu(y_t)                        Hilton et al. 2022, arXiv:2110.00641
+        token       w_t = min(pi_prox(y_t) / mu(y_t), cap)              truncated importance sampling, Yao et al. 2025
+        sequence    w_i = min(prod_t pi_prox(y_t) / mu(y_t), cap)       the same for whole responses
+
+    Times the surrogate of pi / pi_prox. Weights are not bounded from below.
+    """
+    proximal_T, behaviour_T = proximal_T.where(mask_T, 0.0), behaviour_T.where(mask_T, 0.0)
+    if kind == "decoupled":
+        return importance_ratio(proximal_T, behaviour_T)
+    if kind == "token":
+        return importance_ratio(proximal_T, behaviour_T).clamp(max=cap)
+    if kind == "sequence":
+        return sequence_ratio(proximal_T, behaviour_T, mask_T, sequence_T, sequences, mean=False).clamp(max=cap)
+    raise ValueError(f"unknown correction {kind!r}: decoupled, token or sequence")
+
+
+def near_sequences(
+    kind: str, proximal_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, bound: float
+) -> Tensor:
+    """[N]: whether a response is near enough to what the policy would have said:
+
+    sequence   |sum_t log pi_prox(y_t) / mu(y_t)| <= bound
+    mean       the same sum divided by |y_i|
+    """
+    proximal_T, behaviour_T = proximal_T.where(mask_T, 0.0), behaviour_T.where(mask_T, 0.0)
+    log_N = sequence_sums(proximal_T - behaviour_T, mask_T, sequence_T, sequences)
+    if kind == "mean":
+        log_N = log_N / sequence_lengths(mask_T, sequence_T, sequences).clamp(min=1)
+    elif kind != "sequence":
+        raise ValueError(f"unknown kind {kind!r}: mean or sequence")
+    return log_N.abs() <= bound

@@ -32,12 +32,19 @@ def constant_mean(mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: 
     return mask_T.float() / ((length_N > 0).sum().clamp(min=1) * constant)
 
 
+def sequence_sum(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """w = 1 / N: a response is one action, whose log-prob is the sum of its tokens' (REINFORCE, RLOO)."""
+    return constant_mean(mask_T, sequence_T, sequences, 1.0)
+
+
 def reduction(kind: str, mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float = 0.0) -> Tensor:
-    """The weights called `kind`: token_mean, sequence_mean or constant_mean."""
+    """The weights called `kind`: token_mean, sequence_mean, sequence_sum or constant_mean."""
     if kind == "token_mean":
         return token_mean(mask_T)
     if kind == "sequence_mean":
         return sequence_mean(mask_T, sequence_T, sequences)
+    if kind == "sequence_sum":
+        return sequence_sum(mask_T, sequence_T, sequences)
     if kind == "constant_mean":
         return constant_mean(mask_T, sequence_T, sequences, constant)
-    raise ValueError(f"unknown reduction {kind!r}: token_mean, sequence_mean or constant_mean")
+    raise ValueError(f"unknown reduction {kind!r}: token_mean, sequence_mean, sequence_sum or constant_mean")

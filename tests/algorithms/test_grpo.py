@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from bandit_for_tests import chance_of_good, train
 from material_for_tests import (
     assert_same_gradients,
     gradients,
@@ -18,16 +19,13 @@ from material_for_tests import (
     shared_policy,
     small_policy,
 )
+from numpy_for_tests import Response, clipped, parity
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
-from posttrain.models.policy import Policy
 from posttrain.train.forward import forward
-from posttrain.train.optimizer import Optimization
-from posttrain.train.pack import pack_examples, pack_groups
-from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Example, Outputs, Request, Sampling
+from posttrain.train.pack import pack_groups
+from posttrain.types import Batch, Outputs
 
 REFUSALS = [
     ({"group": 1}, "grpo: group must be at least 2, not 1: a group of one is its own baseline, every advantage is 0"),
@@ -40,9 +38,15 @@ REFUSALS = [
     ({"kl": "k4"}, "grpo: kl must be k2, k3 or corrected, not 'k4'"),
     ({"scale": "std"}, "grpo: scale must be group, batch or none, not 'std'"),
     ({"ddof": 2}, "grpo: ddof must be 0 or 1, not 2"),
+    ({"epsilon": -1.0}, "grpo: epsilon must not be negative, not -1.0"),
+    ({"supervision": "steps"}, "grpo: supervision must be one of outcome, process, not 'steps'"),
+    ({"supervision": "process", "kl_in": "reward"}, "grpo: with supervision=process the KL belongs in the loss"),
     ({"epochs": 0}, "grpo: epochs and mini_batches must be at least 1"),
     ({"mini_batches": 0}, "grpo: epochs and mini_batches must be at least 1"),
-    ({"reduction": "mean"}, "grpo: reduction must be one of token_mean, sequence_mean, constant_mean, not 'mean'"),
+    (
+        {"reduction": "mean"},
+        "grpo: reduction must be one of token_mean, sequence_mean, sequence_sum, constant_mean, not 'mean'",
+    ),
     ({"reduction": "constant_mean"}, "grpo: constant (a length, in tokens) and reduction=constant_mean go together"),
     ({"constant": 5.0}, "grpo: constant (a length, in tokens) and reduction=constant_mean go together"),
 ]
@@ -226,40 +230,46 @@ def test_truncated_responses_stay_in_loss_and_baseline() -> None:
     assert bool(cut.mask_T.any())
 
 
+# --- process supervision --------------------------------------------------------------------------------------------------
+
+
+def test_process_supervision_by_hand() -> None:
+    """Two responses of 3 tokens; the first has steps worth 1 at its first token and 0 at its last, the second one of 1/2 at its second.
+    The three have mean 1/2 and std 1/2, so they count 1, -1 and 0."""
+    nan = math.nan
+    step = plain_batch([9.0, 9.0, 9.0], [0, 0, 0], [3, 3, 1]).replace(
+        step_T=torch.tensor([5.0, 1.0, nan, 0.0, nan, nan, 0.5, nan, nan, nan])  # what a prompt's token holds is not a step
+    )
+    prepared = GRPO(epsilon=0.0, supervision="process").prepare(step, {})
+    assert prepared.advantage_T.tolist() == pytest.approx([0, 0, -1, -1, 0, 0, 0, 0, 0, 0])
+    assert bool(prepared.mask_T[9])  # a response without steps has no advantage, and stays for the KL
+
+
+def test_process_supervision_needs_steps() -> None:
+    with pytest.raises(UserError, match="^grpo: supervision=process needs a reward that scores steps"):
+        GRPO(supervision="process").prepare(plain_batch([1.0, 0.0], [0, 0]), {})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parity_with_independent_process_supervision(seed: int) -> None:
+    def formula(members: list[Response]) -> tuple[float, list[np.ndarray]]:
+        loss, slopes = 0.0, []
+        for one in members:
+            steps = np.concatenate([m.steps for m in members if m.group == one.group])
+            every = steps[np.isfinite(steps)]
+            value, slope = np.zeros(one.length), np.zeros(one.length)
+            for t in range(one.length):
+                later = one.steps[t:][np.isfinite(one.steps[t:])]
+                advantage = ((later - every.mean()) / (every.std(ddof=1) + 1e-4)).sum()
+                value[t], slope[t] = clipped(np.exp(one.log_ratio[t]), advantage, 0.2, 0.2)
+            loss += value.mean() / len(members)
+            slopes.append(slope / (one.length * len(members)))
+        return loss, slopes
+
+    parity(GRPO(beta=0.0, supervision="process"), formula, seed)
+
+
 # --- learning -------------------------------------------------------------------------------------------------------------
-
-PROMPTS = [(5, 6, 7), (9, 4), (11, 12, 13, 14)]
-
-
-def good(prompt: tuple[int, ...]) -> range:
-    """A third of the vocabulary is right; which third depends on the prompt."""
-    return range(8 * (prompt[0] % 3), 8 * (prompt[0] % 3) + 8)
-
-
-def chance_of_good(policy: Policy) -> float:
-    """The exact probability of a right first token, averaged over prompts."""
-    examples = [Example(np.array([*p, token]), np.arange(len(p) + 1) == len(p)) for p in PROMPTS for token in good(p)]
-    batch = pack_examples(examples)
-    with torch.no_grad():
-        return float(forward(policy, batch).logprob_T[batch.mask_T].exp().sum()) / len(PROMPTS)
-
-
-def train(policy: Policy, algorithm: GRPO, steps: int, informative: bool) -> None:
-    engine, trainer = Engine(policy), Trainer(policy, algorithm, Optimization(lr=1e-2))
-    for step in range(steps):
-        requests = [Request(p, algorithm.group, 1000 * step + i, Sampling(1)) for i, p in enumerate(PROMPTS)]
-        groups = []
-        for request, completions in zip(requests, engine.generate(requests), strict=True):
-            prompt = request.prompt_ids
-            members = [
-                rollout(
-                    [segment(prompt, False), segment(c.ids, True, c.logprobs)],
-                    float(int(c.ids[0]) in good(prompt)) if informative else 0.5,
-                )
-                for c in completions
-            ]
-            groups.append(group(members))
-        trainer.update(algorithm.prepare(pack_groups(groups, 1.0), {}), trainer.settings.lr)
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale": "none", "reduction": "token_mean"}])
@@ -267,7 +277,7 @@ def test_it_learns_from_rewards(settings: dict) -> None:
     """A contextual bandit: from a third of the mass on right tokens to nearly all of it."""
     policy = small_policy(dtype=torch.float32)
     before = chance_of_good(policy)
-    train(policy, GRPO(group=16, beta=0.0, **settings), 40, informative=True)
+    train(policy, GRPO(group=16, beta=0.0, **settings), 40)
     after = chance_of_good(policy)
     assert before < 0.6
     assert after > 0.95
@@ -276,5 +286,5 @@ def test_it_learns_from_rewards(settings: dict) -> None:
 def test_it_learns_nothing_from_equal_rewards() -> None:
     policy = small_policy(dtype=torch.float32)
     weights = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    train(policy, GRPO(group=16, beta=0.0), 3, informative=False)
+    train(policy, GRPO(group=16, beta=0.0), 3, lambda prompt, token: 0.5)
     assert all(torch.equal(p, weights[name]) for name, p in policy.model.named_parameters())

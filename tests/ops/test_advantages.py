@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.ops.advantages import group_advantages, group_spread
+from posttrain.ops.advantages import group_advantages, group_spread, overlong_punishment, process_advantages, sums_to_go
 
 WIDE = torch.float64
 
@@ -97,3 +97,35 @@ def test_refusals() -> None:
         advantages([1, 0], baseline="median")
     with pytest.raises(ValueError, match="unknown scale 'max': group, batch or none"):
         advantages([1, 0], scale="max")
+
+
+def test_sums_to_go_by_hand() -> None:
+    """Within each sequence, over loss tokens alone; whatever stands elsewhere."""
+    value_T = torch.tensor([math.nan, 1.0, 2.0, math.inf, 4.0, 8.0, 16.0])
+    mask_T = torch.tensor([False, True, True, False, True, False, True])
+    sequence_T = torch.tensor([0, 0, 0, 0, 0, 1, 1])
+    assert sums_to_go(value_T, mask_T, sequence_T, 3).tolist() == [0, 7, 6, 0, 4, 0, 16]
+    assert sums_to_go(value_T, torch.zeros_like(mask_T), sequence_T, 3).tolist() == [0] * 7
+
+
+def test_sums_to_go_leave_no_rounding_of_other_sequences() -> None:
+    """A sequence of zeros after one of odd numbers sums to exactly 0."""
+    value_T = torch.tensor([0.1, 0.2, 0.3, 0.7, 0.0, 0.0], dtype=WIDE)
+    everything, sequence_T = torch.ones(6, dtype=torch.bool), torch.tensor([0, 0, 0, 0, 1, 1])
+    assert sums_to_go(value_T, everything, sequence_T, 2)[4:].tolist() == [0.0, 0.0]
+
+
+def test_process_advantages_by_hand() -> None:
+    """Group 0 has steps 1, 0 and 2 (mean 1, std 1), group 1 two that are equal. Rewards of masked tokens are no steps."""
+    nan = math.nan
+    step_T = torch.tensor([nan, 1.0, 0.0, 9.0, nan, 2.0, nan, 3.0, 3.0])
+    mask_T = torch.tensor([False, True, True, False, True, True, True, True, True])
+    sequence_T, group_N = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2]), torch.tensor([0, 0, 1])
+    found = process_advantages(step_T, mask_T, sequence_T, group_N, epsilon=0.0)
+    assert found.tolist() == pytest.approx([0, -1, -1, 0, 1, 1, 0, 0, 0])
+    assert process_advantages(step_T, torch.zeros_like(mask_T), sequence_T, group_N).tolist() == [0] * 9
+
+
+def test_overlong_punishment_by_hand() -> None:
+    lengths = torch.tensor([0.0, 6.0, 7.0, 9.0, 10.0, 99.0])
+    assert overlong_punishment(lengths, 10, 4).tolist() == [0, 0, -0.25, -0.75, -1, -1]

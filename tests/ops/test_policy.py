@@ -7,7 +7,18 @@ import math
 import pytest
 import torch
 
-from posttrain.ops.policy import LIMIT, clip_binds, clipped_surrogate, importance_ratio
+from posttrain.ops.policy import (
+    LIMIT,
+    clip_binds,
+    clipped_surrogate,
+    importance_ratio,
+    mismatch_weights,
+    near_sequences,
+    sequence_ratio,
+    sequence_sums,
+    token_form,
+    weighted_likelihood,
+)
 
 WIDE = torch.float64
 
@@ -59,3 +70,55 @@ def test_ratios_are_finite(difference: float, advantage: float) -> None:
 def test_no_upper_clip() -> None:
     loss_T = clipped_surrogate(torch.tensor([7.0]), torch.tensor([1.0]), 0.2, math.inf)
     assert loss_T.tolist() == [-7.0]
+
+
+# two responses: tokens 1 and 2 of the first carry loss, token 4 of the second; 0 and 3 are prompts
+MASK, SEQUENCE = torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1])
+NEW = torch.tensor([math.nan, math.log(0.5), math.log(0.4), math.inf, math.log(0.9)], dtype=WIDE)
+OLD = torch.tensor([1.0, math.log(0.25), math.log(0.2), -math.inf, math.log(0.3)], dtype=WIDE)
+FILLED = (NEW.where(MASK, 0.0), OLD.where(MASK, 0.0))
+
+
+def test_ratios_of_whole_responses_by_hand() -> None:
+    """Token ratios 2, 2 and 3: their product is 4 and 3, their geometric mean 2 and 3, at every place of the response."""
+    assert sequence_ratio(*FILLED, MASK, SEQUENCE, 2, mean=False).tolist() == pytest.approx([4, 4, 4, 3, 3])
+    assert sequence_ratio(*FILLED, MASK, SEQUENCE, 2, mean=True).tolist() == pytest.approx([2, 2, 2, 3, 3])
+    assert sequence_sums(NEW, MASK, SEQUENCE, 3).tolist() == pytest.approx([math.log(0.2), math.log(0.9), 0.0])
+
+
+def test_the_token_form_has_the_ratios_value_and_the_tokens_gradient() -> None:
+    logprob_T = FILLED[0].clone().requires_grad_()
+    ratio_T = token_form(sequence_ratio(logprob_T, FILLED[1], MASK, SEQUENCE, 2, mean=True), logprob_T)
+    (slope,) = torch.autograd.grad((ratio_T * torch.tensor([0.0, 1.0, 5.0, 0.0, 7.0])).sum(), logprob_T)
+    assert ratio_T.tolist() == pytest.approx([2, 2, 2, 3, 3])
+    assert slope.tolist() == pytest.approx([0, 2, 10, 0, 21])
+
+
+def test_weighted_likelihood_by_hand() -> None:
+    logprob_T = torch.tensor([-1.0, -2.0, -3.0], dtype=WIDE, requires_grad=True)
+    ratio_T = torch.tensor([0.1, 1.1, 9.0], dtype=WIDE) * (logprob_T - logprob_T.detach()).exp()
+    loss_T = weighted_likelihood(ratio_T, logprob_T, torch.tensor([1.0, -1.0, 2.0], dtype=WIDE), 0.5, 0.25)
+    (slope,) = torch.autograd.grad(loss_T.sum(), logprob_T)
+    assert loss_T.tolist() == pytest.approx([0.5, -2.2, 7.5])  # weights 0.5, 1.1, 1.25
+    assert slope.tolist() == pytest.approx([-0.5, 1.1, -2.5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "cap", "expected"), [("decoupled", 2.5, [2, 2, 3]), ("token", 2.5, [2, 2, 2.5]), ("sequence", 3.5, [3.5, 3.5, 3])]
+)
+def test_mismatch_weights_by_hand(kind: str, cap: float, expected: list[float]) -> None:
+    assert mismatch_weights(kind, NEW, OLD, MASK, SEQUENCE, 2, cap)[MASK].tolist() == pytest.approx(expected)
+
+
+def test_near_sequences_by_hand() -> None:
+    """Log-ratios log 2 + log 2 and log 3, also where the sign is the other."""
+    for one, other in ((NEW, OLD), (OLD, NEW)):
+        assert near_sequences("mean", one, other, MASK, SEQUENCE, 2, math.log(2) + 1e-9).tolist() == [True, False]
+        assert near_sequences("sequence", one, other, MASK, SEQUENCE, 2, math.log(3) + 1e-9).tolist() == [False, True]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="unknown correction 'none'"):
+        mismatch_weights("none", NEW, OLD, MASK, SEQUENCE, 2, 1.0)
+    with pytest.raises(ValueError, match="unknown kind 'none'"):
+        near_sequences("none", NEW, OLD, MASK, SEQUENCE, 2, 1.0)

@@ -22,6 +22,7 @@ def test_by_hand() -> None:
     third, quarter, half, tenth = 1 / 3, 1 / 4, 1 / 2, 1 / 20
     assert weights("token_mean") == pytest.approx([0, third, third, 0, 0, 0, third])
     assert weights("sequence_mean") == pytest.approx([0, quarter, quarter, 0, 0, 0, half])
+    assert weights("sequence_sum") == pytest.approx([0, half, half, 0, 0, 0, half])
     assert weights("constant_mean", constant=10) == pytest.approx([0, tenth, tenth, 0, 0, 0, tenth])
 
 
@@ -34,12 +35,12 @@ def test_means_add_up_to_one(kind: str) -> None:
     assert sum(weights(kind)) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "constant_mean"])
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "sequence_sum", "constant_mean"])
 def test_nothing_to_learn_from_weighs_nothing(kind: str) -> None:
     """The denominator is clamped from below, so that an empty step gives 0 and not NaN."""
     assert weights(kind, torch.zeros(7, dtype=torch.bool), constant=5.0) == [0.0] * 7
 
 
 def test_an_unknown_reduction_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown reduction 'mean': token_mean, sequence_mean or constant_mean"):
+    with pytest.raises(ValueError, match="unknown reduction 'mean': token_mean, sequence_mean, sequence_sum or constant_mean"):
         weights("mean")

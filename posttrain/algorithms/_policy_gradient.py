@@ -1,0 +1,272 @@
+"""What the policy gradients without a critic share: KL and entropy, reduction, truncation, corrections for other samplers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.advantages import group_advantages, process_advantages
+from posttrain.ops.kl import KINDS, kl_estimate
+from posttrain.ops.policy import (
+    clip_binds,
+    clipped_surrogate,
+    importance_ratio,
+    mismatch_weights,
+    near_sequences,
+    sequence_sums,
+)
+from posttrain.ops.weights import reduction
+from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
+
+REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(Algorithm):
+    """An algorithm says what its `advantages` are and, where they are not the usual ones, its `ratio` and its `surrogate`:
+
+        L      = sum_i sum_t w_it [ c_it l(rho_it, A_it) + beta KL_it - entropy H_it ]
+        rho_it = pi(y_it | x, y_i<t) / mu(y_it | x, y_i<t),    c_it = 1
+        l      = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+
+    with mu the policy that sampled.
+
+    beta, kl, kl_in   KL to the reference: as a term of the `loss` by the estimator `kl` (ops/kl.py has their gradients), or in the
+                      `reward` as -beta (log mu - log pi_ref), or, where asked for by name, in `both`
+    reduction         w: token_mean 1/T, sequence_mean 1/(N |y_i|), sequence_sum 1/N, constant_mean 1/(N constant)
+    truncated         what to do with responses cut off by the length limit: `keep` them, or `mask` them out of the loss and its
+                      denominators; they vote in the baseline either way
+    correction        for samplers whose policy mu is not the policy pi_prox at the start of the step (another engine, stale weights):
+                      rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut at `cap` by `token` or by `sequence`
+    drop, bound       leave out (c = 0, denominators stay) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`
+    epochs            passes over a frozen rollout, in `mini_batches` optimizer steps each; the clip is for these
+    """
+
+    least_group: ClassVar[int] = 2  # 1 where the baseline is not the group's
+    may_unclip: ClassVar[bool] = False  # whether a clip of 0, which is none, is allowed
+
+    group: int = 8
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    beta: float = 0.0
+    kl: str = "k3"
+    kl_in: str = "loss"
+    reduction: str = "token_mean"
+    constant: float = 0.0  # length normaliser of constant_mean
+    entropy: float = 0.0  # coefficient of the entropy bonus
+    truncated: str = "keep"
+    correction: str = "none"
+    cap: float = 2.0
+    drop: str = "none"
+    bound: float = 0.0
+    epochs: int = 1
+    mini_batches: int = 1
+
+    def __post_init__(self) -> None:
+        one = (
+            ": a group of one is its own baseline, every advantage is 0 and nothing is learned" if self.least_group > 1 else ""
+        )
+        self.check(self.group >= self.least_group, f"group must be at least {self.least_group}, not {self.group}{one}")
+        low, high = self.clip_low, self.clip_high
+        zero = " (0: no clip)" if self.may_unclip else ""
+        self.check(0 < low < 1 or (low == 0 and self.may_unclip), f"clip_low must lie in (0, 1), not {low}{zero}")
+        self.check(high > 0 or (high == 0 and self.may_unclip), f"clip_high must be positive, not {high}{zero}")
+        self.check(self.beta >= 0, f"beta must not be negative, not {self.beta}")
+        self.check(self.kl in KINDS and self.kl != "k1", f"kl must be k2, k3 or corrected, not {self.kl!r}: as a loss, k1 has no "
+                "gradient on average")  # fmt: skip
+        self.choose("kl_in", ("loss", "reward", "both"))
+        self.check(self.kl_in != "both" or self.beta > 0, "kl_in=both needs a beta above 0")
+        self.check(math.isfinite(self.entropy), f"entropy must be a number, not {self.entropy}")
+        self.choose("reduction", REDUCTIONS)
+        together = self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0
+        self.check(together, "constant (a length, in tokens) and reduction=constant_mean go together")
+        self.choose("truncated", ("keep", "mask"))
+        self.choose("correction", ("none", "token", "sequence", "decoupled"))
+        self.check(self.cap > 0, f"cap must be positive, not {self.cap}")
+        cut = self.correction in ("token", "sequence")
+        self.check(cut or self.cap == type(self).cap, "cap cuts the weights of correction=token and sequence; there are none")
+        self.choose("drop", ("none", "mean", "sequence"))
+        self.check(
+            self.bound > 0 if self.drop != "none" else self.bound == 0, "drop=mean or sequence and a bound above 0 go together"
+        )
+        self.check(self.epochs >= 1 and self.mini_batches >= 1, "epochs and mini_batches must be at least 1")
+
+    def check(self, condition: bool, message: str) -> None:
+        """Refuse settings unless `condition` holds."""
+        require(condition, f"{self.name}: {message}")
+
+    def choose(self, field: str, options: Sequence[str]) -> None:
+        """Refuse a value of a field that is not among its options."""
+        value = getattr(self, field)
+        self.check(value in options, f"{field} must be one of {', '.join(options)}, not {value!r}")
+
+    @property
+    def name(self) -> str:
+        """What it is called in the catalogue; a user's own by its class."""
+        package, _, module = type(self).__module__.rpartition(".")
+        return module if package.startswith("posttrain.") else type(self).__name__
+
+    @property
+    def needs(self) -> frozenset[str]:
+        reference = {"reference"} if self.beta > 0 else set()
+        return frozenset(reference | ({"proximal"} if self.correction != "none" or self.drop != "none" else set()))
+
+    @property
+    def reuse(self) -> tuple[int, int]:
+        return self.epochs, self.mini_batches
+
+    @property
+    def group_size(self) -> int:
+        return self.group
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.beta > 0 and self.kl_in in ("loss", "both")
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.beta > 0 and self.kl_in in ("reward", "both")
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio may count; a clip of 0 is none."""
+        return self.clip_low or 1.0, self.clip_high or math.inf
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        if self.group == 1:
+            return Selection(tuple(groups))
+        return Selection(tuple(groups), metrics=(Metric("groups/zero_variance", sum(map(flat, groups)), len(groups)),))
+
+    # --- what algorithms differ in ---------------------------------------------------------------------------------------
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        """[T]: the advantage of every token of `mask_T`; what stands elsewhere does not matter."""
+        raise NotImplementedError
+
+    def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
+        """[T]: how much likelier a token has become."""
+        return importance_ratio(logprob_T, old_T)
+
+    def surrogate(self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor) -> tuple[Tensor, Tensor]:
+        """([T], [T]): the loss of every token, and where the trust region stops its gradient."""
+        low, high = self.clip
+        return clipped_surrogate(ratio_T, advantage_T, low, high), clip_binds(ratio_T, advantage_T, low, high)
+
+    # --- what they share -------------------------------------------------------------------------------------------------
+
+    def reward_kl(self, step: Batch, mask_T: Tensor) -> Tensor:
+        """[T]: beta (log mu - log pi_ref), what a token costs where the KL is in the reward; else 0."""
+        if not self.kl_in_reward:
+            return torch.zeros_like(step.behaviour_T)
+        assert step.reference_T is not None
+        return self.beta * kl_estimate("k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0))
+
+    def rewards(self, step: Batch, mask_T: Tensor) -> Tensor:
+        """[N]: the reward of a whole response: r_i - sum_t beta (log mu_t - log pi_ref,t) where the KL is in the reward."""
+        if not self.kl_in_reward:
+            return step.reward_N
+        cost_N = sequence_sums(self.reward_kl(step, mask_T).double(), mask_T, step.sequence_T, step.sequences)
+        return (step.reward_N - cost_N).to(step.reward_N.dtype)
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        mask_T = step.mask_T & step.valid_N[step.sequence_T]
+        advantage_T = self.advantages(step, mask_T, state)
+        if self.truncated == "mask":
+            mask_T = mask_T & ~step.truncated_N[step.sequence_T]
+        weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)
+        advantage_T = advantage_T.where(mask_T, 0.0)
+        if not self.kl_in_loss and self.entropy == 0:
+            # responses without advantage keep their place in the denominator, but have no gradient: the trainer need not compute them
+            moved_N = sequence_sums((advantage_T != 0).float(), mask_T, step.sequence_T, step.sequences) > 0
+            mask_T = mask_T & moved_N[step.sequence_T]
+        return step.replace(mask_T=mask_T, advantage_T=advantage_T, weight_T=weight_T)
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        assert batch.advantage_T is not None and batch.weight_T is not None
+        mask_T, advantage_T = batch.mask_T, batch.advantage_T
+        # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
+        logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
+        old_T = behaviour_T
+        if self.correction != "none":
+            assert batch.proximal_T is not None
+            old_T = batch.proximal_T.where(mask_T, 0.0)
+        policy_T, stopped_T = self.surrogate(self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T)
+        count = mask_T.sum()
+        metrics = [
+            Metric("clip_fraction", stopped_T.sum(), count),
+            Metric("mismatch", (logprob_T - behaviour_T).detach().abs().sum(), count),
+        ]
+        if "proximal" in self.needs:
+            factor_T, more = self.corrections(batch)
+            policy_T = factor_T * policy_T
+            metrics += more
+        terms = [Term("policy", policy_T, batch.weight_T)]
+        if self.beta > 0:
+            assert batch.reference_T is not None
+            reference_T = batch.reference_T.where(mask_T, 0.0)
+            if self.kl_in_loss:
+                kl_T = kl_estimate(self.kl, logprob_T, reference_T, behaviour_T)
+                terms.append(Term("kl", kl_T, self.beta * batch.weight_T))
+            else:
+                kl_T = kl_estimate("k1", behaviour_T, reference_T)
+            metrics.append(Metric("kl", kl_T.detach().sum(), count))
+        if self.entropy != 0:
+            entropy_T = outputs.entropy_T.where(mask_T, 0.0)
+            terms.append(Term("entropy", -entropy_T, self.entropy * batch.weight_T))
+        return Terms(tuple(terms), tuple(metrics))
+
+    def corrections(self, batch: Batch) -> tuple[Tensor, list[Metric]]:
+        """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where its response is dropped."""
+        assert batch.proximal_T is not None
+        mask_T, sequence_T = batch.mask_T, batch.sequence_T
+        proximal_T, behaviour_T, count = batch.proximal_T, batch.behaviour_T, batch.sequences
+        factor_T, metrics = torch.ones_like(behaviour_T), []
+        if self.correction != "none":
+            factor_T = mismatch_weights(self.correction, proximal_T, behaviour_T, mask_T, sequence_T, count, self.cap)
+            metrics.append(Metric("correction", factor_T.where(mask_T, 0.0).sum(), mask_T.sum()))
+        if self.drop != "none":
+            near_N = near_sequences(self.drop, proximal_T, behaviour_T, mask_T, sequence_T, count, self.bound)
+            metrics.append(Metric("dropped", (~near_N).sum(), count))
+            factor_T = factor_T.where(near_N[sequence_T], 0.0)
+        return factor_T, metrics
+
+    def group_relative(
+        self,
+        step: Batch,
+        mask_T: Tensor,
+        *,
+        supervision: str = "outcome",
+        scale: str = "group",
+        ddof: int = 1,
+        epsilon: float = 1e-4,
+    ) -> Tensor:
+        """[T]: A = (r - mean of the group) / (std of the group + epsilon): of whole responses, or of their steps."""
+        if supervision == "outcome":
+            advantage_N = group_advantages(
+                self.rewards(step, mask_T), step.valid_N, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon
+            )
+            return advantage_N[step.sequence_T]
+        scored = step.step_T is not None
+        self.check(scored, "supervision=process needs a reward that scores steps (Score.steps); this one scores none")
+        assert step.step_T is not None
+        return process_advantages(step.step_T, mask_T, step.sequence_T, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon)
+
+    def check_supervision(self, supervision: str) -> None:
+        """Refuse what process supervision cannot go with."""
+        self.choose("supervision", ("outcome", "process"))
+        mixed = supervision == "process" and self.kl_in_reward
+        self.check(not mixed, "with supervision=process the KL belongs in the loss: kl_in=reward adds it to the outcome, "
+                "which is not used")  # fmt: skip
+
+
+def flat(group: Group) -> bool:
+    """Whether a group teaches nothing: all its scores are equal, or there are none."""
+    rewards = group.rewards
+    return not rewards or max(rewards) == min(rewards)

@@ -1,0 +1,58 @@
+"""DAPO: GRPO with a higher upper clip, every token alike, prompts that teach, and a soft limit on length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient, flat
+from posttrain.algorithms.base import State
+from posttrain.ops.advantages import overlong_punishment
+from posttrain.ops.weights import sequence_lengths
+from posttrain.types import Batch, Group, Metric, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPO(PolicyGradient):
+    """Four changes to GRPO, for long reasoning:
+
+        L      = -1 / T sum_i sum_t min(rho_it A_i, clip(rho_it, 1 - clip_low, 1 + clip_high) A_i)       over all T tokens
+        A_i    = (R_i - mean(R)) / (std(R) + 1e-4),    R_i = r_i + R_length(y_i)
+        R_length(y) = 0 up to l_max - l_cache tokens, then ((l_max - l_cache) - |y|) / l_cache, and -1 from l_max on
+
+    Clip-higher lets rare tokens grow; no KL. `dynamic` sampling trains only on prompts whose samples differ in score (0 < right < G in
+    the paper), judged before the length punishment, and asks for as many new prompts as were left out; the loop asks a bounded
+    number of times and then goes on with what it has. `l_max` and `l_cache` are in tokens of the response: set l_max to the limit on
+    new tokens (both 0: no punishment); the paper's are the defaults. `truncated = "mask"` is its overlong filtering.
+    """
+
+    paper: ClassVar[str] = "Yu et al. 2025, arXiv:2503.14476"
+
+    clip_high: float = 0.28
+    dynamic: bool = True
+    l_max: int = 20480
+    l_cache: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = 0 < self.l_cache <= self.l_max or (self.l_cache == 0 and self.l_max == 0)
+        self.check(fits, f"l_cache must lie in [1, l_max], not {self.l_cache} with l_max {self.l_max}; both 0 punish no length")
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        teaching = tuple(group for group in groups if not flat(group))
+        left_out = len(groups) - len(teaching)
+        metrics = (Metric("groups/zero_variance", left_out, len(groups)),)
+        return Selection(teaching, left_out, metrics) if self.dynamic else Selection(tuple(groups), 0, metrics)
+
+    def rewards(self, step: Batch, mask_T: Tensor) -> Tensor:
+        reward_N = super().rewards(step, mask_T)
+        if not self.l_max:
+            return reward_N
+        length_N = sequence_lengths(mask_T, step.sequence_T, step.sequences)
+        return reward_N + overlong_punishment(length_N, self.l_max, self.l_cache).to(reward_N.dtype)
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        return self.group_relative(step, mask_T)

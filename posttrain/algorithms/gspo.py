@@ -1,0 +1,51 @@
+"""Group sequence policy optimisation: ratio and clip of whole responses, as their reward is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import State
+from posttrain.ops.policy import sequence_ratio, token_form
+from posttrain.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(PolicyGradient):
+    """GRPO with one ratio a response, the geometric mean of its tokens', so that the unit that is clipped is the unit that is rewarded:
+
+        s_i = (pi(y_i | x) / mu(y_i | x))^(1 / |y_i|) = exp( 1 / |y_i| sum_t log rho_it )
+        L   = -1 / N sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
+
+    `form = "token"` is GSPO-token (equation 13): s_it = stop(s_i) pi_it / stop(pi_it), with value and gradient as above where all
+    tokens of a response share an advantage, and able to use those that do not (`supervision = "process"`, see grpo). The mean log-ratio
+    of a response is far smaller than a token's, hence the small clips, which are the paper's. With responses of one token it is GRPO.
+    Use it for mixture-of-experts models, whose token ratios are noisy, and for long responses.
+    """
+
+    paper: ClassVar[str] = "Zheng et al. 2025, arXiv:2507.18071"
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    reduction: str = "sequence_mean"
+    form: str = "sequence"
+    supervision: str = "outcome"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.choose("form", ("sequence", "token"))
+        self.check_supervision(self.supervision)
+        self.check(self.reduction == "sequence_mean", f"reduction must be sequence_mean, not {self.reduction!r}: the loss is one of "
+                "responses, not of tokens")  # fmt: skip
+        self.check(self.supervision == "outcome" or self.form == "token", "supervision=process gives each token its own advantage, "
+                "which needs form=token")  # fmt: skip
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        return self.group_relative(step, mask_T, supervision=self.supervision)
+
+    def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
+        ratio_T = sequence_ratio(logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=True)
+        return token_form(ratio_T, logprob_T) if self.form == "token" else ratio_T

@@ -1,0 +1,71 @@
+"""REINFORCE: the policy gradient itself, with a baseline that needs no group and no critic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import State
+from posttrain.ops.advantages import group_advantages, sums_to_go
+from posttrain.types import Batch, Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(PolicyGradient):
+    """Make what was rewarded above a baseline b likelier, and the rest less likely:
+
+        grad L = -1 / N sum_i sum_t rho_it A_it grad log pi(y_it | x, y_i<t),    A_it = r_i - b - beta sum_{s >= t} KL_is
+
+    with KL_is = log mu - log pi_ref, a reward of its own for every token, of which a token answers for its own and later ones.
+    rho = pi / mu is 1 on the policy that sampled, and not clipped unless `clip_low` and `clip_high` say so.
+    `baseline`: `none`, b = 0; `batch`, the mean reward of the step; `running`, a mean over the steps before, in the State:
+    b <- decay b + (1 - decay) mean(r), begun with the first step's. One sample a prompt is enough.
+    Use it to see what the others add: on a reused rollout it goes too far where PPO's clip stops.
+    """
+
+    paper: ClassVar[str] = "Williams 1992 (Simple statistical gradient-following algorithms), doi:10.1007/BF00992696"
+    least_group: ClassVar[int] = 1
+    may_unclip: ClassVar[bool] = True
+
+    group: int = 1
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    beta: float = 0.0
+    kl_in: str = "reward"
+    reduction: str = "sequence_sum"
+    baseline: str = "batch"
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.choose("baseline", ("none", "batch", "running"))
+        self.check(0 <= self.decay < 1, f"decay must lie in [0, 1), not {self.decay}")
+        used = self.baseline == "running" or self.decay == type(self).decay
+        self.check(used, "decay is that of baseline=running, which is not chosen")
+
+    def start(self) -> State:
+        return {"baseline": None} if self.baseline == "running" else {}
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        running = state.get("baseline")
+        if self.baseline == "none":
+            advantage_N = step.reward_N
+        elif self.baseline == "running" and running is not None:
+            advantage_N = step.reward_N - running
+        else:  # all of the step is one group
+            advantage_N = group_advantages(step.reward_N, step.valid_N, torch.zeros_like(step.group_N), scale="none")
+        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
+        return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)
+
+    def finish(self, state: State, metrics: Sequence[Metric]) -> State:
+        seen = [m for m in metrics if m.name == "reward"]
+        count = sum(float(m.count or 0) for m in seen)
+        if self.baseline != "running" or not count:
+            return state
+        mean, before = sum(float(m.total) for m in seen) / count, state.get("baseline")
+        return {"baseline": mean if before is None else self.decay * before + (1 - self.decay) * mean}

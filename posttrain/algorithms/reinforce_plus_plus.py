@@ -1,0 +1,49 @@
+"""REINFORCE++: PPO's tricks without its critic: KL per token in the reward, advantages whitened over the batch, the clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import State
+from posttrain.ops.advantages import group_advantages, sums_to_go
+from posttrain.ops.gae import whiten
+from posttrain.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlus(PolicyGradient):
+    """One sample a prompt, and the whole batch as the yardstick instead of a group:
+
+        A_it = r_i - beta sum_{s >= t} KL_is,    KL_is = log mu(y_is) - log pi_ref(y_is)
+        A    = (A - mean(A)) / std(A) over all tokens of the step
+        L    = -1 / T sum_i sum_t min(rho_it A_it, clip(rho_it, 1 - clip_low, 1 + clip_high) A_it)
+
+    `baseline = "group"` first takes the mean of the prompt's samples from r_i (the paper's variant for several samples a prompt, where
+    it is safer against prompts of unequal difficulty). std is the population's, over tokens. Use it where one sample a prompt is
+    all there is time for, or where groups often agree.
+    """
+
+    paper: ClassVar[str] = "Hu et al. 2025, arXiv:2501.03262"
+    least_group: ClassVar[int] = 1
+
+    group: int = 1
+    beta: float = 0.01
+    kl_in: str = "reward"
+    baseline: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.choose("baseline", ("none", "group"))
+        self.check(self.baseline == "none" or self.group >= 2, "baseline=group needs a group of at least 2: the "
+                "mean of one sample is that sample")  # fmt: skip
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        reward_N = step.reward_N
+        if self.baseline == "group":
+            reward_N = group_advantages(reward_N, step.valid_N, step.group_N, scale="none")
+        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
+        return whiten(reward_N[step.sequence_T] - cost_T.to(reward_N.dtype), mask_T)

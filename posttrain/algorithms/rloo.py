@@ -1,0 +1,45 @@
+"""REINFORCE leave-one-out: a response is one action, its baseline the mean of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import State
+from posttrain.ops.advantages import group_advantages
+from posttrain.ops.policy import sequence_ratio, token_form
+from posttrain.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(PolicyGradient):
+    """The whole response is one action, and the other samples of its prompt are an unbiased baseline:
+
+        A_i    = R_i - 1 / (G - 1) sum_{j != i} R_j,    R_i = r_i - beta sum_t (log mu_it - log pi_ref,it)
+        grad L = -1 / N sum_i rho_i A_i sum_t grad log pi(y_it | x, y_i<t),    rho_i = pi(y_i | x) / mu(y_i | x)
+
+    On the policy that sampled rho_i = 1 and this is the paper's estimator. The loss is written per token as stop(rho_i) times
+    pi / stop(pi), which has this gradient. The paper does not clip; `clip_low` and `clip_high` (0.2 in some libraries) clip rho_i and
+    are for reused rollouts. Use it where a reward model scores whole responses: simpler and less memory than PPO.
+    """
+
+    paper: ClassVar[str] = "Ahmadian et al. 2024 (Back to Basics), arXiv:2402.14740"
+    may_unclip: ClassVar[bool] = True
+
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    beta: float = 0.05
+    kl_in: str = "reward"
+    reduction: str = "sequence_sum"
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        reward_N = self.rewards(step, mask_T)
+        advantage_N = group_advantages(reward_N, step.valid_N, step.group_N, baseline="leave_one_out", scale="none")
+        return advantage_N[step.sequence_T]
+
+    def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
+        ratio_T = sequence_ratio(logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=False)
+        return token_form(ratio_T, logprob_T)

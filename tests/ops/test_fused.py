@@ -1,0 +1,88 @@
+"""The fused pieces of a decoder layer against what they stand for, with gradients, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.ops.fused import add_norm, gated, rotate, spread
+
+COS, SIN = (
+    f(torch.arange(12)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03]).repeat(2)).double() for f in (torch.cos, torch.sin)
+)
+POSITION = torch.tensor([0, 5, 11, 5])
+
+
+def check(ours: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor) -> None:
+    """Equal outputs, and equal gradients of a random weighting of them."""
+    results = []
+    for function in (ours, plain):
+        taken = [x.detach().clone().requires_grad_() for x in inputs]
+        out = function(*taken)
+        out = out if isinstance(out, tuple) else (out,)
+        generator = torch.Generator().manual_seed(1)
+        sum((o * torch.randn(o.shape, generator=generator, dtype=o.dtype)).sum() for o in out).backward()  # type: ignore[union-attr]
+        results.append([*out, *(x.grad for x in taken)])
+    for mine, expected in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_add_norm(shifted: bool) -> None:
+    def plain(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + y
+        return s, s / (s.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + 1 if shifted else weight)
+
+    check(lambda x, y, w: add_norm(x, y, w, 1e-3, shifted), plain, random(5, 6), random(5, 6) + 1, random(6))
+    alone = random(5, 6)
+    check(lambda x, w: add_norm(x, None, w, 1e-3, shifted), lambda x, w: plain(x, torch.zeros_like(x), w), alone, random(6))
+
+
+def test_add_norm_by_hand() -> None:
+    """(3, 4) has mean square 12.5; with epsilon 0 and weights (1, 2): 3 / sqrt(12.5), 8 / sqrt(12.5)."""
+    total, out = add_norm(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 0.0]]), torch.tensor([1.0, 2.0]), 0.0)
+    assert total.tolist() == [[3.0, 4.0]]
+    torch.testing.assert_close(out, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gated(tanh: bool) -> None:
+    def plain(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, 1)
+        return (F.gelu(gate, approximate="tanh") if tanh else gate / (1 + torch.exp(-gate))) * up
+
+    check(lambda both: gated(both, tanh), plain, 2 * random(4, 10))
+
+
+def test_rotate_turns_the_first_heads_only() -> None:
+    def plain(x: Tensor) -> Tensor:
+        heads = x[:, :16].view(4, 2, 8)
+        half = torch.cat([-heads[..., 4:], heads[..., :4]], -1)
+        return torch.cat([(heads * COS[POSITION][:, None] + half * SIN[POSITION][:, None]).reshape(4, 16), x[:, 16:]], 1)
+
+    check(lambda x: rotate(x * 1.0, 2, 8, (COS, SIN), POSITION), plain, random(4, 24))
+
+
+def test_rotation_keeps_lengths() -> None:
+    x = random(4, 16)
+    turned = rotate(x.clone(), 2, 8, (COS, SIN), POSITION)
+    torch.testing.assert_close(turned.norm(dim=1), x.norm(dim=1))
+    assert torch.equal(turned[0], x[0]) and not torch.allclose(turned[1], x[1])
+
+
+def test_spread_sums_what_is_read_twice() -> None:
+    source = torch.tensor([0, 1, 0, 0, 2])
+    check(lambda x: spread(x, source), lambda x: x[source], random(3, 2, 2))
+    narrow = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    grads = torch.tensor([[256.0], *[[1.0]] * 256]).bfloat16()
+    spread(narrow, torch.zeros(257, dtype=torch.long)).backward(grads)
+    assert narrow.grad.item() == 512.0, "one by one in bfloat16, 256 + 1 + 1 + ... would stay at 256"
