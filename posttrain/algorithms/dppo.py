@@ -1,0 +1,62 @@
+"""DPPO: a trust region of probabilities, not of their ratio: what moves a rare token is not what moves the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import State
+from posttrain.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO(PolicyGradient):
+    """A ratio of 2 is nothing for a token of probability 1e-4 and a great deal for one of 0.4. So a token's update is stopped not by
+    its ratio but by how far the distribution has moved, estimated from the sampled token against all others (equations 11 to 14):
+
+        L      = -1 / T sum_i sum_t M_it rho_it A_i,    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
+        M_it   = 0 where D_it > delta and rho_it has left 1 in the direction of A_i, else 1
+        D_tv   = |mu - pi|,    D_kl = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
+
+    with mu and pi the token's probabilities when sampled and now. `divergence` is tv or kl (take delta = 0.05 with it). The paper
+    measures from mu itself, never from recomputed log-probs, so no correction applies. Use it like DAPO, where rare tokens matter.
+    """
+
+    paper: ClassVar[str] = "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
+    may_unclip: ClassVar[bool] = True
+
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    divergence: str = "tv"
+    delta: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.choose("divergence", ("tv", "kl"))
+        self.check(self.delta > 0, f"delta must be positive, not {self.delta}")
+        self.check(self.clip_low == 0 and self.clip_high == 0, "clip_low and clip_high must be 0: delta is the trust region")
+        self.check(
+            self.correction == "none",
+            "correction must be none: its ratio and trust region are those to the policy that sampled",
+        )
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        return self.group_relative(step, mask_T)
+
+    def surrogate(self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor) -> tuple[Tensor, Tensor]:
+        away_T = ((ratio_T > 1) & (advantage_T > 0)) | ((ratio_T < 1) & (advantage_T < 0))
+        stopped_T = away_T & (binary_divergence(self.divergence, old_T, logprob_T.detach()) > self.delta)
+        return (-ratio_T * advantage_T).where(~stopped_T, 0.0), stopped_T
+
+
+def binary_divergence(kind: str, old_T: Tensor, logprob_T: Tensor) -> Tensor:
+    """How far the two-way distribution of the sampled token against all others has moved: total variation, or KL(mu || pi)."""
+    tiny = torch.finfo(torch.float32).eps  # probabilities stay this far from 0 and 1, where the KL is infinite
+    mu_T, pi_T = old_T.exp().clamp(tiny, 1 - tiny), logprob_T.exp().clamp(tiny, 1 - tiny)
+    if kind == "tv":
+        return (mu_T - pi_T).abs()
+    return mu_T * (mu_T / pi_T).log() + (1 - mu_T) * ((1 - mu_T) / (1 - pi_T)).log()
