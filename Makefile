@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport HF_HUB_OFFLINE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-gpu test-peers lint format bench clean
+.PHONY: help demo test test-faults test-gpu test-peers lint format bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,13 @@ format: $(READY) ## rewrite the files in the house style
 
 bench: $(PEERS) ## one GRPO step on the CPU, here and in a peer; prints one JSON line last
 	@$(BIN)/python benchmarks/cpu_grpo_step.py
+
+bench-rewards: $(PEERS) ## grades a second and the slowest hostile answer, here and in a peer
+	@$(BIN)/python benchmarks/rewards.py
+
+check-data: $(PEERS) ## graders on real answers and programs: make check-data DATA=folder
+	@$(BIN)/python benchmarks/check_data.py $(DATA)
+	@$(BIN)/python benchmarks/check_code_data.py $(DATA)
 
 clean: ## remove the environment and all caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

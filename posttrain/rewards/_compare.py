@@ -1,0 +1,433 @@
+"""Whether a prediction's tree says what the gold answer's tree says: the same kind of thing, the same values, and no question left.
+
+Values are compared exactly where they are rational, else to 140 bits; expressions with symbols by their values at points that
+depend on the gold answer's symbols alone. What is left undone (a sum of numbers, a power, a logarithm) is accepted only where the gold
+answer does the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd
+
+from posttrain.rewards import _numbers as numbers
+from posttrain.rewards._latex import Node, node
+from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
+from posttrain.rewards._words import spelled, unit_of, words
+
+POINTS = 8  # where expressions are compared
+ENOUGH = 3  # points at which both sides must have had a value
+SCALARS = words("number symbol constant add multiply divide negative power root function factorial binomial degrees pm mp")
+ORDERED = {"tuple", "interval", "bracket"}
+UNORDERED = {"list", "set", "union"}
+MEASURED = {"quantity", "percent", "degrees"}
+NAMES = {"symbol", "text", "choice"}
+_CHOICE = re.compile(r"\(?([A-Z])[).:][).:\s]*[^()A-Z]*")
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+
+
+@dataclass(frozen=True, slots=True)
+class Conventions:
+    """What a data set declares about its answers; the reward's settings of the same names say what each means."""
+
+    percent: str = "exact"
+    bases: bool = False
+    rounding: int = 0
+    require_units: bool = False
+
+
+class Comparison:
+    """One gold answer against one prediction; the meter bounds all the work it may take."""
+
+    def __init__(self, conventions: Conventions, meter: Meter | None = None):
+        self.conventions, self.meter = conventions, meter or Meter()
+
+    def same(self, gold: Node, given: Node) -> bool:
+        self.meter.charge(1)
+        if gold.kind == "relation" or given.kind == "relation":
+            return self.same_relation(gold, given)
+        if "ratio" in (gold.kind, given.kind, measured(gold)[0].kind, measured(given)[0].kind):
+            return self.same_ratio(gold, given)
+        if gold.kind in MEASURED or given.kind in MEASURED:
+            return self.same_quantity(gold, given)
+        if gold.kind in UNORDERED:
+            alike = given.kind == gold.kind or {gold.kind, given.kind} == {"list", "set"}
+            return alike and self.same_collection(gold, given)
+        if gold.kind in ORDERED or gold.kind == "matrix":
+            return self.same_sequence(gold, given)
+        if gold.kind == "based" or given.kind == "based":
+            return self.same_based(gold, given)
+        if gold.kind in ("text", "choice"):
+            return self.same_words(gold, given)
+        if gold.kind in SCALARS and given.kind in SCALARS:
+            return self.same_scalar(gold, given)
+        if gold.kind == "symbol" and given.kind in NAMES:
+            return gold.text == (chosen(given.text) if given.kind == "text" else given.text)
+        return False
+
+    def same_words(self, gold: Node, given: Node) -> bool:
+        if gold.kind == "choice":
+            letter = chosen(given.text) if given.kind == "text" else given.text if given.kind in NAMES else ""
+            return gold.text.lower() == letter.lower()
+        return given.kind == "text" and spelled(gold.text) == spelled(given.text) != ""
+
+    def same_sequence(self, gold: Node, given: Node) -> bool:
+        if gold.kind != given.kind or len(gold.nodes) != len(given.nodes):
+            return False
+        labels = [[part for part in side.parts if not isinstance(part, Node)] for side in (gold, given)]
+        if labels[0][:1] != labels[1][:1] or (labels[0][1:] and labels[1][1:] and labels[0][1:] != labels[1][1:]):
+            return False  # other brackets, another number of rows, or another variable
+        return all(self.same(a, b) for a, b in zip(gold.nodes, given.nodes, strict=True))
+
+    def same_collection(self, gold: Node, given: Node) -> bool:
+        """The same members, each as often; a set has each once. What is exact is counted, the rest is matched one by one."""
+        names = [names_of(gold), names_of(given)]
+        if sorted(map(len, names)) == [0, 1]:
+            gold, given = unnamed(gold), unnamed(given)  # x=1, x=2 is 1, 2
+        measures = any(member.kind in MEASURED for member in (*gold.nodes, *given.nodes))
+        sides = [self.members(side, not measures) for side in (gold, given)]
+        if sides[0][0] != sides[1][0] or len(sides[0][1]) != len(sides[1][1]):
+            return False
+        left = list(sides[1][1])
+        for member in sides[0][1]:
+            for candidate in left:
+                if len(names[0]) > 1 and (member.kind == "relation") != (candidate.kind == "relation"):
+                    continue  # x=5,y=6 is not told by 5,6
+                if self.same(member, candidate):
+                    left.remove(candidate)
+                    break
+            else:
+                return False
+        return True
+
+    def members(self, collection: Node, counted: bool) -> tuple[Counter[Fraction], list[Node]]:
+        exact: Counter[Fraction] = Counter()
+        others: list[Node] = []
+        for member in collection.nodes:
+            if counted and member.kind in SCALARS and not infinity(member) and not symbols(member):
+                value = evaluate(member, {}, self.meter)
+                if isinstance(value, Fraction):
+                    exact[value] += 1
+                    continue
+            if collection.kind != "set" or not any(self.same(member, other) for other in others):
+                others.append(member)
+        return (Counter(set(exact)) if collection.kind == "set" else exact), others
+
+    def same_relation(self, gold: Node, given: Node) -> bool:
+        if gold.kind != "relation":
+            return (
+                len(given.nodes) == 2
+                and given.text == "="
+                and self.names_value(given, gold)
+                and self.same(gold, given.nodes[1])
+            )
+        if given.kind != "relation":
+            return len(gold.nodes) == 2 and gold.text == "=" and is_name(gold.nodes[0]) and self.same(gold.nodes[1], given)
+        if len(gold.nodes) != len(given.nodes):
+            return False
+        if gold.text == given.text and all(self.same_or_not(a, b) for a, b in zip(gold.nodes, given.nodes, strict=True)):
+            return True
+        if len(gold.nodes) != 2 or any(side.kind not in SCALARS for side in (*gold.nodes, *given.nodes)):
+            return False
+        if gold.text != given.text and FLIPPED.get(gold.text) != given.text:
+            return False
+        factor = self.proportion(difference(gold), difference(given))
+        if factor is None or gold.text in ("=", "!="):
+            return factor is not None
+        return (factor > 0) == (gold.text == given.text)
+
+    def names_value(self, given: Node, gold: Node) -> bool:
+        """`x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
+        name = given.nodes[0]
+        return is_name(name) and not (name.kind == "symbol" and name.text in symbols(gold))
+
+    def same_or_not(self, gold: Node, given: Node) -> bool:
+        try:
+            return self.same(gold, given)
+        except Undefined:
+            return False
+
+    def same_ratio(self, gold: Node, given: Node) -> bool:
+        gold, gold_unit = (gold.nodes[0], gold.text) if gold.kind == "quantity" else (gold, "")
+        given, given_unit = (given.nodes[0], given.text) if given.kind == "quantity" else (given, "")
+        halves = [spelled(unit.replace(".", "")) for unit in (gold_unit, given_unit)]
+        if halves[0] and halves[1] and halves[0] != halves[1]:
+            return False
+        if gold.kind != "ratio" and given.kind == "ratio":
+            return is_fraction(given, gold) and self.same_scalar(gold, quotient(given))
+        if gold.kind == "ratio" and given.kind == "ratio":
+            if is_time(gold):
+                return spelled(gold.text.replace(":", " ")).lstrip("0") == spelled(given.text.replace(":", " ")).lstrip("0")
+            return len(gold.nodes) == len(given.nodes) and all(
+                self.same_scalar(node("divide", a, gold.nodes[-1]), node("divide", b, given.nodes[-1]))
+                for a, b in zip(gold.nodes[:-1], given.nodes[:-1], strict=True)
+            )
+        return is_fraction(gold, given) and self.same_scalar(quotient(gold), given)
+
+    def same_based(self, gold: Node, given: Node) -> bool:
+        """1011 in base 2. The same digits may leave the base out; another base, or none where the gold has none, is an option."""
+        if gold.kind == given.kind:
+            if gold.parts[1] == given.parts[1]:
+                return gold.text.lstrip("0").lower() == given.text.lstrip("0").lower()
+            return self.conventions.bases and in_base(gold) == in_base(given)
+        if gold.kind == "based" and given.kind == "number" and given.parts[1] == "integer" and not self.conventions.bases:
+            return str(given.parts[0]) == gold.text
+        sides = [node("number", in_base(side), "integer") if side.kind == "based" else side for side in (gold, given)]
+        return self.conventions.bases and all(side.kind in SCALARS for side in sides) and self.same_scalar(*sides)
+
+    def same_quantity(self, gold: Node, given: Node) -> bool:
+        given = lettered(given) if gold.kind == "quantity" else given
+        (wanted, wanted_unit), (value, unit) = measured(gold), measured(given)
+        if "percent" in (wanted_unit, unit):
+            return self.same_percent(wanted, wanted_unit, value, unit)
+        if wanted.kind not in SCALARS or value.kind not in SCALARS:
+            return wanted_unit == unit and wanted.kind not in MEASURED and self.same(wanted, value)
+        measure, other = unit_of(wanted_unit) if wanted_unit else None, unit_of(unit) if unit else None
+        if (unit and other is None) or (wanted_unit and measure is None):
+            return False
+        if other is None and self.conventions.require_units and measure is not None:
+            return False
+        sizes = [m[0] if m else Fraction(1) for m in (measure, other)]
+        if measure and other and measure[1] and other[1]:
+            if measure[1] != other[1]:
+                return False
+            sizes = [size * m[2] for size, m in zip(sizes, (measure, other), strict=True)]
+        return self.same_scalar(scaled(wanted, sizes[0]), scaled(value, sizes[1]))
+
+    def same_percent(self, wanted: Node, wanted_unit: str, value: Node, unit: str) -> bool:
+        if wanted.kind not in SCALARS or value.kind not in SCALARS or {wanted_unit, unit} - {"percent", ""}:
+            return False
+        if wanted_unit == unit or self.conventions.percent == "bare":
+            return self.same_scalar(wanted, value)
+        sides = [
+            scaled(side, Fraction(1, 100)) if u == "percent" else side for side, u in ((wanted, wanted_unit), (value, unit))
+        ]
+        return self.same_scalar(*sides)
+
+    def same_scalar(self, gold: Node, given: Node) -> bool:
+        if infinity(gold) or infinity(given):
+            return infinity(gold) == infinity(given)
+        names = symbols(gold)
+        if names != symbols(given):
+            return False
+        if not names:
+            wanted, value = evaluate(gold, {}, self.meter), evaluate(given, {}, self.meter)
+            if self.rounds_to(wanted, value, given):
+                return True
+            return numbers.equal(wanted, value) and not (hidden(wanted, value, gold, given) or truncated(wanted, value))
+        pairs = [pair for point in points(names, counts(gold)) if (pair := self.both(gold, given, point)) is not None]
+        real = [pair for pair in pairs if numbers.is_real(pair[0])]
+        used = real if len(real) >= ENOUGH else pairs
+        return len(used) >= ENOUGH and all(b is not None and numbers.equal(a, b) for a, b in used)
+
+    def both(self, gold: Node, given: Node, point: dict[str, Fraction]) -> tuple[Value, Value | None] | None:
+        """Both values at a point: None where the gold answer has none, and half of one where only the prediction lacks it."""
+        try:
+            wanted = evaluate(gold, point, self.meter)
+        except Undefined:
+            return None
+        try:
+            return wanted, evaluate(given, point, self.meter)
+        except Undefined:
+            return wanted, None
+
+    def rounds_to(self, wanted: Value, value: Value, given: Node) -> bool:
+        """With `rounding` n: a decimal with at least n places may be the gold answer rounded to as many places as it shows."""
+        places = decimal_places(given)
+        if not self.conventions.rounding or places < self.conventions.rounding or not isinstance(value, Fraction):
+            return False
+        exact = wanted if isinstance(wanted, Fraction) else None
+        if exact is None:
+            scaled_up = numbers.multiply(wanted, Fraction(10**places), self.meter)
+            floor = numbers.apply("floor", numbers.add(scaled_up, Fraction(1, 2), self.meter), None, self.meter)
+            return bool(floor == value * 10**places)
+        return bool(abs(exact - value) * 2 * 10**places <= 1)
+
+    def proportion(self, gold: Node, given: Node) -> Fraction | None:
+        """The sign (1 or -1) of the constant c with given = c * gold at every point, or None where there is no such constant."""
+        names = symbols(gold)
+        if names != symbols(given) or not names:
+            return None
+        ratios: list[Value] = []
+        for point in points(names, counts(gold)):
+            pair = self.both(gold, given, point)
+            if pair is None:
+                continue
+            wanted, value = pair
+            if value is None or numbers.is_zero(wanted) or numbers.is_zero(value):
+                return None
+            ratios.append(numbers.divide(value, wanted, self.meter))
+        if (
+            len(ratios) < ENOUGH
+            or not all(numbers.equal(ratios[0], other) for other in ratios)
+            or not numbers.is_real(ratios[0])
+        ):
+            return None
+        first = ratios[0]
+        positive = first > 0 if isinstance(first, Fraction) else numbers.is_positive(first)
+        return Fraction(1 if positive else -1)
+
+
+def chosen(text: str) -> str:
+    """The letter of a choice that is written with its content, `(C) 12 apples`, and with no other letter."""
+    found = _CHOICE.fullmatch(text)
+    return found[1] if found and not {"or", "and", "not"} & set(text.lower().split()) else ""
+
+
+def hidden(wanted: Value, value: Value, gold: Node, given: Node) -> bool:
+    """A rational number behind radicals or pi that would cancel. e^(i pi) is written so, and is meant."""
+    if not isinstance(wanted, Fraction) or isinstance(value, Fraction) or constants(given) >= {"e", "i"}:
+        return False
+    return undone_constants(given) and not undone_constants(gold)
+
+
+def undone_constants(value: Node) -> bool:
+    return value.kind in ("root", "constant") or any(undone_constants(part) for part in value.nodes)
+
+
+def constants(value: Node) -> frozenset[str]:
+    own = {value.text} if value.kind == "constant" else set()
+    return frozenset(own.union(*(constants(part) for part in value.nodes)))
+
+
+def truncated(wanted: Value, value: Value) -> bool:
+    """A decimal with so many places that it agrees with an irrational number."""
+    return (
+        isinstance(value, Fraction) and not isinstance(wanted, Fraction) and value.denominator.bit_length() > numbers.AGREE // 2
+    )
+
+
+def difference(relation: Node) -> Node:
+    left, right = relation.nodes
+    return node("add", left, node("negative", right))
+
+
+def quotient(ratio: Node) -> Node:
+    return node("divide", *ratio.nodes)
+
+
+def scaled(value: Node, factor: Fraction) -> Node:
+    return value if factor == 1 else node("multiply", node("number", factor, "scale"), value)
+
+
+def measured(value: Node) -> tuple[Node, str]:
+    """A value and its unit."""
+    if value.kind == "percent":
+        return value.nodes[0], "percent"
+    if value.kind == "quantity":
+        return value.nodes[0], "percent" if value.text.strip().lower() in ("percent", "per cent") else value.text
+    if value.kind == "degrees":
+        return value.nodes[0], "degrees"
+    if value.kind == "negative" and value.nodes[0].kind == "degrees":
+        return node("negative", *value.nodes[0].nodes), "degrees"
+    return value, ""
+
+
+def lettered(value: Node) -> Node:
+    """`10 m` without a text macro is a product; where the gold answer has a unit, its last letter is one."""
+    if value.kind != "multiply" or value.nodes[-1].kind != "symbol" or unit_of(value.nodes[-1].text) is None:
+        return value
+    rest = value.nodes[:-1]
+    return node("quantity", value.nodes[-1].text, rest[0] if len(rest) == 1 else node("multiply", *rest))
+
+
+def is_name(value: Node) -> bool:
+    """What may stand left of `=` without being a claim of its own: x, AB, f(x), f(2), words."""
+    if value.kind in NAMES:
+        return True
+    if value.kind != "multiply":
+        return False
+    first, *rest = value.nodes
+    called = first.kind == "symbol" and first.text in set("fghpqFGHPQ")
+    return all(part.kind in NAMES or (called and part.kind in ("number", "interval", "tuple")) for part in (first, *rest))
+
+
+def is_fraction(ratio: Node, other: Node) -> bool:
+    """Whether a ratio may be told as the number `other`: 7:20 may also be a time, so 7/20 tells it and 0.35 does not."""
+    if is_time(ratio) or len(ratio.nodes) != 2 or other.kind not in SCALARS:
+        return False
+    return not is_clock(ratio) or other.kind == "divide"
+
+
+def is_clock(ratio: Node) -> bool:
+    """Whether the figures could stand on a clock."""
+    pieces = ratio.text.split(":")
+    if not all(piece.isdigit() and len(piece) <= 2 for piece in pieces) or len(pieces[-1]) != 2:
+        return False
+    return int(pieces[0]) <= 24 and all(int(piece) < 60 for piece in pieces[1:])
+
+
+def is_time(ratio: Node) -> bool:
+    """12:30 and 7:05 are times of day; 3:4 is a ratio, and so may 9:16 be, in lowest terms."""
+    pieces = ratio.text.split(":")
+    return is_clock(ratio) and (any(piece[0] == "0" for piece in pieces[1:]) or gcd(*map(int, pieces)) > 1)
+
+
+def in_base(based: Node) -> Fraction:
+    base = int(based.parts[1])  # type: ignore[arg-type]
+    try:
+        return Fraction(int(based.text, base))
+    except ValueError:
+        raise Undefined(f"not a number in base {base}") from None
+
+
+def names_of(collection: Node) -> set[str]:
+    return {side.nodes[0].text for side in collection.nodes if side.kind == "relation" and side.nodes[0].kind in NAMES}
+
+
+def unnamed(collection: Node) -> Node:
+    bare = [n.nodes[1] if n.kind == "relation" and n.text == "=" and n.nodes[0].kind in NAMES else n for n in collection.nodes]
+    return node(collection.kind, *(part for part in collection.parts if not isinstance(part, Node)), *bare)
+
+
+def infinity(value: Node) -> int:
+    """1 and -1 for the two infinities, 0 for anything else."""
+    if value.kind == "negative":
+        return -infinity(value.nodes[0])
+    return int(value.kind == "constant" and value.text == "inf")
+
+
+def symbols(value: Node) -> frozenset[str]:
+    found, waiting = set(), [value]
+    while waiting:
+        part = waiting.pop()
+        if part.kind == "symbol":
+            found.add(part.text)
+        waiting += part.nodes
+    return frozenset(found)
+
+
+def counts(value: Node) -> bool:
+    """Whether it has a value for whole numbers only: n!, n choose k."""
+    return (value.kind in ("factorial", "binomial") and bool(symbols(value))) or any(counts(part) for part in value.nodes)
+
+
+def points(names: frozenset[str], whole: bool) -> list[dict[str, Fraction]]:
+    """Points that only the names decide: whole numbers, or rational ones, the first half positive, the rest of either sign."""
+    made = []
+    for number in range(POINTS):
+        point = {}
+        for name in names:
+            drawn = int.from_bytes(hashlib.sha256(f"{'|'.join(sorted(names))}/{name}/{number}".encode()).digest()[:8], "big")
+            sign = -1 if number >= POINTS // 2 and drawn & 1 else 1
+            point[name] = Fraction(3 + drawn % 40) if whole else Fraction(sign * (301 + (drawn >> 1) % 2_700), 1_009)
+        made.append(point)
+    return made
+
+
+def decimal_places(value: Node) -> int:
+    """How many places a decimal shows; 0 for what is not one."""
+    while value.kind == "negative":
+        value = value.nodes[0]
+    if value.kind != "number" or value.parts[1] != "decimal":
+        return 0
+    below, places = Fraction(value.parts[0]).denominator, 0  # type: ignore[arg-type]
+    while below > 1 and 10**places % below:
+        places += 1
+        if places > 40:
+            return 0
+    return places

@@ -1,0 +1,217 @@
+"""The form of an answer: one shape for what is written in several ways, and what an answer leaves undone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+from posttrain.rewards._latex import Node, node
+from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
+
+LIMIT = 64  # members that signs may multiply to
+_KINDS_OF_FUNCTIONS = {"log": "logarithm", "ln": "logarithm", "lg": "logarithm", "exp": "exponential", "abs": "absolute value"}
+_KINDS_OF_FUNCTIONS |= {"floor": "rounding", "ceil": "rounding"}
+_FLIP = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+
+
+def settled(value: Node) -> Node:
+    r"""The tree with one shape for each meaning.
+
+    \pm gives two members; x \in S is S; a solved inequality is an interval; several of them joined by "or" are a union.
+
+    >>> from posttrain.rewards._latex import read
+    >>> settled(read("1 < x < 2")).kind, settled(read(r"\pm 2")).kind, settled(read(r"x<1 \text{ or } x>2")).kind
+    ('interval', 'list', 'union')
+    """
+    if value.kind == "relation":
+        return _settled_relation(value)
+    if value.kind in ("list", "set", "union"):
+        return _settled_collection(value)
+    if value.kind == "reals":
+        return node("interval", "()", node("negative", node("constant", "inf")), node("constant", "inf"))
+    if value.kind == "negative" and value.nodes[0].kind == "degrees":
+        return node("degrees", node("negative", *value.nodes[0].nodes))
+    return _both_signs(value)
+
+
+def _settled_collection(value: Node) -> Node:
+    members: list[Node] = []
+    for member in value.nodes:
+        made = settled(member)
+        members += made.nodes if made.kind == value.kind or (made.kind == "list" and value.kind == "set") else (made,)
+    if len(members) > LIMIT and len(members) > len(value.nodes):
+        raise Undefined("too many members")
+    joined = value.text if value.kind == "list" else ""
+    if joined == "or" and members and all(member.kind in ("interval", "union") and len(member.parts) > 3 for member in members):
+        return node("union", *members)
+    return node("list", joined, *members) if value.kind == "list" else node(value.kind, *members)
+
+
+def _settled_relation(value: Node) -> Node:
+    signs, sides = value.text.replace("~", "=").split(), value.nodes
+    if signs == ["in"]:
+        return settled(sides[1])
+    if signs == ["="] and sides[1].kind == "symbol" and not _has_symbol(sides[0]):
+        sides = sides[::-1]
+    if signs == ["="] and has_sign(sides[1]) and not has_sign(sides[0]):
+        values = _both_signs(sides[1])
+        return node("list", "or", *(node("relation", "=", sides[0], v) for v in values.nodes))
+    return _interval(signs, sides) or node("relation", " ".join(signs), *sides)
+
+
+def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
+    """The interval of a solved inequality: one symbol, and bounds without symbols."""
+    where = (
+        [1] if len(sides) == 3 and sides[1].kind == "symbol" else [i for i, side in enumerate(sides) if side.kind == "symbol"]
+    )
+    if len(where) != 1 or any(sign not in _FLIP for sign in signs) or len(sides) > 3:
+        return None
+    place = where[0]
+    others = [side for index, side in enumerate(sides) if index != place]
+    if any(_has_symbol(side) for side in others) and (
+        len(others) != 2 or any(sides[place] in _leaves(side) for side in others)
+    ):
+        return None  # 2x + y < 3 may be solved for either; a < x < b is for x
+    low, high, ends = node("negative", node("constant", "inf")), node("constant", "inf"), ["(", ")"]
+    bounds = []
+    if place > 0:
+        bounds.append((_FLIP[signs[place - 1]], sides[place - 1]))
+    if place < len(signs):
+        bounds.append((signs[place], sides[place + 1]))
+    for sign, bound in bounds:
+        if sign.startswith(">"):
+            low, ends[0] = bound, "[" if sign == ">=" else "("
+        else:
+            high, ends[1] = bound, "]" if sign == "<=" else ")"
+    if len({sign[0] for sign, _ in bounds}) != len(bounds) or (len(sides) == 3 and place != 1):
+        return None
+    return node("interval", "".join(ends), low, high, sides[place].text)
+
+
+def _has_symbol(value: Node) -> bool:
+    return value.kind == "symbol" or any(_has_symbol(part) for part in value.nodes)
+
+
+def _leaves(value: Node) -> list[Node]:
+    return [leaf for part in value.nodes for leaf in _leaves(part)] if value.nodes else [value]
+
+
+def has_sign(value: Node) -> bool:
+    return value.kind in ("pm", "mp") or any(has_sign(part) for part in value.nodes)
+
+
+def _both_signs(value: Node) -> Node:
+    if not has_sign(value):
+        return value
+    return node("list", ",", _with_sign(value, False), _with_sign(value, True))
+
+
+def _with_sign(value: Node, flipped: bool) -> Node:
+    if value.kind in ("pm", "mp"):
+        inner = _with_sign(value.nodes[0], flipped)
+        return node("negative", inner) if (value.kind == "mp") != flipped else inner
+    return node(value.kind, *(_with_sign(part, flipped) if isinstance(part, Node) else part for part in value.parts))
+
+
+def undone(value: Node) -> frozenset[str]:
+    r"""What an answer leaves to do: the names of the operations that a reader would still carry out.
+
+    Fractions, decimals, mixed numbers, scientific notation, radicals and multiples of pi leave nothing to do.
+
+    >>> from posttrain.rewards._latex import read
+    >>> sorted(undone(read("2+2"))), sorted(undone(read("12^2"))), sorted(undone(read(r"3\sqrt2/4")))
+    (['like terms', 'sum'], ['power'], [])
+    """
+    found: set[str] = set()
+    _look(value, found)
+    return frozenset(found)
+
+
+def _look(value: Node, found: set[str]) -> None:
+    kind, parts = value.kind, value.nodes
+    if _is_scientific(value):
+        return
+    if kind == "add":
+        found.add("sum")
+        keys = [_term_key(part) for part in parts]
+        if len(set(keys)) < len(keys):
+            found.add("like terms")
+    elif kind == "multiply":
+        if sum(_is_literal(part) for part in parts) > 1 or len(set(parts)) < len(parts):
+            found.add("product")
+    elif kind == "divide":
+        if any(_is_literal(part) and not _is_whole(part) for part in parts) and all(_is_literal(part) for part in parts):
+            found.add("quotient")
+    elif kind in ("power", "root"):
+        _look_at_power(value, found)
+    elif kind == "function":
+        found.add(_KINDS_OF_FUNCTIONS.get(value.text, "trigonometry"))
+    elif kind in ("factorial", "binomial"):
+        found.add(kind)
+    for part in parts:
+        _look(part, found)
+
+
+def _look_at_power(value: Node, found: set[str]) -> None:
+    base = value.nodes[0]
+    if _has_symbol(value) and (value.kind == "root" or _has_symbol(base)):
+        return
+    if base.kind == "constant" and base.text in ("pi", "e"):
+        if base.text == "e" and not _has_constant(value.nodes[1], "i"):
+            found.add("exponential")
+        return
+    if value.kind == "power" and (_has_symbol(value) or _has_constant(base, "i")):
+        found.add("power")
+        return
+    if _is_rational(value):
+        found.add(value.kind)
+
+
+def _is_rational(value: Node) -> bool:
+    """Whether a power or root of numbers is one; a power too large to tell is one that was not worked out."""
+    try:
+        return isinstance(evaluate(value, {}, Meter(500)), Fraction)
+    except Exhausted:
+        return True
+    except Undefined:
+        return False
+
+
+def _has_constant(value: Node, name: str) -> bool:
+    return (value.kind == "constant" and value.text == name) or any(_has_constant(part, name) for part in value.nodes)
+
+
+def _is_scientific(value: Node) -> bool:
+    """a x 10^n with 1 <= a < 10: a literal."""
+    if value.kind != "multiply" or len(value.nodes) != 2:
+        return False
+    mantissa, ten = value.nodes
+    if mantissa.kind != "number" or ten.kind != "power" or not all(_is_whole(part) for part in ten.nodes):
+        return False
+    digits, base = Fraction(mantissa.parts[0]), ten.nodes[0].parts[0]  # type: ignore[arg-type]
+    return 1 <= digits < 10 and base == 10
+
+
+def _is_literal(value: Node) -> bool:
+    """A number as it stands: 3, -3, 0.5, 3/4."""
+    if value.kind == "negative":
+        return _is_literal(value.nodes[0])
+    return value.kind == "number" or (value.kind == "divide" and all(_is_whole(part) for part in value.nodes))
+
+
+def _is_whole(value: Node) -> bool:
+    if value.kind == "negative":
+        return _is_whole(value.nodes[0])
+    return value.kind == "number" and value.parts[1] == "integer"
+
+
+def _term_key(term: Node) -> frozenset[tuple[Node, int]]:
+    """What a term is a multiple of: terms with one key could be added up."""
+    if term.kind == "negative":
+        return _term_key(term.nodes[0])
+    if _is_literal(term) or _is_scientific(term):
+        return frozenset()
+    if term.kind == "divide" and _is_literal(term.nodes[1]):
+        return _term_key(term.nodes[0])
+    factors = term.nodes if term.kind == "multiply" else (term,)
+    return frozenset(Counter(factor for factor in factors if not _is_literal(factor)).items())

@@ -1,0 +1,486 @@
+r"""Reads an answer written in LaTeX, or plainly, into a small tree. Nothing is evaluated here, and nothing is ever run.
+
+answer   = relation ((',' | ';' | and | or) relation)*          more than one: a `list`
+relation = union (('=' | '<' | '\le' | ...) union)*             more than one side: a `relation`
+union    = quantity ('\cup' quantity)*
+quantity = ratio [percent] [unit]
+ratio    = sum (':' sum)*
+sum      = ['+' | '-' | '\pm'] product (('+' | '-' | '\pm') product)*
+product  = factor (('\cdot' | '/' | nothing) factor)*
+factor   = atom ('^' atom | '!' | degrees)*
+
+Text, nesting and the tree are bounded, so that whatever follows may recurse over a tree without a second thought.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from posttrain.rewards._tokens import LENGTH, Token, Unevaluated, Unreadable, clean, tokens_of
+from posttrain.rewards._words import number_word, plain_text, words
+
+NESTING = 40  # brackets, powers and signs inside one another
+DEPTH = 100  # of the tree
+
+_FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
+_BARRED = words("""int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod bmod pmod dots ldots cdots""")
+_SAME_RELATION = {"=": "= equiv", "<": "< lt", ">": "> gt", "<=": "<= le leq leqslant", ">=": ">= ge geq geqslant"}
+_SAME_RELATION |= {"!=": "!= ne neq", "in": "in", "~": "approx"}
+_RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
+_FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
+_MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
+_LABELS = words("angle triangle overline overrightarrow vec hat bar widehat measuredangle mathcal boxed fbox")
+_NO_FACTORS = words("cup cap pm mp degree cdot times div ast rfloor rceil rvert circ over choose")
+_END = Token("end of text", "")
+_CONSTANTS = {"pi": "pi", "infty": "inf", "i": "i", "e": "e", "imath": "i"}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One place of the tree: `kind` says what `parts` are: nodes, or a leaf's text and numbers."""
+
+    kind: str
+    parts: tuple[Node | str | Fraction | int, ...] = ()
+    depth: int = 1
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Node))
+
+    @property
+    def text(self) -> str:
+        return str(self.parts[0])
+
+
+def node(kind: str, *parts: Node | str | Fraction | int) -> Node:
+    depth = 1 + max((part.depth for part in parts if isinstance(part, Node)), default=0)
+    if depth > DEPTH:
+        raise Unreadable("nested too deeply")
+    return Node(kind, parts, depth)
+
+
+class Reader:
+    """Recursive descent over the tokens, with a count of how deep it is."""
+
+    def __init__(self, tokens: list[Token]):
+        self.tokens, self.position, self.nesting = tokens, 0, 0
+        self.bars, self.currency = 0, False
+
+    @property
+    def next(self) -> Token:
+        return self.tokens[self.position] if self.position < len(self.tokens) else _END
+
+    def sees(self, *texts: str) -> bool:
+        token = self.next
+        return token.kind in ("sign", "macro") and token.text in texts
+
+    def take(self) -> Token:
+        token = self.next
+        if token.kind == "end of text":
+            raise Unreadable("ends too early")
+        self.position += 1
+        return token
+
+    def accept(self, *texts: str) -> Token | None:
+        return self.take() if self.sees(*texts) else None
+
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            raise Unreadable(f"expected {text!r}, found {self.next.text!r}")
+
+    def deeper(self) -> None:
+        self.nesting += 1
+        if self.nesting > NESTING:
+            raise Unreadable("nested too deeply")
+
+    def answer(self) -> Node:
+        items, joined = [self.relation()], ","
+        while self.next.kind == "separator" or self.sees(",", ";"):
+            while self.next.kind == "separator" or self.sees(",", ";"):
+                token = self.take()
+                joined = token.text if token.kind == "separator" else joined
+            items.append(self.relation())
+        return items[0] if len(items) == 1 else node("list", joined, *items)
+
+    def relation(self) -> Node:
+        sides, signs = [self.union()], []
+        while self.sees(*_RELATIONS):
+            signs.append(_RELATIONS[self.take().text])
+            sides.append(self.union())
+        return node("relation", " ".join(signs), *sides) if signs else sides[0]
+
+    def union(self) -> Node:
+        items = [self.quantity()]
+        while self.accept("cup"):
+            items.append(self.quantity())
+        return items[0] if len(items) == 1 else node("union", *items)
+
+    def quantity(self) -> Node:
+        while self.accept("approx"):
+            pass
+        self.currency = False
+        value = self.text_value() if self.next.kind == "text" else self.ratio()
+        if self.accept("%"):
+            value = node("percent", value)
+        elif self.next.kind == "text":
+            value = node("quantity", self.unit(), value)
+        elif self.currency:
+            value = node("quantity", "dollars", value)
+        return value
+
+    def text_value(self) -> Node:
+        words = [self.take().text]
+        while self.next.kind == "text":
+            words.append(self.take().text)
+        if self.accept("_"):
+            return node("based", words[0], node_integer(self.argument()))
+        return text_node(" ".join(words))
+
+    def unit(self) -> str:
+        pieces: list[str] = []
+        while self.next.kind == "text" or (
+            pieces and (self.sees("/", "^") or (pieces[-1] == "/" and self.next.kind == "symbol"))
+        ):
+            token = self.take()
+            pieces.append(token.text if token.text != "^" else f"^{node_integer(self.argument())}")
+        return " ".join(pieces)
+
+    def ratio(self) -> Node:
+        start = self.position
+        parts = [self.sum()]
+        while self.accept(":"):
+            parts.append(self.sum())
+        if len(parts) == 1:
+            return parts[0]
+        written = "".join(token.text for token in self.tokens[start : self.position])
+        return node("ratio", written, *parts)
+
+    def sum(self) -> Node:
+        self.deeper()
+        terms = [self.term(self.accept("+", "-", "pm", "mp"))]
+        while sign := self.accept("+", "-", "pm", "mp"):
+            terms.append(self.term(sign))
+        self.nesting -= 1
+        return terms[0] if len(terms) == 1 else node("add", *terms)
+
+    def term(self, sign: Token | None) -> Node:
+        signs = [sign.text] if sign else []
+        while again := self.accept("+", "-"):
+            signs.append(again.text)
+        if self.accept(r"\$"):
+            self.currency = True
+            signs += [again.text for again in [self.accept("+", "-")] if again]
+        value = self.product()
+        if signs.count("-") % 2:
+            value = node("based", "-" + value.text, value.parts[1]) if value.kind == "based" else node("negative", value)
+        return node(signs[0], value) if signs and signs[0] in ("pm", "mp") else value
+
+    def product(self) -> Node:
+        value = self.factor()
+        factors = [value]
+        while True:
+            if self.accept("*", "cdot", "times", "ast"):
+                factors.append(self.signed_factor())
+            elif self.accept("/", "div"):
+                below = self.signed_factor()
+                above = factors[0] if len(factors) == 1 else node("multiply", *factors)
+                factors = [mixed_or(factors, node("divide", above, below))]
+            elif self.starts_factor():
+                self.refuse_two_numbers()
+                factors.append(self.factor())
+            else:
+                break
+        return factors[0] if len(factors) == 1 else joined(factors)
+
+    def refuse_two_numbers(self) -> None:
+        """`5 6` is no product; `2 1/2` is a mixed number, and what stands after \\frac12 may be anything."""
+        before, after = self.tokens[self.position - 1], self.tokens[self.position + 1 : self.position + 2]
+        if before.kind == self.next.kind == "number" and not (after and after[0].text == "/"):
+            raise Unreadable("two numbers side by side")
+
+    def signed_factor(self) -> Node:
+        sign = self.accept("-", "+")
+        value = self.factor()
+        return node("negative", value) if sign and sign.text == "-" else value
+
+    def starts_factor(self) -> bool:
+        token = self.next
+        if token.kind in ("number", "symbol", "begin"):
+            return True
+        if token.kind == "macro":
+            return token.text not in _RELATIONS and token.text not in _NO_FACTORS
+        return token.kind == "sign" and (token.text in ("(", "{", "[", r"\{") or (token.text == "|" and not self.bars))
+
+    def factor(self) -> Node:
+        value = self.atom()
+        while True:
+            if self.accept("^"):
+                self.deeper()
+                power = self.factor_of_power()
+                self.nesting -= 1
+                value = node("power", value, power)
+            elif self.accept("!"):
+                value = node("factorial", value)
+            elif self.accept("degree"):
+                value = node("degrees", value)
+            elif self.accept("'"):
+                value = node("symbol", value.text + "'") if value.kind == "symbol" else node("prime", value)
+            else:
+                return value
+
+    def factor_of_power(self) -> Node:
+        """What stands after ^: a group, or one atom with its sign; a tower leans to the right."""
+        sign = self.accept("-", "+")
+        value = self.group() if self.sees("{") else self.atom()
+        if self.accept("^"):
+            self.deeper()
+            value = node("power", value, self.factor_of_power())
+            self.nesting -= 1
+        return node("negative", value) if sign and sign.text == "-" else value
+
+    def argument(self) -> Node:
+        """What a macro or a subscript takes: a group in braces, or a single character as TeX has it."""
+        token = self.next
+        if token.kind == "number" and token.form == "integer" and len(token.text) > 1:
+            first, rest = token.text[0], token.text[1:]
+            self.tokens[self.position] = Token("number", rest, Fraction(int(rest)), "integer")
+            return node("number", Fraction(int(first)), "integer")
+        self.deeper()
+        value = self.group() if self.sees("{") else self.atom()
+        self.nesting -= 1
+        return value
+
+    def group(self) -> Node:
+        self.expect("{")
+        if self.next.kind == "text":
+            value = self.quantity()
+        else:
+            value = self.answer()
+            if infix := self.accept("over", "choose"):
+                value = node("divide" if infix.text == "over" else "binomial", value, self.answer())
+        self.expect("}")
+        return value
+
+    def atom(self) -> Node:
+        token = self.take()
+        if token.kind == "number":
+            return self.number(token)
+        if token.kind == "symbol":
+            return self.symbol(token.text)
+        if token.kind == "begin":
+            return self.matrix(token.text)
+        if token.kind == "macro":
+            return self.macro(token.text)
+        if token.kind == "sign" and token.text in ("(", "[", r"\{"):
+            return self.bracket(token.text)
+        if token.kind == "sign" and token.text == "{":
+            self.position -= 1
+            return self.group()
+        if token.kind == "sign" and token.text == "|":
+            return self.between_bars("|")
+        raise Unreadable(f"unexpected {token.text!r}")
+
+    def number(self, token: Token) -> Node:
+        if token.form == "integer" and self.accept("_"):
+            base = node_integer(self.argument())
+            return node("based", token.text, base) if base != 10 else node("number", Fraction(token.value), "integer")
+        return node("number", Fraction(token.value), token.form)
+
+    def symbol(self, name: str) -> Node:
+        if self.accept("_"):
+            return node("symbol", f"{name}_{flat(self.argument())}")
+        return node("constant", _CONSTANTS[name]) if name in _CONSTANTS else node("symbol", name)
+
+    def macro(self, name: str) -> Node:
+        if name in _BARRED:
+            raise Unevaluated(f"\\{name} is left to do")
+        if name in _FRACTIONS:
+            above = self.argument()
+            return node("divide", above, self.argument(), "frac")
+        if name == "sqrt":
+            return self.root()
+        if name in ("binom", "dbinom", "tbinom"):
+            above = self.argument()
+            return node("binomial", above, self.argument())
+        if name in _CONSTANTS:
+            return node("constant", _CONSTANTS[name])
+        if name in _FUNCTIONS:
+            return self.function(name)
+        if name in ("lfloor", "lceil", "lvert"):
+            return self.between_bars({"lfloor": "rfloor", "lceil": "rceil", "lvert": "rvert"}[name])
+        if name in ("emptyset", "varnothing"):
+            return node("set")
+        if name == "reals":
+            return node("reals")
+        if name in _LABELS:
+            return self.argument()
+        raise Unreadable(f"unknown \\{name}")
+
+    def root(self) -> Node:
+        index = node("number", Fraction(2), "integer")
+        if self.accept("["):
+            index = self.sum()
+            self.expect("]")
+        if self.sees("("):
+            self.take()
+            return node("root", self.bracket("("), index)
+        return node("root", self.argument(), index)
+
+    def function(self, name: str) -> Node:
+        self.deeper()
+        base: Node | None = None
+        power: Node | None = None
+        while self.sees("_", "^"):
+            if self.take().text == "_":
+                base = self.argument()
+            else:
+                power = self.factor_of_power()
+        if self.sees("(", "{", "["):
+            inner = self.factor() if not self.sees("{") else self.group()
+        else:
+            inner = self.function_argument()
+        self.nesting -= 1
+        if power is not None and power.kind == "negative":
+            raise Unreadable("an inverse function or a reciprocal")
+        value = node("function", name, inner, *([base] if base else []))
+        return node("power", value, power) if power else value
+
+    def function_argument(self) -> Node:
+        """sin 2x is sin(2x), but sin x cos y is a product."""
+        factors = [self.signed_factor()]
+        while self.next.kind in ("number", "symbol") or self.sees("pi", *_FRACTIONS):
+            factors.append(self.factor())
+        return factors[0] if len(factors) == 1 else joined(factors)
+
+    def between_bars(self, closing: str) -> Node:
+        self.bars += closing == "|"
+        value = self.sum()
+        self.expect(closing)
+        self.bars -= closing == "|"
+        return node("function", {"rfloor": "floor", "rceil": "ceil"}.get(closing, "abs"), value)
+
+    def bracket(self, opening: str) -> Node:
+        self.deeper()
+        bars, self.bars = self.bars, 0
+        closers = (r"\}",) if opening == r"\{" else (")", "]")
+        if self.sees(*closers):
+            value: Node | None = None
+        else:
+            value = self.answer()
+        closing = self.accept(*closers)
+        if not closing:
+            raise Unreadable("a bracket is not closed")
+        self.nesting -= 1
+        self.bars = bars
+        return bracketed(opening, closing.text, value)
+
+    def matrix(self, environment: str) -> Node:
+        if environment not in _MATRICES:
+            raise Unreadable(f"unknown environment {environment!r}")
+        self.deeper()
+        rows: list[list[Node]] = [[]]
+        while self.next.kind != "end":
+            rows[-1].append(self.answer())
+            if self.accept(r"\\"):
+                rows.append([])
+            elif not self.accept("&") and self.next.kind != "end":
+                raise Unreadable(f"unexpected {self.next.text!r} in a matrix")
+        self.take()
+        self.nesting -= 1
+        rows = [row for row in rows if row]
+        if not rows or len({len(row) for row in rows}) != 1:
+            raise Unreadable("a matrix needs rows of one length")
+        return node("matrix", len(rows), *(entry for row in rows for entry in row))
+
+
+def bracketed(opening: str, closing: str, value: Node | None) -> Node:
+    items = value.nodes if value is not None and value.kind == "list" else (value,) if value is not None else ()
+    if opening == r"\{":
+        return node("set", *items)
+    if len(items) == 1 and (items[0].kind == "matrix" or (opening, closing) == ("(", ")")):
+        return items[0]
+    if not items:
+        raise Unreadable("empty brackets")
+    if len(items) == 2:
+        return node("interval", opening + closing, *items)
+    if (opening, closing) == ("(", ")"):
+        return node("tuple", *items)
+    return node("bracket", opening + closing, *items)
+
+
+def text_node(text: str) -> Node:
+    """Words; a letter that names a choice, or several with commas; a number in words."""
+    letters = [piece.strip(" ().") for piece in text.split(",")]
+    if all(len(letter) == 1 and letter.isalpha() for letter in letters):
+        choices = [node("choice", letter) for letter in letters]
+        return choices[0] if len(choices) == 1 else node("list", ",", *choices)
+    value = number_word(text)
+    return node("text", text) if value is None else node("number", Fraction(value), "integer")
+
+
+def node_integer(value: Node) -> int:
+    if value.kind != "number" or value.parts[1] != "integer":
+        raise Unreadable("expected a whole number")
+    whole = int(Fraction(value.parts[0]))  # type: ignore[arg-type]
+    if whole > 1_000:
+        raise Unreadable("a base or a unit's power beyond all bounds")
+    return whole
+
+
+def flat(value: Node) -> str:
+    """A subscript as text."""
+    return "".join(flat(part) if isinstance(part, Node) else str(part) for part in value.parts if part != "integer")
+
+
+def joined(factors: list[Node]) -> Node:
+    """A product, unless it is a mixed number such as 2\\frac12."""
+    if len(factors) >= 2 and is_proper(factors[1]) and _is_integer(factors[0]) and factors[1].parts[-1] == "frac":
+        whole, part = factors[0].parts[0], factors[1].nodes
+        value = Fraction(whole) + Fraction(part[0].parts[0]) / Fraction(part[1].parts[0])  # type: ignore[arg-type]
+        factors = [node("number", value, "mixed"), *factors[2:]]
+    return factors[0] if len(factors) == 1 else node("multiply", *factors)
+
+
+def mixed_or(factors: list[Node], quotient: Node) -> Node:
+    """`2 1/2` is a mixed number: two whole numbers side by side, and a whole number below them."""
+    below = quotient.nodes[1]
+    if len(factors) == 2 and all(_is_integer(f) for f in factors) and _is_integer(below):
+        proper = node("divide", factors[1], below)
+        if is_proper(proper):
+            parts = [Fraction(n.parts[0]) for n in (*factors, below)]  # type: ignore[arg-type]
+            return node("number", parts[0] + parts[1] / parts[2], "mixed")
+    return quotient
+
+
+def _is_integer(value: Node) -> bool:
+    return value.kind == "number" and value.parts[1] == "integer"
+
+
+def is_proper(value: Node) -> bool:
+    if value.kind != "divide" or not all(_is_integer(n) for n in value.nodes):
+        return False
+    above, below = (Fraction(n.parts[0]) for n in value.nodes)  # type: ignore[arg-type]
+    return 0 < above < below
+
+
+def read(text: str, thousands: bool = True) -> Node:
+    r"""The tree of an answer.
+
+    >>> read(r"\frac12").kind, read("(1, 2]").kind, read("x = 5").kind, read(r"\text{Monday}").kind
+    ('divide', 'interval', 'relation', 'text')
+    """
+    text = clean(text)
+    if len(text) > LENGTH:
+        raise Unreadable(f"longer than {LENGTH} characters")
+    plain = plain_text(text)
+    if plain is not None:
+        return text_node(plain)
+    tokens = tokens_of(text, thousands)
+    if not tokens:
+        raise Unreadable("nothing there")
+    reader = Reader(tokens)
+    value = reader.answer()
+    if reader.next.kind != "end of text":
+        raise Unreadable(f"unexpected {reader.next.text!r}")
+    return value

@@ -1,0 +1,151 @@
+r"""Cuts an answer into tokens: numbers in all their spellings, macros, words, signs. The marks of display fall away."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from posttrain.rewards._words import FUNCTION_WORDS, SEPARATOR_WORDS, is_unit, is_word, words
+
+LENGTH = 2_000  # characters of an answer
+
+
+class Unreadable(ValueError):
+    """The text is not an answer in the grammar."""
+
+
+class Unevaluated(Unreadable):
+    """The text is an integral, a sum, a limit: a question, whatever its value."""
+
+
+_SIGNS = r"""
+− - – - × \times ÷ \div · \cdot π \pi ∞ \infty ≤ \le ≥ \ge ≠ \ne ∪ \cup ∩ \cap ± \pm ° ^\circ √ \sqrt ∅ \emptyset ∈ \in
+² ^2 ³ ^3 ½ \frac12 € \text{euros} £ \text{sterling} ≈ \approx
+"""
+_UNICODE = str.maketrans({sign: f"{written} " for sign, written in zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)})
+_UNICODE |= str.maketrans({"\u200b": "", "\ufeff": "", "\u2060": "", "\xa0": " "})
+_GREEK = words(
+    """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi
+    chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar"""
+)
+_OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
+_GROUPED = r"[0-9]{1,3}(?:(?:\{,\}|,\\!\s?|\\,|,\\,|\\ )[0-9]{3})+(?![0-9])"
+_COMMAS = r"(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
+_NUMBER = (
+    r"(?:(?P<whole>[0-9]*)\.(?P<start>[0-9]*)\\(?:overline|bar|dot)\s*\{?(?P<cycle>[0-9]+)\}?"
+    r"|(?P<number>(?:{grouped}[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[+-]?[0-9]+))?)"
+)
+_TOKEN = (
+    r"(?P<skip>\s+|\\[,;:! ]|~|\\(?:left|right|[bB]igg?[lr]?|quad|qquad|displaystyle|textstyle|limits|(?:hspace|color)\{[^{}]*\}"
+    r"|phantom\s*(?:\{[^{}]*\}|\S))(?![A-Za-z])\.?)"
+    r"|\\(?P<edge>begin|end)\s*\{(?P<environment>[a-zA-Z]+\*?)\}(?:\s*\{[lcr| ]*\})?"
+    r"|\\(?P<style>text|textbf|textrm|textit|textnormal|mbox|hbox|mathrm|mathbf|mathit|mathbb|operatorname\*?)"
+    r"\s*\{(?P<text>[^{}]*)\}"
+    rf"|{_NUMBER}"
+    r"|\\(?P<macro>[A-Za-z]+)|\\(?P<escaped>[{}$%|\\])|(?P<word>[A-Za-z]+)"
+    r"|(?P<sign>\*\*|<=|>=|!=|[-+*/^_=<>(){}\[\],;:.|!%&'$])"
+)
+_TOKENS = (
+    re.compile(_TOKEN.replace("{grouped}", f"{_GROUPED}|")),
+    re.compile(_TOKEN.replace("{grouped}", f"{_GROUPED}|{_COMMAS}|")),
+)
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z])|\{\s*\\degree\s*\})|\\(?:degree|textdegree)(?![A-Za-z])")
+_FIGURES = re.compile(r"[^A-Za-z]*[0-9]|[^=]*=")
+_WRAPPERS = re.compile(r"\\[()\[\]]")
+_MATHS_DOLLAR = re.compile(r"(?<!\\)\$")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    kind: str  # number, symbol, macro, text, separator, sign, begin, end
+    text: str
+    value: Fraction | int = 0
+    form: str = ""
+
+
+def clean(text: str) -> str:
+    """The text without the marks of display: dollar signs in pairs, brackets of display mathematics, a full stop at the end."""
+    text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = _WRAPPERS.sub(" ", _DEGREES.sub(r" \\degree ", text.translate(_UNICODE)))
+    if len(_MATHS_DOLLAR.findall(text)) % 2 == 0:
+        text = _MATHS_DOLLAR.sub(" ", text)
+    text = text.strip().rstrip(",; \n")
+    return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
+
+
+def tokens_of(text: str, thousands: bool) -> list[Token]:
+    """Tokens; `1,000` is one number where `thousands` says so and no bracket is open."""
+    found: list[Token] = []
+    position, open_brackets = 0, 0
+    while position < len(text):
+        match = _TOKENS[thousands and open_brackets == 0].match(text, position)
+        if not match:
+            raise Unreadable(f"unexpected {text[position : position + 10]!r}")
+        position = match.end()
+        if match["skip"] is not None:
+            continue
+        if match["style"] and _FIGURES.match(match["text"]):
+            found += tokens_of(match["text"], thousands)  # figures in a text macro are figures
+            continue
+        made = _token(match, bool(found) and found[-1].kind in ("number", "text"))
+        for token in made:
+            open_brackets += (token.text in _OPENING) - (token.text in _CLOSING)
+        found += made
+    return found
+
+
+def _token(match: re.Match[str], after_number: bool) -> list[Token]:
+    if match["edge"]:
+        return [Token(match["edge"], match["environment"])]
+    if match["style"]:
+        return _styled(match["style"], match["text"], after_number)
+    if match["cycle"] is not None:
+        whole, start, cycle = match["whole"] or "0", match["start"], match["cycle"]
+        ten = 10 ** len(start)
+        value = Fraction(int(whole + start), ten) + Fraction(int(cycle), ten * (10 ** len(cycle) - 1))
+        return [Token("number", match[0], value, "decimal")]
+    if match["number"] is not None:
+        return [_number(match["number"], match["exponent"])]
+    if match["macro"]:
+        return [Token("symbol" if match["macro"] in _GREEK else "macro", match["macro"])]
+    if match["escaped"]:
+        return [Token("sign", {"$": r"\$", "%": "%", "|": "|"}.get(match["escaped"], "\\" + match["escaped"]))]
+    if match["word"]:
+        return _word(match["word"], after_number)
+    return [Token("sign", {"$": r"\$", "**": "^"}.get(match[0], match[0]))]
+
+
+def _number(digits: str, exponent: str | None) -> Token:
+    digits = re.sub(r"[^0-9.]", "", digits)
+    form = "decimal" if "." in digits else "integer"
+    if exponent is None:
+        return Token("number", digits, Fraction(digits) if form == "decimal" else Fraction(int(digits)), form)
+    if len(exponent) > 5 or abs(int(exponent)) > LENGTH:
+        raise Unevaluated("an exponent beyond all bounds")
+    return Token("number", "", Fraction(digits) * Fraction(10) ** int(exponent), "decimal")
+
+
+def _styled(style: str, text: str, after_number: bool) -> list[Token]:
+    bare = text.strip()
+    if style in ("mathrm", "mathbf", "mathit") and len(bare) == 1 and bare.isalpha() and not (after_number and is_unit(bare)):
+        return [Token("symbol", bare)]
+    if style == "mathbb":
+        return [Token("macro", "reals" if bare == "R" else "mathbb")]
+    lowered = bare.strip(" ,").lower()
+    if FUNCTION_WORDS.get(lowered) == "infty":
+        return [Token("macro", "infty")]
+    if lowered in SEPARATOR_WORDS or (not lowered and "," in bare):
+        return [Token("separator", lowered or ",")]
+    return [Token("text", bare)] if bare else []
+
+
+def _word(word: str, after_number: bool) -> list[Token]:
+    lowered = word.lower()
+    if lowered in SEPARATOR_WORDS:
+        return [Token("separator", lowered)]
+    if word in FUNCTION_WORDS:
+        return [Token("macro", FUNCTION_WORDS[word])]
+    if is_word(word) or (len(word) > 1 and after_number and is_unit(word)):
+        return [Token("text", word)]
+    return [Token("symbol", letter) for letter in word]

@@ -1,0 +1,243 @@
+r"""A mathematical answer against the gold one: the last complete \boxed{} after the reasoning, read by a grammar of our own.
+
+`grade(response, gold)` says correct (1.0), wrong (0.0), unparseable (0.0: no box, an empty one, nothing that can be read), or
+error (no value): the gold answer cannot be read, which is a fault of the data and not of the policy. No text is evaluated, no
+clock or signal is used: time and memory are bounded by counts of characters, brackets, operations and bits, so that a verdict is the
+same in a thread, an event loop, a forked or a spawned process, and on any machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from posttrain.errors import require
+from posttrain.rewards._compare import Comparison, Conventions, symbols
+from posttrain.rewards._form import settled, undone
+from posttrain.rewards._latex import NESTING, Node, read
+from posttrain.rewards._numbers import Exhausted, Undefined
+from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
+from posttrain.types import Problem, Score
+
+CORRECT, WRONG, UNPARSEABLE = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong"), Score(0.0, outcome="unparseable")
+RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end
+MOST_BOXES = 64  # that are read as one answer
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\s\S]|[{}]")
+_HEDGE = re.compile(r"[\s$]*[,;/]?[\s$]*(?:or|and|\\text\s*\{\s*(?:or|and)\s*\})?[\s$]*")
+_LITERAL = re.compile(
+    r"(-?)(?:(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}|[0-9]{1,30})(?:\.[0-9]{1,30})?)"
+    r"|\\[dt]?frac\{(?P<above>[0-9]{1,30})\}\{(?P<below>[0-9]{1,30})\}|(?P<over>[0-9]{1,30})/(?P<under>[0-9]{1,30}))"
+)
+_EXPRESSIONS = ("add", "multiply", "divide", "power", "function", "root", "relation")
+_DECIMAL_COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
+_SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right|d(?=frac)|t(?=frac))(?![A-Za-z])|[$]")
+
+
+@dataclass(frozen=True, slots=True)
+class MathReward:
+    r"""How answers are found and read. The defaults are strict; what a data set does otherwise is declared here.
+
+    >>> MathReward(percent="bare").score(Problem("1", "?", r"50\%"), r"\boxed{50}").outcome
+    'correct'
+    """
+
+    reasoning_end: str = "</think>"  # only what follows the last one is searched; "" where the format has none
+    marker: str = ""  # search for what follows the last of these (such as "####") instead of a box
+    percent: str = "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
+    decimal_comma: bool = False  # 1,5 is 1.5
+    bases: bool = False  # 1001_2 is 9
+    rounding: int = 0  # a decimal with at least this many places may be the gold answer rounded; 0: never
+    require_units: bool = False  # an answer without the gold answer's unit is wrong; another unit always is
+    variables: tuple[str, ...] = ()  # the declared order in which (5, 6) tells x = 5, y = 6
+
+    def __post_init__(self) -> None:
+        require(self.percent in ("exact", "bare"), f"percent is 'exact' or 'bare', not {self.percent!r}")
+        require(0 <= self.rounding <= 30, f"rounding is a number of decimal places from 0 to 30, not {self.rounding}")
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """Grade a response to a problem, whose question is known not to be its own answer."""
+        return grade(response, problem.answer, self, problem.question)
+
+
+STRICT = MathReward()
+
+
+def math(prompt: str, response: str, answer: str) -> Score:
+    """The plain reward: the last box must hold the gold answer."""
+    return grade(response, answer, question=prompt)
+
+
+def grade(response: str, gold: str | None, reward: MathReward = STRICT, question: str = "") -> Score:
+    r"""Whether the response's final answer is the gold one.
+
+    >>> [grade(r, "5").outcome for r in (r"so \boxed{5}", r"so \boxed{x = 6 = 5}", r"so \boxed{2+3}", "so 5")]
+    ['correct', 'wrong', 'wrong', 'unparseable']
+    >>> grade(r"\boxed{5}", r"\frac{1}{").failure
+    'gold answer cannot be read: ends too early'
+    """
+    if gold is None:
+        return Score.failed("gold answer cannot be read: there is none")
+    answer = final_answer(response, reward)
+    if answer and not reward.decimal_comma:
+        wanted_number, number = _literal(gold), _literal(answer)
+        if wanted_number is not None and number is not None and (wanted_number == number or not reward.rounding):
+            return CORRECT if wanted_number == number else WRONG
+    try:
+        wanted = _read_gold(gold, reward)
+    except (Unreadable, Undefined, Exhausted) as problem:
+        return Score.failed(f"gold answer cannot be read: {problem}")
+    if not answer:
+        return UNPARSEABLE
+    try:
+        given = _read_given(answer, wanted, reward)
+        if given == wanted:
+            return CORRECT
+        return CORRECT if given is not None and _agrees(wanted, given, answer, gold, reward, question) else WRONG
+    except (Unevaluated, Exhausted, Undefined):
+        return WRONG  # a question, not an answer; a number beyond all bounds; no number at all
+    except Unreadable:
+        return UNPARSEABLE
+    except Exception as fault:  # ours, on a text that is not: masked and counted, neither paid nor punished
+        return Score.failed(f"grader fault: {type(fault).__name__}")
+
+
+def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
+    r"""The text of the answer: after the reasoning has ended, the last complete box or what follows the last marker.
+
+    Boxes that are joined by "or", "and" or commas are one answer with several values.
+
+    >>> final_answer(r"<think>\boxed{7}</think> none"), final_answer(r"\boxed{5} no, \boxed{\frac{1}{2}} \boxed{")
+    (None, '\\frac{1}{2}')
+    >>> final_answer(r"\boxed{5} or \boxed{6}")
+    '5, 6'
+    """
+    response = response[-RESPONSE_LENGTH:]
+    if reward.reasoning_end:
+        _, ended, rest = response.rpartition(reward.reasoning_end)
+        if not ended and reward.reasoning_end.replace("/", "", 1) in response:
+            return None  # the reasoning never ended
+        response = rest
+    if reward.marker:
+        _, found, rest = response.rpartition(reward.marker)
+        return rest.strip() if found else None
+    boxes = _boxes(response)
+    if not boxes:
+        return None
+    contents = [response[slice(*boxes[-1])].strip()]
+    for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        between = response[before[1] + 1 : response.rindex("\\", 0, after[0])]
+        if len(contents) == MOST_BOXES or len(between) > 40 or not between.strip("$ \n") or not _HEDGE.fullmatch(between):
+            break
+        contents.insert(0, response[slice(*before)].strip())
+    contents = list(dict.fromkeys(contents))  # an answer said twice is one answer
+    return ", ".join(contents)
+
+
+def _literal(text: str) -> Fraction | None:
+    r"""The value of a plain number or fraction, without the grammar: what most answers are.
+
+    >>> _literal("-1,250.50"), _literal(r"\frac{3}{6}"), _literal("3/0"), _literal("2+2")
+    (Fraction(-2501, 2), Fraction(1, 2), None, None)
+    """
+    found = _LITERAL.fullmatch(text)
+    if not found:
+        return None
+    if found["number"]:
+        digits = found["number"].replace(",", "")
+        value = Fraction(int(digits)) if "." not in digits else Fraction(digits)
+    else:
+        above, below = int(found["above"] or found["over"]), int(found["below"] or found["under"])
+        if not below:
+            return None
+        value = Fraction(above, below)
+    return -value if found[1] else value
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    """(start, end) of the contents of every complete box that stands in no other, in one pass."""
+    found: list[tuple[int, int]] = []
+    opened: list[int] = []  # where each open brace's contents start if it is a box's, else -1
+    for match in _BOX.finditer(text):
+        token = match[0]
+        if token == "}":
+            start = opened.pop() if opened else -1
+            if start >= 0:
+                while found and found[-1][0] >= start:
+                    found.pop()
+                found.append((start, match.start()))
+        elif token[-1] == "{" and token != r"\{":
+            opened.append(match.end() if len(token) > 1 else -1)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _read_gold(gold: str, reward: MathReward) -> Node:
+    boxes = _boxes(gold)
+    text = gold[slice(*boxes[-1])] if boxes else gold
+    if not text.strip():
+        raise Unreadable("it is empty")
+    wanted = settled(read(_localised(text, reward)))
+    if not Comparison(_conventions(reward)).same(wanted, wanted):
+        raise Unreadable("it does not equal itself")
+    return wanted
+
+
+def _read_given(answer: str, wanted: Node, reward: MathReward) -> Node | None:
+    """The tree of an answer, or None for one that is too long to be right."""
+    if len(answer) > LENGTH:
+        if _nesting(answer) > NESTING:
+            raise Unreadable("nested too deeply")
+        return None
+    thousands = wanted.kind not in ("list", "set")
+    return settled(read(_localised(answer, reward), thousands))
+
+
+def _agrees(wanted: Node, given: Node, answer: str, gold: str, reward: MathReward, question: str) -> bool:
+    left = undone(given) - undone(wanted)
+    if wanted.kind == "relation":
+        left -= {"sum"}  # an equation may be moved to one side
+    if left or _restates(wanted, given, answer, gold, question):
+        return False
+    if reward.variables:
+        wanted, given = _ordered(wanted, reward.variables), _ordered(given, reward.variables)
+    return Comparison(_conventions(reward)).same(wanted, given)
+
+
+def _restates(wanted: Node, given: Node, answer: str, gold: str, question: str) -> bool:
+    """An expression that stands in the question, where the gold answer does not and is not the same terms in another order."""
+    if not question or given.kind not in _EXPRESSIONS or not symbols(given):
+        return False
+    if given.kind == wanted.kind and Counter(given.parts) == Counter(wanted.parts):
+        return False
+    said, asked, expected = (_SPACE.sub("", text) for text in (answer, question, gold))
+    return len(said) >= 3 and said in asked and expected not in asked
+
+
+def _ordered(value: Node, variables: tuple[str, ...]) -> Node:
+    """Equations for every declared variable as the tuple of their values in the declared order."""
+    if value.kind != "list" or len(value.nodes) != len(variables) or any(n.kind != "relation" for n in value.nodes):
+        return value
+    values = {n.nodes[0].text: n.nodes[1] for n in value.nodes if n.nodes[0].kind == "symbol" and n.text == "="}
+    if set(values) != set(variables):
+        return value
+    members = [values[name] for name in variables]
+    return Node("interval", ("()", *members), value.depth) if len(members) == 2 else Node("tuple", tuple(members), value.depth)
+
+
+def _conventions(reward: MathReward) -> Conventions:
+    return Conventions(reward.percent, reward.bases, reward.rounding, reward.require_units)
+
+
+def _localised(text: str, reward: MathReward) -> str:
+    return _DECIMAL_COMMA.sub(".", text) if reward.decimal_comma else text
+
+
+def _nesting(text: str) -> int:
+    deepest = depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
