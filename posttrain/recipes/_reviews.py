@@ -1,0 +1,43 @@
+"""What the recipes of alignment begin with: a small model that writes tiny reviews as people do, good and bad."""
+
+from __future__ import annotations
+
+from posttrain.stages._material import Data
+from posttrain.stages.base import Stage
+from posttrain.stages.comparisons import ComparisonsStage
+from posttrain.stages.pretrain import PretrainStage
+from posttrain.stages.sft import SFTStage
+from posttrain.stages.versus import VersusStage
+from posttrain.tasks.reviews import Reviews
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+TASK = Reviews()
+SAMPLING = Sampling(max_new_tokens=120)
+PEOPLE = Data(task=Reviews("any"), counts={0: 20_000})  # what people write
+KIND, ORDINARY = Data(task=TASK, counts={0: 200}, weight=0.3), Data(task=Reviews("any"), counts={0: 2000}, weight=0.7)
+UNSEEN = Data(task=Reviews("any"), counts={0: 500})
+
+
+def beginning(size: str) -> list[Stage]:
+    """Pretraining on ordinary reviews, then a little imitation of kind ones: the model that alignment starts from."""
+    return [
+        PretrainStage(
+            name="pretrain", model=f"tiny:{size}", data=(PEOPLE,), steps=600, batch=32,
+            optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+        ),
+        SFTStage(
+            name="sft", model="pretrain", data=(KIND, ORDINARY),
+            steps=80, batch=32, optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+        ),
+    ]  # fmt: skip
+
+
+def comparisons(name: str, model: str, prompts: int = 2000, skip: int = 0) -> ComparisonsStage:
+    """The annotator compares two answers of `model` to each prompt."""
+    return ComparisonsStage(name=name, model=model, task=TASK, prompts=prompts, noise=0.1, skip=skip, sampling=SAMPLING)
+
+
+def versus(name: str, model: str, against: str = "sft") -> VersusStage:
+    """Who pleases the annotator more on held-out prompts, and what it cost in perplexity."""
+    return VersusStage(name=name, model=model, against=against, task=TASK, problems=500, sampling=SAMPLING, text=(UNSEEN,))
