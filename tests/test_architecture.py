@@ -6,8 +6,10 @@ Every check is a function from a package folder to a list of complaints, so that
 from __future__ import annotations
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "posttrain"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 500, 60, 15_000
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 500, 60, 20_000  # those of the package without blanks, comments, docstrings
 
 # Who may import whom: a room may import itself, `errors`, and what its line names. A name covers everything below it, so
 # "runs" covers runs/read.py and "runs.read" only that file. To add a room, add a line.
@@ -170,11 +172,33 @@ def outer_imports(package: Path) -> list[str]:
     return complaints
 
 
+def code_lines(text: str, tree: ast.Module) -> int:
+    """Lines with code on them: blank lines, comments and docstrings are there to be read, and are not counted."""
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines)
+
+
+def test_code_lines_by_hand() -> None:
+    text = (
+        '"""Module."""\n\nx = 1  # why\n# a comment\n\n\ndef f():\n    """Two\n    lines."""\n    return (\n        x\n    )\n'
+    )
+    assert code_lines(text, ast.parse(text)) == 5
+
+
 def sizes(package: Path) -> list[str]:
     complaints, total = [], 0
     for _, path, tree in sources(package):
         lines = len(path.read_text().splitlines())
-        total += lines
+        total += code_lines(path.read_text(), tree)
         if lines >= FILE_LINES:
             complaints.append(f"{path.relative_to(package)}: {lines} lines; under {FILE_LINES}, please")
         for node in ast.walk(tree):
@@ -185,7 +209,7 @@ def sizes(package: Path) -> list[str]:
                         f"{path.relative_to(package)}: {node.name} has {length} lines; under {FUNCTION_LINES}, please"
                     )
     if total >= PACKAGE_LINES:
-        complaints.append(f"the package has {total} lines; under {PACKAGE_LINES}, please")
+        complaints.append(f"the package has {total} lines of code; under {PACKAGE_LINES}, please")
     return complaints
 
 
@@ -330,9 +354,9 @@ def test_each_check_can_fail(check, file: str, source: str, complaint: str, tmp_
 def test_the_whole_may_not_grow_without_end(tmp_path: Path) -> None:
     folder = tmp_path / "posttrain" / "ops"
     folder.mkdir(parents=True)
-    for number in range(31):
+    for number in range(41):
         (folder / f"part{number}.py").write_text("x = 1\n" * 499)
-    assert sizes(tmp_path / "posttrain") == ["the package has 15469 lines; under 15000, please"]
+    assert sizes(tmp_path / "posttrain") == ["the package has 20459 lines of code; under 20000, please"]
 
 
 GOOD = {
