@@ -18,7 +18,7 @@ from posttrain.errors import UserError, require, unknown
 from posttrain.recipes.base import Recipe
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
-from posttrain.types import JSON
+from posttrain.types import JSON, Code
 
 NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
 TOP = {"seed": 0, "device": "auto", "threads": 0, "out": "", "trackers": ""}
@@ -100,32 +100,46 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
         name, *path = dotted.split(".")
         if name not in trees:
             raise unknown("stage", name, trees)
-        _assign(trees[name], next(s for s in stages if s.name == name), path, value, dotted)
+        _assign(trees[name], type(next(s for s in stages if s.name == name)), path, value, dotted)
     return tuple(from_tree(tree, Stage, name) for name, tree in trees.items())
 
 
-def _assign(tree: dict[str, JSON], owner: Any, path: list[str], value: JSON, dotted: str) -> None:
-    key = path[0]
-    names = [f.name for f in dataclasses.fields(owner) if f.init]
+def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dotted: str) -> None:
+    """Put `value` into the tree of a `kind` at `path`."""
+    key, hints = path[0], typing.get_type_hints(kind)
+    names = _keys(kind)
+    groups = {f: group for f in names if (group := _group(hints[f], tree.get(f))) is not None}
     if key not in names:
-        inside = [f for f in names if dataclasses.is_dataclass(getattr(owner, f)) and key in _keys(getattr(owner, f))]
-        if len(inside) == 1:
-            _assign(tree[inside[0]], getattr(owner, inside[0]), path, value, dotted)
+        inside = [f for f in groups if isinstance(tree.get(f), dict) and key in _keys(groups[f])]
+        require(len(inside) < 2, f"{dotted}: {key} is a key of {' and of '.join(inside)}; say which")
+        if inside:
+            _assign(tree[inside[0]], groups[inside[0]], path, value, dotted)
             return
-        nested = [k for f in names if dataclasses.is_dataclass(getattr(owner, f)) for k in _keys(getattr(owner, f))]
+        nested = [k for f, group in groups.items() if isinstance(tree.get(f), dict) for k in _keys(group)]
         raise unknown(f"key {dotted!r}: no", key, [*names, *nested])
     if len(path) == 1:
-        if isinstance(value, str) and isinstance(tree[key], dict) and "name" in tree[key]:
+        if isinstance(value, str) and isinstance(tree.get(key), dict) and "name" in tree[key]:
             value = {"name": value}  # another algorithm or task, with its own defaults
         tree[key] = value
         return
-    child = getattr(owner, key)
-    require(dataclasses.is_dataclass(child), f"{dotted}: {key} has no keys of its own")
-    _assign(tree[key], child, path[1:], value, dotted)
+    require(key in groups, f"{dotted}: {key} has no keys of its own")
+    if not isinstance(tree.get(key), dict):  # an optional group of settings: its defaults, with this one changed
+        tree[key] = {}
+    _assign(tree[key], groups[key], path[1:], value, dotted)
 
 
-def _keys(owner: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(owner) if f.init]
+def _group(hint: Any, tree: JSON) -> Any:
+    """The dataclass that a field holds, where it holds one. Which one a polymorphic field holds, its tree says."""
+    choices = (hint, *typing.get_args(hint)) if typing.get_origin(hint) is not tuple else ()
+    base = next((c for c in choices if c in NAMED), None)
+    if base is not None:
+        named = isinstance(tree, dict) and "name" in tree
+        return catalogue.load(NAMED[base], str(tree["name"]), base, True) if named else None
+    return next((c for c in choices if dataclasses.is_dataclass(c)), None)
+
+
+def _keys(kind: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind) if f.init]
 
 
 def to_tree(value: Any) -> JSON:
@@ -159,12 +173,15 @@ def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any
         for key in tree:
             if key not in names:
                 raise unknown(f"key in {where}:", str(key), names)
+        for key, hint in typing.get_type_hints(kind, include_extras=True).items():
+            code = hint == Code and ".py:" in str(tree.get(key, ""))
+            require(allow_code or not code, f"{where}.{key} would run code from a file; pass --allow-code if you trust it")
         return _construct(kind, {k: from_tree(v, hints[k], f"{where}.{k}", allow_code) for k, v in tree.items()}, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and inner and (dataclasses.is_dataclass(inner[0]) or inner[0] in NAMED):
         require(isinstance(tree, list), f"{where} takes a list")
         return tuple(from_tree(item, inner[0], f"{where}[{n}]", allow_code) for n, item in enumerate(tree))
-    optional = [i for i in inner if i in NAMED]
+    optional = [i for i in inner if i in NAMED or dataclasses.is_dataclass(i)]
     if optional and type(None) in inner:
         return None if tree is None else from_tree(tree, optional[0], where, allow_code)
     return _check(where, kind, tree)

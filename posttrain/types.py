@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from posttrain.errors import require
 if TYPE_CHECKING:
     from torch import Tensor
 
+Code = Annotated[str, "code"]  # a name that may be `file.py:name`: never taken from a run directory without --allow-code
 JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
 
 
@@ -76,7 +77,7 @@ class Score:
     @property
     def solved(self) -> bool:
         """Whether the problem counts as solved: judged correct or, where the reward does not judge, the full value."""
-        return self.outcome == "correct" if self.outcome else self.value is not None and self.value >= 1.0
+        return self.outcome in ("correct", "pass") if self.outcome else self.value is not None and self.value >= 1.0
 
     @classmethod
     def failed(cls, failure: str, outcome: str = "error") -> Score:

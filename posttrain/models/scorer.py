@@ -55,8 +55,11 @@ class Scorer:
         return score_K if score_K.dtype == torch.float64 else score_K.float()
 
 
-def from_policy(policy: Policy, head: str = "linear", zero: bool = True, seed: int = 0) -> Scorer:
-    """A scorer on a copy of the policy's body. `zero` starts its head at 0, as a critic's; else at random, as a reward model's."""
+def from_policy(policy: Policy, head: str = "linear", zero: bool = True, seed: int = 0, share: bool = False) -> Scorer:
+    """A scorer on a copy of the policy's body. `zero` starts its head at 0, as a critic's; else at random, as a reward model's.
+
+    `share` makes the body another module over the policy's own parameters, for who freezes them (see models/lora.py).
+    """
     require(head in HEADS, f"a head is one of {', '.join(HEADS)}, not {head!r}")
     from transformers import AutoModelForSequenceClassification
 
@@ -69,7 +72,8 @@ def from_policy(policy: Policy, head: str = "linear", zero: bool = True, seed: i
         raise UserError(
             f"{policy.source or type(policy.model).__name__}: transformers has no model with a score for this family ({error})"
         ) from None
-    setattr(model, model.base_model_prefix, copy.deepcopy(policy.body))
+    kept = {id(p): p for p in policy.body.parameters()} if share else {}
+    setattr(model, model.base_model_prefix, copy.deepcopy(policy.body, kept))
     width = policy.model.config.get_text_config().hidden_size
     model.score = make_head(head, width, zero, seed, policy.dtype, policy.device)
     for parameter in model.parameters():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.loop import Interrupt
 from posttrain.runs.console import printable, write_text
 from posttrain.runs.write import RunWriter
@@ -20,7 +20,9 @@ from posttrain.types import JSON
 
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
+    from posttrain.models.scorer import Scorer
     from posttrain.runs.trackers import Trackers
+    from posttrain.train.saving import Saving, Store
 
 
 @dataclass(eq=False)
@@ -34,6 +36,7 @@ class Context:
     trackers: Trackers | None = None
     threads: int = 0  # 0: chosen by the model's size, on the CPU
     say: bool = True  # print what a person should read
+    saving: Saving | None = None  # how checkpoints are written; None: the defaults
 
     @property
     def directory(self) -> Path:
@@ -42,8 +45,10 @@ class Context:
     def folder(self, stage: str) -> Path:
         return self.directory / "stages" / stage
 
-    def checkpoints(self, stage: str) -> Path:
-        return self.directory / "checkpoints" / stage
+    def checkpoints(self, stage: str) -> Store:
+        from posttrain.train.saving import Saving, Store
+
+        return Store(self.directory / "checkpoints" / stage, self.saving or Saving())
 
     def announce(self, stage: str, lines: Sequence[str]) -> None:
         """Tell the person at the terminal, and the run's events."""
@@ -58,11 +63,11 @@ class Context:
 
         save(policy.model, policy.tokenizer, self.folder(stage) / "model", replace=True)
 
-    def write_lines(self, stage: str, lines: Iterable[str]) -> None:
-        """Keep per-problem results beside the stage's result."""
-        path = self.folder(stage) / "problems.jsonl"
+    def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
+        """Keep per-problem results, or data that was made, beside the stage's result."""
+        path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(line + "\n" for line in lines))
+        path.write_text("".join(line + "\n" for line in lines), "utf-8")
 
     def result(self, stage: str) -> dict[str, JSON] | None:
         """What a finished stage of this run left, or None."""
@@ -119,11 +124,37 @@ def load_policy(name: str, context: Context, alphabet: str = "") -> Policy:
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
         use_threads(model.num_parameters(), context.threads)
         return adopt(model.to(context.device), tokenizer, stop_ids(model, tokenizer, name), name)
-    folder = context.folder(name) / "model" if "/" not in name and not name.startswith(".") else None
-    if folder is not None and folder.is_dir():
-        name = str(folder)
-    elif folder is not None and context.folder(name).is_dir():
-        raise UserError(f"stage {name!r} of this run has made no model")
-    loaded = load(name, dtype="bfloat16" if context.device.startswith("cuda") else "float32", device=context.device)
+    loaded = load(model_places(name, context)[0], dtype=_dtype(context), device=context.device)
     use_threads(loaded.model.num_parameters(), context.threads)
     return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
+
+
+def load_reward_model(place: str, context: Context) -> Scorer:
+    """The reward model in a directory or under a hub name; see `model_places` for those of a stage."""
+    from posttrain.models.scorer import load_scorer
+
+    return load_scorer(place, _dtype(context), context.device)
+
+
+def model_places(name: str, context: Context) -> list[str]:
+    """Where the models called `name` are: those of an earlier stage of this run (an ensemble has several: model, model-1, ...), or
+    else the name itself, as a directory or a hub name."""
+    if "/" in name or name.startswith(".") or not context.folder(name).is_dir():
+        return [name]
+    first = context.folder(name) / "model"
+    require(first.is_dir(), f"stage {name!r} of this run has made no model")
+    count = len(list(first.parent.glob("model-*")))
+    return [str(first), *(str(first.with_name(f"model-{n + 1}")) for n in range(count))]
+
+
+def data_place(name: str, context: Context) -> str:
+    """The file that `name` stands for: the data that an earlier stage of this run wrote, or the path itself."""
+    if "/" in name or name.startswith(".") or not context.folder(name).is_dir():
+        return name
+    file = context.folder(name) / "data.jsonl"
+    require(file.is_file(), f"stage {name!r} of this run has written no data")
+    return str(file)
+
+
+def _dtype(context: Context) -> str:
+    return "bfloat16" if context.device.startswith("cuda") else "float32"

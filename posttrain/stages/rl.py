@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Climb, Curriculum
 from posttrain.errors import require
 from posttrain.loop import Loop, Rhythm
-from posttrain.rollouts import Rollouts
-from posttrain.stages._material import alphabet
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.models.lora import Lora, add_adapters, merge_adapters, twin
+from posttrain.rewards.ensemble import KINDS
+from posttrain.rollouts import Examples, Rollouts
+from posttrain.stages._material import Data, alphabet, gather
+from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
-from posttrain.types import JSON, Sampler, Sampling
+from posttrain.types import JSON, Rating, Sampler, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
+    from posttrain.models.scorer import Scorer
+
+HEADS = ("linear", "mlp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLStage(Stage):
-    """`prompts` problems a step, the algorithm's group of samples for each. The reference, where the algorithm needs one, is the
-    model the stage starts from, frozen."""
+    """`prompts` problems a step, the algorithm's group of samples for each, scored by the task or by reward models. What the
+    algorithm needs besides the policy is made here: a frozen reference, a critic, pretraining text."""
 
     model: str
     task: Task
@@ -38,6 +47,19 @@ class RLStage(Stage):
     checkpoint_every: int = 25
     rollouts_every: int = 5
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
+    reference: str = ""  # the model to stay near; "": the one the stage starts from
+    reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
+    critic: str = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
+    critic_head: str = "linear"  # of a new head: linear, or mlp with one hidden layer
+    critic_optimizer: Optimization | None = None  # None: the policy's settings
+    reward_models: tuple[str, ...] = ()  # stages or directories: they score in place of the task, whose score is still reported
+    combine: str = "mean"  # of several reward models: mean, worst, or mean_minus `combine_k` deviations
+    combine_k: float = 1.0
+    reward_device: str = "same"  # cpu: reward models come to the policy's device only when they are asked
+    pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
+    pretraining_batch: int = 16  # texts an optimizer step
+    pretraining_length: int = 1024  # longer ones are left out
+    lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
     def __post_init__(self) -> None:
         name = self.name
@@ -48,17 +70,46 @@ class RLStage(Stage):
                 "argmax explores nothing")  # fmt: skip
         require(not self.sampling.truncated, f"{name}: top_k and top_p are refused in training: the tokens they cut off make every "
                 "importance ratio wrong; use them with eval and sample")  # fmt: skip
+        self.check_cast()
+
+    def check_cast(self) -> None:
+        """Refuse what is asked for and missing, or given and of no use, before anything is loaded."""
+        name, needs = self.name, self.algorithm.needs
+        for what in ("reference_device", "reward_device"):
+            require(getattr(self, what) in ("same", "cpu"), f"{name}: {what} must be same or cpu, not {getattr(self, what)!r}")
+        require(self.critic_head in HEADS, f"{name}: critic_head must be one of {', '.join(HEADS)}, not {self.critic_head!r}")
+        require(not self.critic or self.critic_head == "linear", f"{name}: a critic from {self.critic!r} has its head already; "
+                "leave critic_head out")  # fmt: skip
+        require("value" in needs or not self.critic, f"{name}: critic is given, but this algorithm has none; use ppo")
+        require("value" in needs or self.critic_optimizer is None, f"{name}: critic_optimizer is given, but this algorithm has no "
+                "critic; use ppo")  # fmt: skip
+        require("reference" in needs or self.watch_kl or not self.reference, f"{name}: reference is given, but this algorithm has no "
+                "use for one; set its beta above 0, or watch_kl")  # fmt: skip
+        require("pretraining" not in needs or bool(self.pretraining), f"{name}: this algorithm mixes pretraining text in (ptx > 0); "
+                "give some as pretraining, or set ptx to 0")  # fmt: skip
+        require("pretraining" in needs or not self.pretraining, f"{name}: pretraining data is given, but this algorithm does not mix "
+                "it in; use ppo with ptx above 0")  # fmt: skip
+        require(self.pretraining_batch > 0, f"{name}: pretraining_batch must be positive, not {self.pretraining_batch}")
+        idle = self.lora is not None and not self.reference and self.reference_device == "cpu"
+        require(not idle, f"{name}: with lora the reference is the policy's own frozen weights and has no memory to give back; "
+                "leave reference_device out")  # fmt: skip
+        require(self.combine in KINDS, f"{name}: combine must be one of {', '.join(KINDS)}, not {self.combine!r}")
+        require(0 <= self.combine_k < float("inf"), f"{name}: combine_k is a number of deviations, not {self.combine_k}")
 
     def alphabet(self) -> str:
-        return alphabet([self.task])
+        return alphabet([self.task, *(d.task for d in self.pretraining)])
 
     def run(self, context: Context) -> dict[str, JSON]:
         from posttrain.engine.engine import Engine
         from posttrain.train.trainer import Trainer
 
         policy = load_policy(self.model, context, self.alphabet())
-        anchored = self.watch_kl or "reference" in self.algorithm.needs
-        reference = load_policy(self.model, context, self.alphabet()) if anchored else None
+        reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
+        rating = self.make_rating(context, policy)
+        if (
+            self.lora is not None
+        ):  # after the others were made: they stand on the same frozen weights, without adapters of the policy
+            add_adapters(policy.model, self.lora, context.seed)
         engine = Engine(policy, self.max_rows, context.threads)
         sizes = [len(self.task.problems("train", level)) for level in self.task.levels]
         climb = Climb(self.task.levels, sizes, self.curriculum, context.seed)
@@ -70,9 +121,9 @@ class RLStage(Stage):
                 checkpoint_every=self.checkpoint_every,
                 rollouts_every=self.rollouts_every,
             ),
-            trainer=Trainer(policy, self.algorithm, self.optimizer, reference),
+            trainer=Trainer(policy, self.algorithm, self.optimizer, reference, critic, self.critic_optimizer),
             source=Rollouts(
-                self.task, engine, policy.tokenizer, climb, self.prompts, self.sampling, context.seed, policy.device
+                self.task, engine, policy.tokenizer, climb, self.prompts, self.sampling, context.seed, policy.device, rating
             ),
             writer=context.writer,
             checkpoints=context.checkpoints(self.name),
@@ -80,10 +131,67 @@ class RLStage(Stage):
             trackers=context.trackers,
             sampler=engine,
             evaluate=lambda: self.evaluate(engine, policy.tokenizer, context.seed),
+            pretraining=self.make_pretraining(context, policy),
         )
         loop.run()
+        if self.lora is not None:
+            merge_adapters(policy.model)
         context.save_model(self.name, policy)
         return {"steps": loop.step, "train_seconds": loop.elapsed, "level": climb.level}
+
+    def make_reference(self, context: Context, policy: Policy) -> Policy | None:
+        """The frozen model to stay near, where the algorithm or the user wants one."""
+        if not self.watch_kl and "reference" not in self.algorithm.needs:
+            return None
+        if self.lora is not None and not self.reference:
+            return twin(policy)  # the frozen weights themselves: the policy without its adapters
+        reference = load_policy(self.reference or self.model, context, self.alphabet())
+        same_vocabulary(self.name, policy, reference)
+        if self.reference_device == "cpu":
+            reference.model.to("cpu")
+        return reference
+
+    def make_critic(self, context: Context, policy: Policy) -> Scorer | None:
+        """The critic, where the algorithm needs one: the policy's body with a head that starts at 0, or a reward model. With LoRA its
+        body is frozen too (the policy's own trunk, shared), and adapters of its own learn beside the head."""
+        from posttrain.models.scorer import from_policy
+
+        if "value" not in self.algorithm.needs:
+            return None
+        if self.critic:
+            critic = load_reward_model(model_places(self.critic, context)[0], context)
+            same_vocabulary(self.name, policy, critic)
+        else:
+            critic = from_policy(policy, self.critic_head, seed=context.seed, share=self.lora is not None)
+        if self.lora is not None:
+            add_adapters(critic.model, self.lora, context.seed + 1, learning=("score.",))
+        return critic
+
+    def make_rating(self, context: Context, policy: Policy) -> Rating | None:
+        """The reward models as a reward, where there are any; a stage that trained several gives them all."""
+        from posttrain.models.cast import VisitingRating
+        from posttrain.train.rating import ModelRating
+
+        if not self.reward_models:
+            return None
+        places = [place for name in self.reward_models for place in model_places(name, context)]
+        scorers = [load_reward_model(place, context) for place in places]
+        for scorer in scorers:
+            same_vocabulary(self.name, policy, scorer)
+            scorer.model.requires_grad_(False)
+        rating = ModelRating(scorers, self.combine, self.combine_k, self.optimizer.token_budget)
+        if self.reward_device == "same":
+            return rating
+        models = [scorer.model.to("cpu") for scorer in scorers]
+        return VisitingRating(rating, models, policy.device)
+
+    def make_pretraining(self, context: Context, policy: Policy) -> Examples | None:
+        """Pretraining text for the mix, with loss on all of it."""
+        if not self.pretraining:
+            return None
+        material = gather(self.pretraining, policy.tokenizer, context.seed, self.pretraining_length, all_tokens=True)
+        context.announce(self.name, [f"pretraining: {line}" for report in material.reports for line in report.lines()])
+        return Examples(material.sets, material.weights, self.pretraining_batch, context.seed, policy.device)
 
     def evaluate(self, sampler: Sampler, tokenizer: object, seed: int) -> Mapping[str, float]:
         """Held-out accuracy by argmax, with its interval."""
@@ -91,3 +199,13 @@ class RLStage(Stage):
         greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
         accuracy = answer_problems(self.task, sampler, tokenizer, problems, 1, greedy, seed).accuracy
         return {"accuracy/test": accuracy.value, "accuracy/test_low": accuracy.low, "accuracy/test_high": accuracy.high}
+
+
+def same_vocabulary(stage: str, policy: Policy, other: Policy | Scorer) -> None:
+    """Refuse a model that reads other text from the same ids: its log-probs, values and scores would be about something else."""
+    if policy.tokenizer is None or other.tokenizer is None:
+        return
+    own, theirs = policy.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    differ = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
+    require(not differ, f"{stage}: {other.source} has another vocabulary than {policy.source} ({len(differ)} tokens differ, such as "
+            f"{differ[:1]}); use models of one family")  # fmt: skip

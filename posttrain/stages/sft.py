@@ -9,6 +9,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.errors import require
 from posttrain.loop import Loop, Rhythm
+from posttrain.models.lora import Lora, add_adapters, merge_adapters
 from posttrain.rollouts import Examples
 from posttrain.runs.console import duration
 from posttrain.stages._material import Data, Material, alphabet, gather
@@ -32,6 +33,7 @@ class SFTStage(Stage):
     optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
     checkpoint_every: int = 100
     as_long_as: str = ""
+    lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
     def __post_init__(self) -> None:
         require(self.steps > 0, f"{self.name}: steps must be positive, not {self.steps}")
@@ -50,6 +52,8 @@ class SFTStage(Stage):
         context.announce(self.name, [line for report in material.reports for line in report.lines()])
         from posttrain.train.trainer import Trainer
 
+        if self.lora is not None:
+            add_adapters(policy.model, self.lora, context.seed)
         loop = Loop(
             stage=self.name,
             rhythm=Rhythm(steps=self.steps, checkpoint_every=self.checkpoint_every, seconds=self.seconds(context)),
@@ -61,6 +65,8 @@ class SFTStage(Stage):
             trackers=context.trackers,
         )
         loop.run()
+        if self.lora is not None:
+            merge_adapters(policy.model)
         context.save_model(self.name, policy)
         return {"steps": loop.step, "train_seconds": loop.elapsed}
 

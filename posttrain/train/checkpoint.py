@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent, verified on load, safetensors and JSON alone.
 
 A checkpoint is a directory `step-N` with `model.safetensors`, `optimizer.safetensors`, `state.json` and, written last,
-`manifest.json` with the size and sha256 of each. It is made under a temporary name, synced to disk and published by rename.
+`manifest.json` with the size and sha256 of each. It is made under a temporary name, synced to disk and published by rename. Writing in
+the background is `saving.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from posttrain.types import JSON
 
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-FORMAT = 1
+FORMAT = 2  # 2: state.json names the frozen models by their weights
+READABLE = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +40,10 @@ class Checkpoint:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, each once even where they are tied."""
+    """Parameters that learn and persistent buffers by name, each once even where they are tied. What is frozen (all but the adapters
+    of LoRA) is in the model that training starts from."""
     persistent = module.state_dict(keep_vars=True)
-    tensors = {n: p.detach() for n, p in module.named_parameters()}
+    tensors = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
     tensors |= {n: b.detach() for n, b in module.named_buffers() if n in persistent}
     return tensors
 
@@ -59,12 +63,22 @@ def restore_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
             tensor.copy_(tensors[name])
 
 
+def identity(module: nn.Module) -> str:
+    """The sha256 of a module's parameters and persistent buffers with their names, kinds and shapes: which model it is."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
 def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it."""
     final = directory / f"step-{checkpoint.step}"
     temporary, retired = (directory / f".step-{checkpoint.step}.{kind}" for kind in ("tmp", "old"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        _recover(directory)
         _sweep(directory)
         temporary.mkdir()
         # copied first: safetensors must see one consistent set of values, contiguous and untied
@@ -85,8 +99,7 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write a checkpoint to {directory}: {reason}; free some space and resume") from error
     finally:
-        if retired.exists() and not final.exists():
-            retired.rename(final)
+        _recover(directory)
         _sweep(directory)
     prune(directory, keep, checkpoint.step)
     return final
@@ -94,11 +107,17 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
 
 def prune(directory: Path, keep: int, step: int) -> None:
     """Keep the newest `keep` checkpoints up to `step`, which was just written. Later ones are damaged, or of a future that was
-    given up: the run went back to before them, and a resume must not take them up again."""
+    given up: the run went back to before them, and a resume must not take them up again. Nothing goes while the newest is not whole,
+    and a checkpoint that cannot be removed costs space, not the run."""
     found = steps(directory)
     past = [path for path in found if _number(path) <= step]
+    if not past or not whole(past[0]):
+        return
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
-        shutil.rmtree(path, ignore_errors=True)
+        going = path.with_name(f".{path.name}.gone")  # it disappears at once: a kill must not leave half of one behind
+        with suppress(OSError):
+            path.rename(going)
+            shutil.rmtree(going, ignore_errors=True)
 
 
 def steps(directory: Path) -> list[Path]:
@@ -111,8 +130,9 @@ def verify(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            return f"{path / MANIFEST} is of format {manifest['format']}, this version reads {FORMAT}"
+        if manifest["format"] not in READABLE:
+            known = " and ".join(map(str, READABLE))
+            return f"{path / MANIFEST} is of format {manifest['format']}, this version of posttrain reads {known}"
         if f"step-{manifest['step']}" != path.name:
             return f"{path / MANIFEST} says step {manifest['step']}"
         for name in FILES:
@@ -126,8 +146,18 @@ def verify(path: Path) -> str | None:
     return None
 
 
+def whole(path: Path) -> bool:
+    """Whether all files are there in the sizes that the manifest says: `verify` without reading the tensors."""
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+        return all((path / name).stat().st_size == files[name]["size"] for name in FILES)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
 def newest(directory: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what was wrong with newer ones."""
+    """The newest checkpoint that verifies, and what was wrong with newer ones. Called by whoever holds the run's lock."""
+    _recover(directory)
     problems = []
     for path in steps(directory):
         problem = verify(path)
@@ -137,14 +167,28 @@ def newest(directory: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
+def size(path: Path) -> int:
+    """Bytes of a checkpoint on the disk."""
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
 def load(path: Path) -> Checkpoint:
-    """Read a verified checkpoint."""
+    """Read a verified checkpoint, of this format or an older one."""
     state = json.loads((path / "state.json").read_text())
     return Checkpoint(_number(path), load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state)
 
 
 def _number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def _recover(directory: Path) -> None:
+    """Put back a checkpoint that was being replaced by one of the same step when the process died between the two renames."""
+    for retired in directory.glob(".step-*.old"):
+        final = directory / retired.name.removeprefix(".").removesuffix(".old")
+        if not final.exists():
+            with suppress(OSError):
+                retired.rename(final)
 
 
 def _sweep(directory: Path) -> None:

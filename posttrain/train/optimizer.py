@@ -99,12 +99,15 @@ class Optimizer:
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, in float32."""
-        norms = torch._foreach_norm([g.detach() for g in self.gradients()], 2.0)
-        return torch.stack([n.float() for n in norms]).norm() if norms else torch.zeros(())
+        gradients = [g.detach() for g in self.gradients()]
+        if not gradients:
+            return torch.zeros(())
+        return torch.stack([n.float() for n in torch._foreach_norm(gradients, 2.0)]).norm()
 
-    def step(self, rate: float) -> float:
-        """Clip to the global norm and update; returns the norm before clipping. A non-finite gradient changes nothing."""
-        norm = float(self.norm())
+    def step(self, rate: float, norm: float | None = None) -> float:
+        """Clip to the global norm and update; returns the norm before clipping. A non-finite gradient changes nothing. `norm` is
+        the norm where the caller knows it already."""
+        norm = float(self.norm()) if norm is None else norm
         if not math.isfinite(norm):
             self.zero()
             return norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import GuardStop
+from posttrain.models.cast import visiting
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.train import checkpoint
@@ -20,6 +21,14 @@ from posttrain.train.pack import micro_batches, with_loss
 from posttrain.types import Batch, Metric, Outputs
 
 CRITIC = "critic."  # what the critic's tensors are called by in a checkpoint
+
+
+class NonFinite(GuardStop):
+    """A loss or gradient that is not a number: nothing was updated. Holds the figures of the step that was not made."""
+
+    def __init__(self, what: str, metrics: Sequence[Metric], norm: float):
+        super().__init__(f"{what}: nothing was updated; look at the last rollouts, or lower the learning rate")
+        self.what, self.metrics, self.norm = what, tuple(metrics), norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,8 @@ class Trainer:
         if "reference" in needs or (watch and self.reference is not None):
             reference = self.reference
             assert reference is not None
-            batch = batch.replace(reference_T=self._each(batch, lambda piece: forward(reference, piece).logprob_T))
+            with visiting(reference.model, batch.ids_T.device):
+                batch = batch.replace(reference_T=self._each(batch, lambda piece: forward(reference, piece).logprob_T))
         if "value" in needs:
             critic = self.critic
             assert critic is not None
@@ -78,7 +88,8 @@ class Trainer:
         """Forward and backward over the micro-batches of a prepared step, then one update.
 
         `beside` is another algorithm with a prepared batch of its own, whose loss is added: the pretraining mix. A step in which
-        no token carries loss moves nothing, not even the optimizer's moments.
+        no token carries loss moves nothing, not even the optimizer's moments; one in which the critic alone has a loss (its warm-up)
+        leaves the policy and its optimizer as they are.
         """
         if not bool(batch.mask_T.any()):
             return Update((Metric("skipped", 1, 1),), 0.0, False)
@@ -86,25 +97,31 @@ class Trainer:
         metrics = [Metric("trained", int(batch.mask_T.sum()), None)]
         for piece in micro_batches(with_loss(batch), self.settings.token_budget):
             metrics.extend(self.forward_backward(piece))
-        if beside is not None:
+        if beside is not None and any(True for _ in self.optimizer.gradients()):  # it goes with a policy that learns
             other, more = beside
             for piece in micro_batches(with_loss(more), self.settings.token_budget):
                 found = self.forward_backward(piece, other)
                 metrics += [replace(m, name=f"pretraining/{m.name}") for m in found if m.name != "loss"]
-        norm = self._step(self.optimizer, rate)
+        norm = float(self.optimizer.norm())
+        critic_norm = 0.0 if self.critic_optimizer is None else float(self.critic_optimizer.norm())
+        self._check(metrics, norm, critic_norm)  # of everyone, before anyone moves
+        self.optimizer.step(rate, norm)
         if self.critic_optimizer is not None:
             pace = rate / self.settings.lr  # the critic follows the same schedule at a rate of its own
-            metrics.append(Metric("grad_norm/critic", self._step(self.critic_optimizer, pace * self.critic_settings.lr), 1))
+            self.critic_optimizer.step(pace * self.critic_settings.lr, critic_norm)
+            metrics.append(Metric("grad_norm/critic", critic_norm, 1))
         return Update(tuple(metrics), norm, True)
 
-    @staticmethod
-    def _step(optimizer: Optimizer, rate: float) -> float:
-        norm = optimizer.step(rate)
-        if not math.isfinite(norm):
-            raise GuardStop(
-                f"the gradient's norm is {norm}: nothing was updated; look at the last rollouts, or lower the learning rate"
-            )
-        return norm
+    def _check(self, metrics: Sequence[Metric], norm: float, critic_norm: float) -> None:
+        """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
+        figures = {"the gradient's norm": norm, "the norm of the critic's gradient": critic_norm}
+        figures["the loss"] = sum(float(metric.total) for metric in metrics if metric.name == "loss")
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                self.optimizer.zero()
+                if self.critic_optimizer is not None:
+                    self.critic_optimizer.zero()
+                raise NonFinite(f"{name} is {value}", metrics, norm + critic_norm)
 
     def outputs(self, piece: Batch) -> Outputs:
         """What the algorithm sees of a micro-batch, with gradients."""
@@ -116,8 +133,13 @@ class Trainer:
 
     def forward_backward(self, piece: Batch, algorithm: Algorithm | None = None) -> list[Metric]:
         """Add one micro-batch's gradient; the loss is a plain sum, because the weights are those of the whole step."""
+        more: list[Metric] = []
         if algorithm is None:
-            terms = self.algorithm.terms(self.outputs(piece), piece)
+            outputs = self.outputs(piece)
+            terms = self.algorithm.terms(outputs, piece)
+            if self.algorithm.online and all(metric.name != "mismatch" for metric in terms.metrics):
+                apart_T = (outputs.logprob_T.detach() - piece.behaviour_T).abs().where(piece.mask_T, 0.0)
+                more.append(Metric("mismatch", apart_T.sum(), piece.mask_T.sum()))
         else:
             assert isinstance(self.policy, Policy)
             terms = algorithm.terms(forward(self.policy, piece), piece)
@@ -125,7 +147,26 @@ class Trainer:
         total = torch.stack([loss for _, loss in losses]).sum()
         total.backward()
         named = [Metric(f"loss/{name}", loss.detach(), None) for name, loss in losses]
-        return [Metric("loss", total.detach(), None), *named, *terms.metrics]
+        return [Metric("loss", total.detach(), None), *named, *terms.metrics, *more]
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[T]: log-probs of the policy as it is now (or a scorer's scores), for whoever wants to know what an update saw."""
+        return self._each(
+            batch, lambda piece: found.logprob_T if (found := self.outputs(piece)).score_T is None else found.score_T
+        )
+
+    @torch.no_grad()
+    def frozen(self) -> int | None:
+        """A checksum of every weight that must not move: the sum of their bits as integers. None where there are none."""
+        models = [self.policy.model, *([self.critic.model] if self.critic is not None else [])]
+        still = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}
+        if self.reference is not None:
+            learning = {id(p) for model in models for p in model.parameters() if p.requires_grad}
+            still |= {id(p): p for p in self.reference.model.parameters() if id(p) not in learning}
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = [p.detach().contiguous().view(whole[p.element_size()]).sum(dtype=torch.int64).cpu() for p in still.values()]
+        return int(torch.stack(sums).sum()) if sums else None
 
     def weights(self) -> dict[str, Tensor]:
         """Everything that is trained, by name."""

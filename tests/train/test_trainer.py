@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from material_for_tests import CASES, VOCABULARY, material, shared_policy, small_policy
+from material_for_tests import CASES, VOCABULARY, material, shared_policy, small_policy, trainer_for
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
@@ -86,10 +86,11 @@ def test_metrics_hold_no_graph() -> None:
 def test_an_update_reports_its_loss_and_terms(algorithm: Algorithm) -> None:
     policy = small_policy()
     prepared = algorithm.prepare(material(algorithm), {})
+    trainer = trainer_for(algorithm, policy, Optimization(token_budget=20), shared_policy(1))
     with torch.no_grad():
-        terms = algorithm.terms(forward(policy, prepared), prepared)
+        terms = algorithm.terms(trainer.outputs(prepared), prepared)
         expected = {f"loss/{t.name}": float((t.weight * t.loss).sum()) for t in terms.terms}
-    update = Trainer(policy, algorithm, Optimization(token_budget=20), shared_policy(1)).update(prepared, 1e-3)
+    update = trainer.update(prepared, 1e-3)
     figures = merge(update.metrics)
     assert figures["trained"] == int(prepared.mask_T.sum())
     for name, value in expected.items():

@@ -1,0 +1,199 @@
+"""Proximal policy optimisation with a critic, as InstructGPT ran it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import require
+from posttrain.ops.gae import generalised_advantages, last_tokens, whiten
+from posttrain.ops.kl import kl_estimate
+from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
+from posttrain.ops.weights import reduction
+from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
+
+STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this share of its target
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(Algorithm):
+    """Each token is an action. Its reward is the price of leaving the reference; the score s comes with the last token:
+
+        r_t = -beta (log mu(y_t) - log ref(y_t)) + [t last] (s - missing_eos [cut off]),    A, R = GAE(r, V; gamma, lam)
+        L   = sum_t w_t [ -min(rho_t A_t, clip(rho_t, 1 - clip, 1 + clip) A_t) - entropy H_t
+                          + value / 2 max((V_t - R_t)^2, (clip(V_t, V_t^old - clip_value, V_t^old + clip_value) - R_t)^2) ]
+              - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    w_t = 1 / T (token_mean)
+
+    with mu the policy that sampled and V^old the critic before the step. A rollout is used for `epochs` passes of `mini_batches`
+    optimizer steps; the rest is left as soon as a step's KL from mu exceeds `target_kl` (0: never). With `kl_target` > 0, beta
+    follows the KL of whole responses, in nats: beta <- beta (1 + clip(KL / kl_target - 1, -0.2, 0.2) min(1, n / kl_horizon)) after
+    n responses (Ziegler et al. 2019). Advantages, and rewards where asked (keeping their mean), are whitened over each optimizer
+    step, as in the code of Ziegler et al. For `critic_warmup` steps the critic alone learns. What could not be scored is out of
+    the loss and of every figure. A response that was cut off ends there: nothing is bootstrapped.
+    Use it where a reward model scores whole answers, or where credit must be shared out within long ones; it needs the most memory.
+    """
+
+    paper: ClassVar[str] = "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
+
+    group: int = 1  # samples a prompt; the critic is the baseline, so one is enough
+    clip: float = 0.2
+    clip_value: float = 0.2  # how far a value may move before its loss stops falling; 0: any distance
+    value: float = 0.1  # coefficient of the value loss
+    lam: float = 0.95
+    gamma: float = 1.0
+    beta: float = 0.2  # coefficient of KL in the reward; with kl_target, where it starts
+    kl_target: float = 0.0  # nats a response; 0: beta is fixed
+    kl_horizon: int = 10_000  # responses
+    epochs: int = 4
+    mini_batches: int = 1  # optimizer steps a pass
+    target_kl: float = 0.0
+    entropy: float = 0.0  # coefficient of the entropy bonus
+    whiten_rewards: bool = False
+    whiten_advantages: bool = True
+    missing_eos: float = 0.0  # subtracted from the score of a response that was cut off
+    critic_warmup: int = 0
+    ptx: float = 0.0  # coefficient of the pretraining mix
+    reduction: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        for name in ("clip_value", "beta", "kl_target", "target_kl", "entropy", "missing_eos", "ptx"):
+            value = getattr(self, name)
+            require(0 <= value < float("inf"), f"ppo: {name} must be 0 or a positive number, not {value}")
+        require(self.group >= 1, f"ppo: group must be at least 1, not {self.group}")
+        require(0 < self.clip < 1, f"ppo: clip must lie in (0, 1), not {self.clip}")
+        require(0 < self.value < float("inf"), f"ppo: value must be positive, not {self.value}: the critic would learn nothing")
+        require(0 <= self.lam <= 1, f"ppo: lam must lie in [0, 1], not {self.lam}")
+        require(0 < self.gamma <= 1, f"ppo: gamma must lie in (0, 1], not {self.gamma}")
+        require(self.epochs >= 1 and self.mini_batches >= 1, "ppo: epochs and mini_batches must be at least 1")
+        require(self.critic_warmup >= 0, f"ppo: critic_warmup is a number of steps, not {self.critic_warmup}")
+        require(self.kl_horizon >= 1, f"ppo: kl_horizon is a number of responses, not {self.kl_horizon}")
+        require(
+            self.kl_target == 0 or self.beta > 0, "ppo: kl_target needs beta > 0 to start from: the controller multiplies it"
+        )
+        require(self.target_kl == 0 or self.epochs * self.mini_batches > 1, "ppo: target_kl stops the reuse of a rollout, and one "
+                "epoch of one mini-batch has none; raise epochs or mini_batches")  # fmt: skip
+        kinds = ("token_mean", "sequence_mean")
+        require(self.reduction in kinds, f"ppo: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        wanted = {"value": True, "reference": self.beta > 0, "pretraining": self.ptx > 0}
+        return frozenset(name for name, needed in wanted.items() if needed)
+
+    @property
+    def pretraining(self) -> float:
+        return self.ptx
+
+    @property
+    def group_size(self) -> int:
+        return self.group
+
+    @property
+    def reuse(self) -> tuple[int, int]:
+        return self.epochs, self.mini_batches
+
+    def start(self) -> State:
+        return {"beta": self.beta, "steps": 0}
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        responses = sum(len(group.rollouts) for group in groups)
+        beta = Metric("beta", state.get("beta", self.beta), 1)
+        return Selection(tuple(groups), metrics=(Metric("responses", responses, None), beta))
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        assert step.value_T is not None
+        mask_T = step.mask_T & step.valid_N[step.sequence_T]
+        weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences)
+        reward_T = self.rewards(step, mask_T, state.get("beta", self.beta))
+        if self.whiten_rewards:
+            reward_T = whiten(reward_T, mask_T, shift=False)
+        advantage_T, return_T = generalised_advantages(
+            reward_T, step.value_T, mask_T, step.sequence_T, step.sequences, self.gamma, self.lam
+        )
+        if self.whiten_advantages:
+            advantage_T = whiten(advantage_T, mask_T)
+        prepared = step.replace(mask_T=mask_T, weight_T=weight_T, return_T=return_T)
+        # a critic that still warms up has no say: without advantages there is no policy term, and the policy's optimizer rests
+        return prepared if state.get("steps", 0) < self.critic_warmup else prepared.replace(advantage_T=advantage_T)
+
+    def rewards(self, step: Batch, mask_T: Tensor, beta: float) -> Tensor:
+        """The reward of every token: -beta k1 with the log-probs that were sampled with, and the score at the last one."""
+        reward_T = torch.zeros_like(step.behaviour_T)
+        if beta > 0:
+            assert step.reference_T is not None
+            k1_T = kl_estimate("k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0))
+            reward_T = -beta * k1_T
+        score_N = step.reward_N - self.missing_eos * step.truncated_N.to(step.reward_N.dtype)
+        where, whose = last_tokens(mask_T, step.sequence_T, step.sequences)
+        return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        assert batch.weight_T is not None
+        terms, metrics = self.value_terms(outputs, batch)
+        if batch.advantage_T is not None:
+            more, figures = self.policy_terms(outputs, batch)
+            terms, metrics = more + terms, figures + metrics
+        if self.beta > 0:
+            assert batch.reference_T is not None
+            mask_T = batch.mask_T
+            k1_T = kl_estimate("k1", batch.behaviour_T.where(mask_T, 0.0), batch.reference_T.where(mask_T, 0.0))
+            metrics.append(Metric("kl", k1_T.sum(), mask_T.sum()))
+            metrics.append(Metric("kl/response", k1_T.sum(), torch.unique(batch.sequence_T[mask_T]).numel()))
+        return Terms(tuple(terms), tuple(metrics))
+
+    def policy_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
+        assert batch.weight_T is not None and batch.advantage_T is not None
+        mask_T, advantage_T = batch.mask_T, batch.advantage_T
+        # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
+        logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
+        ratio_T = importance_ratio(logprob_T, behaviour_T)
+        terms = [Term("policy", clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch.weight_T)]
+        if self.entropy > 0:
+            terms.append(Term("entropy", -outputs.entropy_T.where(mask_T, 0.0), self.entropy * batch.weight_T))
+        count = mask_T.sum()
+        moved_T = kl_estimate("k3", behaviour_T, logprob_T.detach())  # KL(mu || pi): the tokens are mu's
+        return terms, [
+            Metric("clip_fraction", clip_binds(ratio_T, advantage_T, self.clip, self.clip).sum(), count),
+            Metric("kl/update", moved_T.sum(), count),
+        ]
+
+    def value_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
+        assert outputs.value_T is not None and batch.value_T is not None
+        assert batch.return_T is not None and batch.weight_T is not None
+        mask_T, return_T = batch.mask_T, batch.return_T
+        value_T, before_T = outputs.value_T.where(mask_T, 0.0), batch.value_T.where(mask_T, 0.0)
+        free_T = (value_T - return_T) ** 2
+        loss_T, count = free_T, mask_T.sum()
+        metrics = [
+            Metric("value/error", free_T.detach().sum(), count),
+            Metric("value/mean", value_T.detach().sum(), count),
+            Metric("return/mean", return_T.sum(), count),
+        ]
+        if self.clip_value > 0:
+            near_T = torch.maximum(torch.minimum(value_T, before_T + self.clip_value), before_T - self.clip_value)
+            held_T = (near_T - return_T) ** 2
+            loss_T = torch.maximum(free_T, held_T)
+            metrics.append(Metric("value/clip_fraction", (held_T > free_T).sum(), count))
+        return [Term("value", 0.5 * loss_T, self.value * batch.weight_T)], metrics
+
+    def enough(self, metrics: Sequence[Metric]) -> bool:
+        return self.target_kl > 0 and _mean(metrics, "kl/update") > self.target_kl
+
+    def finish(self, state: State, metrics: Sequence[Metric]) -> State:
+        beta, responses = state["beta"], sum(float(m.total) for m in metrics if m.name == "responses")
+        measured = [m for m in metrics if m.name == "kl/response"]
+        if self.kl_target > 0 and measured:
+            error = _mean(measured, "kl/response") / self.kl_target - 1
+            beta *= 1 + min(max(error, -STEP_LIMIT), STEP_LIMIT) * min(1.0, responses / self.kl_horizon)
+        return {"beta": beta, "steps": state["steps"] + 1}
+
+
+def _mean(metrics: Sequence[Metric], name: str) -> float:
+    """The figure over all the micro-batches it came from; 0 where it did not come."""
+    found = [m for m in metrics if m.name == name]
+    return sum(float(m.total) for m in found) / max(1.0, sum(float(m.count or 0) for m in found))

@@ -1,0 +1,80 @@
+"""Low-rank adapters through peft: a frozen model, and small matrices beside its layers that learn.
+
+    W x  becomes  W x + (alpha / rank) B (A x),    A random, B = 0 at first
+
+Because the frozen weights are nobody's to move, everyone can stand on them: the reference and the critic's body are other modules
+over the very same parameters, so that neither is a second copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.errors import UserError, require
+from posttrain.models.policy import Policy
+
+ADAPTER = "lora_"  # what the names of peft's matrices contain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Rank and scale of the adapters, and the layers they stand beside: () means every linear layer of the decoder."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, f"lora: rank must be at least 1, not {self.rank}")
+        require(0 < self.alpha < float("inf"), f"lora: alpha must be positive, not {self.alpha}")
+
+    def parameters(self, body: nn.Module) -> int:
+        """How many weights learn: rank * (inputs + outputs) for each layer."""
+        layers = [m for name, m in body.named_modules() if isinstance(m, nn.Linear) and self.covers(name)]
+        return sum(self.rank * (layer.in_features + layer.out_features) for layer in layers)
+
+    def covers(self, name: str) -> bool:
+        return not self.targets or name.rsplit(".", 1)[-1] in self.targets
+
+
+def twin(policy: Policy) -> Policy:
+    """Another module over the same parameters: it stays as it is when adapters come to the first."""
+    kept = {id(p): p for p in policy.model.parameters()}
+    return Policy(copy.deepcopy(policy.model, kept), policy.tokenizer, policy.stop_ids, policy.source)
+
+
+def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()) -> None:
+    """Freeze the model and put adapters into its body, in place. Parameters whose names begin with one of `learning` go on learning:
+    a critic's head."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise UserError("LoRA needs peft: pip install 'posttrain[lora]'") from None
+    body = model.base_model
+    targets = [name for name, m in body.named_modules() if isinstance(m, nn.Linear) and lora.covers(name)]
+    present = {name.rsplit(".", 1)[-1] for name in targets}
+    missing = [name for name in lora.targets if name not in present]
+    require(not missing, f"lora: this model has no linear layer called {', '.join(missing)}; it has "
+            f"{', '.join(sorted({n.rsplit('.', 1)[-1] for n, m in body.named_modules() if isinstance(m, nn.Linear)}))}")  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), body)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(ADAPTER in name or name.startswith(tuple(learning)))
+
+
+def merge_adapters(model: Any) -> None:
+    """Add the adapters to the weights they stand beside and take them out, in place: a plain model again."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, BaseTunerLayer):
+                child.merge()
+                setattr(module, name, child.get_base_layer())

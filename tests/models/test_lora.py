@@ -1,0 +1,199 @@
+"""LoRA: nothing changes at the start, the frozen weights serve everyone, and what comes out is a plain model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from material_for_tests import WIDE, material, small_policy
+from torch import Tensor
+
+from posttrain.algorithms.ppo import PPO
+from posttrain.algorithms.sft import SFT
+from posttrain.engine.engine import Engine
+from posttrain.errors import UserError
+from posttrain.models.lora import Lora, add_adapters, merge_adapters, twin
+from posttrain.models.policy import Policy
+from posttrain.models.scorer import Scorer, from_policy
+from posttrain.train.forward import forward, scores
+from posttrain.train.optimizer import Optimization
+from posttrain.train.pack import pack_examples
+from posttrain.train.trainer import Trainer
+from posttrain.types import Example, Request, Sampling
+
+pytest.importorskip("peft")
+BATCH = pack_examples([Example(np.array(ids), np.arange(len(ids)) > 0) for ids in ([3, 4, 5, 6, 7], [3, 9, 8, 10])])
+LORA = Lora(rank=3, alpha=6.0)
+
+
+def logprobs(policy: Policy) -> Tensor:
+    with torch.no_grad():
+        return forward(policy, BATCH).logprob_T
+
+
+def adapted(lora: Lora = LORA, dtype: torch.dtype = WIDE) -> tuple[Policy, Policy]:
+    """A policy with adapters, and its reference: the policy without them."""
+    policy = small_policy(dtype=dtype)
+    reference = twin(policy)
+    add_adapters(policy.model, lora, seed=1)
+    return policy, reference
+
+
+def train(policy: Policy, steps: int = 3) -> Trainer:
+    trainer = Trainer(policy, SFT(), Optimization(lr=1e-2))
+    for _ in range(steps):
+        trainer.update(SFT().prepare(BATCH, {}), 1e-2)
+    return trainer
+
+
+def test_i63_at_the_start_it_is_the_model_to_the_last_bit() -> None:
+    policy, reference = adapted()
+    assert torch.equal(logprobs(policy), logprobs(small_policy()))
+    assert torch.equal(logprobs(reference), logprobs(policy))
+
+
+def test_the_reference_is_no_second_copy() -> None:
+    policy, reference = adapted()
+    own = {p.data_ptr() for p in policy.model.parameters()}
+    assert all(p.data_ptr() in own for p in reference.model.parameters())
+    assert not any("lora_" in name for name, _ in reference.model.named_parameters())
+
+
+def test_only_adapters_learn_and_the_reference_stays() -> None:
+    policy, reference = adapted()
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    start = logprobs(reference)
+    trainer = train(policy)
+    moved = {name for name, p in policy.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora_" in name} and moved
+    assert torch.equal(logprobs(reference), start)  # I62
+    assert float((logprobs(policy) - start).abs().max()) > 0.01
+    assert set(trainer.weights()) == moved, "a checkpoint holds the adapters alone"
+    size = sum(p.numel() for name, p in policy.model.named_parameters() if name in moved)
+    assert LORA.parameters(reference.body) == size == sum(3 * sum(shape) for shape in SHAPES)
+
+
+# q, k, v, o, gate, up, down of the two layers of the small policy
+SHAPES = [(16, 16), (16, 8), (16, 8), (16, 16), (16, 24), (16, 24), (24, 16)] * 2
+
+
+def test_the_gradient_is_that_of_the_weight_through_the_adapter() -> None:
+    """W' = W + s B A with B = 0: dL/dB = s (dL/dW) A^T and dL/dA = 0, with dL/dW from the same model trained in full."""
+    whole, (policy, _) = small_policy(), adapted()
+    for one in (whole, policy):
+        Trainer(one, SFT(), Optimization()).forward_backward(SFT().prepare(BATCH, {}))
+    plain = dict(whole.model.named_parameters())
+    parts = dict(policy.model.named_parameters())
+    checked = 0
+    for name, parameter in parts.items():
+        if "lora_B" in name:
+            a = parts[name.replace("lora_B", "lora_A")]
+            slope = plain[name.split(".lora_B")[0] + ".weight"].grad
+            assert slope is not None and parameter.grad is not None and a.grad is not None
+            torch.testing.assert_close(parameter.grad, (6.0 / 3) * slope @ a.detach().T, rtol=1e-8, atol=1e-12)
+            assert float(a.grad.abs().max()) == 0.0
+            checked += 1
+    assert checked == len(SHAPES)
+
+
+def test_i54_merged_is_unmerged_and_plain(tmp_path: Path) -> None:
+    policy, _ = adapted()
+    train(policy)
+    expected = logprobs(policy)
+    merge_adapters(policy.model)
+    torch.testing.assert_close(logprobs(policy), expected, rtol=0, atol=1e-12)
+    plain = small_policy()
+    assert set(policy.model.state_dict()) == set(plain.model.state_dict())
+    assert [type(m) for m in policy.model.modules()] == [type(m) for m in plain.model.modules()]
+
+
+def test_the_engine_samples_with_the_adapters_on() -> None:
+    """The log-probs of what is sampled are those of the adapted policy, not of the model below; also in a call that is long enough
+    for the engine's faster ways."""
+    policy, reference = adapted(dtype=torch.float32)
+    train(policy, 5)
+    (completions,) = Engine(policy).generate([Request((3, 4, 5), 16, 0, Sampling(40))])
+    for completion in completions[:6]:
+        ids = np.concatenate([[3, 4, 5], completion.ids])
+        batch = pack_examples([Example(ids, np.arange(len(ids)) > 2)])
+        with torch.no_grad():
+            ours, below = (forward(p, batch).logprob_T[3:].numpy() for p in (policy, reference))
+        np.testing.assert_allclose(completion.logprobs, ours, atol=1e-4)
+        assert np.abs(completion.logprobs - below).max() > 0.01
+
+
+def critic_of(policy: Policy) -> Scorer:
+    critic = from_policy(policy, "mlp", seed=2, share=True)
+    add_adapters(critic.model, LORA, seed=2, learning=("score.",))
+    return critic
+
+
+def test_the_critic_shares_the_trunk_and_learns_apart() -> None:
+    """One step of PPO with all three on one set of frozen weights: each moves what is its own."""
+    policy = small_policy()
+    reference, critic = twin(policy), critic_of(policy)
+    add_adapters(policy.model, LORA, seed=1)
+    trunk = {p.data_ptr() for p in reference.body.parameters()}
+    own = {name for name, p in critic.model.named_parameters() if p.data_ptr() not in trunk}
+    assert own == {name for name, p in critic.model.named_parameters() if p.requires_grad}
+    assert all(name.startswith("score.") or "lora_" in name for name in own) and len(own) == 4 + 2 * len(SHAPES)
+    with torch.no_grad():
+        assert float(scores(critic, BATCH).abs().max()) == 0.0
+    algorithm = PPO()
+    trainer = Trainer(policy, algorithm, Optimization(lr=1e-2), reference, critic)
+    frozen = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+    trained = {name: p.clone() for name, p in trainer.weights().items()}
+    step = material(algorithm, noise=0.0)
+    for _ in range(3):  # a critic's hidden layer has no gradient while the last one is 0
+        trainer.update(algorithm.prepare(trainer.fill(step), {}), 1e-2)
+    assert all(torch.equal(p, frozen[name]) for name, p in reference.model.named_parameters())
+    assert {n for n, p in trainer.weights().items() if not torch.equal(p, trained[n])} == set(trained)
+    assert not {id(p) for p in trainer.optimizer.parameters.values()} & {
+        id(p)
+        for p in trainer.critic_optimizer.parameters.values()  # type: ignore[union-attr]
+    }
+
+
+def test_chosen_layers_only() -> None:
+    lora = Lora(rank=2, targets=("q_proj", "v_proj"))
+    policy, reference = adapted(lora)
+    names = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert len(names) == 2 * 2 * 2 and all("q_proj" in n or "v_proj" in n for n in names)
+    assert lora.parameters(reference.body) == 2 * 2 * ((16 + 16) + (16 + 8))
+
+
+def test_same_seed_same_adapters_and_the_generator_is_left_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, other = adapted()[0], adapted()[0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "lora: rank must be at least 1, not 0"),
+        ({"alpha": 0.0}, "lora: alpha must be positive, not 0.0"),
+    ],
+)
+def test_refusals(settings: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Lora(**settings)
+
+
+def test_unknown_layers_are_named() -> None:
+    """The output layer too: its adapter would be out of the log-probs' sight."""
+    with pytest.raises(
+        UserError, match="lora: this model has no linear layer called c_attn, lm_head; it has down_proj, gate_proj"
+    ):
+        add_adapters(small_policy().model, Lora(targets=("q_proj", "c_attn", "lm_head")), 0)
+
+
+def test_without_peft_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"LoRA needs peft: pip install 'posttrain\[lora\]'"):
+        add_adapters(small_policy().model, LORA, 0)

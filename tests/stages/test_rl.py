@@ -1,0 +1,228 @@
+"""The rl stage with everyone on stage: critic, reward models, reference, pretraining mix. What it refuses, and an exact resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from posttrain import config, loop, pipeline
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
+from posttrain.errors import Interrupted, UserError
+from posttrain.models.load import stop_ids
+from posttrain.models.lora import Lora
+from posttrain.models.policy import adopt
+from posttrain.models.save import save
+from posttrain.models.scorer import from_policy
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.recipes.base import Recipe
+from posttrain.runs.read import Run
+from posttrain.stages._material import Data
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+from tests.faults.harness import fingerprint
+
+TASK = Arithmetic(level=1)
+DATA = (Data(task=TASK, counts={1: 12}),)
+
+
+def stage(**settings: Any) -> RLStage:
+    small: dict[str, Any] = {
+        "steps": 5, "prompts": 3, "sampling": Sampling(6), "optimizer": Optimization(lr=1e-3), "rollouts_every": 1,
+        "evaluate_every": 0, "checkpoint_every": 2, "pretraining_batch": 2,
+    }  # fmt: skip
+    return RLStage(name="rl", model="tiny:nano", task=TASK, **(small | settings))
+
+
+def run(directory: Path, one: RLStage) -> Path:
+    return pipeline.start(config.Settings(Recipe((one,)), "test", threads=1, device="cpu", out=str(directory)))
+
+
+def reward_model(folder: Path, seed: int, alphabet: str = "") -> str:
+    tokenizer = character_tokenizer(alphabet or stage().alphabet())
+    model = tiny_model(tokenizer, "nano", 0)
+    scorer = from_policy(adopt(model, tokenizer, stop_ids(model, tokenizer)), zero=False, seed=seed)
+    return str(save(scorer.model, tokenizer, folder))
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("judges")
+    return reward_model(folder / "a", 1), reward_model(folder / "b", 2)
+
+
+def full(judges: tuple[str, str]) -> RLStage:
+    """InstructGPT's whole cast."""
+    return stage(
+        algorithm=PPO(group=2, epochs=2, mini_batches=2, kl_target=6.0, kl_horizon=100, ptx=0.5, critic_warmup=1),
+        critic=judges[0], critic_optimizer=Optimization(lr=5e-3), reward_models=judges, combine="worst", pretraining=DATA,
+        reference_device="cpu", reward_device="cpu",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(judges: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("runs") / "full", full(judges))
+
+
+def test_everyone_is_on_stage(finished: Path) -> None:
+    rows = Run(finished).metrics("rl")
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5]
+    figures = rows[-1].figures
+    wanted = {"reward", "reward/task", "reward/member/0", "reward/member/1", "reward/disagreement", "kl", "kl/response", "beta"}
+    wanted |= {
+        "value/error",
+        "value/clip_fraction",
+        "loss/policy",
+        "loss/value",
+        "pretraining/nll",
+        "grad_norm/critic",
+        "updates",
+    }
+    assert wanted <= set(figures), wanted - set(figures)
+    assert figures["updates"] == 4  # two epochs of two mini-batches
+    assert figures["reward"] < min(
+        figures["reward/member/0"], figures["reward/member/1"]
+    )  # the worst of each, not of the means
+    assert rows[0].figures["grad_norm"] == 0.0 and "pretraining/nll" not in rows[0].figures  # the critic warms up
+    assert rows[1].figures["grad_norm"] > 0.0
+    assert rows[0].figures["beta"] == 0.2 and rows[-1].figures["beta"] != 0.2
+
+
+def test_the_checkpoint_has_the_critic_and_the_controllers(finished: Path) -> None:
+    (newest,) = sorted((finished / "checkpoints" / "rl").glob("step-4"))
+    names = set(load_file(newest / "model.safetensors"))
+    assert {n for n in names if n.startswith("critic.")} and {n for n in names if not n.startswith("critic.")}
+    state = json.loads((newest / "state.json").read_text())
+    assert state["algorithm"]["steps"] == 4 and state["pretraining"] is not None
+    exported = load_file(finished / "export" / "model.safetensors")
+    assert not any(name.startswith(("critic.", "score.")) for name in exported)  # the policy alone
+
+
+def stop_and_resume(directory: Path, one: RLStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after steps 1 and 3, as by Ctrl-C, and resumed each time."""
+    report = loop.Loop.report
+    due = [1, 3]
+
+    def stopping(self: loop.Loop, console: Any, figures: Any) -> None:
+        report(self, console, figures)
+        if due and self.step == due[0]:
+            self.interrupt.requested = bool(due.pop(0))
+
+    monkeypatch.setattr(loop.Loop, "report", stopping)
+    with pytest.raises(Interrupted, match="stopped after step 1"):
+        run(directory, one)
+    with pytest.raises(Interrupted, match="stopped after step 3"):
+        pipeline.resume(directory)
+    pipeline.resume(directory)
+
+
+def test_stopped_and_resumed_it_is_the_same_run(
+    judges: tuple[str, str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Critic, its optimizer, controllers, the mix's place in its data: all come back bit for bit, in warm-up and after it."""
+    stop_and_resume(tmp_path / "run", full(judges), monkeypatch)
+    expected, found = fingerprint(finished), fingerprint(tmp_path / "run")
+    for part in expected:
+        assert found[part] == expected[part], part
+
+
+def test_with_lora_adapters_alone_are_trained_and_saved(
+    judges: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints hold adapters and the critic's head, the export is a plain model, and a resumed run is the same run."""
+    pytest.importorskip("peft")
+    one = stage(algorithm=PPO(group=2, epochs=2), reward_models=judges[:1], lora=Lora(rank=2), steps=4)
+    directory = run(tmp_path / "whole", one)
+    rows = Run(directory).metrics("rl")
+    assert abs(rows[0].figures["kl"]) < 1e-6 < abs(rows[-1].figures["kl"])  # it starts at its reference, and leaves it
+    names = set(load_file(directory / "checkpoints" / "rl" / "step-2" / "model.safetensors"))
+    assert names and all("lora_" in name or name.startswith("critic.score.") for name in names)
+    tokenizer = character_tokenizer(one.alphabet())
+    start, exported = tiny_model(tokenizer, "nano", 0).state_dict(), load_file(directory / "export" / "model.safetensors")
+    assert exported.keys() <= start.keys() and not any("lora" in name for name in exported)
+    moved = {name for name, tensor in exported.items() if not tensor.equal(start[name])}
+    assert moved and all("_proj" in name for name in moved)
+    stop_and_resume(tmp_path / "resumed", one, monkeypatch)
+    assert fingerprint(tmp_path / "resumed") == fingerprint(directory)
+
+
+def test_a_new_critic_with_a_hidden_layer(judges: tuple[str, str], tmp_path: Path) -> None:
+    one = stage(algorithm=PPO(beta=0.0, epochs=1), critic_head="mlp", steps=3, reward_models=judges[:1])
+    directory = run(tmp_path / "run", one)
+    rows = Run(directory).metrics("rl")
+    assert rows[0].figures["value/mean"] == 0.0, "a new critic starts at 0"
+    assert rows[-1].figures["value/mean"] != 0.0
+    names = set(load_file(directory / "checkpoints" / "rl" / "step-2" / "model.safetensors"))
+    assert "critic.score.0.weight" in names and "critic.score.2.bias" in names
+
+
+def test_another_reference(tmp_path: Path) -> None:
+    """The policy is not its own reference: the KL of the very first step is not 0."""
+    tokenizer = character_tokenizer(stage().alphabet())
+    other = save(tiny_model(tokenizer, "nano", 7), tokenizer, tmp_path / "other")
+    algorithm = GRPO(group=2)
+    for reference, zero in (("", True), (str(other), False)):
+        directory = run(tmp_path / f"run-{zero}", stage(algorithm=algorithm, reference=reference, steps=1))
+        assert (abs(Run(directory).metrics("rl")[0].figures["kl"]) < 1e-6) == zero
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm": PPO(ptx=0.1)}, r"rl: this algorithm mixes pretraining text in \(ptx > 0\); give some as pretraining"),
+    ({"algorithm": PPO(), "pretraining": DATA}, "rl: pretraining data is given, but this algorithm does not mix it in"),
+    ({"critic": "x"}, "rl: critic is given, but this algorithm has none"),
+    ({"critic_optimizer": Optimization()}, "rl: critic_optimizer is given, but this algorithm has no critic"),
+    ({"algorithm": PPO(), "critic": "x", "critic_head": "mlp"}, "rl: a critic from 'x' has its head already"),
+    ({"algorithm": PPO(), "critic_head": "deep"}, "rl: critic_head must be one of linear, mlp, not 'deep'"),
+    ({"algorithm": PPO(beta=0.0), "reference": "x"}, "rl: reference is given, but this algorithm has no use for one"),
+    ({"reference_device": "gpu"}, "rl: reference_device must be same or cpu, not 'gpu'"),
+    ({"reward_device": "gpu"}, "rl: reward_device must be same or cpu, not 'gpu'"),
+    ({"algorithm": PPO(), "lora": Lora(), "reference_device": "cpu"}, "rl: with lora the reference is the policy's own frozen"),
+    ({"combine": "best"}, "rl: combine must be one of mean, worst, mean_minus, not 'best'"),
+    ({"combine_k": -1.0}, "rl: combine_k is a number of deviations, not -1.0"),
+    ({"algorithm": PPO(ptx=0.1), "pretraining": DATA, "pretraining_batch": 0}, "rl: pretraining_batch must be positive"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSALS)
+def test_refusals(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        stage(**settings)
+
+
+@pytest.mark.parametrize("role", ["reward_models", "critic", "reference"])
+def test_another_vocabulary_is_refused(role: str, tmp_path: Path) -> None:
+    """Ids would be other text to it."""
+    strange = reward_model(tmp_path / "strange", 0, alphabet="abc")
+    if role == "reference":
+        tokenizer = character_tokenizer("abc")
+        strange = str(save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "lm"))
+    settings = {role: (strange,) if role == "reward_models" else strange}
+    with pytest.raises(UserError, match=r"rl: .*(strange|lm) has another vocabulary than tiny:nano .* tokens differ"):
+        run(tmp_path / "run", stage(algorithm=PPO(), **settings))
+
+
+def test_a_missing_reward_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        run(tmp_path / "run", stage(reward_models=(str(tmp_path / "nowhere"),), algorithm=PPO()))
+
+
+def test_keys_of_the_command_line() -> None:
+    """Another algorithm's own keys work at once; an optional group of settings is made when one of its keys is given."""
+    keys = ["rl.algorithm=ppo", "rl.lam=0.9", "rl.critic_optimizer.lr=1e-5", "rl.reward_models=[a, b]", "rl.lora.rank=4"]
+    settings = config.parse("quickstart", keys)
+    one = next(s for s in settings.recipe.stages if s.name == "rl")
+    assert isinstance(one, RLStage) and one.algorithm == PPO(lam=0.9)
+    assert one.critic_optimizer == Optimization(lr=1e-5) and one.reward_models == ("a", "b")
+    assert one.lora == Lora(rank=4) and config.parse("quickstart", []).recipe.stages[2].lora is None  # type: ignore[attr-defined]
+    assert config.from_config(config.to_config(settings), "config.yaml").recipe == settings.recipe
+    with pytest.raises(UserError, match=r"rl.lr: lr is a key of optimizer and of critic_optimizer; say which"):
+        config.parse("quickstart", [*keys, "rl.lr=1e-5"])
+    with pytest.raises(UserError, match="rl.reward_models.x: reward_models has no keys of its own"):
+        config.parse("quickstart", ["rl.reward_models.x=1"])

@@ -1,0 +1,36 @@
+"""The sft stage with LoRA: adapters learn, and what it leaves is a plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from posttrain import config, pipeline
+from posttrain.models.lora import Lora
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.recipes.base import Recipe
+from posttrain.stages._material import Data
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.train.optimizer import Optimization
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_learns_and_what_is_left(rank: int, tmp_path: Path) -> None:
+    if rank:
+        pytest.importorskip("peft")
+    one = SFTStage(
+        name="sft", model="tiny:nano", data=(Data(task=Arithmetic(level=1), counts={1: 20}),), steps=4, batch=4, checkpoint_every=2,
+        optimizer=Optimization(lr=1e-3), lora=Lora(rank=rank) if rank else None,
+    )  # fmt: skip
+    directory = pipeline.start(config.Settings(Recipe((one,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))
+    start = tiny_model(character_tokenizer(one.alphabet()), "nano", 0).state_dict()
+    exported = load_file(directory / "export" / "model.safetensors")
+    moved = {name for name, tensor in exported.items() if not tensor.equal(start[name])}
+    saved = set(load_file(directory / "checkpoints" / "sft" / "step-2" / "model.safetensors"))
+    if rank:
+        assert moved == {name for name in exported if "_proj" in name} and all("lora_" in name for name in saved)
+    else:
+        assert moved == set(exported) == saved
