@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
 
-HEADS = ("linear", "mlp")
+HEADS, REWARD_KINDS = ("linear", "mlp"), ("outcome", "process", "implicit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,9 @@ class RLStage(Stage):
     critic_head: str = "linear"  # of a new head: linear, or mlp with one hidden layer
     critic_optimizer: Optimization | None = None  # None: the policy's settings
     reward_models: tuple[str, ...] = ()  # stages or directories: they score in place of the task, whose score is still reported
+    reward_kind: str = "outcome"  # what they are: outcome, process (a value for every step), or implicit (models tuned by DPO)
+    reward_reference: str = ""  # implicit: the model that those were tuned from
+    reward_beta: float = 0.1  # implicit: the beta that they were tuned with
     combine: str = "mean"  # of several reward models: mean, worst, or mean_minus `combine_k` deviations
     combine_k: float = 1.0
     reward_device: str = "same"  # cpu: reward models come to the policy's device only when they are asked
@@ -93,6 +96,13 @@ class RLStage(Stage):
         idle = self.lora is not None and not self.reference and self.reference_device == "cpu"
         require(not idle, f"{name}: with lora the reference is the policy's own frozen weights and has no memory to give back; "
                 "leave reference_device out")  # fmt: skip
+        require(self.reward_kind in REWARD_KINDS, f"{name}: reward_kind must be one of {', '.join(REWARD_KINDS)}, not "
+                f"{self.reward_kind!r}")  # fmt: skip
+        implicit = self.reward_kind == "implicit" and bool(self.reward_models)
+        require(implicit == bool(self.reward_reference), f"{name}: reward_reference and reward_kind=implicit go together")
+        require(self.reward_beta > 0, f"{name}: reward_beta must be positive, not {self.reward_beta}")
+        alone = implicit and (len(self.reward_models) > 1 or self.reward_device != "same")
+        require(not alone, f"{name}: an implicit reward comes from one model, on the policy's device")
         require(self.combine in KINDS, f"{name}: combine must be one of {', '.join(KINDS)}, not {self.combine!r}")
         require(0 <= self.combine_k < float("inf"), f"{name}: combine_k is a number of deviations, not {self.combine_k}")
 
@@ -170,16 +180,25 @@ class RLStage(Stage):
     def make_rating(self, context: Context, policy: Policy) -> Rating | None:
         """The reward models as a reward, where there are any; a stage that trained several gives them all."""
         from posttrain.models.cast import VisitingRating
-        from posttrain.train.rating import ModelRating
+        from posttrain.train.implicit import ImplicitRating
+        from posttrain.train.rating import ModelRating, ProcessRating
 
         if not self.reward_models:
             return None
+        if self.reward_kind == "implicit":
+            tuned, origin = (load_policy(m, context, self.alphabet()) for m in (self.reward_models[0], self.reward_reference))
+            for one in (tuned, origin):
+                same_vocabulary(self.name, policy, one)
+                one.model.requires_grad_(False)
+            return ImplicitRating(tuned, origin, self.reward_beta, self.optimizer.token_budget)
         places = [place for name in self.reward_models for place in model_places(name, context)]
         scorers = [load_reward_model(place, context) for place in places]
         for scorer in scorers:
             same_vocabulary(self.name, policy, scorer)
             scorer.model.requires_grad_(False)
-        rating = ModelRating(scorers, self.combine, self.combine_k, self.optimizer.token_budget)
+        rating = (ProcessRating if self.reward_kind == "process" else ModelRating)(
+            scorers, self.combine, self.combine_k, self.optimizer.token_budget
+        )
         if self.reward_device == "same":
             return rating
         models = [scorer.model.to("cpu") for scorer in scorers]

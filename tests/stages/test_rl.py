@@ -226,3 +226,35 @@ def test_keys_of_the_command_line() -> None:
         config.parse("quickstart", [*keys, "rl.lr=1e-5"])
     with pytest.raises(UserError, match="rl.reward_models.x: reward_models has no keys of its own"):
         config.parse("quickstart", ["rl.reward_models.x=1"])
+
+
+def test_process_reward_models_give_steps_and_tuned_models_an_implicit_reward(judges: tuple[str, str], tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(stage().alphabet())
+    tuned = str(save(tiny_model(tokenizer, "nano", 7), tokenizer, tmp_path / "tuned"))
+    origin = str(save(tiny_model(tokenizer, "nano", 8), tokenizer, tmp_path / "origin"))
+    process = stage(
+        algorithm=GRPO(group=3, beta=0.0, supervision="process"),
+        reward_models=judges,
+        reward_kind="process",
+        combine="worst",
+        steps=2,
+    )
+    implicit = stage(
+        algorithm=GRPO(group=3, beta=0.0),
+        reward_models=(tuned,),
+        reward_kind="implicit",
+        reward_reference=origin,
+        reward_beta=0.5,
+        steps=2,
+    )
+    found = {}
+    for name, one in (("process", process), ("implicit", implicit)):
+        rows = [json.loads(line) for line in (run(tmp_path / name, one) / "metrics.jsonl").read_text().splitlines()]
+        found[name] = [row for row in rows if row["stage"] == "rl" and row.get("reward") is not None]
+    assert all(0 < row["reward"] < 1 and "reward/disagreement" in row for row in found["process"])
+    for row in found["implicit"]:
+        assert row["reward"] == pytest.approx(0.5 * (row["reward/logprob"] - row["reward/reference"]), rel=1e-5)
+    with pytest.raises(UserError, match="go together"):
+        stage(reward_models=(tuned,), reward_kind="implicit")
+    with pytest.raises(UserError, match="reward_kind must be one of"):
+        stage(reward_models=judges, reward_kind="vague")
