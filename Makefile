@@ -64,6 +64,7 @@ bench: $(PEERS) ## one GRPO step on the CPU, here and in a peer; prints one JSON
 
 bench-rewards: $(PEERS) ## grades a second and the slowest hostile answer, here and in a peer
 	@$(BIN)/python benchmarks/rewards.py
+	@$(BIN)/python benchmarks/rewards_code.py
 
 check-data: $(PEERS) ## graders on real answers and programs: make check-data DATA=folder
 	@$(BIN)/python benchmarks/check_data.py $(DATA)

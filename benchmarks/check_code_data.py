@@ -1,0 +1,79 @@
+"""HumanEval and MBPP through the grader: every reference solution must pass, every trivial stub must fail.
+
+    python benchmarks/check_code_data.py FOLDER [--sandbox auto] [--threads 2]
+
+FOLDER holds humaneval.jsonl.gz and mbpp-sanitized.json.gz (or the same names without .gz). Prints one JSON line last; exits 1
+where a verdict is not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gzip
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from posttrain.rewards._code_data import CodeProblem, fenced, humaneval, mbpp
+from posttrain.rewards.code import grade
+from posttrain.rewards.sandbox import isolation
+from posttrain.rewards.sandbox.limits import Limits
+
+STUBS = ("None", "0", "''", "[]", "True", "False")
+SETS = {"humaneval.jsonl": humaneval, "mbpp-sanitized.json": mbpp}
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    packed = folder / f"{name}.gz"
+    text = gzip.decompress(packed.read_bytes()).decode() if packed.is_file() else (folder / name).read_text()
+    return [json.loads(line) for line in text.splitlines() if line.strip()] if name.endswith("l") else json.loads(text)
+
+
+def stub(problem: CodeProblem, body: str) -> str:
+    """Every function of the solution, with a body that solves nothing."""
+    names = [n.name for n in ast.parse(problem.solution).body if isinstance(n, ast.FunctionDef)]
+    return "\n".join(f"def {name}(*args):\n    return {body}\n" for name in names)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--sandbox", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    print(isolation.describe(options.sandbox))
+    limits = Limits(wall=20.0)
+    report: dict[str, Any] = {"sandbox": isolation.choose(options.sandbox).name}
+    bad = 0
+    for name, read in SETS.items():
+        problems = [read(record) for record in records(options.folder, name)]
+        jobs = [(p, "reference", fenced(p.solution)) for p in problems]
+        jobs += [(p, f"return {body}", fenced(stub(p, body))) for p in problems for body in STUBS]
+        begin = time.perf_counter()
+
+        def run(job: tuple[CodeProblem, str, str]) -> str:
+            return grade(job[2], job[0].tests, limits=limits, sandbox=options.sandbox).outcome
+
+        with ThreadPoolExecutor(options.threads) as workers:
+            outcomes = list(workers.map(run, jobs))
+        seconds = time.perf_counter() - begin
+        passed = sum(o == "pass" for o, job in zip(outcomes, jobs, strict=True) if job[1] == "reference")
+        fooled = [(job[0].id, job[1]) for o, job in zip(outcomes, jobs, strict=True) if job[1] != "reference" and o == "pass"]
+        failed = [(job[0].id, o) for o, job in zip(outcomes, jobs, strict=True) if job[1] == "reference" and o != "pass"]
+        print(
+            f"{name}: {passed} of {len(problems)} reference solutions pass; {len(fooled)} of {len(problems) * len(STUBS)} stubs do"
+        )
+        for entry in (*failed[:20], *fooled[:20]):
+            print("   ", *entry)
+        report[name] = {"problems": len(problems), "references": passed, "stubs": len(fooled), "seconds": round(seconds, 1)}
+        bad += len(failed) + len(fooled)
+    print(json.dumps(report))
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The inside of the sandbox: this text is given to a fresh interpreter (`python -c`), which knows nothing else of ours.
+
+It limits itself, gives up its privileges, says that it is ready, and waits for one job. From the moment the program of that job
+starts, nothing that comes out of here is believed: it shares its memory with the program, and holds no expected value. This package
+never imports it. It is started for every program, so it imports next to nothing: `_json` is the part of `json` written in C.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from _json import encode_basestring_ascii, make_scanner
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any, Never
+
+DEPTH, SMALL = 100, 1 << 53
+DEATH_SIGNAL, KEEP_CAPS, CAP_READ_SEARCH, CAPABILITY_VERSION = 1, 8, 1 << 2, 0x20080522
+CRASH, OUT_OF_MEMORY, SYNTAX = 1, 77, 78  # exit codes where the program has the streams for itself
+
+
+class Settings:
+    """What the scanner asks for."""
+
+    strict = True
+    object_hook = object_pairs_hook = parse_constant = None
+    parse_float, parse_int = float, int
+
+
+scanner: Any = make_scanner
+scan = scanner(Settings)
+
+
+def confine(settings: dict[str, Any]) -> None:
+    """Limits first, then the user: an ordinary one, with nobody else's processes to count against its limit."""
+    for name, value in settings["limits"].items():
+        number = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(number)[1]
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        # a second between soft and hard, so that running out of processor time has a signal of its own
+        highest = value + 1 if name == "CPU" and hard == resource.RLIM_INFINITY else value
+        resource.setrlimit(number, (value, highest))
+    user = settings["user"]
+    if user:
+        become(user, settings["read_search"])
+        if 0 in os.getresuid() or 0 in os.getresgid():
+            raise RuntimeError("still root")
+    os.chdir("/")
+    os.umask(0o077)
+
+
+def become(user: int, read_search: bool) -> None:
+    """Leave root, and with it all capabilities. The interpreter may live where only root may look (/root): then the one to
+    search and read is kept, and Landlock says what of all that can be opened."""
+    import ctypes
+
+    library = ctypes.CDLL(None, use_errno=True)
+
+    def check(failed: int) -> None:
+        if failed:
+            raise OSError(ctypes.get_errno(), "prctl or capset")
+
+    check(library.prctl(KEEP_CAPS, int(read_search), 0, 0, 0))
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    if read_search:
+        header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+        check(library.capset(header, (ctypes.c_uint32 * 6)(CAP_READ_SEARCH, CAP_READ_SEARCH, 0, 0, 0, 0)))
+    # becoming another user took this back: to die with whoever started us (who, if gone by now, has closed our input too)
+    check(library.prctl(DEATH_SIGNAL, 9, 0, 0, 0))
+
+
+def read_exactly(descriptor: int, count: int) -> bytes:
+    parts = []
+    while count:
+        part = os.read(descriptor, min(count, 1 << 20))
+        if not part:
+            os._exit(0)  # the grader is gone
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def receive(descriptor: int) -> Any:
+    return scan(read_exactly(descriptor, int(read_exactly(descriptor, 8), 16)).decode("ascii"), 0)[0]
+
+
+def send(descriptor: int, text: str, most: int) -> None:
+    data = text.encode("ascii") if len(text) <= most else b'["large"]'
+    data = b"%08x" % len(data) + data
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def words(*parts: str) -> str:
+    return "[" + ",".join(map(encode_basestring_ascii, parts)) + "]"
+
+
+def text_of(value: Any, depth: int = DEPTH) -> str:
+    """As `wire.encode`, but a subclass (a named tuple, a Counter) is sent as the builtin it extends."""
+    if depth < 0:
+        raise TypeError("too deep")
+    if value is None or value is True or value is False:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return encode_basestring_ascii(value)
+    if isinstance(value, int):
+        value = int.__index__(value)
+        return int.__repr__(value) if -SMALL < value < SMALL else f'["i","{value:#x}"]'
+    if isinstance(value, float):
+        return f'["f","{float.hex(value)}"]'
+    if isinstance(value, complex):
+        return f'["c",["{value.real.hex()}","{value.imag.hex()}"]]'
+    if isinstance(value, (bytes, bytearray)):
+        return f'["b","{value.hex()}"]'
+    kind: Any
+    for kind, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
+        if isinstance(value, kind):
+            return f'["{tag}",[' + ",".join([text_of(item, depth - 1) for item in kind.__iter__(value)]) + "]]"
+    if isinstance(value, dict):
+        pairs = [f"[{text_of(key, depth - 1)},{text_of(item, depth - 1)}]" for key, item in dict.items(value)]
+        return '["d",[' + ",".join(pairs) + "]]"
+    raise TypeError("not plain")
+
+
+def plain(tree: Any) -> Any:
+    if not isinstance(tree, list):
+        return tree
+    tag, content = tree
+    if tag == "i":
+        return int(content, 16)
+    if tag == "f":
+        return float.fromhex(content)
+    if tag == "c":
+        return complex(*map(float.fromhex, content))
+    if tag == "b":
+        return bytes.fromhex(content)
+    if tag == "d":
+        return {plain(key): plain(item) for key, item in content}
+    return {"l": list, "t": tuple, "s": set, "z": frozenset}[tag](plain(item) for item in content)
+
+
+class Opaque:
+    """What a program returned and cannot be sent: a match, a generator. It is true or false, and equal to nothing."""
+
+    def __init__(self, truth: bool) -> None:
+        self.truth = truth
+
+    def __bool__(self) -> bool:
+        return self.truth
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class NotAProgramError(Exception):
+    pass
+
+
+def run(source: str, name: str, names: dict[str, Any]) -> ModuleType:
+    """The program as a module of its own. Its code object is called as a function whose globals are the module's."""
+    try:
+        code = compile(source, "program.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
+        raise NotAProgramError from error
+    module = type(sys)(name)
+    module.__dict__.update(names)
+    sys.modules[name] = module
+    function: Any = type(run)
+    function(code, module.__dict__)()
+    return module
+
+
+def complaint(error: BaseException) -> str:
+    if isinstance(error, NotAProgramError):
+        return words("syntax")
+    if isinstance(error, SystemExit):
+        return words("exit")
+    return words("memory" if isinstance(error, MemoryError) else "error")
+
+
+def find(module: ModuleType, function: str) -> Any:
+    """`name`, or `Class.method` of an instance made without arguments."""
+    first, *rest = function.split(".")
+    found = getattr(module, first)
+    for name in rest:
+        found = getattr(found() if isinstance(found, type) else found, name)
+    return found
+
+
+def answer(module: ModuleType, function: str, arguments: list[Any]) -> str:
+    try:
+        found = find(module, function)
+    except AttributeError:
+        return words("missing")
+    except BaseException as error:
+        return complaint(error)
+    try:
+        value = found(*arguments)
+    except BaseException as error:
+        return complaint(error)
+    try:
+        return f'["value",{text_of(value)}]'
+    except MemoryError:
+        return words("memory")
+    except BaseException:
+        pass
+    try:
+        return '["opaque",true]' if value else '["opaque",false]'
+    except BaseException as error:
+        return complaint(error)
+
+
+def channels() -> tuple[int, int]:
+    """The pipes of the grader move out of the way of the program: it finds no input, and its output goes to the other pipe."""
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return requests, replies
+
+
+def serve_calls(source: str, most: int) -> None:
+    requests, replies = channels()
+    try:
+        module = run(source, "program", {})
+    except BaseException as error:
+        send(replies, complaint(error), most)
+        return
+    send(replies, words("loaded"), most)
+    while True:
+        function, arguments = receive(requests)
+        send(replies, answer(module, function, [plain(item) for item in arguments]), most)
+
+
+def serve_check(source: str, functions: list[str], most: int) -> None:
+    """A data set's own check, which calls the program under test through the grader and sees only plain values of it."""
+    requests, replies = channels()
+
+    def remote(function: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            send(replies, f'["call","{function}",[' + ",".join(map(text_of, arguments)) + "]]", most)
+            kind, content = receive(requests)
+            return plain(content) if kind == "value" else Opaque(content)
+
+        return call
+
+    try:
+        run(source, "check", {name: remote(name) for name in functions})
+    except BaseException:
+        send(replies, words("failed"), most)
+        return
+    send(replies, words("done"), most)
+
+
+def run_with_streams(source: str) -> None:
+    """As a script. Only the name of an exception is shown: its text is the program's, and may never end."""
+    try:
+        run(source, "__main__", {})
+    except SystemExit:
+        raise
+    except BaseException as error:
+        code = SYNTAX if isinstance(error, NotAProgramError) else OUT_OF_MEMORY if isinstance(error, MemoryError) else CRASH
+        leave(code, type(error).__name__)
+
+
+def leave(code: int, name: str) -> Never:
+    try:
+        sys.stdout.flush()
+        os.write(2, ascii(name).encode()[:200] + b"\n")
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    settings = scan(sys.argv[1], 0)[0]
+    sys.argv = ["program.py"]
+    confine(settings)
+    os.write(1, b"ready\n")
+    job = receive(0)
+    os.write(1, b"began\n")
+    if job["kind"] == "stdio":
+        run_with_streams(job["source"])
+    elif job["kind"] == "calls":
+        serve_calls(job["source"], settings["result"])
+    else:
+        serve_check(job["source"], job["functions"], settings["result"])
+
+
+main()

@@ -1,0 +1,387 @@
+"""Ways to put an interpreter behind a wall. Each starts `child.py` in a fresh process and can end all that came of it.
+
+sandlock    Landlock and seccomp, from a package; no root, no namespaces
+bubblewrap  namespaces and an empty file system, with our own seccomp filter and limits inside it
+unsafe      limits only: for programs that you wrote yourself
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.rewards.sandbox import cgroup, seccomp
+from posttrain.rewards.sandbox.limits import Limits
+
+SOURCE = Path(__file__).with_name("child.py").read_text()
+ENVIRONMENT = {
+    "PATH": "/nonexistent",
+    "HOME": "/",
+    "USER": "nobody",
+    "TERM": "dumb",
+    "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "1",
+}
+NOBODY = 65534
+USERS, FIRST_USER = 4000, 61_200  # a user of its own for each run under root: nobody else's processes count against its limit
+# The filter's names, beyond sandlock's own list; making processes and sockets it watches itself.
+DENIED = [name for name in seccomp.denied() if name not in (*seccomp.MAKE_A_PROCESS, "clone3", "socket")]
+OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
+SYNTAX = 78
+MARK = f"posttrain-{secrets.token_hex(8)}"  # on the command line of every child of this process
+_numbers = itertools.count()
+_alive: set[Any] = set()
+LOG = logging.getLogger(__name__)
+
+
+class Infrastructure(Exception):
+    """Our own failure, not the program's: nothing can be said about the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended by itself, or that it had to be ended."""
+
+    code: int = 0
+    signal: int = 0
+    memory: bool = False
+    ended: bool = False  # it was still running
+
+
+class Child(Protocol):
+    """One interpreter behind the wall. The descriptors are the grader's ends of its pipes."""
+
+    pid: int
+    stdin: int
+    stdout: int
+    stderr: int
+
+    def close_input(self) -> None: ...
+
+    def kill(self) -> None:
+        """End it without waiting; another thread may be talking to it."""
+        ...
+
+    def finish(self, patience: float) -> Exit:
+        """Wait so long for it to end, then end it and everything it started; close the pipes. A second call changes nothing."""
+        ...
+
+
+class Mechanism(Protocol):
+    """A way to start children. `start` must be called from a thread that lives as long as they do: they die with it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def start(self, limits: Limits) -> Child: ...
+
+
+def interpreter() -> str:
+    """The interpreter itself, not the link to it in a virtual environment."""
+    return os.path.realpath(sys.executable)
+
+
+def readable() -> list[str]:
+    """What an interpreter must be able to read: itself, its standard library, and shared libraries."""
+    paths = {
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}),
+        interpreter(),
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+    }
+    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        paths.add(os.path.join(str(sysconfig.get_config_var("LIBDIR")), str(sysconfig.get_config_var("INSTSONAME"))))
+    # all of the base installation, nothing of a virtual environment; a link is followed to where Landlock sees it
+    return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
+
+
+def open_to_all(path: str) -> bool:
+    """Whether every user may pass through all folders above `path` and read it."""
+    return all(os.stat(folder).st_mode & 0o001 for folder in Path(path).parents) and bool(os.stat(path).st_mode & 0o004)
+
+
+def command(limits: Limits, user: int, count_tasks: bool, read_search: bool = False) -> list[str]:
+    """The interpreter's command line. It holds no secret: the job comes through a pipe."""
+    limited = {
+        "CORE": 0,
+        "FSIZE": 0,
+        "MSGQUEUE": 0,
+        "NOFILE": limits.open_files,
+        "CPU": limits.cpu_seconds,
+        "AS": limits.memory,
+    }
+    if count_tasks:
+        limited["NPROC"] = limits.tasks
+    settings = {"limits": limited, "user": user, "read_search": read_search, "result": limits.result, "mark": MARK}
+    return [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", SOURCE, json.dumps(settings)]
+
+
+def next_user() -> int:
+    return FIRST_USER + (os.getpid() * 61 + next(_numbers)) % USERS
+
+
+def alive() -> set[Any]:
+    """Children that have not been finished yet, waiting ones among them."""
+    return _alive.copy()
+
+
+def disown() -> None:
+    """After a fork: those children are the parent's."""
+    _alive.clear()
+
+
+class SandlockChild:
+    def __init__(self, process: Any, group: cgroup.ControlGroup | None, several: bool) -> None:
+        self.process, self.group, self.several = process, group, several
+        self.pid = process.pid
+        self.stdin, self.stdout, self.stderr = (s.fileno() for s in (process.stdin, process.stdout, process.stderr))
+        self._exit: Exit | None = None
+        _alive.add(self)
+
+    def close_input(self) -> None:
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def finish(self, patience: float) -> Exit:
+        if self._exit is not None:
+            return self._exit
+        _alive.discard(self)
+        if patience <= 0:
+            self.process.kill()
+        result = self.process.wait(max(patience, 0.001))
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with suppress(OSError):
+                stream.close()
+        reason = result.reason.name
+        # of several processes sandlock counts the memory, and ends them with SIGKILL
+        killed = reason == "KILLED" and patience > 0
+        memory = _remove(self.group) or (killed and self.several)
+        number = signal.SIGKILL if killed else max(result.signal, 0)
+        self._exit = Exit(max(result.exit_code, 0), number, memory, ended=reason == "TIMEOUT" or patience <= 0)
+        return self._exit
+
+
+def _remove(group: cgroup.ControlGroup | None) -> bool:
+    """Whether the group ran out of memory. What cannot be removed stays and is named: that is no reason to mask a score."""
+    if group is None:
+        return False
+    killed = False
+    try:
+        killed = group.killed()
+        group.remove()
+    except (OSError, ValueError) as error:
+        LOG.warning("the control group %s stays: %s", group.memory, error)
+    return killed
+
+
+@dataclass(frozen=True, slots=True)
+class Sandlock:
+    """`own_namespace`: a user namespace of its own, in which the kernel counts this run's tasks alone."""
+
+    own_namespace: bool = False
+    groups: bool = False
+    name: str = "sandlock"
+
+    def start(self, limits: Limits) -> Child:
+        sandlock = importlib.import_module("sandlock")
+        root = os.getuid() == 0
+        mapped = NOBODY if self.own_namespace and not root else None
+        paths = readable()
+        sandbox = sandlock.Sandbox(
+            fs_readable=[*paths, "/dev/null", "/dev/urandom"],
+            clean_env=True,
+            env=ENVIRONMENT,
+            max_memory=limits.memory if limits.processes > 1 else None,  # one process: the kernel's own limit is the total
+            max_processes=limits.processes,
+            max_open_files=limits.open_files,
+            no_coredump=True,
+            extra_deny_syscalls=DENIED,
+            uid=mapped,
+            gid=mapped,
+            cwd="/",
+            name=f"sandbox-{secrets.token_hex(8)}",  # no two may bear the same at one time; it says nothing of this process
+        )
+        line = command(
+            limits,
+            user=next_user() if root else 0,
+            count_tasks=root or self.own_namespace,
+            read_search=root and not all(open_to_all(path) for path in paths),
+        )
+        pipe = sandlock.StdioMode.PIPED
+        # it does have an effect, by way of the user: the child's group is mapped
+        warnings.filterwarnings("ignore", message="Policy field 'gid' is set but not wired", category=UserWarning)
+        try:
+            process = sandbox.popen(line, stdin=pipe, stdout=pipe, stderr=pipe)
+        except Exception as error:  # whatever the package raises, the program has not been started
+            raise Infrastructure(f"sandlock: {error}") from error
+        return SandlockChild(process, _group(self.groups, limits, process.pid, process.kill), limits.processes > 1)
+
+
+def _group(wanted: bool, limits: Limits, pid: int, kill: Any) -> cgroup.ControlGroup | None:
+    if not wanted or limits.processes == 1:
+        return None  # one process: its own limit is the total already
+    try:
+        group = cgroup.make(limits)
+        group.add(pid)
+    except (OSError, ValueError) as error:
+        kill()
+        raise Infrastructure(f"control group: {error}") from error
+    return group
+
+
+class PopenChild:
+    def __init__(self, process: subprocess.Popen[bytes], group: cgroup.ControlGroup | None, whole_group: bool) -> None:
+        self.process, self.group, self.whole_group = process, group, whole_group
+        self.pid = process.pid
+        self.streams = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
+        self.stdin, self.stdout, self.stderr = (stream.fileno() for stream in self.streams)
+        self._exit: Exit | None = None
+        _alive.add(self)
+
+    def close_input(self) -> None:
+        self.streams[0].close()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def finish(self, patience: float) -> Exit:
+        if self._exit is not None:
+            return self._exit
+        _alive.discard(self)
+        ended = False
+        try:
+            code = self.process.wait(max(patience, 0))
+        except subprocess.TimeoutExpired:
+            ended = True
+            self.process.kill()
+            code = self.process.wait()
+        if self.whole_group:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        for stream in self.streams:
+            with suppress(OSError):
+                stream.close()
+        number = -code if code < 0 else code - 128 if code > 128 else 0  # bubblewrap reports a signal as a shell does
+        memory = _remove(self.group)
+        self._exit = Exit(max(code, 0), number, memory, ended)
+        return self._exit
+
+
+@dataclass(frozen=True, slots=True)
+class Bubblewrap:
+    """`privileged`: namespaces made by root itself, which then becomes an ordinary user; else a user namespace."""
+
+    privileged: bool = False
+    groups: bool = False
+    name: str = "bubblewrap"
+
+    def start(self, limits: Limits) -> Child:
+        program = shutil.which("bwrap")
+        if program is None or not seccomp.supported():
+            raise Infrastructure("bubblewrap: no bwrap on PATH, or no filter for this machine's architecture")
+        with tempfile.TemporaryFile() as rules:
+            rules.write(seccomp.program(allow_processes=limits.processes > 1))
+            rules.flush()
+            rules.seek(0)
+            line = [program, *self.walls(rules.fileno()), "--"]
+            line += command(limits, next_user() if self.privileged else 0, count_tasks=True)
+            try:
+                process = subprocess.Popen(
+                    line,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    env={},
+                    pass_fds=(rules.fileno(),),
+                )
+            except OSError as error:
+                raise Infrastructure(f"bubblewrap: {error}") from error
+        return PopenChild(process, _group(self.groups, limits, process.pid, process.kill), whole_group=False)
+
+    def walls(self, rules: int) -> list[str]:
+        spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
+        if self.privileged:
+            user = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
+        else:
+            user = f"--unshare-user --disable-userns --uid {NOBODY} --gid {NOBODY} --cap-drop ALL"
+        line = f"{spaces} {user} --die-with-parent --new-session --clearenv --hostname sandbox".split()
+        for name, value in ENVIRONMENT.items():
+            line += ["--setenv", name, value]
+        paths = readable()
+        for folder in sorted({str(parent) for path in paths for parent in Path(path).parents} | {"/dev"} - {"/"}):
+            line += ["--perms", "0755", "--dir", folder]  # else closed to others where the host's own is: /root
+        for path in paths:
+            line += ["--ro-bind", path, path]
+        for link in ("/lib", "/lib64"):  # the loader is named by them in every program
+            if os.path.islink(link):
+                line += ["--symlink", os.readlink(link), link]
+        for device in ("/dev/null", "/dev/urandom"):
+            line += ["--dev-bind", device, device]
+        return [*line, "--remount-ro", "/", "--chdir", "/", "--seccomp", str(rules)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsafe:
+    """No wall at all: an ordinary process with limits, which reads, writes and connects as you do."""
+
+    name: str = "unsafe"
+
+    def start(self, limits: Limits) -> Child:
+        line = command(limits, user=0, count_tasks=False)
+        try:
+            process = subprocess.Popen(
+                line,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Infrastructure(f"no process could be started: {error}") from error
+        return PopenChild(process, None, whole_group=True)
+
+
+def candidates() -> list[tuple[Mechanism, str]]:
+    """What could be tried here, best first, each with what it needs and lacks ('' where nothing is known to be lacking)."""
+    if not sys.platform.startswith("linux"):
+        return []
+    root = os.getuid() == 0
+    groups = cgroup.available(Limits())
+    found: list[tuple[Mechanism, str]] = []
+    try:
+        importlib.import_module("sandlock")
+        lacking = ""
+    except Exception as error:  # its native library may refuse in many ways
+        lacking = f"not importable ({type(error).__name__}: {error})"
+    found.append((Sandlock(own_namespace=not root, groups=groups), lacking))
+    if not root:
+        found.append((Sandlock(own_namespace=False, groups=groups), lacking))
+    lacking = "" if shutil.which("bwrap") else "bwrap is not on PATH"
+    if root:
+        found.append((Bubblewrap(privileged=True, groups=groups), lacking))
+    found.append((Bubblewrap(privileged=False, groups=groups), lacking))
+    return found

@@ -1,0 +1,179 @@
+"""One conversation with one child: bytes in both directions, bounded in time and size. No signals, no threads of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import time
+from typing import Any
+
+from posttrain.rewards.sandbox import wire
+from posttrain.rewards.sandbox.limits import Limits
+from posttrain.rewards.sandbox.mechanisms import OUT_OF_MEMORY, SYNTAX, Child, Exit, Infrastructure
+
+READY, BEGAN = b"ready\n", b"began\n"
+START_SECONDS = 30.0
+CHUNK = 1 << 16
+HEADER = 8
+XCPU = 24
+
+
+class Ended(Exception):
+    """The program ended or had to be ended before it said what was asked; `outcome` says how."""
+
+    def __init__(self, outcome: str) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class Session:
+    """A child that was started ahead, used once. Leave it through `with`: that ends the child and all it started."""
+
+    def __init__(self, child: Child, limits: Limits) -> None:
+        self.child, self.limits = child, limits
+        self.outgoing, self.incoming, self.noise, self.errors = bytearray(), bytearray(), 0, b""
+        self.closing = False
+        self.deadline = float("inf")
+        self.selector = selectors.DefaultSelector()
+        for descriptor in (child.stdin, child.stdout, child.stderr):
+            os.set_blocking(descriptor, False)
+        self.selector.register(child.stdout, selectors.EVENT_READ)
+        self.selector.register(child.stderr, selectors.EVENT_READ)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.selector.close()
+        self.child.finish(0)
+
+    def wait_until_ready(self) -> None:
+        self._await(READY)
+
+    def _await(self, word: bytes) -> None:
+        """Up to here no line of the program has run, so whatever goes wrong is not its doing."""
+        self.deadline = time.monotonic() + START_SECONDS
+        try:
+            while len(self.incoming) < len(word):
+                self._turn()
+        except Ended as ended:
+            raise Infrastructure(f"the sandbox did not start: {ended.outcome} {self.errors[-500:]!r}") from ended
+        if not self.incoming.startswith(word):
+            raise Infrastructure(f"the sandbox did not start: it said {bytes(self.incoming[:40])!r}")
+        del self.incoming[: len(word)]
+
+    def begin(self, kind: str, source: str, functions: tuple[str, ...] = ()) -> None:
+        """Hand over the program. The clock starts when it has arrived; an interpreter may have died while it waited."""
+        self.send({"kind": kind, "source": source, "functions": functions})
+        self._await(BEGAN)
+        self.deadline = time.monotonic() + self.limits.wall
+
+    def send(self, tree: Any) -> None:
+        if self.incoming:
+            raise Ended("fail")  # it answered before it was asked
+        data = json.dumps(tree).encode()
+        self.write(b"%08x" % len(data) + data)
+
+    def write(self, data: bytes, last: bool = False) -> None:
+        self.outgoing += data
+        self.closing = last
+        if self.child.stdin not in self.selector.get_map():
+            self.selector.register(self.child.stdin, selectors.EVENT_WRITE)
+
+    def receive(self) -> list[Any]:
+        """One message of the child: a list that begins with a word."""
+        while len(self.incoming) < HEADER:
+            self._turn()
+        try:
+            count = int(bytes(self.incoming[:HEADER]), 16)
+        except ValueError:
+            raise Ended("fail") from None
+        if not 0 <= count <= self.limits.result:
+            raise Ended("output")
+        while len(self.incoming) < HEADER + count:
+            self._turn()
+        text = bytes(self.incoming[HEADER : HEADER + count])
+        del self.incoming[: HEADER + count]
+        try:
+            message = wire.parse(text, self.limits.result)
+        except wire.Malformed:
+            raise Ended("fail") from None
+        if not (isinstance(message, list) and message and isinstance(message[0], str)):
+            raise Ended("fail")
+        return message
+
+    def read_all(self) -> bytes:
+        """All that the program prints until it ends by itself, without error."""
+        try:
+            while True:
+                self._turn()
+        except Ended as ended:
+            if ended.outcome != "stopped":
+                raise
+        return bytes(self.incoming)
+
+    def _turn(self) -> None:
+        """Wait for a pipe and move what can be moved."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise Ended("timeout")
+        for key, _ in self.selector.select(left):
+            if key.fd == self.child.stdin:
+                self._write_some()
+            elif key.fd == self.child.stdout:
+                self._read_some()
+            else:
+                self._read_noise()
+
+    def _write_some(self) -> None:
+        try:
+            del self.outgoing[: os.write(self.child.stdin, self.outgoing[:CHUNK])]
+        except BlockingIOError:
+            return
+        except OSError:  # it closed its end; what it printed still counts
+            self.outgoing.clear()
+        if not self.outgoing:
+            self.selector.unregister(self.child.stdin)
+            if self.closing:
+                self.child.close_input()
+
+    def _read_some(self) -> None:
+        try:
+            data = os.read(self.child.stdout, CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self.selector.unregister(self.child.stdout)
+            if self.child.stderr in self.selector.get_map():
+                self._read_noise()
+            raise Ended(self._how(self.child.finish(self.deadline - time.monotonic())))
+        self.incoming += data
+        if len(self.incoming) > max(self.limits.output, self.limits.result + HEADER):
+            raise Ended("output")
+
+    def _read_noise(self) -> None:
+        try:
+            data = os.read(self.child.stderr, CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self.selector.unregister(self.child.stderr)
+        self.errors = (self.errors + data)[-2000:]
+        self.noise += len(data)
+        if self.noise > self.limits.output:
+            raise Ended("output")
+
+    @staticmethod
+    def _how(end: Exit) -> str:
+        """The outcome of a program that has ended: `stopped` where it did so in good order, which says nothing for it."""
+        if end.ended or end.signal == XCPU:
+            return "timeout"
+        if end.memory or end.code == OUT_OF_MEMORY:
+            return "memory"
+        if end.code == SYNTAX:
+            return "syntax"
+        return "crash" if end.signal or end.code else "stopped"

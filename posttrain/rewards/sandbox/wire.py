@@ -1,0 +1,196 @@
+"""Plain values as text: what crosses the wall between the grader and a program, in both directions.
+
+A value is null, true, false, a string or an integer below 2^53 as JSON has them; everything else is [tag, content]. Only exact
+builtins come out of `decode`, so no `__eq__` of the program survives; the text is bounded before it is parsed, and whatever is
+not in this form is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any, NoReturn
+
+Plain = Any  # None, bool, int, float, complex, str, bytes, and list, tuple, set, frozenset and dict of these
+
+DEPTH, NODES, DIGITS, SAME_HASH = 100, 200_000, 100_000, 100
+SMALL = 1 << 53
+HEXADECIMAL = re.compile(r"-?0x[0-9a-f]+")
+TAGS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
+FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
+
+
+class Malformed(ValueError):
+    """Text that is no value, or a value that cannot be sent."""
+
+
+def encode(value: Plain) -> str:
+    """The text of a plain value.
+
+    >>> encode([1, (2.5, None)])
+    '["l",[1,["t",[["f","0x1.4000000000000p+1"],null]]]]'
+    >>> encode(object())
+    Traceback (most recent call last):
+    posttrain.rewards.sandbox.wire.Malformed: a value of type object cannot cross into a sandbox
+    """
+    return json.dumps(tagged(value), separators=(",", ":"))
+
+
+def tagged(value: Plain, depth: int = DEPTH) -> Any:
+    """A plain value as a tree that JSON can write."""
+    kind = type(value)
+    if depth < 0:
+        raise Malformed(f"a value is nested more than {DEPTH} deep")
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -SMALL < value < SMALL else ["i", hex(value)]
+    if kind is float:
+        return ["f", value.hex()]
+    if kind is complex:
+        return ["c", [value.real.hex(), value.imag.hex()]]
+    if kind is bytes:
+        return ["b", value.hex()]
+    if kind in TAGS:
+        return [TAGS[kind], [tagged(item, depth - 1) for item in value]]
+    if kind is dict:
+        return ["d", [[tagged(key, depth - 1), tagged(item, depth - 1)] for key, item in value.items()]]
+    raise Malformed(f"a value of type {kind.__name__} cannot cross into a sandbox")
+
+
+def parse(text: bytes, most: int) -> Any:
+    """JSON without objects, floats, constants or long numbers, of at most `most` bytes.
+
+    >>> parse(b'[1, {"a": 2}]', 100)
+    Traceback (most recent call last):
+    posttrain.rewards.sandbox.wire.Malformed: an object, float or constant
+    """
+    if len(text) > most:
+        raise Malformed(f"{len(text)} bytes, more than {most}")
+    try:
+        return json.loads(
+            text.decode("ascii"),
+            object_pairs_hook=_refuse,
+            parse_float=_refuse,
+            parse_constant=_refuse,
+            parse_int=_integer,
+        )
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, Malformed) else Malformed("not JSON") from error
+
+
+def _refuse(_: Any) -> NoReturn:
+    raise Malformed("an object, float or constant")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 17:
+        raise Malformed("a long number")
+    return int(text)
+
+
+def decode(tree: Any) -> Plain:
+    """The plain value of a parsed text.
+
+    >>> decode(parse(encode({(1, 2): {3}, "x": -1e300}).encode(), 1000))
+    {(1, 2): {3}, 'x': -1e+300}
+    """
+    return _Decoder().value(tree, DEPTH)
+
+
+class _Decoder:
+    def __init__(self) -> None:
+        self.left = NODES
+
+    def value(self, tree: Any, depth: int) -> Plain:
+        self.left -= 1
+        if depth < 0 or self.left < 0:
+            raise Malformed("a value too deep or too large")
+        if tree is None or isinstance(tree, bool | int | str):
+            return tree
+        if not (isinstance(tree, list) and len(tree) == 2 and isinstance(tree[0], str)):
+            raise Malformed("neither a plain value nor a tag with its content")
+        tag, content = tree
+        if tag in ("l", "t", "s", "z", "d") and isinstance(content, list):
+            return self.container(tag, content, depth)
+        if tag == "i" and isinstance(content, str) and len(content) <= DIGITS and HEXADECIMAL.fullmatch(content):
+            return int(content, 16)
+        if tag == "f":
+            return _float(content)
+        if tag == "c" and isinstance(content, list) and len(content) == 2:
+            return complex(_float(content[0]), _float(content[1]))
+        if tag == "b" and isinstance(content, str) and re.fullmatch(r"(?:[0-9a-f]{2})*+", content):
+            return bytes.fromhex(content)
+        raise Malformed("an unknown tag")
+
+    def container(self, tag: str, content: list[Any], depth: int) -> Plain:
+        if tag == "d":
+            if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+                raise Malformed("a dict without pairs")
+            pairs = [(self.value(key, depth - 1), self.value(item, depth - 1)) for key, item in content]
+            return _hashed(dict, pairs)
+        items = [self.value(item, depth - 1) for item in content]
+        if tag == "l":
+            return items
+        if tag == "t":
+            return tuple(items)
+        return _hashed(set if tag == "s" else frozenset, items)
+
+
+def _hashed(kind: type, items: list[Any]) -> Any:
+    try:
+        # building a table takes the square of how many share a hash, and equal hashes are easily made: multiples of 2^61 - 1
+        hashes = Counter(hash(item[0] if kind is dict else item) for item in items)
+        if hashes and max(hashes.values()) > SAME_HASH:
+            raise Malformed("too many elements of one hash")
+        made = kind(items)
+    except TypeError as error:
+        raise Malformed("an unhashable key or element") from error
+    if len(made) != len(items):
+        raise Malformed("a repeated key or element")
+    return made
+
+
+def _float(text: Any) -> float:
+    if not (isinstance(text, str) and FLOAT.fullmatch(text)):
+        raise Malformed("not a float")
+    try:
+        return float.fromhex(text)
+    except OverflowError as error:
+        raise Malformed("not a float") from error
+
+
+def same(given: Plain, expected: Plain, exact: bool = False, tolerance: float = 1e-9) -> bool:
+    """Whether a decoded value is the expected one. Both sides hold builtins only.
+
+    Numbers are compared by value, |a - b| <= tolerance * max(1, |b|) where one is a float; nan equals nan; a bool is no number.
+    A list and a tuple are the same sequence unless `exact`. Sets and the keys of dicts are compared as Python does.
+
+    >>> same(2, 2.0), same((1, 2), [1, 2]), same((1, 2), [1, 2], exact=True), same(True, 1), same(float("nan"), float("nan"))
+    (True, True, False, False, True)
+    """
+    if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
+        return given is expected
+    if isinstance(given, int | float | complex) and isinstance(expected, int | float | complex):
+        return _same_number(given, expected, tolerance)
+    if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
+        if len(given) != len(expected) or (exact and type(given) is not type(expected)):
+            return False
+        return all(same(a, b, exact, tolerance) for a, b in zip(given, expected, strict=True))
+    if isinstance(given, dict) and isinstance(expected, dict):
+        return given.keys() == expected.keys() and all(same(given[key], expected[key], exact, tolerance) for key in expected)
+    if isinstance(given, set | frozenset) and isinstance(expected, set | frozenset):
+        return given == expected
+    return type(given) is type(expected) and bool(given == expected)
+
+
+def _same_number(given: complex, expected: complex, tolerance: float) -> bool:
+    if isinstance(given, int) and isinstance(expected, int):
+        return given == expected
+    if given == expected or (given != given and expected != expected):
+        return True
+    try:
+        return abs(given - expected) <= tolerance * max(1.0, abs(expected)) and abs(expected) != float("inf")
+    except OverflowError:  # an integer beyond the floats
+        return False

@@ -1,0 +1,468 @@
+"""Programs graded for real: honest ones pass, hostile ones gain nothing, and the host is as it was after each."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.rewards import code
+from posttrain.rewards._code_data import fenced, humaneval, mbpp
+from posttrain.rewards.code import CallTest, CheckTest, StdioTest, extract, grade, read_tests
+from posttrain.rewards.sandbox import isolation, mechanisms, pool, session, wire
+from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
+from posttrain.rewards.sandbox.mechanisms import Infrastructure
+from tests.rewards.hostile_programs import CONTROLS, ESCAPE, GAIN, GREED, HONEST, HONEST_STDIO, HOSTILE, Case, strangers
+
+WALL = 1.0
+LIMITS = Limits(wall=WALL, memory=256 * MEGABYTE)
+PATIENT = Limits(wall=20.0, memory=256 * MEGABYTE)  # for programs that end by themselves, on a busy machine
+CALLS = [CallTest("double", [n], 2 * n) for n in (3, 10, -4, 7, 0, 1, 49, -100)]
+STDIO = [StdioTest("3\n", "6\n"), StdioTest("-50\n", "-100\n")]
+
+
+def usable(name: str) -> str:
+    """'' where this mechanism works here, else why not."""
+    try:
+        isolation.choose(name)
+    except UserError as error:
+        return str(error).partition(". Install")[0]
+    return ""
+
+
+REASONS = {name: usable(name) for name in ("sandlock", "bubblewrap")}
+WALLS = [pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=reason)) for name, reason in REASONS.items()]
+FIRST = next((name for name, reason in REASONS.items() if not reason), None)
+needs_wall = pytest.mark.skipif(FIRST is None, reason="; ".join(REASONS.values()))
+
+
+class Host:
+    """What a program must not change, looked at before and after."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.chmod(0o777)  # and so are all above it: only the wall is in the way
+        self.file = self.folder / "secret"
+        self.file.write_text("6")
+        self.file.chmod(0o666)
+        self.listener = socket.socket()
+        self.listener.bind(("127.0.0.1", 0))
+        self.listener.listen()
+        self.listener.setblocking(False)
+        self.datagrams = socket.socket(type=socket.SOCK_DGRAM)
+        self.datagrams.bind(("127.0.0.1", self.listener.getsockname()[1]))
+        self.datagrams.setblocking(False)
+        self.before = self.state()
+        self.size = resident()
+
+    def fill(self, program: str) -> str:
+        facts = {"host_file": self.file, "host_folder": self.folder, "pid": os.getpid(), "port": self.listener.getsockname()[1]}
+        for name, value in facts.items():
+            program = program.replace("{" + name + "}", str(value))
+        return program
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "cwd": os.getcwd(),
+            "files here": sorted(os.listdir(".")),
+            "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+            "handlers": [
+                signal.getsignal(s) for s in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)
+            ],
+            "limits": [resource.getrlimit(r) for r in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CORE)],
+            "secret": (self.file.read_text(), *self.file.stat()[:6], self.file.stat().st_mtime_ns, os.listxattr(self.file)),
+            "folder": [*sorted(os.listdir(self.folder)), oct(self.folder.stat().st_mode)],
+        }
+
+    def check(self) -> None:
+        assert self.state() == self.before
+        for endpoint in (self.listener.accept, lambda: self.datagrams.recv(1)):
+            with pytest.raises(BlockingIOError):
+                endpoint()
+        assert resident() - self.size < 50 * MEGABYTE
+        left, end = strangers(), time.monotonic() + 1
+        while left and time.monotonic() < end:  # one that is just being started is not known yet
+            time.sleep(0.01)
+            left &= strangers()
+        assert not left
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@needs_wall
+def test_a_process_that_is_left_would_be_seen() -> None:
+    child = isolation.choose().mechanism.start(PATIENT)
+    mechanisms._alive.discard(child)
+    os.read(child.stdout, 6)
+    try:
+        assert child.pid in strangers()
+    finally:
+        child.finish(0)
+    assert child.pid not in strangers()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.chdir(tmp_path)
+    with tempfile.TemporaryDirectory() as folder:
+        host = Host(Path(folder))
+        yield host
+        host.listener.close()
+        host.datagrams.close()
+
+
+def verdict(case: Case, host: Host, wall: str, **settings: Any) -> str:
+    tests = CALLS if case.kind == "calls" else STDIO
+    limits = LIMITS if case.slow else PATIENT
+    score = grade(fenced(host.fill(case.program)), tests, limits=limits, sandbox=wall, **settings)
+    assert (score.value == 1.0) == (score.outcome == "pass")
+    assert score.valid
+    return score.outcome
+
+
+def identify(case: Case) -> str:
+    return f"{case.kind}-{case.name}"
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_honest_programs_pass(wall: str, host: Host) -> None:
+    outcomes = {case.name: verdict(case, host, wall) for case in CONTROLS}
+    assert set(outcomes.values()) == {"pass"}, outcomes
+    host.check()
+
+
+@needs_wall
+@pytest.mark.parametrize("case", HOSTILE, ids=identify)
+def test_a_hostile_program_gains_nothing(case: Case, host: Host) -> None:
+    begin = time.monotonic()
+    outcome = verdict(case, host, FIRST or "")
+    assert time.monotonic() - begin < (WALL if case.slow else PATIENT.wall) + 2
+    assert outcome in case.outcomes.split()
+    host.check()
+    assert verdict(CONTROLS[0], host, FIRST or "") == "pass"
+
+
+@pytest.mark.parametrize("wall", WALLS[1:])
+def test_the_second_wall_stops_them_too(wall: str, host: Host) -> None:
+    wrong = {}
+    for case in (*GREED, *ESCAPE):
+        if not case.slow or case is GREED[0]:
+            outcome = verdict(case, host, wall)
+            if outcome not in case.outcomes.split():
+                wrong[case.name] = outcome
+            host.check()
+    assert not wrong
+
+
+# What each hole looks like when it is open: how to open it, and which programs then get a verdict that they must not have.
+
+
+def accept_a_clean_exit(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(code.ENDS, "stopped", "pass")
+
+
+def compare_as_python_does(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wire, "same", lambda given, expected, exact, tolerance: given == expected)
+
+
+def keep_the_order_of_the_tests(patch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def digest(self) -> bytes:
+            return self.data
+
+    patch.setattr(code.hashlib, "sha256", Plain)
+
+
+def ignore_exit_codes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(session.Session, "_how", staticmethod(lambda end: "stopped"))
+
+
+def believe_refusals(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code, "REFUSALS", dict.fromkeys(("error", "exit", "missing", "syntax", "opaque"), "pass"))
+
+
+def read_more_than_the_library(patch: pytest.MonkeyPatch) -> None:
+    paths = mechanisms.readable()
+    patch.setattr(mechanisms, "readable", lambda: [*paths, tempfile.gettempdir()])
+
+
+def no_limit_on_memory(patch: pytest.MonkeyPatch) -> None:
+    line = mechanisms.command
+
+    def unlimited(limits: Limits, *arguments: Any, **options: Any) -> list[str]:
+        roomy = Limits(**{**{f: getattr(limits, f) for f in limits.__dataclass_fields__}, "memory": 64 << 30})
+        return line(roomy, *arguments, **options)
+
+    patch.setattr(mechanisms, "command", unlimited)
+
+
+TRUTHS = [CallTest("double", [n], 1) for n in (1, 2)]
+LARGE = "def double(n):\n    x = bytes(1 << 29)\n    return 2 * n"
+READS = "def double(n):\n    open('{host_file}').read()\n    return 2 * n"
+HOLES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, list[Any]]] = [
+    (accept_a_clean_exit, "import os\nos._exit(0)", "fail", CALLS),
+    (compare_as_python_does, "def double(n):\n    return True", "fail", TRUTHS),
+    (keep_the_order_of_the_tests, next(c.program for c in GAIN if c.name == "a counter of calls"), "fail", CALLS),
+    (ignore_exit_codes, HONEST_STDIO + "1 / 0", "crash", STDIO),
+    (believe_refusals, "def double(n):\n    raise ValueError", "crash", CALLS),
+    (read_more_than_the_library, READS, "crash", CALLS),
+    (no_limit_on_memory, LARGE, "memory", CALLS),
+]
+
+
+@needs_wall
+@pytest.mark.parametrize(("hole", "program", "closed", "tests"), HOLES, ids=lambda v: getattr(v, "__name__", None) or "")
+def test_a_hole_would_be_seen(hole: Any, program: str, closed: str, tests: list[Any], host: Host, monkeypatch: Any) -> None:
+    response = fenced(host.fill(program))
+    assert grade(response, tests, limits=PATIENT, sandbox=FIRST or "").outcome == closed
+    hole(monkeypatch)
+    own = pool.Pool(spare=0)  # no interpreter that was started while the hole was closed
+    monkeypatch.setattr(pool, "shared", lambda: own)
+    assert grade(response, tests, limits=PATIENT, sandbox=FIRST or "").outcome == "pass"
+    own.close()
+
+
+@needs_wall
+def test_partial_credit_is_the_share_of_tests() -> None:
+    half = fenced("def double(n):\n    return 2 * n if n > 0 else None")  # 3, 10, 7, 1, 49 of eight
+    score = grade(half, CALLS, partial=True)
+    assert (score.value, score.parts["tests"], score.outcome) == (0.625, 0.625, "fail")
+    raising = fenced("def double(n):\n    return 2 * n if n > 0 else 1 / 0")
+    assert grade(raising, CALLS, partial=True).value == 0.625
+    assert grade(fenced(HONEST_STDIO), [*STDIO, StdioTest("1", "1")], partial=True).value == pytest.approx(2 / 3)
+    assert grade(half, CALLS).value == 0.0
+    assert grade(fenced(HONEST), CALLS, partial=True).outcome == "pass"
+
+
+@needs_wall
+def test_who_exceeds_a_limit_forfeits_what_is_left() -> None:
+    begin = time.monotonic()
+    score = grade(fenced("import time\ntime.sleep(99)"), [StdioTest("", str(i)) for i in range(9)], limits=LIMITS, partial=True)
+    assert (score.value, score.outcome) == (0.0, "timeout")
+    assert time.monotonic() - begin < WALL + 2
+
+
+@needs_wall
+def test_fresh_processes_remember_nothing() -> None:
+    counting = fenced("calls = []\ndef f():\n    calls.append(1)\n    return len(calls)")
+    tests = [CallTest("f", [], 1), CallTest("f", [], 1)]
+    assert grade(counting, tests).outcome == "fail"
+    assert grade(counting, tests, fresh=True).outcome == "pass"
+
+
+@needs_wall
+def test_methods_and_several_kinds_of_tests() -> None:
+    program = fenced(
+        "class Solution:\n    def double(self, n):\n        return 2 * n\nif __name__ == '__main__':\n    print('main')"
+    )
+    tests = [
+        CallTest("Solution.double", [4], 8),
+        StdioTest("", "main"),
+        CheckTest("assert f(2) == 4", ("f",), ("Solution.double",)),
+    ]
+    assert grade(program, tests).outcome == "pass"
+    assert grade(program, [*tests, CallTest("Solution.double", [4], 9)]).outcome == "fail"
+
+
+@needs_wall
+def test_a_check_runs_away_from_the_program() -> None:
+    sums = CheckTest("import math\nfor n in range(5):\n    assert math.isclose(f(n), 2 * n)", ("f",), ("double",))
+    assert grade(fenced(HONEST), [sums]).outcome == "pass"
+    for program in (
+        "def double(n):\n    return 0",
+        EQUAL,
+        "import math, builtins\nmath.isclose = lambda *a: True\nbuiltins.range = lambda n: []\ndef double(n):\n    return 'x'",
+        "import os\ndef double(n):\n    os._exit(0)",
+        "def double(n):\n    raise SystemExit",
+    ):
+        assert grade(fenced(program), [sums]).outcome == "fail", program
+    assert grade(fenced(HONEST), [CheckTest("pass", ("f",), ("double",))]).outcome == "fail"  # nothing was called
+    assert grade(fenced("import re\ndef f(t):\n    return re.match('a', t)"), [TRUTH]).outcome == "pass"
+    assert grade(fenced(EQUAL.replace("double", "f")), [CheckTest("assert f(1) == 2", ("f",), ("f",))]).outcome == "fail"
+    looping = CheckTest("f(1)\nwhile True: pass", ("f",), ("double",))
+    assert grade(fenced(HONEST), [looping], limits=LIMITS).outcome == "timeout"
+
+
+EQUAL = "class Z:\n    def __eq__(self, other):\n        return True\ndef double(n):\n    return Z()"
+TRUTH = CheckTest("assert f('ab')\nassert not f('b')", ("f",), ("f",))
+
+
+@needs_wall
+def test_in_threads_at_once() -> None:
+    programs = [HONEST, "def double(n):\n    return n", "import os\nos._exit(0)", "1 / 0"] * 6
+    with ThreadPoolExecutor(4) as workers:
+        outcomes = list(workers.map(lambda program: grade(fenced(program), CALLS, limits=PATIENT).outcome, programs))
+    assert outcomes == ["pass", "fail", "fail", "crash"] * 6
+    assert threading.active_count() < 10
+
+
+class Broken:
+    """A mechanism that fails so often before it works."""
+
+    def __init__(self, failures: int) -> None:
+        self.left, self.name = failures, "broken"
+
+    def start(self, limits: Limits) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            raise Infrastructure("no process could be started")
+        return mechanisms.Unsafe().start(limits)
+
+
+@pytest.mark.parametrize(("failures", "outcome"), [(0, "pass"), (1, "pass"), (2, "infrastructure")])
+def test_our_own_failures_are_tried_again_and_then_masked(failures: int, outcome: str, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(isolation, "choose", lambda name: isolation.Isolation(Broken(failures)))
+    own = pool.Pool(spare=0)
+    monkeypatch.setattr(pool, "shared", lambda: own)
+    score = grade(fenced(HONEST), CALLS, limits=PATIENT)
+    own.close()
+    assert score.outcome == outcome
+    assert score.valid == (outcome == "pass")
+    assert len(caplog.records) == failures  # nothing fails in silence
+    if not score.valid:
+        assert (score.value, score.failure) == (None, "infrastructure")
+
+
+EXTRACTIONS = [
+    ("```python\nx = 1\n```", "x = 1\n"),
+    ("```\nx = 1\n```", "x = 1\n"),
+    ("~~~py\nx = 1\n~~~", "x = 1\n"),
+    ("```python\na\n```\nbetter:\n```python\nb\n```", "b\n"),
+    ("```python\na\n```\nrun it:\n```bash\npython a.py\n```\n```\n3\n```", "a\n"),
+    ("```python\na\n```\nand\n```python\nb", "a\n"),  # the last is not complete
+    ("<think>```python\na\n```</think>\n```python\nb\n```", "b\n"),
+    ("<think>```python\na\n```</think> done", None),
+    ("<think>```python\na\n```\nwait", None),
+    ("```python\nx = '<think>'\n```", "x = '<think>'\n"),
+    ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+    ("```python\r\nx = 1\r\n```", "x = 1\n"),
+    ("  ```python\nx = 1\n  ```", "x = 1\n"),
+    ("```python x = 1```", None),
+    ("```javascript\nx\n```", None),
+    ("text only", None),
+    ("", None),
+    ("```python\n" + "x" * 5_000_000 + "\n```", None),
+]
+
+
+@pytest.mark.parametrize(("response", "program"), EXTRACTIONS)
+def test_extraction(response: str, program: str | None) -> None:
+    assert extract(response) == program
+
+
+def test_extraction_takes_time_linear_in_the_response() -> None:
+    begin = time.monotonic()
+    for text in (
+        "```" * 300_000,
+        "```python\n" * 100_000,
+        "`" * 1_000_000,
+        "~~~\n" * 200_000,
+        " " * 1_000_000,
+        "</think>" * 100_000,
+    ):
+        extract(text)
+    assert time.monotonic() - begin < 5
+
+
+HUMANEVAL = {
+    "task_id": "Fixture/0",
+    "prompt": 'def add(a: int, b: int) -> int:\n    """The sum."""\n',
+    "entry_point": "add",
+    "canonical_solution": "    return a + b\n",
+    "test": "METADATA = {}\ndef check(candidate):\n    assert True\n    assert candidate(1, 2) == 3\n    assert candidate(1, 1) == 2",
+}
+HUMANEVAL_LOOP = {
+    "task_id": "Fixture/1",
+    "prompt": 'def twice(n):\n    return 2 * n\n\n\ndef half(n):\n    """The inverse of twice."""\n',
+    "entry_point": "half",
+    "canonical_solution": "    return n // 2\n",
+    "test": "def check(candidate):\n    for n in range(9):\n        assert candidate(twice(n)) == n\n    assert half(4) == 2\n",
+}
+MBPP = {
+    "task_id": 7,
+    "prompt": "Write a function to find the shared elements of two lists.",
+    "code": "import math\ndef shared(a, b):\n    return tuple(set(a) & set(b))",
+    "test_imports": [],
+    "test_list": [
+        "assert set(shared((3, 4), (4, 5))) == set((4,))",
+        "assert shared([1], [1]) == (1,)",
+        "assert math.fabs(len(shared([], []))) == 0",
+    ],
+}
+
+
+@needs_wall
+@pytest.mark.parametrize(
+    ("read", "record", "kinds", "stub"),
+    [
+        (humaneval, HUMANEVAL, [CallTest, CallTest], "def add(*args): return 3"),
+        (humaneval, HUMANEVAL_LOOP, [CheckTest], "def half(*args): return 0"),
+        (mbpp, MBPP, [CallTest, CheckTest], "def shared(*args): return (1,)"),
+    ],
+)
+def test_records_of_data_sets(read: Any, record: dict[str, Any], kinds: list[type], stub: str) -> None:
+    problem = read(record)
+    assert [type(test) for test in problem.tests] == kinds
+    assert grade(fenced(problem.solution), problem.tests).outcome == "pass"
+    for program in (stub, "", "pass"):
+        assert grade(fenced(program), problem.tests).value == 0.0
+
+
+def test_a_literal_assertion_becomes_a_call() -> None:
+    assert humaneval(HUMANEVAL).tests[0] == CallTest("add", (1, 2), 3, exact=True)
+    assert mbpp(MBPP).question.endswith("Name it shared.")
+
+
+@pytest.mark.parametrize(
+    ("read", "change", "complaint"),
+    [
+        (humaneval, {"test": "def check(:"}, "Fixture/0: its tests are not Python"),
+        (humaneval, {"prompt": None}, "a record needs the text 'prompt'"),
+        (mbpp, {"test_list": []}, "MBPP 7: test_list must be"),
+        (mbpp, {"test_list": ["assert other(1) == 2"]}, "no assertion calls a function of the reference"),
+    ],
+)
+def test_broken_records_are_refused(read: Any, change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        read({**(HUMANEVAL if read is humaneval else MBPP), **change})
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: CallTest("f(", [1], 1), "calls a function by its name"),
+        (lambda: CallTest("f", [object()], 1), "must hold plain values"),
+        (lambda: CallTest("f", [1], lambda: 1), "must hold plain values"),
+        (lambda: grade("", []), "at least one test"),
+        (lambda: grade("", CALLS, sandbox="docker"), "unknown sandbox"),
+        (lambda: read_tests("{}"), "a JSON list"),
+        (lambda: read_tests('[["f", 1, 2]]'), "a test is"),
+        (lambda: CheckTest("", (), ()), "calls at least one function"),
+    ],
+)
+def test_mistakes_of_the_user(make: Callable[[], Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        make()
+
+
+@needs_wall
+def test_the_plain_reward() -> None:
+    tests = '[["double", [4], 8], ["double", [[1]], [1, 1]]]'
+    assert code.code("", fenced(HONEST), tests).solved
+    assert not code.code("", fenced("def double(n): return 8"), tests).solved
