@@ -45,20 +45,24 @@ def sample(
     logits_NV = head_logits(hidden_NH, head)
     if choices.cold:
         return logits_NV.argmax(-1), logits_NV.new_zeros(logits_NV.shape[0])
-    if plain:
-        logprob_NV = torch.log_softmax(logits_NV, -1)
-        greedy_N = None
-    else:
-        greedy_N = choices.temperature_N == 0
-        scaled_NV = logits_NV / torch.where(greedy_N, 1.0, choices.temperature_N)[:, None]
-        logprob_NV = truncate(torch.log_softmax(scaled_NV, -1), choices.top_k_N, choices.top_p_N)
+    if not plain:
+        truncated = bool((choices.top_k_N > 0).any()) or bool((choices.top_p_N < 1).any())
+        return draw(logits_NV, choices, seed_N, position_N, truncated)
+    logprob_NV = torch.log_softmax(logits_NV, -1)
     id_N = invert(logprob_NV, uniforms(seed_N, position_N))
-    if greedy_N is not None:
-        id_N = torch.where(greedy_N, logits_NV.argmax(-1), id_N)
-    logprob_N = logprob_NV.gather(-1, id_N[:, None])[:, 0]
-    if greedy_N is not None:
-        logprob_N = torch.where(greedy_N, 0.0, logprob_N)
-    return id_N, logprob_N
+    return id_N, logprob_NV.gather(-1, id_N[:, None])[:, 0]
+
+
+def draw(logits_NV: Tensor, choices: Choices, seed_N: Tensor, position_N: Tensor, truncated: bool) -> tuple[Tensor, Tensor]:
+    """`sample` from logits, each row with its own settings; without `truncated` no row's support is cut. Nothing here waits for
+    the device."""
+    greedy_N = choices.temperature_N == 0
+    scaled_NV = logits_NV / torch.where(greedy_N, 1.0, choices.temperature_N)[:, None]
+    logprob_NV = torch.log_softmax(scaled_NV, -1)
+    if truncated:
+        logprob_NV = truncate(logprob_NV, choices.top_k_N, choices.top_p_N)
+    id_N = torch.where(greedy_N, logits_NV.argmax(-1), invert(logprob_NV, uniforms(seed_N, position_N)))
+    return id_N, torch.where(greedy_N, 0.0, logprob_NV.gather(-1, id_N[:, None])[:, 0])
 
 
 def invert(logprob_NV: Tensor, uniform_N: Tensor) -> Tensor:
@@ -91,8 +95,6 @@ def _first_above(cumulative_NV: Tensor, level_N1: Tensor) -> Tensor:
 
 def truncate(logprob_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     """Keep the top k, then the smallest set whose mass reaches p, and renormalise. Rows with k = 0 and p = 1 are untouched."""
-    if not (bool((top_k_N > 0).any()) or bool((top_p_N < 1).any())):
-        return logprob_NV
     ordered_NV, index_NV = logprob_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logprob_NV.shape[-1], device=logprob_NV.device)
     keep_NV = (top_k_N[:, None] <= 0) | (rank_V[None, :] < top_k_N[:, None])

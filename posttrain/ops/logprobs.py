@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
+CHUNK_LOGITS_CUDA = 1 << 29  # there, 2 GiB, and half as much again for their gradient
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +45,7 @@ def head_logits(hidden_NH: Tensor, head: Head) -> Tensor:
 
 
 def token_logprobs(
-    hidden_NH: Tensor, target_N: Tensor, head: Head, temperature: float = 1.0, chunk_logits: int = CHUNK_LOGITS
+    hidden_NH: Tensor, target_N: Tensor, head: Head, temperature: float = 1.0, chunk_logits: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, both differentiable.
 
@@ -53,6 +54,8 @@ def token_logprobs(
         entropy = logsumexp(z) - sum_j p_j z_j,        d entropy / d z_j = -p_j (log p_j + entropy)
     The backward pass recomputes each chunk's logits, so memory is one chunk whatever the number of tokens.
     """
+    if chunk_logits is None:
+        chunk_logits = CHUNK_LOGITS_CUDA if hidden_NH.is_cuda else CHUNK_LOGITS
     rows = max(1, chunk_logits // head.weight_VH.shape[0])
     logprob_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head.weight_VH, head.bias_V, target_N, head.scale, head.softcap, temperature, rows
@@ -80,7 +83,11 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_N, normaliser_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
-            scaled = head_logits(hidden_NH[part], head) / temperature
+            logits = head_logits(hidden_NH[part], head)
+            if hidden_NH.is_cuda and wide == torch.float32:
+                statistics(logits, target_N[part], temperature, logprob_N[part], entropy_N[part], normaliser_N[part])
+                continue
+            scaled = logits / temperature
             normaliser = torch.logsumexp(scaled, dim=-1)
             logprob_N[part] = scaled.gather(-1, target_N[part, None])[:, 0] - normaliser
             entropy_N[part] = normaliser - (torch.exp(scaled - normaliser[:, None]) * scaled).sum(-1)
@@ -103,6 +110,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden_NH.shape[0], rows):
             part = slice(start, min(start + rows, hidden_NH.shape[0]))
             logits = head_logits(hidden_NH[part], head)
+            if hidden_NH.is_cuda and wide == torch.float32 and softcap is None and bias_V is None and scale == 1.0:
+                sides = (normaliser_N[part], entropy_N[part], grad_logprob_N[part], grad_entropy_N[part])
+                narrow = logits_gradient(logits, target_N[part], temperature, *sides, dtype=weight_VH.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = narrow @ weight_VH
+                if grad_weight is not None:
+                    grad_weight += product_float32(narrow.t(), hidden_NH[part])
+                continue
             logp = logits / temperature - normaliser_N[part, None]
             p = logp.exp()
             grad = -p * grad_logprob_N[part, None]
@@ -123,3 +138,43 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = grad_weight.to(weight_VH.dtype) if grad_weight is not None else None
         grad_bias = grad_bias.to(bias_V.dtype) if grad_bias is not None else None
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def statistics(
+    logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, entropy_N: Tensor, normaliser_N: Tensor
+) -> None:
+    """`token_logprobs` of one chunk on CUDA, written into the last three: the logits are read once."""
+    from posttrain.ops import triton_training
+
+    triton_training.statistics_kernel[(logits_NV.shape[0],)](
+        logits_NV,
+        target_N.contiguous(),
+        logprob_N,
+        entropy_N,
+        normaliser_N,
+        logits_NV.shape[1],
+        1.0 / temperature,
+        2048,
+        num_warps=8,
+    )
+
+
+def logits_gradient(
+    logits_NV: Tensor, target_N: Tensor, temperature: float, normaliser_N: Tensor, entropy_N: Tensor, grad_logprob_N: Tensor,
+    grad_entropy_N: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The gradient of one chunk's logits on CUDA, rounded once to `dtype`."""
+    from posttrain.ops import triton_training
+
+    count, size = logits_NV.shape
+    out = torch.empty(count, size, dtype=dtype, device=logits_NV.device)
+    sides = [t.contiguous() for t in (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)]
+    triton_training.logits_gradient_kernel[(count, -(-size // 4096))](
+        logits_NV, *sides, out, size, 1.0 / temperature, 4096, num_warps=8
+    )
+    return out
+
+
+def product_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of half-precision matrices on CUDA, returned in float32."""
+    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)

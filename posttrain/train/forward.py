@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from posttrain.models.attention import LAYOUT, Packed
+from posttrain.models.fused_body import FusedBody, fused_body, packed
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.logprobs import token_logprobs
@@ -51,12 +52,28 @@ def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]
     """
     device = batch.ids_T.device
     kept_K, source_T = shared_beginnings(batch)
+    body = fused_body(model) if isinstance(model, Policy) else None
+    if body is not None:
+        return _fused(body, batch, kept_K, source_T)
     if len(kept_K) == batch.tokens:
         return model.hidden(batch.ids_T[None], positions(batch)[None], **{LAYOUT: Packed(batch.starts, device)})[0], None
     layout = Packed(batch.starts, device, kept_K, source_T)
     kept_K, source_T = kept_K.to(device), source_T.to(device)
     ids, position = batch.ids_T[kept_K], positions(batch)[kept_K]
     return model.hidden(ids[None], position[None], **{LAYOUT: layout})[0], source_T
+
+
+def _fused(body: FusedBody, batch: Batch, kept_K: Tensor, source_T: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`states` by the fused way through a model on CUDA."""
+    device, edges = batch.ids_T.device, np.array(batch.starts)
+    lengths = np.diff(edges)
+    longest, whole = int(lengths.max()), tuple(lengths.tolist())
+    if len(kept_K) == batch.tokens:
+        return body.hidden(batch.ids_T, positions(batch), longest, packed(whole, device)), None
+    queries = np.diff(np.searchsorted(kept_K.numpy(), edges))
+    kept_K, source_T = kept_K.to(device), source_T.to(device)
+    attend = packed(whole, device, tuple(queries.tolist()), source_T)
+    return body.hidden(batch.ids_T[kept_K], positions(batch)[kept_K], longest, attend), source_T
 
 
 def shared_beginnings(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from posttrain.engine import engine as engine_module
 from posttrain.engine import packed_linear
 from posttrain.engine.cache import GROWTH, Cache
 from posttrain.engine.engine import Engine
+from posttrain.engine.paged import Paged
+from posttrain.engine.paged_batch import PagedBatch
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy
 from posttrain.types import Completion, Request, Sampler, Sampling
@@ -101,19 +103,22 @@ def test_order_of_requests_is_the_order_of_answers(policy: Policy) -> None:
     assert_same(run(policy, requests), backwards[::-1])
 
 
-def test_requests_enter_in_order_and_answers_come_as_they_complete(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_enter_in_order_and_answers_come_as_they_complete(
+    policy: Policy, every_way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A later request never enters before an earlier one, even if it alone would fit; no answer waits for all the others."""
     entered: list[int] = []
     live: list[int] = []
-    admit = engine_module._Batch._admit
+    kind: Any = PagedBatch if every_way == "pages" else engine_module._Batch
+    admit = kind._admit
 
     def watched(batch: Any) -> None:
         before = batch.waiting
         admit(batch)
         entered.extend(range(before, batch.waiting))
-        live.append(len(batch.live))
+        live.append(batch.count)
 
-    monkeypatch.setattr(engine_module._Batch, "_admit", watched)
+    monkeypatch.setattr(kind, "_admit", watched)
     big, small = Sampling(20, min_new_tokens=20), Sampling(2)
     requests = [Request((3,), 2, 0, big), Request((4,), 3, 1, big), Request((5,), 1, 2, small)]
     answers = Engine(policy, 3).generate(requests)
@@ -147,15 +152,16 @@ def test_global_random_state_plays_no_part(policy: Policy) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_prompt_is_computed_once_for_its_group(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_computed_once_for_its_group(policy: Policy, every_way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
-    hidden = engine_module._Batch._hidden
+    kind, name = (Paged, "prefill") if every_way == "pages" else (engine_module._Batch, "_hidden")
+    hidden = getattr(kind, name)
 
-    def counting(batch: Any, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        computed.append(ids.numel())
+    def counting(batch: Any, ids: Any, *rest: Any) -> torch.Tensor:
+        computed.append(np.asarray(ids).size)
         return hidden(batch, ids, *rest)
 
-    monkeypatch.setattr(engine_module._Batch, "_hidden", counting)
+    monkeypatch.setattr(kind, name, counting)
     run(policy, [Request(tuple(range(3, 13)), 5, 0, Sampling(1))])
     assert computed == [10]
 

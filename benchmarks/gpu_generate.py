@@ -1,0 +1,180 @@
+"""Generation on one GPU, with log-probs: tokens a second beside the bound that this GPU's memory and matrix rates set.
+
+    python benchmarks/gpu_generate.py                     # cases a, b and d, and a with lognormal lengths
+    python benchmarks/gpu_generate.py --cases a --profile # and where the time of a step goes
+
+Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from gpu_cases import (  # noqa: E402
+    CASES,
+    Case,
+    ceilings,
+    clock,
+    decode_bound,
+    lognormal_lengths,
+    make_model,
+    make_policy,
+    make_requests,
+    settle,
+)
+
+from posttrain.engine.engine import Engine  # noqa: E402
+from posttrain.engine.paged_batch import PagedBatch  # noqa: E402
+from posttrain.types import Completion, Request  # noqa: E402
+
+
+class Varied(PagedBatch):
+    """Rows that end at lengths given beforehand, as real answers end at their own. The schedule does not look at them."""
+
+    lengths = np.zeros(0)
+
+    def _enter(self, request: Request, pages: np.ndarray) -> None:
+        first = self.count
+        super()._enter(request, pages)
+        at = self.waiting * request.group
+        self["limit"][first : self.count] = self.lengths[at : at + request.group]
+
+
+def gate(case: Case, engine: Engine, requests: list[Request], answers: list[tuple[Completion, ...]]) -> dict[str, float]:
+    """The engine's log-probs against a float32 forward of the same ids, for some of the answers."""
+    exact = make_model(case, torch.float32)
+    with torch.no_grad():
+        for mine, theirs in zip(exact.parameters(), engine.policy.model.parameters(), strict=True):
+            mine.copy_(theirs)
+        differences = []
+        for request, group in list(zip(requests, answers, strict=True))[:4]:
+            ids = torch.tensor(np.concatenate([request.prompt_ids, group[0].ids]), device="cuda")
+            first = len(request.prompt_ids)
+            logits = exact(ids[None], use_cache=False).logits[0, first - 1 : -1].float()
+            expected = torch.log_softmax(logits, -1).gather(1, ids[first:, None])[:, 0].cpu().numpy()
+            differences.append(np.abs(expected - group[0].logprobs))
+    found = np.concatenate(differences)
+    assert found.mean() < 0.05, f"log-probs differ from a float32 forward by {found.mean():.3f} on average"
+    return {"mean": float(found.mean()), "max": float(found.max())}
+
+
+def run_case(name: str, repeats: int) -> dict[str, Any]:
+    case = CASES[name]
+    engine = Engine(make_policy(case), max_rows=case.rows)
+    torch.cuda.reset_peak_memory_stats()
+    began = clock()
+    answers = list(engine.generate(make_requests(case, 0)))
+    first = clock() - began
+    checked = gate(case, engine, make_requests(case, 0), answers)
+    settle()
+    seconds = []
+    for repeat in range(repeats + 1):
+        began = clock()
+        answers = list(engine.generate(make_requests(case, 1 + repeat)))
+        seconds.append(clock() - began)
+    tokens = sum(len(c.ids) for group in answers for c in group)
+    assert tokens == case.rows * case.new and engine.pager.paged is not None
+    middle = statistics.median(seconds[1:])
+    return {
+        "case": name, "tokens_s": tokens / middle, "seconds": middle, "fastest": min(seconds[1:]), "slowest": max(seconds[1:]),
+        "first_call": first, "capture": engine.pager.paged.capture_seconds, "graphs": len(engine.pager.paged.graphs),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "logprob_difference": checked, "engine": engine,
+    }  # fmt: skip
+
+
+def run_lognormal(engine: Engine, case: Case, repeats: int) -> dict[str, Any]:
+    """Case a with lengths of mean 256 and at most 1024: real tokens a second."""
+    from dataclasses import replace
+
+    long = replace(case, new=1024)
+    Varied.lengths = lognormal_lengths(case, 256, 1024)
+    seconds = []
+    for repeat in range(repeats + 1):
+        requests = make_requests(long, 50 + repeat, endless=False)
+        began = clock()
+        with torch.inference_mode():
+            assert engine.pager.takes(requests) and engine.pager.paged is not None
+            answers = list(Varied(engine.pager.paged, requests, case.rows, 0).run())
+        seconds.append(clock() - began)
+    tokens = sum(len(c.ids) for group in answers for c in group)
+    middle = statistics.median(seconds[1:])
+    return {"tokens_s": tokens / middle, "seconds": middle, "tokens": tokens, "first_call": seconds[0],
+            "graphs": len(engine.pager.paged.graphs), "capture": engine.pager.paged.capture_seconds}  # fmt: skip
+
+
+def profile(engine: Engine, case: Case) -> list[tuple[str, float, int]]:
+    """Milliseconds and launches of each kernel in one step in the middle of the answers."""
+    from dataclasses import replace
+
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    requests = make_requests(replace(case, new=case.new // 2 + 64), 99)
+    batch = PagedBatch(engine.pager.paged, requests, case.rows, 0)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        while batch._fits():
+            batch._admit()
+        while int(batch["count"][0]) < case.new // 2 - 64:
+            batch._decode()
+        before = int(batch["count"][0])
+        with watch(activities=[ProfilerActivity.CUDA]) as seen:
+            batch._decode()
+            torch.cuda.synchronize()
+        steps = int(batch["count"][0]) - before
+    rows = [(e.key[:70], e.self_device_time_total / 1000 / steps, e.count // steps) for e in seen.key_averages()]
+    return sorted(rows, key=lambda r: -r[1])[:24]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="a,b,d")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-lognormal", action="store_true")
+    options = parser.parse_args()
+    import transformers
+
+    bytes_s, flops_s = ceilings()
+    print(f"ceilings: {bytes_s / 1e12:.2f} TB/s, {flops_s / 1e12:.0f} TFLOP/s", flush=True)
+    results = []
+    for name in options.cases.split(","):
+        case = CASES[name]
+        result = run_case(name, options.repeats)
+        engine = result.pop("engine")
+        result["bound_s"] = decode_bound(case, bytes_s, flops_s)
+        result["share_of_bound"] = result["bound_s"] / result["seconds"]
+        print(f"{name}: {result['tokens_s']:,.0f} tokens/s, {result['seconds']:.2f} s, {100 * result['share_of_bound']:.0f}% of the "
+              f"bound, peak {result['peak_gib']:.1f} GiB, first call {result['first_call']:.1f} s, capture "
+              f"{result['capture']:.1f} s, log-probs {result['logprob_difference']}", flush=True)  # fmt: skip
+        if name == "a" and not options.no_lognormal:
+            result["lognormal"] = run_lognormal(engine, case, max(1, options.repeats // 2))
+            share = result["lognormal"]["tokens_s"] / result["tokens_s"]
+            print(f"a, lognormal: {result['lognormal']['tokens_s']:,.0f} tokens/s, {100 * share:.0f}% of equal lengths, "
+                  f"{result['lognormal']}", flush=True)  # fmt: skip
+        if options.profile:
+            result["profile"] = profile(engine, case)
+            for key, milliseconds, launches in result["profile"]:
+                print(f"  {milliseconds:7.3f} ms {launches:5d}  {key}")
+        results.append(result)
+        del engine
+        torch.cuda.empty_cache()
+    print(json.dumps({
+        "benchmark": "gpu_generate", "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "bytes_s": bytes_s, "flops_s": flops_s,
+        "results": results,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

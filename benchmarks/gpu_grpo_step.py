@@ -1,0 +1,209 @@
+"""A GRPO step on one GPU: generation, scoring, forward and backward, update; beside TRL with HF generate where it can be imported.
+
+    python benchmarks/gpu_grpo_step.py                       # cases a, b and d, prompts computed once and plain
+    python benchmarks/gpu_grpo_step.py --cases a --trl       # and TRL's step of case a, in a process of its own, same weights
+    python benchmarks/gpu_grpo_step.py --cases a --profile   # where the time of forward and backward goes
+
+Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from gpu_cases import CASES, Case, ceilings, clock, decode_bound, make_policy, make_requests, settle, train_flops  # noqa: E402
+
+from posttrain.algorithms.grpo import GRPO  # noqa: E402
+from posttrain.engine.engine import Engine  # noqa: E402
+from posttrain.train import forward as forward_module  # noqa: E402
+from posttrain.train.optimizer import Optimization  # noqa: E402
+from posttrain.train.pack import micro_batches, pack_groups  # noqa: E402
+from posttrain.train.trainer import Trainer  # noqa: E402
+from posttrain.types import Batch, Group, Problem, Rollout, Score, Segment  # noqa: E402
+
+BUDGETS = {"a": 49152, "b": 20480, "c": 10240, "d": 196608, "e": 33792}  # tokens of a micro-batch
+
+
+class Ours:
+    """The engine and the trainer on one policy, a step at a time."""
+
+    def __init__(self, case: Case, budget: int):
+        self.case, self.policy = case, make_policy(case)
+        self.engine = Engine(self.policy, max_rows=case.rows)
+        self.algorithm = GRPO(beta=0.0, group=case.group)
+        self.trainer = Trainer(self.policy, self.algorithm, Optimization(lr=1e-6, token_budget=budget))
+        self.random = random.Random(0)
+
+    def step(self, seed: int) -> dict[str, float]:
+        marks = [clock()]
+        batch = self.rollout(seed)
+        marks.append(clock())
+        prepared = self.algorithm.prepare(batch, self.algorithm.start())
+        marks.append(clock())
+        update = self.trainer.update(prepared, 1e-6)
+        marks.append(clock())
+        figures = {m.name: m for m in update.metrics}
+        assert update.moved and figures["mismatch"] is not None
+        return {"generate": marks[1] - marks[0], "prepare": marks[2] - marks[1], "train": marks[3] - marks[2],
+                "step": marks[3] - marks[0], "grad_norm": update.grad_norm, "mismatch": mismatch(update.metrics)}  # fmt: skip
+
+    def rollout(self, seed: int) -> Batch:
+        """Sampled groups with random rewards, packed."""
+        requests, groups = make_requests(self.case, seed), []
+        for number, (request, completions) in enumerate(zip(requests, self.engine.generate(requests), strict=True)):
+            prompt = Segment(np.array(request.prompt_ids), "", False)
+            problem = Problem(str(number), "")
+            rollouts = tuple(
+                Rollout(problem, n, (prompt, Segment(c.ids, "", True, c.logprobs)), Score(self.random.random()))
+                for n, c in enumerate(completions)
+            )
+            groups.append(Group(problem, rollouts))
+        return pack_groups(groups, 1.0, "cuda")
+
+
+def mismatch(metrics: tuple[Any, ...]) -> float:
+    """Mean absolute difference between the sampler's and the trainer's log-probs of a step."""
+    pairs = [(float(m.total), float(m.count)) for m in metrics if m.name == "mismatch"]
+    return sum(v for v, _ in pairs) / sum(c for _, c in pairs)
+
+
+def gate(ours: Ours, batch: Batch) -> dict[str, float]:
+    """Loss gradient of one micro-batch by the fused way against the plain module with float32 weights: relative error, cosine."""
+    piece = next(
+        iter(micro_batches(ours.algorithm.prepare(batch, ours.algorithm.start()), (ours.case.prompt + ours.case.new) * 8))
+    )
+    ours.trainer.optimizer.zero()
+    ours.trainer.forward_backward(piece)
+    fast = {n: m.grad.clone() for n, m in ours.trainer.optimizer.masters.items()}
+    ours.trainer.optimizer.zero()
+    exact = make_policy(ours.case, torch.float32)
+    with torch.no_grad():
+        for mine, theirs in zip(exact.model.parameters(), ours.policy.model.parameters(), strict=True):
+            mine.copy_(theirs)
+    outputs = forward_module.forward(exact, piece)
+    # at the point of sampling the ratio's gradient is that of the log-prob: no clipping by rounding differences
+    loss = -(outputs.logprob_T * piece.advantage_T * piece.weight_T).where(piece.mask_T, 0.0).sum()
+    loss.backward()
+    dot = error = norm = other = 0.0
+    for name, parameter in exact.model.named_parameters():
+        found, expected = fast[name], parameter.grad
+        dot += float((found * expected).sum())
+        error += float((found - expected).pow(2).sum())
+        norm, other = norm + float(expected.pow(2).sum()), other + float(found.pow(2).sum())
+    result = {
+        "relative_error": (error / norm) ** 0.5,
+        "cosine": dot / (norm * other) ** 0.5,
+        "norm_ratio": (other / norm) ** 0.5,
+    }
+    assert result["cosine"] > 0.98, result
+    return result
+
+
+def run_case(name: str, repeats: int, budget: int | None, do_gate: bool) -> dict[str, Any]:
+    case = CASES[name]
+    result: dict[str, Any] = {"case": name, "budget": budget or BUDGETS[name]}
+    ours = Ours(case, result["budget"])
+    ours.step(0)
+    if do_gate:
+        result["gate"] = gate(ours, ours.rollout(1))
+        torch.cuda.empty_cache()
+    for way, least in (("shared", 4), ("plain", 1 << 60)):
+        forward_module.SHARED = least
+        ours.step(2)
+        settle()
+        steps = [ours.step(10 + n) for n in range(repeats)]
+        result[way] = {key: statistics.median(s[key] for s in steps) for key in steps[0]}
+        result[way] |= {"fastest": min(s["step"] for s in steps), "slowest": max(s["step"] for s in steps),
+                        "peak_gib": torch.cuda.max_memory_allocated() / 2**30}  # fmt: skip
+    forward_module.SHARED = 4
+    result["ours"] = ours
+    return result
+
+
+def profile(ours: Ours) -> list[tuple[str, float, int]]:
+    """Milliseconds and launches of each kernel in forward and backward of one micro-batch."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    prepared = ours.algorithm.prepare(ours.rollout(5), ours.algorithm.start())
+    pieces = list(micro_batches(prepared, ours.trainer.settings.token_budget))[:2]
+    ours.trainer.forward_backward(pieces[0])
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        began = clock()
+        ours.trainer.forward_backward(pieces[1])
+        seconds = clock() - began
+    ours.trainer.optimizer.zero()
+    rows = sorted(((e.key[:90], e.self_device_time_total / 1000, e.count) for e in seen.key_averages()), key=lambda r: -r[1])
+    return [(f"all, of {pieces[1].tokens} tokens, by the clock", seconds * 1000, 1), *rows[:28]]
+
+
+def trl_step(name: str, micro_batch: int) -> dict[str, Any] | None:
+    """Seconds of TRL's steps in a process of its own, or None where TRL cannot be imported."""
+    case = CASES[name]
+    command = [sys.executable, str(HERE / "gpu_trl.py"), name, str(micro_batch)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        print("TRL did not run:", done.stderr.strip().splitlines()[-1:] or done.returncode, flush=True)
+        return None
+    found: dict[str, Any] = json.loads(lines[-1])
+    print(f"TRL, {name}: {found}", f"({case.rows} rows)", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="a,b,d")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--trl", action="store_true")
+    parser.add_argument("--no-gate", action="store_true")
+    options = parser.parse_args()
+    import transformers
+
+    bytes_s, flops_s = ceilings()
+    print(f"ceilings: {bytes_s / 1e12:.2f} TB/s, {flops_s / 1e12:.0f} TFLOP/s", flush=True)
+    results = []
+    for name in options.cases.split(","):
+        case = CASES[name]
+        result = run_case(name, options.repeats, options.budget, not options.no_gate)
+        ours = result.pop("ours")
+        for way in ("shared", "plain"):
+            figures, flops = result[way], train_flops(case, way == "shared")
+            figures["mfu"] = flops / figures["train"] / flops_s
+            figures["bound_s"] = decode_bound(case, bytes_s, flops_s, way == "shared") + flops / flops_s
+            print(f"{name} {way}: {json.dumps({k: round(v, 4) for k, v in figures.items()})}", flush=True)
+        print(f"{name} gate: {result.get('gate')}", flush=True)
+        if options.profile:
+            result["profile"] = profile(ours)
+            for key, milliseconds, launches in result["profile"]:
+                print(f"  {milliseconds:8.3f} ms {launches:5d}  {key}")
+        del ours
+        torch.cuda.empty_cache()
+        if options.trl:
+            result["trl"] = trl_step(name, 32)
+        results.append(result)
+    print(json.dumps({
+        "benchmark": "gpu_grpo_step", "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "bytes_s": bytes_s, "flops_s": flops_s,
+        "results": results,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

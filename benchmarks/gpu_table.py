@@ -1,0 +1,134 @@
+"""Draw docs/benchmarks.md's tables and picture from what the GPU benchmarks printed.
+
+    python benchmarks/gpu_table.py benchmarks/results/h200.jsonl docs
+
+The file holds the last lines of gpu_generate.py and gpu_grpo_step.py, one a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpu_cases import CASES, decode_bound
+
+START, END = "<!-- drawn by benchmarks/gpu_table.py -->", "<!-- end -->"
+NAMES = {"a": "0.5B", "b": "1.5B", "c": "7B", "d": "30M", "e": "0.5B, long"}
+INK, MUTED, OURS, BOUND = "#1b1b1b", "#8a8a8a", "#2f6fb0", "#d9d9d9"
+KINDS = ("gpu_generate", "gpu_grpo_step")
+SPOKEN = {"a": (52_000, 34_000)}  # tokens/s of tuned vLLM 0.24, without and with log-probs, on such a GPU
+
+
+def work(name: str) -> str:
+    case = CASES[name]
+    return f"{name}: {NAMES[name]}, {case.prompts} x {case.group}, {case.prompt} + {case.new}"
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def spread(figures: dict[str, Any], key: str) -> str:
+    return f"{figures[key]:.2f} s ({figures['fastest']:.2f} to {figures['slowest']:.2f})"
+
+
+def generation(results: list[dict[str, Any]], bytes_s: float, flops_s: float) -> list[str]:
+    titles = ("case", "tokens/s with log-probs", "time (fastest to slowest)", "of the bound", "of it, prompts read once", "peak",
+              "capture", "log-probs off by, mean / max")  # fmt: skip
+    lines = [row(*titles), row(*["---"] * len(titles))]
+    for r in results:
+        off, shared = r["logprob_difference"], decode_bound(CASES[r["case"]], bytes_s, flops_s, True) / r["seconds"]
+        lines.append(row(work(r["case"]), f"**{r['tokens_s']:,.0f}**", spread(r, "seconds"), f"{100 * r['share_of_bound']:.0f}%",
+                         f"{100 * shared:.0f}%", f"{r['peak_gib']:.1f} GiB", f"{r['capture']:.1f} s",
+                         f"{off['mean']:.4f} / {off['max']:.3f}"))  # fmt: skip
+        if "lognormal" in r:
+            one = r["lognormal"]
+            share = f"{100 * one['tokens_s'] / r['tokens_s']:.0f}% of equal lengths"
+            graphs = f"{one['capture']:.1f} s, {one['graphs']} graphs"
+            lines.append(row(f"{r['case']}, lognormal lengths, mean 256, longest 1024", f"**{one['tokens_s']:,.0f}**",
+                             f"{one['seconds']:.2f} s", share, "", "", graphs, ""))  # fmt: skip
+    return lines
+
+
+def steps(results: list[dict[str, Any]]) -> list[str]:
+    titles = ("case", "prompts", "step (fastest to slowest)", "generate", "train", "MFU of training", "bound of the step", "peak",
+              "sampler and trainer differ by")  # fmt: skip
+    lines = [row(*titles), row(*["---"] * len(titles))]
+    for r in results:
+        for way, word in (("shared", "computed once"), ("plain", "each time")):
+            s = r[way]
+            parts = [f"{s[key]:.2f} s" for key in ("generate", "train")]
+            lines.append(row(work(r["case"]), word, f"**{spread(s, 'step')}**", *parts, f"{100 * s['mfu']:.0f}%",
+                             f"{s['bound_s']:.2f} s", f"{s['peak_gib']:.1f} GiB", f"{s['mismatch']:.4f}"))  # fmt: skip
+        if r.get("trl"):
+            t = r["trl"]
+            times = " and ".join(f"{t['step'] / r[way]['step']:.2f}" for way in ("shared", "plain"))
+            lines.append(row(f"{r['case']}, TRL {t['trl']}, HF generate", "each time", spread(t, "step"), "", "", "", "",
+                             f"{t['peak_gib']:.1f} GiB", f"{times} times ours"))  # fmt: skip
+    return lines
+
+
+def draw(runs: list[dict[str, Any]], folder: Path) -> None:
+    """Tokens a second beside the bound, and where a step's seconds go."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    made = {r["case"]: r for run in runs if run["benchmark"] == "gpu_generate" for r in run["results"]}
+    trained = {r["case"]: r for run in runs if run["benchmark"] == "gpu_grpo_step" for r in run["results"]}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    for n, (name, r) in enumerate(reversed(made.items())):
+        share = 100 * r["share_of_bound"]
+        left.barh(n, 100, color=BOUND)
+        left.barh(n, share, color=OURS)
+        left.text(share + 2, n, f"{r['tokens_s'] / 1000:,.0f}k tokens/s", va="center", color=INK, fontsize=9)
+        if name in SPOKEN:
+            at = share * SPOKEN[name][1] / r["tokens_s"]
+            left.plot([at, at], [n - 0.4, n + 0.4], color=INK, linewidth=1.5)
+            left.text(at + 1, n + 0.52, "vLLM", color=INK, fontsize=8, va="center")
+    left.set_yticks(range(len(made)), [f"{name}: {NAMES[name]}" for name in reversed(made)])
+    left.set_xlabel("% of what memory and matrix units allow")
+    left.set_title("Generation with log-probs", loc="left", fontsize=10)
+    bars = [(f"{name}, {word}", r[way]["generate"], r[way]["train"]) for name, r in trained.items() if name != "d"
+            for way, word in (("shared", "prompts once"), ("plain", "plain"))]  # fmt: skip
+    for name, r in trained.items():
+        if r.get("trl"):
+            bars.append((f"{name}, TRL", r["trl"]["step"], 0.0))
+    for n, (_, one, two) in enumerate(reversed(bars)):
+        whole = not two
+        right.barh(n, one, color=MUTED if whole else OURS)
+        right.barh(n, two, left=one, color="#e08a2e")
+        right.text(one + two + 0.3, n, f"{one + two:.1f} s", va="center", color=INK, fontsize=9)
+    right.set_yticks(range(len(bars)), [b[0] for b in reversed(bars)])
+    right.set_xlim(0, 1.15 * max(b[1] + b[2] for b in bars))
+    right.set_xlabel("seconds of a GRPO step: generation, then training")
+    right.set_title("Whole step", loc="left", fontsize=10)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder / "gpu_benchmarks.png", dpi=130)
+
+
+def main() -> None:
+    runs = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines() if line.strip()]
+    folder, first = Path(sys.argv[2]), runs[0]
+    order = sorted(CASES)
+    every = {kind: [r for run in runs if run["benchmark"] == kind for r in run["results"]] for kind in KINDS}
+    made, trained = (sorted(every[kind], key=lambda r: order.index(r["case"])) for kind in KINDS)
+    rates = (first["bytes_s"], first["flops_s"])
+    versions = (
+        f"{first['gpu']}, {first['date']}, torch {first['torch']}, transformers {first['transformers']}, bfloat16; measured in"
+    )
+    head = f"{versions} the first run: {rates[0] / 1e12:.2f} TB/s, {rates[1] / 1e12:.0f} TFLOP/s."
+    tables = ["### Generation", "", *generation(made, *rates), "", "### A GRPO step", "", *steps(trained)]
+    drawn = "\n".join([START, "", head, "", *tables, "", END])
+    page = folder / "benchmarks.md"
+    text = page.read_text()
+    page.write_text(text[: text.index(START)] + drawn + text[text.index(END) + len(END) :])
+    draw(runs, folder)
+
+
+if __name__ == "__main__":
+    main()

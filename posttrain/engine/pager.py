@@ -1,0 +1,57 @@
+"""Whether and how a policy generates in pages: the one place where the engine asks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from posttrain.engine.fused import fused
+from posttrain.engine.paged import Paged
+from posttrain.engine.paged_batch import PagedBatch
+from posttrain.models.policy import Policy
+from posttrain.types import Completion, Request
+
+DEVICES = {"cuda"}  # it runs on others too, where it only shows that it is right
+
+
+class Pager:
+    """Generation in pages, with CUDA graphs."""
+
+    def __init__(self, policy: Policy):
+        self.policy, self.wanted, self.busy = policy, policy.device.type in DEVICES, False
+        self.paged: Paged | None = None
+
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """Whether these requests go this way. A second call while one is half-way does not: there is one pool."""
+        return self.wanted and not self.busy and bool(requests) and self._ready()
+
+    def generate(self, requests: Sequence[Request], max_rows: int, version: int) -> Iterator[tuple[Completion, ...]]:
+        assert self.paged is not None
+        self.busy, was_training = True, self.policy.model.training
+        self.policy.model.eval()
+        try:
+            yield from PagedBatch(self.paged, requests, max_rows, version).run()
+        finally:  # also when the caller stops listening half-way
+            self.busy = False
+            self.policy.model.train(was_training)
+
+    def release(self) -> None:
+        """Give the memory of the pool and of captured graphs back, as before training; the next call takes it anew."""
+        if self.paged is not None and not self.busy:
+            self.paged.release()
+
+    def _ready(self) -> bool:
+        """Take the present weights; False, and said once, where the model is not of a kind that this way knows."""
+        if self.paged is not None and self.paged.decoder.places == self.paged.decoder.addresses():
+            self.paged.decoder.refresh()
+            return True
+        decoder, reason = fused(self.policy)  # the first call, or parameters were moved and captured graphs read the old ones
+        if decoder is None:
+            name = self.policy.source or type(self.policy.model).__name__
+            sys.stderr.write(
+                f"engine: {name} generates on the plain path, without CUDA graphs, several times slower: {reason}\n"
+            )
+            self.wanted = False
+            return False
+        self.paged = Paged(decoder, self.policy.stop_ids)
+        return True

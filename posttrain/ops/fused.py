@@ -1,0 +1,185 @@
+"""The element-wise parts of a decoder layer with their derivatives, one pass over memory each way: Triton on CUDA, torch elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PROGRAMS = 132 * 8  # that share the rows of a norm's backward pass
+
+
+def _triton() -> Any:
+    from posttrain.ops import triton_training
+
+    return triton_training
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, y_TH: Tensor | None, weight_H: Tensor, epsilon: float, shifted: bool
+    ) -> tuple[Tensor, Tensor]:
+        width = x_TH.shape[-1]
+        if x_TH.is_cuda:
+            sum_TH = torch.empty_like(x_TH) if y_TH is not None else x_TH
+            out, scale_T = torch.empty_like(x_TH), torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device)
+            block = _power(width)
+            _triton().add_norm_kernel[(x_TH.shape[0],)](
+                x_TH, y_TH if y_TH is not None else x_TH, weight_H, sum_TH, out, scale_T, width, epsilon, y_TH is not None,
+                shifted, block, num_warps=4 if block <= 2048 else 8,
+            )  # fmt: skip
+        else:
+            sum_TH = x_TH if y_TH is None else x_TH + y_TH
+            wide = sum_TH if sum_TH.dtype == torch.float64 else sum_TH.float()
+            scale_T = torch.rsqrt(wide.pow(2).mean(-1) + epsilon)
+            normal = wide * scale_T[:, None]
+            out = (normal * (1 + weight_H)).to(x_TH.dtype) if shifted else normal.to(x_TH.dtype) * weight_H
+        ctx.save_for_backward(sum_TH, weight_H, scale_T)
+        ctx.added, ctx.shifted = y_TH is not None, shifted
+        if y_TH is None:
+            return x_TH.view_as(x_TH), out
+        return sum_TH, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, beside_TH: Tensor | None, grad_TH: Tensor) -> tuple[Any, ...]:
+        sum_TH, weight_H, scale_T = ctx.saved_tensors
+        rows, width = sum_TH.shape
+        if sum_TH.is_cuda:
+            programs = min(PROGRAMS, rows)
+            dx_TH = torch.empty_like(sum_TH)
+            parts = torch.empty(programs, width, dtype=torch.float32, device=sum_TH.device)
+            block = _power(width)
+            beside = beside_TH.contiguous() if beside_TH is not None else grad_TH
+            _triton().add_norm_backward_kernel[(programs,)](
+                grad_TH.contiguous(), beside, sum_TH, weight_H, scale_T, dx_TH, parts, rows, width, beside_TH is not None,
+                ctx.shifted, block, num_warps=4 if block <= 2048 else 8,
+            )  # fmt: skip
+            dweight_H = parts.sum(0).to(weight_H.dtype)
+        else:
+            x = sum_TH.to(scale_T.dtype)
+            grad, scale = grad_TH.to(scale_T.dtype), scale_T[:, None]
+            dweight_H = (grad * x * scale).sum(0).to(weight_H.dtype)
+            grad = grad * (weight_H + 1 if ctx.shifted else weight_H)
+            dx_TH = scale * (grad - x * scale**2 * (grad * x).mean(-1, keepdim=True))
+            dx_TH = (dx_TH if beside_TH is None else dx_TH + beside_TH).to(sum_TH.dtype)
+        return dx_TH, dx_TH if ctx.added else None, dweight_H, None, None
+
+
+def add_norm(
+    x_TH: Tensor, y_TH: Tensor | None, weight_H: Tensor, epsilon: float, shifted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(s, s / sqrt(mean(s^2) + epsilon) * weight) with s = x + y: the residual stream and what the next layer reads of it.
+
+    `shifted`: * (1 + weight), before rounding, as Gemma has it.
+    """
+    return _AddNorm.apply(x_TH, y_TH, weight_H, epsilon, shifted)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both_TI: Tensor, tanh: bool) -> Tensor:
+        ctx.save_for_backward(both_TI)
+        ctx.tanh = tanh
+        width = both_TI.shape[1] // 2
+        if both_TI.is_cuda:
+            out = torch.empty(both_TI.shape[0], width, dtype=both_TI.dtype, device=both_TI.device)
+            block = min(1024, _power(width))
+            _triton().gated_kernel[(both_TI.shape[0], -(-width // block))](both_TI, out, width, tanh, block, num_warps=4)
+            return out
+        gate, up = both_TI.chunk(2, 1)
+        act = F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)
+        return act * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TI: Tensor) -> tuple[Any, ...]:
+        (both_TI,) = ctx.saved_tensors
+        width = both_TI.shape[1] // 2
+        if both_TI.is_cuda:
+            out, block = torch.empty_like(both_TI), min(1024, _power(width))
+            _triton().gated_backward_kernel[(both_TI.shape[0], -(-width // block))](
+                grad_TI.contiguous(), both_TI, out, width, ctx.tanh, block, num_warps=4
+            )
+            return out, None
+        gate, up = both_TI.chunk(2, 1)
+        if ctx.tanh:
+            slope = torch.ops.aten.gelu_backward(torch.ones_like(gate), gate, approximate="tanh")
+            act = F.gelu(gate, approximate="tanh")
+        else:
+            half = gate.sigmoid()
+            act, slope = gate * half, half * (1 + gate * (1 - half))
+        return torch.cat([grad_TI * up * slope, grad_TI * act], 1), None
+
+
+def gated(both_TI: Tensor, tanh: bool) -> Tensor:
+    """act(gate) * up of [T, 2I] rows that hold the gate and then the rest; silu, or gelu by its tanh approximation."""
+    return _Gated.apply(both_TI, tanh)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin, position_T)
+        ctx.heads, ctx.width = heads, width
+        ctx.mark_dirty(mixed)
+        return turn(mixed, heads, width, cos, sin, position_T, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        cos, sin, position_T = ctx.saved_tensors
+        back = turn(grad.contiguous().clone(), ctx.heads, ctx.width, cos, sin, position_T, -1)
+        return back, None, None, None, None, None
+
+
+def turn(mixed: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor, sign: int) -> Tensor:
+    """In place: the first `heads` heads of each row by their position's angle, or (sign -1) by the transposed rotation."""
+    if mixed.is_cuda:
+        _triton().rotate_kernel[(mixed.shape[0],)](
+            mixed, cos, sin, position_T, mixed.stride(0), sign, heads, width, _power(heads), _power(width // 2), num_warps=4
+        )
+        return mixed
+    x = mixed[:, : heads * width].view(-1, heads, width)
+    cos, sin, half = cos[position_T][:, None], sin[position_T][:, None], width // 2
+    if sign > 0:
+        new = x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    else:
+        y = x * sin
+        new = x * cos + torch.cat([y[..., half:], -y[..., :half]], -1)
+    x.copy_(new)
+    return mixed
+
+
+def rotate(mixed: Tensor, heads: int, width: int, angles: tuple[Tensor, Tensor], position_T: Tensor) -> Tensor:
+    """Rotary embedding of the first `heads` heads of [T, any] rows, in place: x cos + rotate_half(x) sin."""
+    return _Rotate.apply(mixed, heads, width, *angles, position_T)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_K: Tensor, source_T: Tensor) -> Tensor:
+        ctx.save_for_backward(source_T)
+        ctx.count = x_K.shape[0]
+        return x_K.index_select(0, source_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Any, ...]:
+        (source_T,) = ctx.saved_tensors
+        wide = grad_T if grad_T.dtype == torch.float64 else grad_T.float()
+        total = torch.zeros(ctx.count, *grad_T.shape[1:], dtype=wide.dtype, device=grad_T.device)
+        return total.index_add_(0, source_T, wide).to(grad_T.dtype), None
+
+
+def spread(x_K: Tensor, source_T: Tensor) -> Tensor:
+    """x[source], whose gradients are summed in float32: a prompt's keys are read by every sample of it."""
+    return _Spread.apply(x_K, source_T)  # type: ignore[no-untyped-call, no-any-return]

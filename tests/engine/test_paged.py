@@ -1,0 +1,210 @@
+"""Generation in pages: the merge of partial attentions, who has which page, when rows close up, and when the plain path is taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from material_for_tests import small_policy
+
+from posttrain.engine import paged_batch, pager
+from posttrain.engine.engine import Engine
+from posttrain.engine.kernels import merge
+from posttrain.engine.paged import Pages, bucket
+from posttrain.engine.paged_batch import PagedBatch, longest_fit
+from posttrain.engine.rows import PAGE
+from posttrain.errors import UserError
+from posttrain.models.policy import Policy, adopt
+from posttrain.types import Completion, Request, Sampling
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pager, "DEVICES", {"cpu"})
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return small_policy(dtype=torch.float32)
+
+
+def ids(answers: list[tuple[Completion, ...]]) -> list[list[list[int]]]:
+    return [[c.ids.tolist() for c in group] for group in answers]
+
+
+def plain(policy: Policy, requests: list[Request]) -> list[tuple[Completion, ...]]:
+    engine = Engine(policy)
+    engine.pager.wanted = False
+    return list(engine.generate(requests))
+
+
+def test_two_parts_merge_to_attention_over_both() -> None:
+    """Against a softmax over all keys at once, in float64."""
+    generator = np.random.default_rng(0)
+    score, value = generator.normal(0, 3, (2, 5, 9)), generator.normal(0, 1, (2, 9, 4))
+    weight = np.exp(score - score.max(-1, keepdims=True))
+    expected = np.einsum("hql,hld->hqd", weight / weight.sum(-1, keepdims=True), value)
+
+    def part(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        s, v = torch.tensor(score[..., keys]), torch.tensor(value[:, keys])
+        return s.softmax(-1) @ v, torch.logsumexp(s, -1)
+
+    out, lse = merge(part(slice(0, 3)), part(slice(3, 9)))
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(lse.numpy(), np.log(np.exp(score).sum(-1)), rtol=1e-12)
+
+
+def test_a_part_without_keys_weighs_nothing() -> None:
+    nothing = torch.full((1, 2), float("nan")), torch.tensor([-torch.inf])
+    something = torch.tensor([[3.0, 4.0]]), torch.tensor([0.5])
+    for pair in ((nothing, something), (something, nothing)):
+        out, lse = merge(*pair)
+        assert out.tolist() == [[3.0, 4.0]] and lse.tolist() == [0.5]
+
+
+def test_pages_are_given_once_and_page_0_never() -> None:
+    pages = Pages(6)
+    first = pages.take(3)
+    assert sorted(first.tolist()) == [1, 2, 3]
+    pages.give(first[:1])
+    pages.grow(9)
+    rest = pages.take(len(pages.free))
+    assert sorted([*first[1:], *rest]) == list(range(1, 9))
+
+
+def test_buckets_hold_their_rows() -> None:
+    for capacity in (1, 7, 256, 1000):
+        sizes = [bucket(n, capacity) for n in range(1, capacity + 1)]
+        assert all(n <= size <= min(capacity, max(4, 1.25 * n + 1)) for n, size in enumerate(sizes, 1))
+        assert sizes == sorted(sizes) and len(set(sizes)) <= 8 * max(1, capacity).bit_length()
+
+
+@pytest.mark.parametrize("rows", [5, 8, 64])
+def test_long_responses_cross_pages_while_others_leave(policy: Policy, rows: int) -> None:
+    """Prompts and responses of more than one page, groups larger than a tile, rows that stop and rows that do not."""
+    generator = np.random.default_rng(0)
+    requests = [
+        Request(tuple(generator.integers(3, 24, length).tolist()), group, n, sampling)
+        for n, (length, group, sampling) in enumerate(
+            [
+                (PAGE + 3, 3, Sampling(PAGE + 9, min_new_tokens=PAGE + 9)),
+                (2, 5, Sampling(40)),
+                (PAGE, 1, Sampling(2 * PAGE + 1)),
+                (5, 4, Sampling(30, 0.7)),
+                (1, 2, Sampling(3, top_k=4)),
+            ]
+        )
+    ]
+    engine = Engine(policy, rows)
+    found = list(engine.generate(requests))
+    assert ids(found) == ids(plain(policy, requests))
+    assert [c.finish for g in found for c in g] == [c.finish for g in plain(policy, requests) for c in g]
+    assert engine.pager.paged is not None
+    pages = engine.pager.paged.pages
+    assert sorted(pages.free.tolist()) == list(range(1, pages.pages)), "every page was given back, once"
+
+
+def test_a_group_beyond_a_tile_is_cut(policy: Policy) -> None:
+    """Forty rows of two query heads a key head do not fit into one program's 64 queries."""
+    request = Request((5, 6, 7), 40, 3, Sampling(12))
+    engine = Engine(policy)
+    assert ids(list(engine.generate([request]))) == ids(plain(policy, [request]))
+    batch = PagedBatch(engine.pager.paged, [request], 64, 0)  # type: ignore[arg-type]
+    batch._enter(request, np.array([1]))
+    batch.tile_size = 16
+    assert batch._tiles(batch.count).tolist() == [[0, 16, 32], [16, 16, 8], [3, 3, 3]]
+
+
+def test_tiles_follow_the_rows_that_stay(policy: Policy) -> None:
+    engine = Engine(policy)
+    requests = [Request((5, 6), 3, 0, Sampling(4)), Request((7,), 2, 1, Sampling(4))]
+    list(engine.generate(requests))
+    batch = PagedBatch(engine.pager.paged, requests, 64, 0)  # type: ignore[arg-type]
+    for request in requests:
+        batch._enter(request, np.array([9]))
+        batch.waiting += 1
+    batch._close_up(np.array([0, 2, 4]))
+    assert batch._tiles(3).tolist() == [[0, 2], [2, 1], [2, 1]]
+    assert batch.host[1, :3].tolist() == [0, 2, 1] and batch["done"][:5].tolist() == [0, 0, 0, 1, 1]
+
+
+def test_the_pool_grows_and_keeps_what_it_holds(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_batch, "AHEAD", 1)
+    requests = [Request((5, 6, 7), 3, n, Sampling(3 * PAGE, min_new_tokens=3 * PAGE)) for n in range(2)]
+    engine = Engine(policy)
+    found = list(engine.generate(requests))
+    assert ids(found) == ids(plain(policy, requests))
+    assert engine.pager.paged is not None and engine.pager.paged.pages.pages > 1 + 2 + 6
+
+
+def test_a_caller_who_stops_listening_and_one_who_calls_twice(policy: Policy) -> None:
+    engine = Engine(policy, 4)
+    requests = [Request((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 8)]
+    expected = ids(plain(policy, requests))
+    half = engine.generate(requests)
+    assert ids([next(half)]) == expected[:1]
+    assert ids(list(engine.generate(requests))) == expected, "beside the first call, on the plain path"
+    half.close()
+    assert not engine.pager.busy and ids(list(engine.generate(requests))) == expected
+
+
+def test_memory_given_back_is_taken_anew(policy: Policy) -> None:
+    engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(20))]
+    before = ids(list(engine.generate(requests)))
+    assert engine.pager.paged is not None and engine.pager.paged.stores
+    engine.pager.release()
+    assert not engine.pager.paged.stores and engine.pager.paged.rows is None
+    assert ids(list(engine.generate(requests))) == before
+
+
+def test_too_little_memory_for_a_group_says_what_to_lower() -> None:
+    request = Request(tuple(range(3, 3 + PAGE)), 8, 0, Sampling(4 * PAGE))
+    with pytest.raises(
+        UserError, match=r"needs 33 GiB of cache, and there is room for 10 GiB: lower max_new_tokens to 64, or the group to 2"
+    ):
+        longest_fit([request], 10, 256, 1 << 30)
+    assert longest_fit([request] * 9, 10_000, 256, 1) == 72
+    assert longest_fit([request] * 9, 100, 256, 1) == 24, "rows that fit at their longest: 99 pages, 33 for eight rows"
+
+
+def test_new_weights_are_sampled_from_at_once() -> None:
+    """In place, as an optimizer writes them, and in a new place, as loading does."""
+    policy = small_policy(dtype=torch.float32)
+    engine, requests = Engine(policy), [Request((5, 6), 4, 0, Sampling(20))]
+    old = ids(list(engine.generate(requests)))
+    assert engine.pager.paged is not None
+    kept = engine.pager.paged
+    for change in ("place", "data"):
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                if change == "place":
+                    parameter.mul_(1.3)
+                else:
+                    parameter.data = parameter.data * 0.8
+        new = ids(list(engine.generate(requests)))
+        assert new == ids(plain(policy, requests)) and new != old
+        assert (engine.pager.paged is kept) == (change == "place")
+        old = new
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), [
+    ("GPT2Config", {"n_positions": 64, "n_embd": 32, "n_head": 4, "n_layer": 2}, "GPT2Model is not built like a Llama"),
+    ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}, "MixtralSparseMoeBlock is not the MLP of a Llama|not built"),
+])  # fmt: skip
+def test_other_families_take_the_plain_path_and_say_so_once(
+    name: str, changes: dict[str, int], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**(shape | changes))
+    policy = adopt(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), None, (1,), "the model")
+    engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(8))]
+    found = [ids(list(engine.generate(requests))) for _ in range(2)]
+    said = capsys.readouterr().err.splitlines()
+    assert found[0] == found[1] == ids(plain(policy, requests))
+    assert len(said) == 1 and said[0].startswith(
+        "engine: the model generates on the plain path, without CUDA graphs, several times slower: "
+    )
+    assert any(part in said[0] for part in reason.split("|"))

@@ -1,0 +1,197 @@
+"""Generation in pages on a CUDA device: its kernels, its graphs, and what no schedule may change. Run with `make test-gpu`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from posttrain.engine import kernels
+from posttrain.engine.engine import Engine
+from posttrain.engine.paged import Paged
+from posttrain.engine.rows import PAGE, Heads, Rows
+from posttrain.models.attention import Rule
+from posttrain.models.policy import Policy, adopt
+from posttrain.train.forward import forward
+from posttrain.train.pack import pack_examples
+from posttrain.types import Completion, Example, Request, Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SHAPE = {"vocab_size": 5000, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.15,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+         "pad_token_id": 0}  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "smollm": (
+        "LlamaConfig",
+        {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2Config", WINDOW),
+    "qwen3": ("Qwen3Config", {"head_dim": 128}),
+    "gemma": ("GemmaConfig", {"head_dim": 256}),
+}
+PROMPTS = [(5,), (7, 8, 9), tuple(range(3, 90)), (20, 19, 18, 17)]
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def models(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Policy]:
+    name, changes = FAMILIES[family]
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        config = getattr(transformers, name)(**(SHAPE | changes))
+        stock = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    return stock, adopt(copy.deepcopy(stock), None, (1,))
+
+
+def run(policy: Policy, requests: list[Request], rows: int = 256) -> list[Completion]:
+    engine = Engine(policy, rows)
+    answers = [c for group in engine.generate(requests) for c in group]
+    assert engine.pager.paged is not None, "the plain path was taken"
+    return answers
+
+
+def several(temperature: float = 1.0) -> list[Request]:
+    return [Request(p, 5, n, Sampling(100, temperature if n % 2 else 1.0)) for n, p in enumerate(PROMPTS)]
+
+
+def alike(one: list[Completion], other: list[Completion]) -> None:
+    """The same ids, and log-probs, as far as they go: a rounding difference may turn a draw, and then all that follows it."""
+    common, total = 0, 0
+    for a, b in zip(one, other, strict=True):
+        shorter = min(len(a.ids), len(b.ids))
+        differ = np.flatnonzero(a.ids[:shorter] != b.ids[:shorter])
+        same = int(differ[0]) if len(differ) else shorter
+        common, total = common + same, total + shorter
+        np.testing.assert_allclose(a.logprobs[:same], b.logprobs[:same], rtol=0, atol=2e-3)
+    assert common >= 0.7 * total, f"{common} of {total} tokens are equal"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_ids_in_float32_are_those_of_transformers(family: str) -> None:
+    stock, policy = models(family)
+    found = run(policy, [Request(p, 3, 0, Sampling(100, temperature=0.0)) for p in PROMPTS])
+    for n, prompt in enumerate(PROMPTS):
+        expected = stock.generate(
+            torch.tensor([prompt], device="cuda"), do_sample=False, max_new_tokens=100, eos_token_id=1, pad_token_id=0,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device="cuda"),
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        assert [c.ids.tolist() for c in found[3 * n : 3 * n + 3]] == [expected] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pages_sample_what_the_plain_path_samples(family: str) -> None:
+    _, policy = models(family)
+    engine = Engine(policy)
+    engine.pager.wanted = False
+    alike(run(policy, several(0.7)), [c for group in engine.generate(several(0.7)) for c in group])
+
+
+def test_few_rows_and_truncated_sampling() -> None:
+    """Rows that leave, requests that wait; and top-k and top-p, which sample by plain torch inside the graph."""
+    _, policy = models("qwen2")
+    alike(run(policy, several()), run(policy, several(), 7))
+    cut = [Request(p, 3, n, Sampling(30, top_k=9, top_p=0.9)) for n, p in enumerate(PROMPTS)]
+    engine = Engine(policy)
+    engine.pager.wanted = False
+    alike(run(policy, cut), [c for group in engine.generate(cut) for c in group])
+
+
+def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, policy = models("qwen2", torch.bfloat16)
+    captured = run(policy, several())
+
+    def uncaptured(paged: Paged, number: int, count: int, tiles: int, queries: int, truncated: bool, push: Any) -> None:
+        push(False)
+        assert paged.rows is not None
+        paged.rows.step.zero_()
+        for _ in range(number):
+            paged.step(count, tiles, queries, truncated)
+
+    monkeypatch.setattr(Paged, "steps", uncaptured)
+    for one, other in zip(captured, run(policy, several()), strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_a_group_samples_what_single_requests_sample() -> None:
+    """The prompt read once for eight rows, or for one: sample 0 is the same."""
+    _, policy = models("qwen3")
+    groups = run(policy, [Request(p, 8, n, Sampling(60)) for n, p in enumerate(PROMPTS)])
+    alike(groups[::8], run(policy, [Request(p, 1, n, Sampling(60)) for n, p in enumerate(PROMPTS)]))
+
+
+def test_log_probs_after_an_update_are_those_of_the_new_weights() -> None:
+    _, policy = models("qwen2", torch.bfloat16)
+    engine = Engine(policy)
+    for change in (1.0, 1.2, 0.7):
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(change)
+        answers = [c for group in engine.generate(several()) for c in group]
+        for n, completion in enumerate(answers[::5]):
+            ids = np.concatenate([PROMPTS[n], completion.ids])
+            with torch.no_grad():
+                batch = pack_examples([Example(ids, np.arange(len(ids)) >= len(PROMPTS[n]))], "cuda")
+                expected = forward(policy, batch).logprob_T[len(PROMPTS[n]) :].cpu().numpy()
+            assert float(np.abs(expected - completion.logprobs).mean()) < 0.03
+    assert engine.pager.paged is not None and len(engine.pager.paged.graphs) > 0
+
+
+@pytest.mark.parametrize("size", [700, 5000, 151936])
+def test_the_sampler_draws_by_its_law(size: int) -> None:
+    """Chi-square over forty bins of equal ids; log-probs are those of a log-softmax; cold rows take the largest."""
+    rows = Rows(4096, 1, 1, 1, torch.device("cuda"))
+    rows["done"].zero_()
+    rows["seed"].copy_(torch.arange(4096, device="cuda") * 7919 + 13)
+    rows.temperature.fill_(0.8)
+    rows.top_p.fill_(1.0)
+    torch.manual_seed(0)
+    logits = torch.randn(size, device="cuda") * 2
+    exact = torch.log_softmax(logits.double() / 0.8, -1)
+    ids = []
+    for position in range(8):
+        rows["count"].fill_(position)
+        id_N, logprob_N = kernels.choose(logits.expand(4096, -1).contiguous(), rows, False)
+        torch.testing.assert_close(logprob_N.double(), exact[id_N], rtol=0, atol=1e-4)
+        ids.append(id_N)
+    found = torch.bincount(torch.cat(ids) * 40 // size, minlength=40).double()
+    expected = torch.zeros(40, dtype=torch.float64, device="cuda").index_add_(
+        0, torch.arange(size, device="cuda") * 40 // size, exact.exp()
+    ) * len(torch.cat(ids))  # fmt: skip
+    assert float(((found - expected) ** 2 / expected).sum()) < 80.0  # 39 degrees of freedom: beyond 80 once in 10,000
+    rows.temperature.zero_()
+    id_N, logprob_N = kernels.choose(logits.expand(4096, -1).contiguous(), rows, False)
+    assert set(id_N.tolist()) == {int(logits.argmax())} and not logprob_N.any()
+
+
+@pytest.mark.parametrize("heads", [Heads(14, 2, 64), Heads(9, 3, 64), Heads(8, 2, 128), Heads(4, 1, 256), Heads(4, 4, 80)])
+@pytest.mark.parametrize("rule", [Rule(0.1), Rule(0.1, sliding_window=70), Rule(0.2, sliding_window=5, softcap=3.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_to_pages(heads: Heads, rule: Rule, dtype: torch.dtype) -> None:
+    """The Triton kernels against plain torch on the same pages."""
+    torch.manual_seed(0)
+    one, two = Rows(12, 4, 3, 8, torch.device("cuda")), Rows(12, 4, 3, 8, torch.device("cpu"))
+    store = [torch.randn(60 * PAGE, heads.keys, heads.width, dtype=dtype) for _ in range(2)]
+    pages, prompt = torch.randperm(59) + 1, torch.tensor([150] * 4 + [3] * 5 + [64])
+    count = torch.tensor([1, 64, 65, 130, 200, 2, 63, 128, 129, 7])
+    mixed = torch.randn(10, (heads.heads + 2 * heads.keys) * heads.width, dtype=dtype)
+    for rows in (one, two):
+        rows.table[:10] = pages[:40].view(10, 4).int()
+        rows.prompt_table[:3] = pages[40:49].view(3, 3).int()
+        rows.tile[:, :3] = torch.tensor([[0, 4, 9], [4, 5, 1], [150, 3, 64]]).int()
+        rows["count"][:10], rows["position"][:10], rows["done"][:10] = count, prompt + count - 1, 0
+    queries = kernels.tile_rows(heads, 5)[1]
+    expected = kernels.attend(mixed, (store[0], store[1]), two, heads, rule, 10, 4, queries)
+    found = kernels.attend(mixed.cuda(), (store[0].cuda(), store[1].cuda()), one, heads, rule, 10, 4, queries).cpu()
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)

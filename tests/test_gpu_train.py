@@ -1,0 +1,121 @@
+"""The training pass on a CUDA device: flash attention of packed sequences, fused kernels, shared prompts. Run with `make test-gpu`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from posttrain.models.attention import Packed, Rule
+from posttrain.models.fused_body import fused_body, packed
+from posttrain.models.policy import Policy, adopt
+from posttrain.ops import fused
+from posttrain.ops.logprobs import Head, token_logprobs
+from posttrain.train import forward as forward_module
+from posttrain.train.forward import forward
+from posttrain.train.pack import pack_examples
+from posttrain.types import Batch, Example
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda")
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.to(found.device)
+    return float((found.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
+
+
+@pytest.mark.parametrize(("width", "window"), [(64, None), (128, None), (256, None), (64, 50)])
+def test_packed_attention_and_its_gradient(width: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths, rule = (5, 300, 64, 129), Rule(width**-0.5, window)
+    narrow = [torch.randn(sum(lengths), h, width, device=CUDA).bfloat16().requires_grad_() for h in (6, 2, 2)]
+    wide = [t.detach().float().requires_grad_() for t in narrow]
+    out = packed(lengths, CUDA)(0, *narrow, rule)
+    starts = tuple(np.cumsum([0, *lengths]).tolist())
+    expected = Packed(starts, CUDA).attend(0, *(t.transpose(0, 1)[None] for t in wide), rule)[0]
+    weight = torch.randn_like(out)
+    out.backward(weight)
+    expected.backward(weight.float())
+    assert relative(out, expected) < 0.01
+    assert max(relative(a.grad, b.grad) for a, b in zip(narrow, wide, strict=True)) < 0.01
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_fused_pieces_are_those_of_torch(tanh: bool) -> None:
+    """The same functions on the two devices, in float32: Triton there, torch here."""
+    torch.manual_seed(0)
+    angle = torch.arange(50)[:, None] * torch.rand(32).repeat(2)
+    position, x, y = torch.randint(0, 50, (300,)), torch.randn(300, 640), torch.randn(300, 640)
+    weight, both = torch.randn(640), torch.randn(300, 1400)
+    found = []
+    for device in ("cuda", "cpu"):
+        inputs = [t.detach().to(device).requires_grad_() for t in (x, y, weight, both)]
+        total, normal = fused.add_norm(inputs[0], inputs[1], inputs[2], 1e-5, tanh)
+        turned = fused.rotate(normal * 1.0, 6, 64, (angle.cos().to(device), angle.sin().to(device)), position.to(device))
+        acted = fused.gated(inputs[3], tanh)
+        ((total * turned).sum() + (acted * acted.detach().sin()).sum()).backward()
+        found.append([t.cpu() for t in (turned, acted, *(i.grad for i in inputs))])
+    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_and_entropies(dtype: torch.dtype, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(70, 64).to(dtype), torch.randn(9001, 64).to(dtype), torch.randint(0, 9001, (70,))
+    found = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float64)):
+        h, w = (t.to(device, kind).requires_grad_() for t in (hidden, weight))
+        logprob, entropy = token_logprobs(h, target.to(device), Head(w), temperature, chunk_logits=9001 * 32)
+        (logprob * torch.linspace(-1, 1, 70).to(logprob) + 0.3 * entropy).sum().backward()
+        found.append([logprob, entropy, h.grad, w.grad])
+    bounds = (1e-5, 1e-4, 1e-4, 1e-4) if dtype == torch.float32 else (1e-5, 1e-3, 1e-2, 1e-2)
+    for mine, expected, bound in zip(*found, bounds, strict=True):
+        assert relative(mine.cpu(), expected) < bound
+
+
+def make(dtype: torch.dtype) -> Policy:
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=3000, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
+    )  # fmt: skip
+    with CUDA:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().to(dtype)
+    return adopt(model, None, (1,))
+
+
+def groups() -> Batch:
+    """Two prompts with three answers each, of different lengths."""
+    generator, examples = np.random.default_rng(0), []
+    for length in (70, 9):
+        prompt = generator.integers(3, 3000, length)
+        for answer in (40, 5, 130):
+            ids = np.concatenate([prompt, generator.integers(3, 3000, answer)])
+            examples.append(Example(ids, np.arange(len(ids)) >= length))
+    return pack_examples(examples, "cuda")
+
+
+def gradients(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    policy.model.zero_grad()
+    outputs = forward(policy, groups())
+    (outputs.logprob_T.sum() + 0.1 * outputs.entropy_T.sum()).backward()
+    return outputs.logprob_T.detach(), torch.cat([p.grad.flatten().float() for p in policy.model.parameters()])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_fused_pass_against_the_module_in_float32(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts computed once and prompts computed each time, log-probs and the whole gradient."""
+    policy, exact = make(torch.bfloat16), make(torch.float32)
+    policy.body.gradient_checkpointing = checkpointing
+    assert fused_body(policy) is not None and fused_body(exact) is None
+    expected = gradients(exact)
+    for shared in (4, 10**9):
+        monkeypatch.setattr(forward_module, "SHARED", shared)
+        logprob, gradient = gradients(policy)
+        assert float((logprob - expected[0]).abs().mean()) < 0.01
+        assert relative(gradient, expected[1]) < 0.03
