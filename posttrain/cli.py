@@ -19,11 +19,14 @@ EXAMPLES = {
     "eval": "posttrain eval runs/quickstart-1/export --task arithmetic task.level=3 problems=1000",
     "sample": "posttrain sample runs/quickstart-1/export '128+394='",
     "show": "posttrain show runs/quickstart-1 rl/600/0",
+    "advise": "posttrain advise math --have demonstrations,verifier --compute laptop",
+    "doctor": "posttrain doctor --json",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 bad input, 3 stopped by a guard, 130 interrupted."""
+    """Exit codes: 0 done, 1 a crash (with its traceback) or a doctor who found something, 2 bad input, 3 stopped by a guard,
+    130 interrupted."""
     options, rest = parser().parse_known_args(arguments)
     # argparse does not take key=value after an option; they are settings wherever they stand
     if rest and not (hasattr(options, "settings") and all("=" in word and not word.startswith("-") for word in rest)):
@@ -34,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().print_help()
         return 0
     try:
-        options.call(options)
-        return 0
+        return options.call(options) or 0
     except UserError as error:
         return complain(str(error), 2)
     except GuardStop as error:
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"posttrain {VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(name: str, call: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+    def command(name: str, call: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, epilog=f"example: {EXAMPLES[name]}")
         made.set_defaults(call=call)
         return made
@@ -70,10 +72,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--allow-code", action="store_true", help="let a YAML file name Python files to run")
     one = command("resume", resume, "continue a run that was stopped or killed")
     one.add_argument("run", type=Path)
+    one.add_argument(
+        "settings", nargs="*", metavar="key=value", help="settings that change how, not what: threads, token_budget, ..."
+    )
     one.add_argument("--allow-code", action="store_true", help="let the run's configuration name Python files to run")
     one = command("plan", plan, "say what a recipe would do, and what it needs, without training")
     one.add_argument("recipe")
     one.add_argument("settings", nargs="*", metavar="key=value")
+    one.add_argument("--allow-code", action="store_true", help="let a YAML file name Python files to run")
     one = command("list", list_, "what there is: recipes, algorithms, tasks, rewards")
     one.add_argument("kind", nargs="?", choices=["recipes", "algorithms", "tasks", "rewards"])
     one.add_argument("--json", action="store_true", help="for programs")
@@ -89,12 +95,35 @@ def parser() -> argparse.ArgumentParser:
     one = command("show", show, "print rollouts; one of them as a Markov decision process, token by token")
     one.add_argument("run", type=Path)
     one.add_argument("rollout", nargs="?", default="", help="STAGE/STEP/NUMBER; without it, the rollouts of the last step")
+    one = command("advise", advise, "which method for a goal, with the data and the compute at hand")
+    one.add_argument("goal", nargs="*", help="without one, the goals there are")
+    one.add_argument("--have", default="nothing", help="data at hand, with commas between: demonstrations, comparisons, thumbs, "
+                     "verifier, judge")  # fmt: skip
+    one.add_argument("--compute", default="gpu", help="laptop, gpu or cluster")
+    one.add_argument("--config", action="store_true", help="print the recipe alone, to be saved as a YAML file")
+    one.add_argument("--json", action="store_true", help="for programs")
+    one = command("doctor", doctor, "look at this machine: versions, GPU, sandbox, disk; and say what to fix")
+    one.add_argument("--json", action="store_true", help="for programs")
     return top
 
 
-def run(options: argparse.Namespace) -> None:
-    from posttrain import config, pipeline
+def doctor(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
 
+    from posttrain import doctor as clinic
+
+    findings = clinic.examine()
+    sound = clinic.healthy(findings)
+    text = json.dumps({"healthy": sound, "findings": [asdict(f) for f in findings]}, indent=2) if options.json else None
+    sys.stdout.write((text or "\n".join(clinic.lines(findings))) + "\n")
+    return 0 if sound else 1
+
+
+def run(options: argparse.Namespace) -> int:
+    from posttrain import config, pipeline, sweep
+
+    if sweep.is_sweep(options.settings):
+        return _swept(sweep.run(options.recipe, options.settings, options.allow_code))
     settings = config.parse(options.recipe, options.settings, options.allow_code)
     if not settings.out:
         import dataclasses
@@ -102,20 +131,30 @@ def run(options: argparse.Namespace) -> None:
         settings = dataclasses.replace(settings, out=str(pipeline.fresh(Path("runs"), settings.name)))
     options.where = settings.out
     pipeline.start(settings)
+    return 0
 
 
-def resume(options: argparse.Namespace) -> None:
-    from posttrain import pipeline
+def _swept(failed: int) -> int:
+    return complain(f"{failed} of the sweep's runs failed; their directories say why in failure.txt", 1) if failed else 0
+
+
+def resume(options: argparse.Namespace) -> int:
+    from posttrain import pipeline, sweep
 
     options.where = options.run
-    pipeline.resume(options.run, options.allow_code)
+    if (options.run / sweep.RECORD).is_file():
+        if options.settings:
+            return complain("the settings of a sweep cannot change when it is resumed", 2)
+        return _swept(sweep.resume(options.run, options.allow_code))
+    pipeline.resume(options.run, options.allow_code, options.settings)
+    return 0
 
 
 def plan(options: argparse.Namespace) -> None:
     from posttrain import config
     from posttrain.plan import describe
 
-    for line in describe(config.parse(options.recipe, options.settings)):
+    for line in describe(config.parse(options.recipe, options.settings, options.allow_code)):
         sys.stdout.write(line + "\n")
 
 
@@ -131,9 +170,29 @@ def list_(options: argparse.Namespace) -> None:
         return
     for kind, found in entries.items():
         sys.stdout.write(f"{kind}\n")
+        width = max((len(entry.name) for entry in found), default=0)
         for entry in found:
             paper = f"  [{entry.paper}]" if entry.paper else ""
-            sys.stdout.write(f"  {entry.name:<14} {entry.summary}{paper}\n")
+            sys.stdout.write(f"  {entry.name:<{width}} {entry.summary}{paper}\n")
+
+
+def advise(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from posttrain import advise as advice
+
+    if not options.goal:
+        goals = {name: goal.title for name, goal in advice.GOALS.items()}
+        text = json.dumps(goals) + "\n" if options.json else "".join(f"{name:<10} {title}\n" for name, title in goals.items())
+        sys.stdout.write(text)
+        return
+    found = advice.advise(" ".join(options.goal), [word for word in options.have.split(",") if word], options.compute)
+    if options.config:
+        sys.stdout.write(advice.recipe_text(found))
+    elif options.json:
+        sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join(advice.lines(found)) + "\n")
 
 
 def evaluate(options: argparse.Namespace) -> None:

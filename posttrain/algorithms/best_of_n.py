@@ -23,6 +23,7 @@ class BestOfN(Algorithm):
     (`ops/sampling.py`), so how far a round can move is known before the run. The first of
     several equal bests is kept, which favours none; a group without any score is left out. It has no critic, no reference and no
     way to push a bad response down. A step on a task that nobody solves learns a wrong answer: use raft with a threshold there.
+    Use it to make permanent what sampling N times and picking the best gives at every answer.
     """
 
     paper: ClassVar[str] = "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"

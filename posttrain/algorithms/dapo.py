@@ -27,6 +27,7 @@ class DAPO(PolicyGradient):
     the paper), judged before the length punishment, and asks for as many new prompts as were left out; the loop asks a bounded
     number of times and then goes on with what it has. `l_max` and `l_cache` are in tokens of the response: set l_max to the limit on
     new tokens (both 0: no punishment); the paper's are the defaults. `truncated = "mask"` is its overlong filtering.
+    Use it for long reasoning with a verifier, where many prompts are solved always or never.
     """
 
     paper: ClassVar[str] = "Yu et al. 2025, arXiv:2503.14476"

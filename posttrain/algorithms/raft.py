@@ -23,6 +23,7 @@ class RAFT(Algorithm):
     `threshold = 1` is rejection sampling on a verifier: every right answer is learned, as in expert iteration. Without a threshold
     the best of a bad group is learned too. Equal scores rank in the order they were sampled. A step in which
     nothing is accepted moves nothing. Simple and stable, and blind to why the rejected failed.
+    Use it as a first stage before RL, or instead of it where one model and few samples must do.
     """
 
     paper: ClassVar[str] = "Dong et al. 2023, arXiv:2304.06767"

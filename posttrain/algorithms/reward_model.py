@@ -26,6 +26,7 @@ class RewardModel(Algorithm):
     ranking of two. Equally good responses make no pair; only differences of scores are learned, so that
     `centring` (0.01, Eisenstein et al. 2023, arXiv:2312.09244) is what keeps their mean near 0. `margin` asks for a distance
     m_ab = label_a - label_b between the labels (Llama 2, arXiv:2307.09288), which is 1 for plain pairs; without it m_ab = 0.
+    Use it where people or a judge compare responses, and fresh samples must be scored many times.
     """
 
     paper: ClassVar[str] = "Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155"

@@ -9,15 +9,15 @@ from posttrain.stages.preference import PreferenceStage
 from posttrain.train.optimizer import Optimization
 
 
-def dpo(size: str = "nano", beta: float = 0.1, steps: int = 200) -> Recipe:
+def dpo(size: str = "nano", beta: float = 1.0, steps: int = 150) -> Recipe:
     """Rafailov et al. 2023, on tiny reviews and comparisons by an annotator whose taste is known, on a CPU."""
     stages = [
         *beginning(size),
         comparisons("comparisons", "sft", 2500),
         PreferenceStage(
             name="dpo", model="sft", data=("comparisons",), steps=steps, batch=32, algorithm=DPO(beta=beta),
-            optimizer=Optimization(lr=2e-4, warmup=10, schedule="cosine"),
+            optimizer=Optimization(lr=1e-4, warmup=10, schedule="cosine"),
         ),
         versus("versus_sft", "dpo"),
     ]  # fmt: skip
-    return Recipe(tuple(stages), next_command="posttrain run dpo beta=0.5")
+    return Recipe(tuple(stages), next_command="posttrain run dpo beta=0.1")

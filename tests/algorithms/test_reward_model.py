@@ -172,7 +172,7 @@ def test_micro_batches_cut_between_rankings() -> None:
     assert [piece.sequences for piece in micro_batches(prepared, 1)] == [4, 4]
 
 
-def test_the_contract() -> None:
+def test_contract_and_refusals() -> None:
     assert (RewardModel.trains, RewardModel.unit, RewardModel.online) == ("scorer", "ranking", False)
     assert RewardModel().needs == frozenset()
     for bad in (-0.1, NAN, math.inf):

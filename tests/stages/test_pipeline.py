@@ -14,7 +14,12 @@ import pytest
 from posttrain import cli, config
 from posttrain.errors import UserError
 from posttrain.runs.read import Run
-from tests.faults.harness import ARGUMENTS
+
+ARGUMENTS = (
+    "threads=1", "sft.steps=8", "sft.batch=4", "sft.checkpoint_every=3", "rl.steps=8", "rl.prompts=2", "rl.group=2", "rl.beta=0.04",
+    "rl.checkpoint_every=3", "rl.rollouts_every=1", "rl.evaluate_every=4", "rl.evaluate_problems=4", "before.problems=8",
+    "after.problems=8",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A user's own algorithm, from a file of theirs, through the command line: it runs, resumes, and is named in the configuration."""
+"""A user's own algorithm, from a file of theirs, through the command line: it runs, and the configuration that names it needs leave."""
 
 from __future__ import annotations
 

@@ -1,0 +1,363 @@
+"""Writes the generated pages: algorithms.md from the classes, advise.md from posttrain/advise.py, laws.md from the tests.
+
+python docs/make_tables.py            # writes all three; tests/test_tables.py fails where a committed page is another one
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+
+from posttrain import advise, catalogue
+from posttrain.algorithms.base import Algorithm
+from posttrain.errors import UserError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+GENERATED = "<!-- made by docs/make_tables.py; do not edit -->"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+# --- algorithms.md ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What can be said of an algorithm from its class, with its default settings."""
+
+    name: str
+    kind: type[Algorithm]
+
+    @property
+    def default(self) -> Algorithm:
+        return self.kind()
+
+    @property
+    def source(self) -> str:
+        """The code of the class and of what it inherits from, below the contract."""
+        return "".join(inspect.getsource(c) for c in self.kind.__mro__ if issubclass(c, Algorithm) and c is not Algorithm)
+
+    @property
+    def family(self) -> str:
+        if self.kind.trains == "scorer":
+            return "Reward models"
+        if not self.kind.online:
+            return "From preferences" if "reward_N" in self.source or self.kind.unit == "pair" else "From demonstrations"
+        if self.kind.unit == "pair":
+            return "From preferences"
+        return "Policy gradients" if "advantage_T" in self.source else "From the best samples"
+
+    @property
+    def critic(self) -> str:
+        return "yes" if "value" in self.default.needs else "no"
+
+    @property
+    def reward(self) -> str:
+        if self.kind.online:
+            pairs = self.kind.unit == "pair"
+            return "any reward, turned into pairs" if pairs else "any: task, verifier, reward model, judge"
+        if self.kind.trains == "scorer":
+            return "rankings and pairs" if self.kind.unit == "ranking" else "labels of steps"
+        if self.kind.unit == "pair":
+            return "pairs"
+        return "good or bad, one by one" if "reward_N" in self.source else "none: demonstrations"
+
+    @property
+    def explores(self) -> str:
+        if self.kind.trains == "scorer":
+            return "neither: it judges"
+        if not self.kind.online:
+            return "re-weights given responses"
+        return "explores, and keeps the best" if self.family == "From the best samples" else "explores"
+
+    @property
+    def anchor(self) -> str:
+        """Where the reference enters, and how strongly; or whether it can."""
+        inner = getattr(self.default, "loss", self.default)
+        names = [f.name for f in fields(inner)] if is_dataclass(inner) else []
+        strength = next((n for n in ("beta", "tau") if n in names), "")
+        if "reference" in self.default.needs:
+            place = (
+                "in the loss"
+                if not self.kind.online or self.kind.unit == "pair"
+                else f"in the {getattr(inner, 'kl_in', 'reward')}"
+            )
+            return f"{strength} = {getattr(inner, strength):g} {place}"
+        return "none; beta > 0 adds one" if strength and can_anchor(self.kind) else "none"
+
+    @property
+    def models(self) -> str:
+        """Besides what scores: a reward model, where it is the reward, is one more."""
+        first = "reward model" if self.kind.trains == "scorer" else "policy"
+        names = [first, *(n for n in ("reference", "value") if n in self.default.needs)]
+        more = f"; {len(names) + 1} with a reward model" if self.kind.online else ""
+        return f"{len(names)}: {', '.join(names)}{more}"
+
+    @property
+    def use(self) -> str:
+        """The sentence of the docstring that says when to use it."""
+        text = " ".join((inspect.getdoc(self.kind) or "").split())
+        found = re.search(r"\bUse it\b(.*?[a-z)])(?:\.(?= |$)|: (?=[a-z]))", text)
+        if found is None:
+            raise UserError(f"{self.name}: the docstring must say when to use it, in a sentence that begins with 'Use it'")
+        return found.group(1).strip()
+
+    @property
+    def settings(self) -> str:
+        values = []
+        for field in fields(self.kind):
+            value = field.default if field.default is not MISSING else type(getattr(self.default, field.name)).__name__ + "()"
+            values.append(f"{field.name} = {value}")
+        return ", ".join(f"`{value}`" for value in values)
+
+
+def can_anchor(kind: type[Algorithm]) -> bool:
+    """Whether some beta makes the algorithm ask for a reference."""
+    return any(f.name == "beta" for f in fields(kind)) and "reference" in kind(beta=0.1).needs  # type: ignore[call-arg]
+
+
+def all_facts() -> list[Facts]:
+    return [Facts(name, catalogue.load("algorithm", name, Algorithm)) for name in catalogue.names("algorithm")]
+
+
+CONVERGENCE = """
+RL with a KL penalty, E[r] - beta KL(pi || ref), has one optimum: pi* = ref exp(r / beta) / Z. On problems small enough to be
+enumerated, with exact expectations and with the reward as it is and flipped, `tests/laws/test_optimum.py` finds:
+
+- **KL in the reward** (every policy gradient with `kl_in=reward`, and ppo): pi*. There all advantages are 0, so no scale,
+  reduction or clip can move it.
+- **KL in the loss, unbiased baseline** (rloo, reinforce with `kl=corrected` or `k2`), responses of one token: pi*.
+- **KL in the loss, mean of the group as the baseline** (grpo with `scale=none`, dr_grpo): pi* of beta G / (G - 1), because a
+  sample is part of its own baseline, which shrinks the gradient of the reward and not that of the KL.
+- **grpo with `kl=k3`** (the paper's): pi_a = beta ref_a / (beta + c - g_a) for the gain g_a of a response, the optimum under
+  the forward KL. Its tails are heavier: bad responses are kept.
+- **grpo divided by the std** with the KL in the loss: the gain of a response is how often it beats the others, not by how
+  much; a reward 7 times as large has the same optimum.
+- **KL in the loss, several tokens**: a token pays for its own divergence and not for that of where it leads, so early tokens
+  favour branches that move far from the reference. With the KL in the reward this does not happen.
+- **dpo** on Bradley-Terry pairs, **online_dpo** with `loss.labels=soft`: pi*. With verdicts that never err both run away to
+  the best response.
+- **ipo** with `length=sum`: ref exp(p / tau) / Z with p the chance to beat a response of the data; finite also where verdicts
+  never err.
+- **No anchor** (beta = 0, best_of_n, raft, simpo on verdicts that never err): the best response takes all. **orpo** orders
+  responses by the reward and keeps more than one; **kto** keeps the good ones, as labels say no more.
+- **reward_model**: the reward behind the pairs, up to a constant. **process_reward_model**: the log-odds of the labels.
+  **sft**: the frequencies of its demonstrations.
+"""
+FAMILIES = ("Policy gradients", "From the best samples", "From preferences", "Reward models", "From demonstrations")
+
+
+def algorithms_page() -> str:
+    found = all_facts()
+    entries = {entry.name: entry for entry in catalogue.describe("algorithm")}
+    lines = [
+        GENERATED,
+        "# Algorithms",
+        "",
+        f"{len(found)} algorithms, each one file in `posttrain/algorithms/`, with default settings.",
+    ]
+    lines += ["Models are those of one size that must be in memory while it trains. What each converges to is proven in"]
+    lines += ["`tests/laws/test_optimum.py`; which laws each one is held to is in [laws.md](laws.md); which one to take, in"]
+    lines += ["[advise.md](advise.md)."]
+    heads = ["name", "paper", "critic", "learns from", "", "", "KL anchor", "models in memory", "use it"]
+    heads[4:6] = ["on- or offline", "explores or re-weights"]
+    for family in FAMILIES:
+        rows = [
+            [f"[{f.name}](../{entries[f.name].file})", f.kind.paper, f.critic, f.reward, "online" if f.kind.online else "offline",
+             f.explores, f.anchor, f.models, f.use]
+            for f in found if f.family == family
+        ]  # fmt: skip
+        lines += ["", f"## {family}", "", *table(heads, rows)]
+    lines += ["", "## Where they converge", "", *CONVERGENCE.strip().splitlines()]
+    lines += ["", "## Settings and their defaults", ""]
+    lines += table(["name", "settings"], [[f.name, f.settings] for f in found])
+    return "\n".join(lines) + "\n"
+
+
+# --- advise.md -------------------------------------------------------------------------------------------------------------------
+
+
+def advise_page() -> str:
+    lines = [
+        GENERATED,
+        "# Which method for my goal",
+        "",
+        "`posttrain advise GOAL --have DATA --compute WHERE` says the same, with a recipe.",
+    ]
+    lines += ["", "Data at hand:", ""] + [f"- **{kind}**: {text}" for kind, text in advise.DATA.items()]
+    for name, goal in advise.GOALS.items():
+        lines += ["", f"## {goal.title[0].upper()}{goal.title[1:]}", "", f"{goal.says[0].upper()}{goal.says[1:]}."]
+        lines += [
+            f"Of several signals the first of these leads: {', '.join(s for s in goal.signals if s != 'demonstrations')}.",
+            "",
+        ]
+        lines += table(["at hand", *(advise.WORDS[c] for c in advise.COMPUTE)], advice_rows(name))
+        lines += ["", "Mind:", ""] + [f"- {pitfall}" for pitfall in goal.pitfalls]
+    lines += ["", "## The methods", ""]
+    rows = [
+        [name, " -> ".join(s if s == a else f"{s} ({a})" for s, a in m.stages), f"{len(m.models)}: {', '.join(m.models)}", m.why,
+         "; ".join(m.pitfalls)]
+        for name, m in advise.METHODS.items()
+    ]  # fmt: skip
+    lines += table(["method", "stages", "models in memory", "why", "what goes wrong"], rows)
+    lines += [
+        "",
+        "Where there are demonstrations, an sft stage comes first (not before imitate and orpo, which learn from them themselves",
+    ]
+    lines += ["or need none)."]
+    return "\n".join(lines) + "\n"
+
+
+def advice_rows(goal: str) -> list[list[str]]:
+    """For each signal alone, with demonstrations before it, what is advised on each kind of machine."""
+    rows = []
+    for kind in ("nothing", "demonstrations", *(k for k in advise.GOALS[goal].signals if k != "demonstrations")):
+        have = [kind] if kind in ("nothing", "demonstrations") else ["demonstrations", kind]
+        found = [advise.advise(goal, have, compute) for compute in advise.COMPUTE]
+        cells = [" -> ".join(a for _, a in one.chain) or one.reasons[0].split(":")[0] for one in found]
+        counts = [f" ({len(one.models)})" if one.models else "" for one in found]
+        rows.append([" and ".join(have), *(cell + count for cell, count in zip(cells, counts, strict=True))])
+    return rows
+
+
+# --- laws.md ---------------------------------------------------------------------------------------------------------------------
+
+
+def everyone(facts: Facts) -> str:
+    return ""
+
+
+def with_advantages(facts: Facts) -> str:
+    return "" if facts.family == "Policy gradients" else "it has no advantages"
+
+
+def with_a_reward(facts: Facts) -> str:
+    return "" if facts.kind.online else "no rollouts, no rewards"
+
+
+def with_a_sign(facts: Facts) -> str:
+    """Whether there is a reward or a preference that can be turned round."""
+    by_name = {"sft": "demonstrations have no opposite", "process_reward_model": "labels are learned as they are"}
+    return by_name.get(facts.name, "")
+
+
+def in_trl(facts: Facts) -> str:
+    compared = {"dpo", "kto", "reward_model", "grpo", "rloo"}
+    return "" if facts.name in compared else "not compared with TRL: its own test has an independent reference"
+
+
+@dataclass(frozen=True)
+class Law:
+    """A column: which tests prove it (a pattern on FILE::FUNCTION[CASE]), and a reason where it does not apply."""
+
+    title: str
+    says: str
+    pattern: str
+    excused: Callable[[Facts], str] = everyone
+
+
+LAWS = (
+    Law("value", "values worked by hand, or an independent reference in NumPy", r"tests/algorithms/.*(hand|parity|numpy|independent|"
+        r"transformers|the_loss_that_it_holds)"),
+    Law("slope", "gradients by finite differences, of the terms and the whole way from the weights", r"::test_i55_"),
+    Law("policy gradient", "a fresh policy follows the policy gradient", r"::test_i13_a_fresh", with_advantages),
+    Law("unscored", "what could not be scored has no vote and no gradient", r"::test_i06_a_failed", with_a_reward),
+    Law("masks", "masked tokens reach no loss, weight, figure or gradient", r"::test_i4[46]_|::test_i20_"),
+    Law("extremes", "no log-ratio or score gives NaN", r"::test_i21_|overflow"),
+    Law("layout", "no micro-batch, order or packing changes a gradient", r"::test_i49_|::test_i51_|::test_i52_"),
+    Law("coefficients", "every number among its settings changes the gradient", r"test_dead_terms\.py"),
+    Law("optimum", "where it converges to on an enumerable problem", r"optimum"),
+    Law("flipped", "with the reward flipped it goes the other way", r"flipped", with_a_sign),
+    Law("learns", "it learns on a tiny task", r"tests/algorithms/.*(learns|climbs|rises)"),
+    Law("refusals", "bad settings are refused by name", r"tests/algorithms/.*refus"),
+    Law("peer", "the same loss and gradient as TRL's", r"tests/peers/", in_trl),
+)  # fmt: skip
+
+
+def collected() -> list[str]:
+    """The ids of all law and algorithm tests, as pytest finds them; and, by what they import, those against peers."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/laws",
+        "tests/algorithms",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ids = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode != 0 or not ids:
+        raise RuntimeError(f"the tests could not be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    # peers may not be installed, and then pytest finds nothing in their files
+    for path in sorted((ROOT / "tests" / "peers").glob("test_*.py")):
+        modules = [n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+        names = [m.rpartition(".")[2] for m in modules if m.startswith("posttrain.algorithms.")]
+        ids += [f"tests/peers/{path.name}::imports[{name}]" for name in names if name in catalogue.names("algorithm")]
+    return ids
+
+
+def algorithms_of(test: str, names: Sequence[str]) -> set[str]:
+    """Whom a test is about: the file of its name, or the words of its case."""
+    own = re.match(r"tests/algorithms/test_(\w+)\.py", test)
+    if own:
+        return {own.group(1)} & set(names)
+    case = re.search(r"\[(.*)\]", test)
+    function = test.partition("::")[2].partition("[")[0]
+    words = set(case.group(1).split("-")) if case else set()
+    return {name for name in names if name in words or function.startswith(f"test_{name}_")}
+
+
+def laws(ids: Sequence[str]) -> dict[tuple[str, str], str]:
+    """(algorithm, law) -> yes, MISSING, or a reason in brackets."""
+    found = all_facts()
+    names = [f.name for f in found]
+    proven = {
+        (name, law.title) for law in LAWS for test in ids if re.search(law.pattern, test) for name in algorithms_of(test, names)
+    }
+    cells = {}
+    for f in found:
+        for law in LAWS:
+            reason = law.excused(f)
+            cells[f.name, law.title] = "yes" if (f.name, law.title) in proven else f"({reason})" if reason else "MISSING"
+    return cells
+
+
+def laws_page(ids: Sequence[str]) -> str:
+    cells = laws(ids)
+    names = list(dict.fromkeys(name for name, _ in cells))
+    reasons = list(dict.fromkeys(cell for cell in cells.values() if cell.startswith("(")))
+    marks = {reason: f"n/a {number}" for number, reason in enumerate(reasons, 1)} | {"yes": "yes", "MISSING": "🔴 **MISSING**"}
+    lines = [
+        GENERATED,
+        "# Which law holds which algorithm",
+        "",
+        "Read from the tests in `tests/laws`, `tests/algorithms` and `tests/peers`.",
+    ]
+    lines += ["A test fails while a cell is missing. Each law:", ""] + [f"- **{law.title}**: {law.says}" for law in LAWS]
+    rows = [[name, *(marks[cells[name, law.title]] for law in LAWS)] for name in names]
+    lines += ["", *table(["algorithm", *(law.title for law in LAWS)], rows), "", "Not applicable:", ""]
+    return "\n".join(lines + [f"{number}. {reason[1:-1]}" for number, reason in enumerate(reasons, 1)]) + "\n"
+
+
+def main() -> None:
+    for name, text in (("algorithms", algorithms_page()), ("advise", advise_page()), ("laws", laws_page(collected()))):
+        (HERE / f"{name}.md").write_text(text)
+        sys.stdout.write(f"wrote docs/{name}.md\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

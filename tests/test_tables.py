@@ -1,0 +1,107 @@
+"""The generated pages are what their generator makes now, and the table of laws has no empty cell."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from material_for_tests import algorithm_class
+
+from posttrain import catalogue, cli
+from posttrain.errors import UserError
+
+DOCS = Path(__file__).parent.parent / "docs"
+ASKED = [
+    "ppo", "reinforce", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "dpo", "ipo", "kto", "orpo", "simpo",
+    "online_dpo", "reward_model", "process_reward_model", "best_of_n", "raft", "sft",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_tables", DOCS / "make_tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_tables"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def ids(make: ModuleType) -> list[str]:
+    return make.collected()
+
+
+def committed(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+STALE = "docs/{}.md is out of date: run python docs/make_tables.py"
+
+
+def test_the_algorithms_page_is_generated(make: ModuleType) -> None:
+    assert committed("algorithms") == make.algorithms_page(), STALE.format("algorithms")
+
+
+def test_the_advise_page_is_generated(make: ModuleType) -> None:
+    assert committed("advise") == make.advise_page(), STALE.format("advise")
+
+
+def test_the_laws_page_is_generated(make: ModuleType, ids: list[str]) -> None:
+    assert committed("laws") == make.laws_page(ids), STALE.format("laws")
+
+
+def test_every_law_is_proven_of_every_algorithm_it_applies_to(make: ModuleType, ids: list[str]) -> None:
+    missing = [f"{law} of {name}" for (name, law), cell in make.laws(ids).items() if cell == "MISSING"]
+    assert not missing, "no test shows: " + ", ".join(missing)
+
+
+def test_an_empty_cell_is_seen(make: ModuleType, ids: list[str]) -> None:
+    fewer = [test for test in ids if not (test.startswith("tests/laws/test_optimum.py") and "rloo" in test)]
+    assert make.laws(fewer)["rloo", "optimum"] == "MISSING" and make.laws(ids)["rloo", "optimum"] == "yes"
+    assert "🔴 **MISSING**" in make.laws_page(fewer)
+
+
+def test_an_excuse_is_not_taken_where_there_is_a_test(make: ModuleType, ids: list[str]) -> None:
+    """Cells that do not apply are empty of tests: otherwise the excuse is out of date."""
+    cells = make.laws(ids)
+    excused = [(f.name, law.title) for f in make.all_facts() for law in make.LAWS if law.excused(f) and law.title != "peer"]
+    assert excused and not [key for key in excused if cells[key] == "yes"]
+
+
+def test_whom_a_test_is_about(make: ModuleType) -> None:
+    names = catalogue.names("algorithm")
+    about = make.algorithms_of
+    assert about("tests/algorithms/test_grpo.py::test_contract", names) == {"grpo"}
+    assert about("tests/laws/test_kl.py::test_i23[k3]", names) == set()
+    assert about("tests/laws/test_x.py::test_i49[dr_grpo-kl=k2-0.5]", names) == {"dr_grpo"}
+    assert about("tests/laws/test_x.py::test_i19[3.0-ppo]", names) == {"ppo"}
+
+
+def test_facts_are_read_from_the_classes(make: ModuleType) -> None:
+    facts = {f.name: f for f in make.all_facts()}
+    assert [f for f, one in facts.items() if one.critic == "yes"] == ["ppo"]
+    assert facts["ppo"].models == "3: policy, reference, value; 4 with a reward model"
+    assert facts["ppo"].anchor == "beta = 0.2 in the reward" and facts["grpo"].anchor == "beta = 0.04 in the loss"
+    assert facts["online_dpo"].anchor == "beta = 0.1 in the loss" and facts["ipo"].anchor == "tau = 0.1 in the loss"
+    assert facts["dapo"].anchor == "none; beta > 0 adds one" and facts["simpo"].anchor == "none"
+    assert facts["kto"].reward == "good or bad, one by one" and facts["sft"].reward == "none: demonstrations"
+    assert facts["raft"].explores == "explores, and keeps the best" and facts["dpo"].explores == "re-weights given responses"
+    assert {one.family for one in facts.values()} == set(make.FAMILIES)
+
+
+def test_an_algorithm_must_say_when_to_use_it(make: ModuleType) -> None:
+    silent = type("Silent", (algorithm_class("sft"),), {"__doc__": "L = sum_t w_t. Useful."})
+    with pytest.raises(UserError, match="silent: the docstring must say when to use it"):
+        make.Facts("silent", silent).use
+
+
+def test_list_has_every_algorithm_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "algorithms", "--json"]) == 0
+    found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["algorithms"]}
+    assert set(ASKED) <= set(found)
+    assert all(entry["summary"] and entry["paper"] for entry in found.values())
