@@ -1,0 +1,74 @@
+"""Every recipe in its CPU size: does its one primary figure move by at least two standard errors on held-out prompts?
+
+    python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0,1,2]
+
+Each run is a directory in OUT; finished ones are not run again. Prints a table and one JSON line; exit code 1 where one did not move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
+          "iterative_dpo": "versus_sft_3"}  # fmt: skip
+BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained")}
+RECIPES = (*BEFORE_AFTER, *VERSUS)
+
+
+def run(recipe: str, seed: int, out: Path) -> float:
+    """Run or resume a recipe; returns its seconds."""
+    began = time.perf_counter()
+    if not (out / "summary.json").is_file():
+        words = ["resume", str(out)] if (out / "config.yaml").is_file() else ["run", recipe, f"seed={seed}", f"out={out}"]
+        subprocess.run([sys.executable, "-m", "posttrain", *words], check=True, stdout=subprocess.DEVNULL)
+    return float(json.loads((out / "summary.json").read_text()).get("seconds", time.perf_counter() - began))
+
+
+def result(out: Path, stage: str) -> dict[str, Any]:
+    return dict(json.loads((out / "stages" / stage / "result.json").read_text()))
+
+
+def figure(recipe: str, out: Path) -> dict[str, Any]:
+    """The primary figure, what it is compared with, and how many standard errors lie between."""
+    if recipe in VERSUS:
+        found = result(out, VERSUS[recipe])
+        value, low, high = found["win_rate"]
+        return {"what": "win rate against SFT", "from": 0.5, "to": value, "errors": (value - 0.5) / max(1e-9, (high - low) / 3.92),
+                "n": found["problems"], "kl": found["kl"]}  # fmt: skip
+    before, after = (result(out, stage) for stage in BEFORE_AFTER[recipe])
+    spread = sum(((r["accuracy"][2] - r["accuracy"][1]) / 3.92) ** 2 for r in (before, after)) ** 0.5
+    moved = after["accuracy"][0] - before["accuracy"][0]
+    return {"what": "held-out accuracy", "from": before["accuracy"][0], "to": after["accuracy"][0], "errors": moved / max(1e-9, spread),
+            "n": after["problems"] * len(after.get("values", [1]) or [1])}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--seeds", default="0")
+    options = parser.parse_args()
+    rows = []
+    print(f"{'recipe':<20}{'seed':>5}  {'figure':<22}{'from':>7}{'to':>7}{'std. errors':>13}{'seconds':>9}")
+    for recipe in options.recipes.split(","):
+        for seed in (int(s) for s in options.seeds.split(",")):
+            out = options.out / f"{recipe}-{seed}"
+            seconds = run(recipe, seed, out)
+            row = {"recipe": recipe, "seed": seed, "seconds": seconds, **figure(recipe, out)}
+            rows.append(row)
+            print(
+                f"{recipe:<20}{seed:>5}  {row['what']:<22}{row['from']:>7.3f}{row['to']:>7.3f}{row['errors']:>13.1f}{seconds:>9.0f}",
+                flush=True,
+            )
+    print(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}))
+    return 0 if all(row["errors"] >= 2 for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
