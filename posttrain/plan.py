@@ -169,7 +169,7 @@ def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> lis
     problem = stage.task.problems("train")[0]
     prompt = len(render_prompt(policy.tokenizer, stage.task.prompt(problem)))
     longest = prompt + stage.sampling.max_new_tokens
-    rows = min(stage.max_rows, samples)
+    rows = min(stage.rows(policy.device.type), samples)
     micro = -(-samples * longest // stage.optimizer.token_budget)
     tokens, judges = min(stage.optimizer.token_budget, samples * longest), judge_bytes(stage, policy, before)
 

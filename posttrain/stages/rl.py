@@ -14,6 +14,8 @@ from posttrain.loop import Loop, Rhythm
 from posttrain.models.lora import Lora, add_adapters, merge_adapters, twin
 from posttrain.rewards.ensemble import KINDS
 from posttrain.rollouts import Examples, Rollouts
+from posttrain.runs.guards import Guards
+from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, gather
 from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
@@ -41,11 +43,12 @@ class RLStage(Stage):
     sampling: Sampling = field(default_factory=Sampling)
     curriculum: Curriculum = field(default_factory=Curriculum)
     optimizer: Optimization = field(default_factory=Optimization)
-    max_rows: int = 256  # responses written at once
+    max_rows: int = 0  # responses written at once; 0: all of a step on a GPU, 256 on a CPU
     evaluate_every: int = 50
     evaluate_problems: int = 200
     checkpoint_every: int = 25
     rollouts_every: int = 5
+    guards: Guards = field(default_factory=Guards)
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
     reference: str = ""  # the model to stay near; "": the one the stage starts from
     reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
@@ -68,6 +71,7 @@ class RLStage(Stage):
         name = self.name
         require(self.steps > 0, f"{name}: steps must be positive, not {self.steps}")
         require(self.prompts > 0, f"{name}: prompts must be positive, not {self.prompts}")
+        require(self.max_rows >= 0, f"{name}: max_rows must be 0 or a number of responses, not {self.max_rows}")
         require(self.algorithm.online, f"{name}: this algorithm learns from given examples; use an sft stage")
         require(self.sampling.temperature > 0, f"{name}: training needs a temperature above 0, not {self.sampling.temperature}: "
                 "argmax explores nothing")  # fmt: skip
@@ -113,6 +117,7 @@ class RLStage(Stage):
         from posttrain.engine.engine import Engine
         from posttrain.train.trainer import Trainer
 
+        guard_training(context, self.name, self.model, (self.task,), self.pretraining)
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
         rating = self.make_rating(context, policy)
@@ -120,7 +125,7 @@ class RLStage(Stage):
             self.lora is not None
         ):  # after the others were made: they stand on the same frozen weights, without adapters of the policy
             add_adapters(policy.model, self.lora, context.seed)
-        engine = Engine(policy, self.max_rows, context.threads)
+        engine = Engine(policy, self.rows(policy.device.type), context.threads)
         sizes = [len(self.task.problems("train", level)) for level in self.task.levels]
         climb = Climb(self.task.levels, sizes, self.curriculum, context.seed)
         loop = Loop(
@@ -142,12 +147,17 @@ class RLStage(Stage):
             sampler=engine,
             evaluate=lambda: self.evaluate(engine, policy.tokenizer, context.seed),
             pretraining=self.make_pretraining(context, policy),
+            guards=self.guards,
         )
         loop.run()
         if self.lora is not None:
             merge_adapters(policy.model)
         context.save_model(self.name, policy)
         return {"steps": loop.step, "train_seconds": loop.elapsed, "level": climb.level}
+
+    def rows(self, device: str) -> int:
+        """Responses written at once. A GPU is fastest with all of them; its cache grows with what is written."""
+        return self.max_rows or (self.prompts * self.algorithm.group_size if device == "cuda" else 256)
 
     def make_reference(self, context: Context, policy: Policy) -> Policy | None:
         """The frozen model to stay near, where the algorithm or the user wants one."""

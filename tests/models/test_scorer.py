@@ -78,3 +78,16 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     folder = save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "lm")
     with pytest.raises(UserError, match="score.weight"):
         load_scorer(str(folder))
+
+
+def test_scores_of_a_bf16_model_are_not_rounded_to_bf16() -> None:
+    policy = small_policy(dtype=torch.bfloat16)
+    scorer = from_policy(policy, zero=False, seed=3)
+    with torch.no_grad():
+        scorer.model.score.weight.mul_(40.0)
+        score_T = scores(scorer, BATCH)
+        hidden = torch.cat([scorer.body(torch.tensor([ids])).last_hidden_state[0] for ids in IDS])
+    exact_T = hidden.double() @ scorer.model.score.weight[0].double()
+    assert score_T.dtype == torch.float32 and float(score_T.abs().max()) > 4
+    torch.testing.assert_close(score_T.double(), exact_T, rtol=1e-5, atol=1e-4)
+    assert float((score_T - score_T.bfloat16().float()).abs().max()) > 1e-3  # bf16 could not have held them
