@@ -17,6 +17,7 @@ EXAMPLES = {
     "plan": "posttrain plan quickstart rl.prompts=64",
     "list": "posttrain list algorithms --json",
     "eval": "posttrain eval runs/quickstart-1/export --task arithmetic task.level=3 problems=1000",
+    "compare": "posttrain compare runs/quickstart-1 runs/quickstart-2",
     "sample": "posttrain sample runs/quickstart-1/export '128+394='",
     "show": "posttrain show runs/quickstart-1 rl/600/0",
     "advise": "posttrain advise math --have demonstrations,verifier --compute laptop",
@@ -87,7 +88,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("model")
     one.add_argument("--task", required=True)
     one.add_argument("--json", action="store_true", help="for programs")
-    one.add_argument("settings", nargs="*", metavar="key=value", help="problems, samples, task.KEY, sampling.KEY, seed, device")
+    one.add_argument("settings", nargs="*", metavar="key=value", help="problems, samples, task.KEY, sampling.KEY, reference, text, "
+                     "against, save, seed, device")  # fmt: skip
+    one = command("compare", compare, "two runs: held-out results in pairs, curves in one picture, settings that differ")
+    one.add_argument("first", type=Path, metavar="RUN")
+    one.add_argument("second", type=Path, metavar="RUN")
+    one.add_argument("--stage", default="", help="the evaluation to compare; ONE:OTHER where it has two names")
+    one.add_argument("--out", type=Path, help="the picture; without it, compare-RUN-RUN.png here")
+    one.add_argument("--json", action="store_true", help="for programs")
     one = command("sample", sample, "let a model answer a prompt")
     one.add_argument("model")
     one.add_argument("prompt")
@@ -199,6 +207,16 @@ def evaluate(options: argparse.Namespace) -> None:
     from posttrain import tools
 
     tools.evaluate(options.model, options.task, options.settings, options.json)
+
+
+def compare(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from posttrain.compare import compare_runs, lines
+    from posttrain.runs.layout import encode
+
+    found = compare_runs(options.first, options.second, options.out, options.stage)
+    sys.stdout.write(json.dumps(encode(asdict(found)), indent=2) + "\n" if options.json else "\n".join(lines(found)) + "\n")
 
 
 def sample(options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import shlex
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,13 +16,15 @@ import yaml
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import UserError, require, unknown
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Code
+from posttrain.untrusted import read_yaml
 
 NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
-TOP = {"seed": 0, "device": "auto", "threads": 0, "out": "", "trackers": ""}
+TOP = {"seed": 0, "device": "auto", "threads": 0, "out": "", "trackers": "", "checkpoint_hook": "", "checkpoint_sync": False,
+       "checkpoint_keep": 2, "only": "", "again": False}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Settings:
     threads: int = 0  # 0: chosen by the model's size
     out: str = ""  # the run directory; "" makes a new one under runs/
     trackers: tuple[str, ...] = ()
+    checkpoint_hook: tuple[str, ...] = ()  # a program and its arguments; it gets the directory of each finished checkpoint
+    checkpoint_sync: bool = False  # wait for the disk at every checkpoint, instead of writing in the background
+    checkpoint_keep: int = 2
+    only: tuple[str, ...] = ()  # stages to run alone, on what is in the directory; never part of a run's configuration
+    again: bool = False  # let the directory hold a run, and do again what has changed
 
 
 def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> Settings:
@@ -71,7 +79,26 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
         threads=_check("threads", int, top.get("threads", 0)),
         out=str(top.get("out", "")),
         trackers=tuple(t for t in trackers.split(",") if t),
+        checkpoint_hook=_words(top.get("checkpoint_hook") or ""),
+        checkpoint_sync=_check("checkpoint_sync", bool, top.get("checkpoint_sync", False)),
+        checkpoint_keep=_check("checkpoint_keep", int, top.get("checkpoint_keep", 2)),
+        only=tuple(name.strip() for name in str(top.get("only") or "").split(",") if name.strip()),
+        again=_check("again", bool, top.get("again", False)),
     )
+
+
+def _words(command: JSON) -> tuple[str, ...]:
+    """A program and its arguments, from one line or a list of words. Nothing in it is expanded: there is no shell."""
+    try:
+        return tuple(shlex.split(command)) if isinstance(command, str) else _check("checkpoint_hook", tuple[str, ...], command)
+    except ValueError as error:
+        raise UserError(f"checkpoint_hook: {command!r} is not a command line ({error})") from None
+
+
+def _refuse_programs(tree: Mapping[str, JSON], where: str, allow_code: bool) -> None:
+    """A file may not name programs to run, as it may not name code, unless it is trusted."""
+    allowed = allow_code or not tree.get("checkpoint_hook")
+    require(allowed, f"{where}: checkpoint_hook would run a program; pass --allow-code if you trust it")
 
 
 def pair(argument: str) -> tuple[str, JSON]:
@@ -98,9 +125,13 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
     trees = {stage.name: to_tree(stage) for stage in stages}
     for dotted, value in pairs.items():
         name, *path = dotted.split(".")
-        if name not in trees:
+        meant = (
+            [name] if name in trees else [n for n in trees if n.rpartition("_")[0] == name and n.rpartition("_")[2].isdigit()]
+        )
+        if not meant:
             raise unknown("stage", name, trees)
-        _assign(trees[name], type(next(s for s in stages if s.name == name)), path, value, dotted)
+        for one in meant:  # of a stage in rounds: all of them, unless one is named
+            _assign(trees[one], type(next(s for s in stages if s.name == one)), path, value, dotted)
     return tuple(from_tree(tree, Stage, name) for name, tree in trees.items())
 
 
@@ -110,6 +141,9 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
     names = _keys(kind)
     groups = {f: group for f in names if (group := _group(hints[f], tree.get(f))) is not None}
     if key not in names:
+        groups = {
+            f: group for f, group in groups.items() if not getattr(group, "apart", False)
+        }  # those are meant by their path alone
         inside = [f for f in groups if isinstance(tree.get(f), dict) and key in _keys(groups[f])]
         require(len(inside) < 2, f"{dotted}: {key} is a key of {' and of '.join(inside)}; say which")
         if inside:
@@ -119,7 +153,7 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
         raise unknown(f"key {dotted!r}: no", key, [*names, *nested])
     if len(path) == 1:
         if isinstance(value, str) and isinstance(tree.get(key), dict) and "name" in tree[key]:
-            value = {"name": value}  # another algorithm or task, with its own defaults
+            value = _shorthand({"name": value})  # another algorithm or task, with its own defaults
         tree[key] = value
         return
     require(key in groups, f"{dotted}: {key} has no keys of its own")
@@ -163,6 +197,7 @@ def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any
     if base is not None:
         require(isinstance(tree, dict), f"{where}: give a mapping")
         tag = "stage" if base is Stage else "name"
+        tree = _shorthand(tree) if base is Task else tree
         rest = {k: v for k, v in tree.items() if k != tag}
         require(tag in tree, f"{where}: no {tag!r} says which {NAMED[base]} it is")
         return from_tree(rest, catalogue.load(NAMED[base], str(tree[tag]), base, allow_code), where, allow_code)
@@ -185,6 +220,16 @@ def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any
     if optional and type(None) in inner:
         return None if tree is None else from_tree(tree, optional[0], where, allow_code)
     return _check(where, kind, tree)
+
+
+def _shorthand(tree: Mapping[str, JSON]) -> dict[str, JSON]:
+    """`NAME:VALUE` for a task that says which of its settings the value is: reasoning_gym:leg_counting."""
+    name, colon, value = str(tree.get("name", "")).partition(":")
+    if not colon or name.endswith(".py") or name not in catalogue.names("task"):
+        return dict(tree)
+    key = getattr(catalogue.load("task", name, Task), "shorthand", "")
+    require(bool(key), f"{name}:{value}: the task {name} takes no value after its name")
+    return {**tree, "name": name, key: value}
 
 
 def _construct(kind: type, values: dict[str, Any], where: str) -> Any:
@@ -210,10 +255,11 @@ def _check(where: str, kind: Any, value: JSON) -> Any:
 def _from_yaml(path: Path, pairs: Mapping[str, JSON], allow_code: bool) -> Settings:
     require(path.is_file(), f"recipe file {path} does not exist")
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        tree = read_yaml(path.read_text(), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(tree, dict), f"{path} must hold keys")
+    _refuse_programs(tree, str(path), allow_code)
     if "recipe" in tree:
         rest = _flatten({k: v for k, v in tree.items() if k != "recipe"})
         name = str(tree["recipe"])
@@ -239,8 +285,9 @@ def from_config(
     for key in tree:
         if key not in known:
             raise unknown(f"key in {where}:", str(key), known)
+    _refuse_programs(tree, where, allow_code)
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
-    stages = tuple(from_tree(t, Stage, f"stages[{n}]", allow_code) for n, t in enumerate(tree["stages"]))
+    stages = tuple(stage for n, t in enumerate(tree["stages"]) for stage in _expanded(t, f"stages[{n}]", allow_code))
     top = {**{k: v for k, v in tree.items() if k in TOP}, **{k: v for k, v in (pairs or {}).items() if "." not in k}}
     for key in top:
         if key not in TOP:
@@ -255,6 +302,21 @@ def from_config(
     )
 
 
+def _expanded(tree: JSON, where: str, allow_code: bool) -> list[Stage]:
+    """One stage, or those of some rounds: {rounds: 3, first: {...}, advance: {...}, stages: [...]}; see recipes/base.py."""
+    if not isinstance(tree, dict) or "rounds" not in tree:
+        return [from_tree(tree, Stage, where, allow_code)]
+    known = ("rounds", "first", "advance", "stages")
+    for key in tree:
+        if key not in known:
+            raise unknown(f"key in {where}:", str(key), known)
+    require(isinstance(tree.get("stages"), list), f"{where}: rounds need a list of stages")
+    stages = [from_tree(t, Stage, f"{where}.stages[{n}]", allow_code) for n, t in enumerate(tree["stages"])]
+    first = _check(f"{where}.first", dict[str, str], tree.get("first") or {})
+    advance = _check(f"{where}.advance", dict[str, int | float], tree.get("advance") or {})
+    return repeat(stages, _check(f"{where}.rounds", int, tree["rounds"]), first, advance)
+
+
 def to_config(settings: Settings) -> dict[str, JSON]:
     """Everything that decides a run, as plain data."""
     recipe = settings.recipe
@@ -264,6 +326,9 @@ def to_config(settings: Settings) -> dict[str, JSON]:
         "device": settings.device,
         "threads": settings.threads,
         "trackers": list(settings.trackers),
+        "checkpoint_hook": list(settings.checkpoint_hook),
+        "checkpoint_sync": settings.checkpoint_sync,
+        "checkpoint_keep": settings.checkpoint_keep,
         "before": recipe.before,
         "after": recipe.after,
         "next_command": recipe.next_command,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,17 +15,20 @@ import torch
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.sft import SFT
-from posttrain.errors import GuardStop, Interrupted, UserError
+from posttrain.errors import GuardStop, Interrupted, UserError, require
 from posttrain.ops.kl import kl_estimate
 from posttrain.rollouts import Collected
-from posttrain.runs.console import Console
-from posttrain.runs.layout import TokenArrays
+from posttrain.runs.console import Console, printable, write_text
+from posttrain.runs.guards import Alarm, Guards, Watch, Watchdog, rollout_figures
+from posttrain.runs.layout import ALARMS, TokenArrays
 from posttrain.runs.metrics import merge
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.train import checkpoint
-from posttrain.train.pack import mini_batches
-from posttrain.train.trainer import Trainer
+from posttrain.train.coefficients import dead_coefficients
+from posttrain.train.pack import micro_batches, mini_batches
+from posttrain.train.saving import Store
+from posttrain.train.trainer import NonFinite, Trainer
 from posttrain.types import JSON, Batch, Group, Metric, Sampler
 
 
@@ -59,44 +64,66 @@ class Rhythm:
 
 @dataclass(eq=False)
 class Loop:
-    """One stage's training. What changes while it runs: the last three fields, the trainer, the sources, the generators."""
+    """One stage's training. What changes while it runs: `step`, `elapsed`, `state` and `watch`, the trainer, the sources, the
+    generators of random numbers."""
 
     stage: str
     rhythm: Rhythm
     trainer: Trainer
     source: Source
     writer: RunWriter
-    checkpoints: Path
+    checkpoints: Store
     interrupt: Interrupt
     trackers: Trackers | None = None
     sampler: Sampler | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
     pretraining: Source | None = None  # text that is mixed into every optimizer step
+    guards: Guards = field(default_factory=Guards)
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
     state: State = field(default_factory=dict)  # the algorithm's
+    identities: dict[str, JSON] | None = None  # derived: of the frozen models
+    watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.guards)
 
     def run(self) -> None:
         """Go from the newest good checkpoint, or from the start, to the end."""
         self.state = self.trainer.algorithm.start()
         self.resume()
-        with Console.open(self.rhythm.steps, self.stage, self.step) as console:
+        stacks = self.writer.directory / ALARMS / f"{self.stage}-stacks.txt"
+        shown = Console.open(self.rhythm.steps, self.stage, self.step)
+        with shown as console, self.checkpoints, closing(Watchdog(stacks)) as watchdog:
+            self.check_frozen(console)
             if self.step == 0 and self.evaluate is not None and self.rhythm.evaluate_every:
                 self.report(console, dict(self.evaluate()))
             while not self.finished():
                 began = time.perf_counter()
-                figures = self.one_step(console)
+                self.checkpoints.check()
+                try:
+                    with watchdog.step(self.watch.slowest()):
+                        figures, alarms = self.one_step(console)
+                except torch.OutOfMemoryError as error:
+                    budget = self.trainer.settings.token_budget
+                    self.sound(console, self.watch.memory_full(self.step + 1, str(error), budget), self.step + 1)
+                    raise
                 seconds = time.perf_counter() - began
                 self.elapsed += seconds
                 figures |= {"seconds/total": seconds, "tokens_per_second": figures["tokens"] / seconds}
                 if self.due(self.rhythm.evaluate_every) and self.evaluate is not None:
                     figures |= self.evaluate()
                 self.report(console, figures)
-                if self.interrupt.requested:
+                alarms += self.watch.figures(self.step, figures)
+                self.sound(console, [*alarms, *self.watch.seconds(self.step, seconds, f"{ALARMS}/{stacks.name}")])
+                asked = self.interrupt.requested
+                if asked or (self.step % self.rhythm.checkpoint_every == 0 and not self.finished()):
+                    self.check_frozen(console)
                     self.save()
+                if asked:
+                    self.checkpoints.finish()
                     raise Interrupted(f"stopped after step {self.step} of {self.stage}")
-                if self.step % self.rhythm.checkpoint_every == 0 and not self.finished():
-                    self.save()
+            self.check_frozen(console)
 
     def finished(self) -> bool:
         return self.step >= self.rhythm.steps or bool(self.rhythm.seconds and self.elapsed >= self.rhythm.seconds)
@@ -104,12 +131,14 @@ class Loop:
     def due(self, every: int) -> bool:
         return bool(every) and (self.step % every == 0 or self.finished())
 
-    def one_step(self, console: Console) -> dict[str, float]:
-        """Collect material, let the algorithm prepare it, update; once or more on the same rollout."""
+    def one_step(self, console: Console) -> tuple[dict[str, float], list[Alarm]]:
+        """Collect material, let the algorithm prepare it, update; once or more on the same rollout. What the guards say of it is
+        heard once its figures are written."""
         algorithm, trainer = self.trainer.algorithm, self.trainer
         collected = self.source.collect(self.step, algorithm, self.state)
         began = time.perf_counter()
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
+        alarms = self.look(console, collected)
         shown = bool(collected.groups) and (
             (self.step + 1) % self.rhythm.rollouts_every == 0 or self.step + 1 in (1, self.rhythm.steps)
         )
@@ -118,14 +147,23 @@ class Loop:
             metrics.append(watched_kl(filled))
         epochs, pieces = algorithm.reuse
         rate = trainer.settings.rate(self.step, self.rhythm.steps)
-        reuse = [piece for _ in range(epochs) for piece in mini_batches(filled, pieces)]
-        for piece in reuse:
+        reuse = [] if alarms else [piece for _ in range(epochs) for piece in mini_batches(filled, pieces)]
+        for number, piece in enumerate(reuse):
             prepared = algorithm.prepare(piece, self.state)
-            update = trainer.update(prepared, rate, self.pretraining_batch())
+            try:
+                update = trainer.update(prepared, rate, self.pretraining_batch())
+            except NonFinite as error:
+                metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
+                alarms = self.watch.broken(self.step + 1, f"{error.what}{self.keep(prepared, collected.groups)}")
+                break
             metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
+            if number == 0 and len(reuse) > 1:  # later ones are meant to differ from what sampled
+                metrics += [replace(m, name="mismatch/start") for m in update.metrics if m.name == "mismatch"]
             if len(reuse) > 1 and algorithm.enough(update.metrics):
                 break
-        self.state = algorithm.finish(self.state, metrics)
+        if not alarms:
+            alarms += self.check_coefficients(filled, collected.groups, metrics)
+            self.state = algorithm.finish(self.state, metrics)
         seconds = collected.seconds | {"train": time.perf_counter() - began}
         self.step += 1
         if self.sampler is not None:
@@ -135,9 +173,8 @@ class Loop:
         for news in self.source.observe(collected.groups):
             console.event(news)
             self.writer.event("curriculum", {"stage": self.stage, "step": self.step, "text": news})
-        figures = dict(merge(metrics)) | {"learning_rate": rate}
-        self.guard(figures)
-        return figures | {f"seconds/{name}": value for name, value in seconds.items()}
+        figures = rollout_figures(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
+        return figures | {f"seconds/{name}": value for name, value in seconds.items()}, alarms
 
     def pretraining_batch(self) -> tuple[Algorithm, Batch] | None:
         """Pretraining text for one optimizer step, weighed by the algorithm's coefficient."""
@@ -147,12 +184,6 @@ class Loop:
         batch = plain.prepare(self.pretraining.collect(self.step, plain, {}).batch, {})
         assert batch.weight_T is not None
         return plain, batch.replace(weight_T=self.trainer.algorithm.pretraining * batch.weight_T)
-
-    def guard(self, figures: Mapping[str, float]) -> None:
-        """Stop where going on would waste the user's hours. The update has not been saved."""
-        loss = figures.get("loss", 0.0)
-        if not np.isfinite(loss):
-            raise GuardStop(f"the loss of step {self.step} of {self.stage} is {loss}; the last checkpoint is intact")
 
     def report(self, console: Console, figures: Mapping[str, float]) -> None:
         row = self.writer.metrics(self.stage, self.step, figures)
@@ -193,26 +224,59 @@ class Loop:
             "pretraining": None if self.pretraining is None else self.pretraining.state(),
             "generators": generators,
             "elapsed": self.elapsed,
+            "frozen": self.frozen(),
+            "guards": self.watch.state(),
         }
-        saved = checkpoint.Checkpoint(self.step, self.trainer.weights(), self.trainer.moments(), state)
-        checkpoint.save(self.checkpoints, saved)
-        self.writer.event("checkpoint", {"stage": self.stage, "step": self.step})
+        made = checkpoint.Checkpoint(self.step, self.trainer.weights(), self.trainer.moments(), state)
+        self.checkpoints.save(made, self.writer.event)
+
+    def frozen(self) -> dict[str, JSON]:
+        """Who the models are that do not learn, by their weights; worked out once."""
+        if self.identities is None:
+            reference, rating = self.trainer.reference, getattr(self.source, "rating", None)
+            self.identities = {
+                "reference": None if reference is None else checkpoint.identity(reference.model),
+                "reward": [checkpoint.identity(model) for model in getattr(rating, "models", ())],
+            }
+        return self.identities
 
     def resume(self) -> None:
         """Take up the newest checkpoint that verifies; say what was wrong with newer ones."""
-        path, problems = checkpoint.newest(self.checkpoints)
+        path, problems = self.checkpoints.newest()
         for problem in problems:
             self.writer.event("damaged", {"stage": self.stage, "text": problem})
+            write_text(f"{self.stage}: {printable(problem)}\n", sys.stderr)
         if path is None:
             if problems:
-                raise UserError(f"no usable checkpoint: {problems[0]}; remove {self.checkpoints} to start the stage again")
+                folder = self.checkpoints.directory
+                raise UserError(f"no usable checkpoint: {problems[0]}; remove {folder} to start the stage again")
             if self.writer.attempt > 1:
                 self.writer.resumed(self.stage, -1)
             return
         saved = checkpoint.load(path)
+        try:
+            self.restore(saved, path)
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            RuntimeError,
+        ) as error:  # it is whole, but not ours
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise UserError(f"{path} is not of this stage ({what}); remove it, then resume") from error
+        self.writer.resumed(self.stage, self.step)
+
+    def restore(self, saved: checkpoint.Checkpoint, path: Path) -> None:
+        """Put everything back; the generators last, because the rest may draw from them."""
+        for who, before in saved.state.get("frozen", {}).items():  # absent in checkpoints of format 1
+            require(before == self.frozen().get(who), f"the {who} model of {self.stage} is not the one that {path} was made with: "
+                    "its weights differ; put it back, or start a new run")  # fmt: skip
         self.trainer.restore(saved.model, saved.optimizer)
         self.step, self.state, self.elapsed = saved.step, saved.state["algorithm"], saved.state["elapsed"]
         self.source.restore(saved.state["source"])
+        self.watch.restore(saved.state.get("guards", {}))  # older checkpoints have none
         if self.pretraining is not None:
             self.pretraining.restore(saved.state["pretraining"])
         if self.sampler is not None:
@@ -220,7 +284,63 @@ class Loop:
         torch.set_rng_state(_generator(saved.state["generators"]["cpu"]))
         if torch.cuda.is_available() and "cuda" in saved.state["generators"]:
             torch.cuda.set_rng_state(_generator(saved.state["generators"]["cuda"]))
-        self.writer.resumed(self.stage, self.step)
+
+    # --- guards --------------------------------------------------------------------------------------------------------
+
+    def sound(self, console: Console, alarms: Sequence[Alarm], step: int = 0) -> None:
+        """Tell the events and the person of every alarm of `step` (0: the last one that is done); then stop, if one of them says so.
+        Nothing of this step was saved."""
+        for alarm in alarms:
+            self.writer.event("alarm", {"stage": self.stage, "step": step or self.step, **asdict(alarm)})
+            console.event(f"{'stop' if alarm.stop else 'warning'}: {alarm.guard}: {alarm.text}")
+        for alarm in alarms:
+            if alarm.stop:
+                past = checkpoint.steps(self.checkpoints.directory)
+                left = f"the checkpoint {past[0].name} is intact" if past else "there is no checkpoint yet"
+                raise GuardStop(f"{self.stage}: {alarm.guard}: {alarm.text}; {left}")
+
+    def look(self, console: Console, collected: Collected) -> list[Alarm]:
+        """What the guards say of the material, before anything is learned from it. What is left are steps to be left out."""
+        alarms = self.watch.rollouts(self.step + 1, collected.groups)
+        if any(alarm.guard == "nonfinite" for alarm in alarms):
+            self.keep(collected.batch, collected.groups)
+        said = [alarm for alarm in alarms if alarm.stop or alarm.guard != "nonfinite"]
+        self.sound(console, said, self.step + 1)
+        return [alarm for alarm in alarms if alarm not in said]
+
+    def keep(self, batch: Batch, groups: Sequence[Group]) -> str:
+        """Write a batch that could not be learned from to alarms/, and say which problems it is about."""
+        logprob_T = self.trainer.logprobs(batch) if bool(batch.mask_T.any()) else torch.zeros_like(batch.behaviour_T)
+        tensors = {
+            "ids": batch.ids_T, "mask": batch.mask_T, "sampled_logprob": batch.behaviour_T, "logprob": logprob_T,
+            "reference": batch.reference_T, "advantage": batch.advantage_T, "weight": batch.weight_T, "reward": batch.reward_N,
+        }  # fmt: skip
+        host = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items() if tensor is not None}
+        arrays = {**host, "starts": np.array(batch.starts, dtype=np.int64)}
+        path = self.writer.attachment(f"{self.stage}-step-{self.step + 1}", arrays)
+        odd_T = sum(
+            ~torch.isfinite(t) & batch.mask_T for t in (logprob_T, batch.behaviour_T, batch.advantage_T) if t is not None
+        )
+        odd = sorted(set(batch.sequence_T[odd_T.bool()].tolist()))
+        rollouts = [r for g in groups for r in g.rollouts]
+        named = [rollouts[n].problem.id for n in odd[:4]] if len(rollouts) == batch.sequences else [str(n) for n in odd[:4]]
+        where = f"; sequences that are not finite: {', '.join(named)}" if odd else ""
+        return f" (batch of {batch.sequences} sequences in {ALARMS}/{path.name}{where})"
+
+    def check_coefficients(self, filled: Batch, groups: Sequence[Group], metrics: Sequence[Metric]) -> list[Alarm]:
+        """Once a stage: whether every coefficient that was set does something."""
+        if self.watch.memory["checked"] or "coefficient" in self.guards.off:
+            return []
+        piece = micro_batches(filled, self.trainer.settings.token_budget)[0]
+        with torch.no_grad():
+            outputs = self.trainer.outputs(piece)
+        dead = dead_coefficients(self.trainer.algorithm, piece, outputs, self.state, groups, metrics)
+        return self.watch.coefficients(self.step + 1, dead)
+
+    def check_frozen(self, console: Console) -> None:
+        """Before anything is saved or handed on: what must not move has not moved."""
+        if "frozen" not in self.guards.off:
+            self.sound(console, self.watch.frozen(self.step, self.trainer.checksum()))
 
 
 def watched_kl(batch: Batch) -> Metric:

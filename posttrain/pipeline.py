@@ -10,44 +10,95 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from posttrain import config
+from posttrain.changes import compare as compare_settings
 from posttrain.config import Settings
 from posttrain.errors import UserError, require
+from posttrain.evals.evaluate import solved_share
 from posttrain.evals.statistics import Interval, compare
 from posttrain.loop import Interrupt
-from posttrain.runs.console import duration, show, write_text
-from posttrain.runs.plot import draw
+from posttrain.runs.alarms import told
+from posttrain.runs.console import duration, printable, show, write_text
+from posttrain.runs.layout import CONFIG, SUMMARY, dump_line
+from posttrain.runs.plot import draw, draw_pass_at_k
 from posttrain.runs.read import Run
 from posttrain.runs.report import Answers, BeforeAfter, final_table, side_by_side
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
-from posttrain.stages.base import Context, run_stages
+from posttrain.stages._lineage import RESULT, references
+from posttrain.stages.base import Context, Stage, check_names, run_stages
+from posttrain.stages.evaluate import EvaluateStage
 from posttrain.types import JSON
 from posttrain.version import VERSION
 
 
 def start(settings: Settings) -> Path:
-    """Start a new run and go on to its end; returns its directory."""
+    """Start a new run and go on to its end; returns its directory. With `again` or `only` the directory may hold a run already: stages
+    that are done and have not changed are left alone."""
     directory = Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
-    with RunWriter.create(directory, config.to_config(settings)) as writer:
+    check_only(settings, directory)
+    tree = config.to_config(settings)
+    if (settings.again or settings.only) and (directory / CONFIG).is_file():
+        with RunWriter.resume(directory) as writer:
+            (directory / SUMMARY).unlink(missing_ok=True)  # of what was: an attempt that is killed must not look complete
+            writer.configure(tree)
+            writer.event("config", {"config": tree})
+            _run(settings, writer)
+        return directory
+    with RunWriter.create(directory, tree) as writer:
+        writer.event("config", {"config": tree})
         _run(settings, writer)
     return directory
 
 
-def resume(directory: Path, allow_code: bool = False) -> Path:
-    """Continue a run where its last good checkpoint was."""
+def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:
+    """Continue a run where its last good checkpoint was. `arguments` (key=value) and a config.yaml that was edited since may change how
+    the work is done, and stages that have not begun; what would make it another run is refused."""
     run = Run(directory)
-    settings = config.from_config(run.config, str(directory / "config.yaml"), allow_code=allow_code)
+    pairs = dict(config.pair(argument) for argument in arguments)
+    settings = config.from_config(run.config, str(directory / "config.yaml"), pairs, allow_code)
     if run.summary is not None:
         raise UserError(f"{directory} is complete; see {directory / 'summary.json'}, or start another with 'posttrain run'")
+    tree = config.to_config(settings)
+    named = changed(run, tree)
     with RunWriter.resume(directory) as writer:
+        for text in named:
+            write_text(f"changed since the last attempt: {text}\n", sys.stdout)
+        if pairs:
+            writer.configure(tree)
+        writer.event("config", {"config": tree, "changed": list(named)})
         _run(settings, writer)
     return directory
+
+
+def check_only(settings: Settings, directory: Path) -> None:
+    """Refuse, before anything is written, stages that do not exist or that lack what they start from."""
+    names = check_names(settings.recipe.stages, settings.only)
+    for place, stage in enumerate(settings.recipe.stages if settings.only else ()):
+        if stage.name in settings.only:
+            needed = [n for n in references(stage, names[:place]) if n not in settings.only]
+            missing = [n for n in needed if not (directory / "stages" / n / RESULT).is_file()]
+            require(not missing, f"only: {stage.name} needs {', '.join(missing)}, which has not been run in {directory}; name it "
+                    "too, or give the directory of a run that has it as out=")  # fmt: skip
+
+
+def changed(run: Run, tree: Mapping[str, JSON]) -> tuple[str, ...]:
+    """How the settings differ from those of the last attempt, where that is harmless; an error where it is not."""
+    events = run.events()
+    before = next((e.details["config"] for e in reversed(events) if e.kind == "config" and "config" in e.details), None)
+    if not isinstance(before, dict):  # an attempt that was killed at once, or of an older version of posttrain
+        return ()
+    begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
+    found = compare_settings(before, json.loads(dump_line(tree)), begun)
+    more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
+    require(not found.refused, f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}"
+            f"{more}; undo the change, or start a new run")  # fmt: skip
+    return found.named
 
 
 def fresh(root: Path, name: str) -> Path:
@@ -61,6 +112,8 @@ def fresh(root: Path, name: str) -> Path:
 def _run(settings: Settings, writer: RunWriter) -> None:
     import torch
 
+    from posttrain.train.saving import Saving
+
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,15 +122,20 @@ def _run(settings: Settings, writer: RunWriter) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     trackers = Trackers.open(settings.trackers, writer, config.to_config(settings)) if settings.trackers else None
-    began = time.time()
+    began = time.perf_counter()
     write_text(f"run directory: {writer.directory}\n", sys.stdout)
     with interrupts() as interrupt:
-        context = Context(writer, settings.seed, device, interrupt, trackers, threads=settings.threads)
-        run_stages(settings.recipe.stages, context)
+        saving = Saving(keep=settings.checkpoint_keep, synchronous=settings.checkpoint_sync, hook=settings.checkpoint_hook)
+        context = Context(writer, settings.seed, device, interrupt, trackers, threads=settings.threads, saving=saving)
+        run_stages(settings.recipe.stages, context, settings.only, settings.again)
     if trackers is not None:
         trackers.close()
+    left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
+    if left:
+        write_text(f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n", sys.stdout)
+        return
     _export(context, settings)
-    writer.summary(_summary(context, settings, time.time() - began))
+    writer.summary(_summary(context, settings, time.perf_counter() - began))
     conclude(settings, context)
 
 
@@ -122,13 +180,16 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
     import transformers
 
     tree = config.to_config(settings)
-    results = {stage.name: context.result(stage.name) for stage in settings.recipe.stages}
+    results = {stage.name: context.result(stage.name) or {} for stage in settings.recipe.stages}
+    lineage = {name: result.pop("lineage", None) for name, result in results.items()}
     return {
         "name": settings.name,
         "seed": settings.seed,
         "before": (results.get(settings.recipe.before) or {}).get("accuracy"),
         "after": (results.get(settings.recipe.after) or {}).get("accuracy"),
         "stages": results,
+        "lineage": lineage,
+        "alarms": told(Run(context.directory).events()),
         "seconds": round(seconds, 1),
         "attempts": context.writer.attempt,
         "config_sha256": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
@@ -144,12 +205,14 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
 def conclude(settings: Settings, context: Context) -> None:
     """What a person sees at the end: the table, three problems with both answers, where the plot is, what to try next."""
     run, recipe = Run(context.directory), settings.recipe
-    draw(run, context.directory / "plot.png")
+    drawn = bool(run.metrics())  # a pipeline of evaluations alone has no curves
+    if drawn:
+        draw(run, context.directory / "plot.png")
     if recipe.before and recipe.after:
         before, after = context.result(recipe.before), context.result(recipe.after)
         assert before is not None and after is not None
         first, second = problems(context, recipe.before), problems(context, recipe.after)
-        solved = [[float(o == "correct") for row in rows for o in row["outcomes"][:1]] for rows in (first, second)]
+        solved = [[solved_share(row) for row in rows] for rows in (first, second)]
         rows = [BeforeAfter("answer right", Interval(*before["accuracy"]), Interval(*after["accuracy"]),
                             compare(*solved).difference, int(before["problems"]))]  # fmt: skip
         rows += [
@@ -159,13 +222,33 @@ def conclude(settings: Settings, context: Context) -> None:
         ]
         show(final_table(rows, f"Held-out problems, {recipe.before} and {recipe.after} training"))
         show(side_by_side(chosen(first, second)))
-    write_text(f"plot:     {context.directory / 'plot.png'}\n", sys.stdout)
+    for line in told(run.events()):
+        write_text(f"alarm:    {printable(line)}\n", sys.stdout)
+    if drawn:
+        write_text(f"plot:     {context.directory / 'plot.png'}\n", sys.stdout)
+    if pass_at_k(context, recipe.stages):
+        write_text(f"pass@k:   {context.directory / 'pass_at_k.png'}\n", sys.stdout)
     write_text(f"model:    {context.directory / 'export'} (a plain transformers checkpoint)\n", sys.stdout)
     write_text(f"rollouts: posttrain show {context.directory}\n", sys.stdout)
     summary = run.summary or {}
     write_text(f"took {duration(float(summary.get('seconds', 0)))}\n", sys.stdout)
     if recipe.next_command:
         write_text(f"try next: {recipe.next_command}\n", sys.stdout)
+
+
+def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
+    """Draw pass@k of the evaluations that took several samples of the last one's task, where there are two or more; whether it was."""
+    measured = [
+        s for s in stages if isinstance(s, EvaluateStage) and len((context.result(s.name) or {}).get("pass_at", {})) > 1
+    ]
+    curves = {
+        stage.name: {int(k): tuple(bounds) for k, bounds in (context.result(stage.name) or {})["pass_at"].items()}
+        for stage in measured
+        if stage.task == measured[-1].task
+    }
+    if len(curves) > 1:
+        draw_pass_at_k(curves, context.directory.resolve().name, context.directory / "pass_at_k.png")
+    return len(curves) > 1
 
 
 def problems(context: Context, stage: str) -> list[dict[str, JSON]]:

@@ -15,7 +15,6 @@ from posttrain.data.curriculum import Climb
 from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
-from posttrain.errors import GuardStop
 from posttrain.scoring import Workers, score_group
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
@@ -38,7 +37,6 @@ from posttrain.types import (
 
 Item = Example | tuple[Example, ...]
 MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on with what it has
-MAX_FAILED = 0.5  # share of a step's rollouts that may lack a score before the run stops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +110,6 @@ class Rollouts:
             wanted = min(selection.refill, self.prompts - len(selection.groups))  # never more than are missing
             if wanted <= 0:
                 break
-        check_failures(groups)
         together = algorithm.unit in ("pair", "ranking")
         batch = pack_groups(selection.groups or groups[:1], self.sampling.temperature, self.device, together)
         if not selection.groups:  # nothing to learn from: a step in which nothing is valid has no loss and is skipped
@@ -206,18 +203,6 @@ def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, floa
         rated.append(Group(group.problem, tuple(members)))
     seconds["score"] += time.perf_counter() - began
     return rated
-
-
-def check_failures(groups: Sequence[Group]) -> None:
-    """Stop where most rewards fail: training on the rest would be training on luck."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    failed = [r for r in rollouts if not r.score.valid]
-    if len(failed) > MAX_FAILED * len(rollouts):
-        worst = failed[0]
-        raise GuardStop(
-            f"{len(failed)} of {len(rollouts)} responses could not be scored; the first: problem {worst.problem.id}, "
-            f"{worst.score.failure}"
-        )
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:

@@ -8,6 +8,7 @@ the policy's fault, so it is masked, counted and never a 0. Where processes cann
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import json
 import os
@@ -25,6 +26,8 @@ from typing import Protocol
 from posttrain.types import Problem, Score
 
 LONGEST_FAILURE = 500  # characters of a foreign error that are kept
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 RETRIES = 1  # a worker that died without an answer is tried once more
 
 
@@ -200,6 +203,7 @@ class Workers:
         out, ours = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: a worker touches none of them
+            parent = os.getpid()
             pid = os.fork()
         if pid:
             os.close(theirs)
@@ -209,6 +213,7 @@ class Workers:
             return _Worker(pid, into, out)
         try:
             os.setpgid(0, 0)
+            _end_with(parent)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             kept = {theirs, ours, 0, 1, 2}
@@ -220,6 +225,15 @@ class Workers:
             _work(self.task, theirs, ours)
         finally:
             os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this worker when the run dies, even of SIGKILL and in the middle of a reward that hangs: an orphan would
+    hold the run's lock."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before it was asked to tell
+        os._exit(0)
 
 
 def _work(task: Judging, theirs: int, ours: int) -> None:

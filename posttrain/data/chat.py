@@ -17,6 +17,7 @@ import numpy as np
 
 from posttrain.errors import UserError, require
 from posttrain.types import Example, Message
+from posttrain.untrusted import limited
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
@@ -100,7 +101,9 @@ def _template_errors(where: str) -> Iterator[None]:
 def _render(tokenizer: Tokenizer, messages: Sequence[Message], where: str, generation_prompt: bool) -> str:
     conversation = [{"role": m.role, "content": m.content} for m in messages]
     with _template_errors(where):
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt))
+        return limited(
+            lambda: str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt))
+        )
 
 
 def _marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
@@ -112,11 +115,13 @@ def _marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], where: str)
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with _template_errors(where):
-        texts, spans = render_jinja_template(
-            conversations=[[{"role": m.role, "content": m.content} for m in messages]],
-            chat_template=tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
+        texts, spans = limited(
+            lambda: render_jinja_template(
+                conversations=[[{"role": m.role, "content": m.content} for m in messages]],
+                chat_template=tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            )
         )
     return texts[0], spans[0]
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.evals.statistics import Interval, mean_interval, mean_pass_at_k, wilson
-from posttrain.types import Group
+from posttrain.errors import require
+from posttrain.evals.statistics import Interval, majority_at_k, mean_interval, pass_at_k, share_interval, wilson
+from posttrain.types import JSON, Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """Scores of a set of problems, several samples each."""
+    """Scores of a set of problems, several samples each. `finals` are the final answers of each problem's samples, where the task
+    finds them: what a majority is counted over."""
 
     groups: tuple[Group, ...]
+    finals: tuple[tuple[str | None, ...], ...] = ()
 
     @property
     def problems(self) -> int:
@@ -26,10 +29,30 @@ class Evaluation:
 
     def passed(self, k: int) -> Interval:
         """pass@k, unbiased, over the problems whose samples were all scored."""
-        counts = [(len(g.rollouts), sum(solved(g))) for g in self.groups if all(r.score.valid for r in g.rollouts)]
-        if all(n == 1 for n, _ in counts):  # 0 or 1 each: Wilson's interval holds at 0% and 100%, the normal one does not
-            return wilson(sum(c for _, c in counts), len(counts))
-        return mean_pass_at_k(counts, k)
+        counts = [(len(g.rollouts), sum(solved(g))) for g in self.groups if scored(g)]
+        require(bool(counts), "every problem has a sample that could not be scored; see the failures in problems.jsonl")
+        return share_interval([pass_at_k(n, c, k) for n, c in counts])
+
+    @property
+    def has_finals(self) -> bool:
+        return any(final is not None for finals in self.finals for final in finals)
+
+    def majority(self, k: int) -> Interval | None:
+        """majority@k: how often the most frequent final answer of k samples is right, m tied ones sharing 1/m each. A problem's n
+        samples are n // k votes, whose mean counts. None where the task finds no final answers, or nothing was scored."""
+        means = []
+        for group, finals in zip(self.groups, self.finals, strict=True) if self.has_finals else ():
+            if scored(group):
+                right = list(solved(group))
+                votes = [_vote(finals[at : at + k], right[at : at + k]) for at in range(0, len(right) - k + 1, k)]
+                means.append(sum(votes) / len(votes))
+        return share_interval(means) if means else None
+
+    def without(self, left_out: Sequence[bool]) -> Evaluation | None:
+        """The evaluation on the other problems, or None where none is left."""
+        kept = [n for n, out in enumerate(left_out) if not out]
+        finals = tuple(self.finals[n] for n in kept) if self.finals else ()
+        return Evaluation(tuple(self.groups[n] for n in kept), finals) if kept else None
 
     @property
     def reward(self) -> Interval | None:
@@ -70,3 +93,26 @@ class Evaluation:
 def solved(group: Group) -> Sequence[bool]:
     """Which samples solve the problem."""
     return [r.score.solved for r in group.rollouts]
+
+
+def scored(group: Group) -> bool:
+    """Whether every sample has a score: pass@k and majorities need them all."""
+    return all(r.score.valid for r in group.rollouts)
+
+
+def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
+    """Samples that say the same and were judged differently (a score may look at more than the answer) vote apart."""
+    judged = {(final, verdict) for final, verdict in zip(finals, right, strict=True) if final is not None}
+    both = {final for final, verdict in judged if (final, not verdict) in judged}
+    named = [(final, verdict) if final in both else final for final, verdict in zip(finals, right, strict=True)]
+    return majority_at_k(named, right, len(named))
+
+
+def solved_share(row: Mapping[str, JSON]) -> float:
+    """The share of solved samples in a saved row of per-problem results.
+
+    >>> solved_share({"outcomes": ["correct", "wrong"]}), solved_share({"outcomes": ["", ""], "solved": [True, True]})
+    (0.5, 1.0)
+    """
+    marks = row.get("solved") or [outcome in ("correct", "pass") for outcome in row["outcomes"]]
+    return sum(map(bool, marks)) / len(marks)

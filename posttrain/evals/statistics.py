@@ -59,6 +59,19 @@ def mean_interval(values: Sequence[float], z: float = 1.96) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def share_interval(values: Sequence[float], z: float = 1.96) -> Interval:
+    """The mean of shares, one a problem: Wilson's interval where each is 0 or 1, which holds at 0% and 100%; else the normal one within
+    [0, 1].
+
+    >>> print(share_interval([0.0, 0.0]), share_interval([0.0, 0.5]))
+    0.000 [0.000, 0.658] 0.250 [0.000, 0.740]
+    """
+    if values and set(values) <= {0.0, 1.0}:
+        return wilson(int(sum(values)), len(values), z)
+    found = mean_interval(values, z)
+    return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that one of k samples is right, from c right ones among n: 1 - C(n-c, k) / C(n, k), unbiased (Chen 2021).
 
@@ -102,6 +115,9 @@ class Comparison:
     ties: int
     difference: Interval
     p_value: float
+
+    def __str__(self) -> str:
+        return f"{self.difference}, p = {self.p_value:.3g} ({self.wins} better, {self.losses} worse, {self.ties} equal)"
 
 
 def compare(first: Sequence[float], second: Sequence[float], z: float = 1.96) -> Comparison:

@@ -7,13 +7,13 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain import untrusted
 from posttrain.errors import UserError, require, unknown
 from posttrain.models.load_directory import first_line, read_directory
 
@@ -187,24 +187,21 @@ def end_of_turn(tokenizer: PreTrainedTokenizerFast, source: str = "the model") -
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], source: str) -> str:
     """The text of a conversation, or "" where the template refuses it. A template that does not come to an end is an error.
 
-    The template is the model maker's program. It runs in Jinja's sandbox, which keeps it from everything but the clock.
+    The template is the model maker's program. It runs in Jinja's sandbox, which keeps it from all but time and memory; see `untrusted`.
     """
-    result: list[str] = []
 
-    def work() -> None:
-        try:
-            result.append(str(tokenizer.apply_chat_template(messages, tokenize=False)))
-        except Exception:  # a template may insist on a system message or refuse roles: then it says nothing about its end
-            result.append("")
+    def work() -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(RENDER_SECONDS)
-    require(
-        bool(result),
-        f"{source}: the chat template took over {RENDER_SECONDS:.0f} s for two short messages; replace chat_template.jinja",
-    )
-    return result[0]
+    advice = "for two short messages; replace chat_template.jinja"
+    found = untrusted.probe(work, RENDER_SECONDS)
+    require(found is None, f"{source}: the chat template is not fit to run: {found} {advice}")
+    try:
+        return untrusted.limited(work, RENDER_SECONDS)
+    except untrusted.TemplateLimit as error:
+        raise UserError(f"{source}: the chat template is not fit to run: {error} {advice}") from error
+    except Exception:  # a template may insist on a system message or refuse roles: then it says nothing about its end
+        return ""
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerFast, source: str) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
+from posttrain.errors import require, unknown
 from posttrain.stages.base import Stage
+from posttrain.stages.best import BestStage
+
+PREVIOUS = "previous "
 
 
 @dataclass(frozen=True)
@@ -15,3 +21,70 @@ class Recipe:
     before: str = ""  # an evaluate stage
     after: str = ""
     next_command: str = ""  # what to try afterwards
+
+
+def repeat(
+    stages: Sequence[Stage], count: int, first: Mapping[str, str] | None = None, advance: Mapping[str, float] | None = None
+) -> list[Stage]:
+    """The stages `count` times over, with what one round made carried into the next. In round n
+
+    - the stage x is called x_n, and whoever names x (as model, data, reference, ...) means x_n, that of the same round;
+    - "previous x" means x of the round before, x_(n-1); in round 1 it means what `first` gives for x ("" leaves it out);
+    - every other name means what it means outside: a stage before the rounds, a file, a model;
+    - a number in `advance`, such as {"comparisons.skip": 1000}, is raised by that much in each round after the first.
+
+    A YAML file says the same as an item of its stages: {rounds: 3, first: {...}, advance: {...}, stages: [...]}.
+    """
+    require(count >= 1, f"rounds: there must be at least 1, not {count}")
+    first, own = dict(first or {}), [stage.name for stage in stages]
+    for name in (*first, *(key.split(".")[0] for key in advance or {})):
+        if name not in own:
+            raise unknown("stage in rounds:", name, own)
+    made: list[Stage] = []
+    for number in range(1, count + 1):
+        for stage in stages:
+            for path, step in (advance or {}).items():
+                name, *keys = path.split(".")
+                if name == stage.name:
+                    stage = _raised(stage, keys, step * (number - 1), path)
+            made.append(_renamed(stage, number, own, first))
+    return made
+
+
+def best_round(model: str, measured: str, count: int, figure: str) -> BestStage:
+    """Keep the model of the round that a figure of its `measured` stage calls best."""
+    every = range(1, count + 1)
+    models, stages = (tuple(f"{name}_{n}" for n in every) for name in (model, measured))
+    return BestStage(name="best", models=models, measured=stages, figure=figure)
+
+
+def _raised(value: Any, keys: Sequence[str], by: float, path: str) -> Any:
+    known = [f.name for f in fields(value)] if is_dataclass(value) else []
+    if not keys or keys[0] not in known:
+        raise unknown(f"key {path!r} in rounds: no", keys[0] if keys else "", known)
+    inner = getattr(value, keys[0])
+    if len(keys) > 1:
+        return replace(value, **{keys[0]: _raised(inner, keys[1:], by, path)})
+    numeric = isinstance(inner, int | float) and not isinstance(inner, bool)
+    require(numeric, f"rounds: {path} is {inner!r}, not a number that could advance")
+    return replace(value, **{keys[0]: type(inner)(inner + by)})
+
+
+def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, str]) -> Any:
+    """A value with the names of a round's stages in it resolved."""
+    if isinstance(value, str):
+        if value.startswith(PREVIOUS):
+            name = value.removeprefix(PREVIOUS)
+            if name not in own:
+                raise unknown("stage in rounds:", name, own)
+            require(number > 1 or name in first, f"rounds: {value!r} means nothing in round 1; give first: {{{name}: ...}}")
+            return f"{name}_{number - 1}" if number > 1 else first[name]
+        return f"{value}_{number}" if value in own else value
+    if isinstance(value, tuple):
+        return tuple(_renamed(inner, number, own, first) for inner in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in fields(value) if f.init]
+        changed = {name: _renamed(getattr(value, name), number, own, first) for name in names}
+        changed = {name: new for name, new in changed.items() if new != getattr(value, name)}
+        return replace(value, **changed) if changed else value
+    return value

@@ -5,9 +5,10 @@ metrics.jsonl                      one object a step: step, stage, attempt, time
 events.jsonl                       one object an event: kind, time, attempt, details
 rollouts/STAGE/step-000123.jsonl   one rollout a line
 rollouts/STAGE/step-000123.safetensors   per-token arrays, flat, with `starts`; only some steps are kept
+alarms/                            what a guard kept: a batch that could not be learned from, stacks of a step that hung
 checkpoints/  export/              written by others
 summary.json                       the end of the story
-lock                               held by whoever writes
+lock, lock.holder                  held by whoever writes, and who that is
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CONFIG, METRICS, EVENTS, SUMMARY, LOCK, ROLLOUTS = (
     "lock",
     "rollouts",
 )
+ALARMS = "alarms"
 ROW_KEYS = ("step", "stage", "attempt", "time")
 EVENT_KEYS = ("kind", "time", "attempt")
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

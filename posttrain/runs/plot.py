@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 INK, FAINT, GRID = "#24292f", "#8c959f", "#e7eaed"
 BLUE, GREEN, ORANGE, PURPLE, RED = "#2f6fde", "#1f9d61", "#e08214", "#8250df", "#cf3f4f"
+COLOURS, DASHES = (BLUE, ORANGE, GREEN, PURPLE, RED), ("-", "--", ":", "-.")
+OVERLAID = {
+    "accuracy/test": "Held-out accuracy", "reward": "Reward while training", "sft loss": "Supervised loss",
+    "length": "Response length", "kl": "KL from the start", "entropy": "Entropy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +44,70 @@ class Panel:
 
 
 def draw(run: Run, path: Path) -> None:
-    """Draw the run's curves to `path`. Imports matplotlib only here, and opens no window."""
+    """Draw the run's curves to `path`."""
+    panels = _panels(run)
+    require(bool(panels), f"nothing to draw: {run.directory} has no metrics yet")
+    _save(panels, run.name, path)
+
+
+def draw_together(runs: Sequence[Run], path: Path) -> list[str]:
+    """Draw the figures that at least two runs recorded, one panel each, a colour for a run and a dash for a stage; the titles drawn."""
+    names, found = _labels(runs), [_collect(run) for run in runs]
+    panels = []
+    for figure, title in OVERLAID.items():
+        having = [(names[n], figures[figure]) for n, figures in enumerate(found) if figure in figures]
+        if len(having) > 1:
+            panels.append(Panel(title, figure, partial(_overlay, order=names, having=having)))
+    if panels:
+        _save(panels, " and ".join(names), path)
+    return [panel.title for panel in panels]
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Names of runs that tell them apart: with the folder above where the last part is the same."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
+
+
+def _overlay(axes: Axes, order: Sequence[str], having: Sequence[tuple[str, list[Series]]]) -> None:
+    stages = list(dict.fromkeys(series.stage for _, found in having for series in found))
+    for name, found in having:
+        colour = COLOURS[order.index(name) % len(COLOURS)]
+        for series in found:
+            place = stages.index(series.stage)
+            label = f"{name} {series.stage}" if len(stages) > 1 else name
+            _curve(axes, series, colour, label.replace("$", r"\$"), DASHES[place % len(DASHES)])
+
+
+def draw_pass_at_k(curves: Mapping[str, Mapping[int, tuple[float, float, float]]], title: str, path: Path) -> None:
+    """pass@k against k, with 95% bands: what a model can do in k tries. Where the trained model is above at k = 1 and the two meet at
+    large k, training made likely what was possible before; where it stays above, it made something new."""
+
+    def paint(axes: Axes) -> None:
+        from matplotlib.ticker import PercentFormatter
+
+        every = sorted({k for curve in curves.values() for k in curve})
+        for number, (name, curve) in enumerate(curves.items()):
+            ks, colour = sorted(curve), COLOURS[number % len(COLOURS)]
+            value, low, high = (np.array([curve[k][part] for k in ks]) for part in range(3))
+            axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(ks, value, color=colour, linewidth=2.1, marker="o", markersize=4.5, label=name.replace("$", r"\$"))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(every, [str(k) for k in every])
+        axes.set_xlabel("k: answers to a problem", fontsize=8.5, color=FAINT)
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+    require(bool(curves) and all(curves.values()), "nothing to draw: no pass@k was measured")
+    _save([Panel("pass@k", "held-out problems with a right answer among k; band: 95% interval", paint)], title, path)
+
+
+def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
+    """Panels in a grid under a title. Imports matplotlib only here, and opens no window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    panels = _panels(run)
-    require(bool(panels), f"nothing to draw: {run.directory} has no metrics yet")
     columns = min(3, len(panels)) if len(panels) != 4 else 2
     rows = -(-len(panels) // columns)
     figure = Figure(
@@ -54,8 +117,8 @@ def draw(run: Run, path: Path) -> None:
         layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
     )
     FigureCanvasAgg(figure)  # draws to memory: no window, no global state
-    title = run.name.replace("$", r"\$")  # a dollar would start a formula
-    figure.suptitle(title, fontsize=14, fontweight="bold", color=INK, x=0.012, ha="left")
+    shown = title.replace("$", r"\$")  # a dollar would start a formula
+    figure.suptitle(shown, fontsize=14, fontweight="bold", color=INK, x=0.012, ha="left")
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
         _dress(axes, panel)
@@ -134,10 +197,10 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
     return np.asarray((sums[last] - sums[first]) / (last - first))
 
 
-def _curve(axes: Axes, series: Series, colour: str, label: str | None = None) -> None:
+def _curve(axes: Axes, series: Series, colour: str, label: str | None = None, dash: str = "-") -> None:
     """A faint line for every step and a strong one for its moving mean; only the strong one where there are few."""
     span = len(series.values) // 12
-    style: dict[str, Any] = {"color": colour, "solid_capstyle": "round"}
+    style: dict[str, Any] = {"color": colour, "solid_capstyle": "round", "linestyle": dash}
     if span >= 2:
         axes.plot(series.steps, series.values, linewidth=0.9, alpha=0.28, **style)
     line = smooth(series.values, span | 1) if span >= 2 else series.values

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from posttrain.errors import UserError, require
 from posttrain.runs import layout
 from posttrain.runs.layout import Event, RolloutRow, Row, TokenArrays
 from posttrain.types import JSON
+from posttrain.untrusted import read_yaml
 
 
 class Run:
@@ -38,9 +39,9 @@ class Run:
         """The resolved configuration."""
         path = self.directory / layout.CONFIG
         try:
-            config = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+            config = read_yaml(path.read_text(), str(path))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not valid YAML: {error}") from None
         require(isinstance(config, dict), f"{path} does not hold a configuration")
         return dict(config)
 
@@ -124,6 +125,7 @@ class History:
 
     resumes: tuple[tuple[int, str, int], ...]  # attempt, stage, step
     order: Mapping[str, int]
+    kept: Mapping[str, int] = field(default_factory=dict)  # stage -> the last attempt that found it done and unchanged
 
     @classmethod
     def of(cls, events: Sequence[Event], stages: Iterable[str]) -> History:
@@ -132,18 +134,21 @@ class History:
             for event in events
             if event.kind == "resume" and {"stage", "step"} <= set(event.details)
         )
+        kept = {str(event.details.get("stage")): event.attempt for event in events if event.kind == "kept"}
         # the order matters only where something may be superseded; a run that never resumed need not be read for it
-        return cls(resumes, {stage: place for place, stage in enumerate(dict.fromkeys(stages))} if resumes else {})
+        return cls(resumes, {stage: place for place, stage in enumerate(dict.fromkeys(stages))} if resumes else {}, kept)
 
     def superseded(self, stage: str, step: int, attempt: int) -> bool:
-        """Whether a later attempt went back to before this step: to an earlier step of the stage, or to an earlier stage."""
+        """Whether a later attempt went back to before this step: to an earlier step of the stage, or to an earlier stage without
+        finding afterwards that this one still stands."""
         last = len(self.order)  # a stage without metrics has not finished its first step: it comes last
         for later, resumed_stage, resumed_step in self.resumes:
             if later <= attempt:
                 continue
             if stage == resumed_stage and step > resumed_step:
                 return True
-            if stage != resumed_stage and self.order.get(stage, last) > self.order.get(resumed_stage, last):
+            stands = max(self.kept.get(stage, 0), self.kept.get(re.sub(r"-\d+$", "", stage), 0)) >= later  # reward-1: a member
+            if stage != resumed_stage and not stands and self.order.get(stage, last) > self.order.get(resumed_stage, last):
                 return True
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.runs.console import printable
+from posttrain.types import JSON
 
 
 class Interval(Protocol):
@@ -63,6 +64,25 @@ def final_table(rows: Sequence[BeforeAfter], title: str = "Held-out score") -> T
     for row in rows:
         before, after = (_interval(figure, row.percent) for figure in (row.before, row.after))
         table.add_row(Text(printable(row.name)), before, after, _change(row))
+    return table
+
+
+def figures_table(figures: Mapping[str, JSON]) -> Table:
+    """The figures of one evaluation as `stages/evaluate.py` leaves them, each with its 95% interval."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("", "value", "low", "high"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    rows = [
+        (f"{kind}@{k}", value, True)
+        for kind in ("pass", "avg", "majority")
+        for k, value in figures.get(f"{kind}_at", {}).items()
+    ]
+    rows += [(name, value, True) for name, value in figures.get("parts", {}).items()]
+    rows += [(name, figures[name], False) for name in ("reward", "kl") if figures.get(name) is not None]
+    for name, bounds, percent in rows:
+        table.add_row(Text(printable(name)), *(Text(_number(bound, percent)) for bound in bounds))
+    if "perplexity" in figures:
+        table.add_row(Text("perplexity"), Text(_number(figures["perplexity"], False)), Text(""), Text(""))
     return table
 
 

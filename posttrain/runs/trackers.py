@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from posttrain.errors import UserError, unknown
 from posttrain.runs.layout import Row
 from posttrain.runs.write import RunWriter
 from posttrain.types import JSON
+
+OPENING_SECONDS, LOGGING_SECONDS = 120.0, 30.0
+Result = TypeVar("Result")
 
 
 class Tracker(Protocol):
@@ -23,7 +28,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of a run. One that raises is dropped with an event; training goes on without it."""
+    """The trackers of a run. One that raises, or does not answer in time, is dropped with an event; training goes on without it."""
 
     def __init__(self, trackers: Mapping[str, Tracker], writer: RunWriter) -> None:
         self._active = dict(trackers)
@@ -40,7 +45,8 @@ class Trackers:
         opened = cls(trackers, writer)
         for name in names:
             try:
-                opened._active[name] = KINDS[name](writer.directory, config)
+                make: Callable[[], Tracker] = partial(KINDS[name], writer.directory, config)
+                opened._active[name] = _bounded(make, OPENING_SECONDS)
             except Exception as error:  # not ours: no network, no login, a full disk elsewhere
                 opened._drop(name, error)
         return opened
@@ -52,14 +58,14 @@ class Trackers:
     def log(self, row: Row) -> None:
         for name, tracker in list(self._active.items()):
             try:
-                tracker.log(row)
+                _bounded(partial(tracker.log, row), LOGGING_SECONDS)
             except Exception as error:  # not ours
                 self._drop(name, error)
 
     def close(self) -> None:
         for name, tracker in list(self._active.items()):
             try:
-                tracker.close()
+                _bounded(tracker.close, OPENING_SECONDS)
             except Exception as error:  # not ours
                 self._drop(name, error)
         self._active.clear()
@@ -68,6 +74,27 @@ class Trackers:
         self._active.pop(name, None)
         message = f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {error}"
         self._writer.event("warning", {"message": message, "tracker": name})
+
+
+def _bounded(call: Callable[[], Result], seconds: float) -> Result:
+    """What `call` gives, or TimeoutError: a service that does not answer costs a run this long, once. The thread is given up then."""
+    found: list[Result] = []
+    wrong: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # raised again by whoever waits
+            wrong.append(error)
+
+    thread = threading.Thread(target=work, name="tracker", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if wrong:
+        raise wrong[0]
+    if not found:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return found[0]
 
 
 class TensorBoard:

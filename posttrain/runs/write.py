@@ -63,8 +63,7 @@ class RunWriter:
                 self._lock = Lock(directory / layout.LOCK)
                 if config is not None:
                     _refuse_used(directory)  # under the lock, so that two creators cannot both pass
-                    text = yaml.safe_dump(layout.encode(config), sort_keys=False, allow_unicode=True, width=120)
-                    _replace(directory / layout.CONFIG, text.encode(), durable=True)
+                    self.configure(config)
                 self._open_files()
         except BaseException:
             self.close()
@@ -92,6 +91,12 @@ class RunWriter:
         """Open a run that exists, as its next attempt."""
         require((Path(directory) / layout.CONFIG).is_file(), f"no run in {directory}: it has no {layout.CONFIG}")
         return cls(directory, retention)
+
+    def configure(self, config: Mapping[str, JSON]) -> None:
+        """Replace the configuration: the run goes on with other settings of a harmless kind."""
+        text = yaml.safe_dump(layout.encode(config), sort_keys=False, allow_unicode=True, width=120)
+        with _explained(self.directory):
+            _replace(self.directory / layout.CONFIG, text.encode(), durable=True)
 
     def metrics(self, stage: str, step: int, figures: Mapping[str, float]) -> Row:
         """Append the figures of a step, and return the row for trackers and the console."""
@@ -184,8 +189,21 @@ class RunWriter:
         with _explained(self.directory):
             _replace(self.directory / layout.SUMMARY, text.encode() + b"\n", durable=True)
 
+    def attachment(self, name: str, arrays: Mapping[str, np.ndarray]) -> Path:
+        """Write what belongs to an alarm as alarms/NAME.safetensors, and return its path."""
+        from safetensors.numpy import save
+
+        require(layout.plain_name(name), f"{name!r} is not a plain name")
+        path = self.directory / layout.ALARMS / f"{name}.safetensors"
+        with _explained(self.directory):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
+        return path
+
     def _append(self, name: str, line: bytes) -> None:
         """One line in one write; if the disk fills within it, the part that fitted is taken back."""
+        if self._lock is not None and self._lock.lost:
+            raise UserError(f"{self.directory}: {self._lock.lost}; this process stops, so that there is one writer")
         with self._mutex, _explained(self.directory):
             fd = self._fds[name]
             before = os.fstat(fd).st_size

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.errors import require
+from posttrain.errors import require, unknown
 from posttrain.loop import Interrupt
 from posttrain.runs.console import printable, write_text
+from posttrain.runs.layout import plain_name
 from posttrain.runs.write import RunWriter
+from posttrain.stages import _lineage
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -72,14 +76,37 @@ class Context:
     def result(self, stage: str) -> dict[str, JSON] | None:
         """What a finished stage of this run left, or None."""
         path = self.folder(stage) / "result.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            found = None
+        require(isinstance(found, dict), f"{path} is damaged; remove {path.parent} to run the stage {stage!r} again")
+        return dict(found)
 
     def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
         """Mark a stage as done. Written last and whole: its presence means that all else is there."""
-        path = self.folder(stage) / "result.json"
+        self._write(stage, _lineage.RESULT, result)
+
+    def begin(self, stage: str, lineage: _lineage.Lineage) -> None:
+        """Note what a stage is made from, before it is made."""
+        self._write(stage, _lineage.RECORD, lineage.tree())
+
+    def discard(self, stage: str) -> None:
+        """Throw away what a stage made, to make it again. Its result goes first: without it nothing else counts."""
+        (self.folder(stage) / _lineage.RESULT).unlink(missing_ok=True)
+        root = self.directory / "checkpoints"
+        made = [p for p in root.iterdir() if re.fullmatch(rf"{re.escape(stage)}(-\d+)?", p.name)] if root.is_dir() else []
+        for folder in [*made, self.folder(stage)]:
+            shutil.rmtree(folder, ignore_errors=True)
+            require(not folder.exists(), f"{folder} cannot be removed; remove it, then resume")
+
+    def _write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
+        path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, allow_nan=False, indent=2))
+        temporary.write_text(json.dumps(tree, allow_nan=False, indent=2))
         os.replace(temporary, path)
 
 
@@ -98,18 +125,51 @@ class Stage(ABC):
         return ""
 
 
-def run_stages(stages: Sequence[Stage], context: Context) -> None:
-    """Run the stages in order, leaving out those that are done."""
+def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] = (), again: bool = False) -> None:
+    """Run the stages in order, leaving out those that are done. One whose settings or inputs have changed since is done again, and
+    what depends on it then is too. `only` runs these alone, on what is there. `again` also begins half-done ones anew if they changed.
+    """
+    names = check_names(stages, only)
+    for place, stage in enumerate(stages):
+        folders = {name: context.folder(name) for name in names[:place]}
+        now, before = _lineage.trace(stage, context.seed, folders), _lineage.read(context.folder(stage.name))
+        done = context.result(stage.name) is not None
+        news = [] if before is None else now.news(before, config=done or again)
+        if done and not news:
+            if context.writer.attempt > 1:
+                context.writer.event("kept", {"stage": stage.name})
+            continue
+        why = "; ".join(news[:3]) + (f"; and {len(news) - 3} more" if len(news) > 3 else "")
+        if only and stage.name not in only:
+            if done:
+                context.announce(stage.name, [f"is out of date and used as it is: {why}"])
+            continue
+        missing = [name for name in _lineage.references(stage, folders) if context.result(name) is None]
+        require(not missing, f"{stage.name} needs {', '.join(missing)}, which has not been run in {context.directory}")
+        if news:
+            require(done or again, f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with "
+                    f"'posttrain run ... out={context.directory} again=true'")  # fmt: skip
+            context.discard(stage.name)
+            context.announce(stage.name, [f"runs again: {why}"])
+        context.begin(stage.name, now)
+        context.writer.event("stage", {"stage": stage.name})
+        began = time.perf_counter()
+        result = stage.run(context)
+        made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
+        context.finish(stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made})
+
+
+def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:
+    """The names of the stages, which must differ, and of which `only` may name some."""
     require(bool(stages), "a recipe needs at least one stage")
     names = [stage.name for stage in stages]
     require(len(set(names)) == len(names), f"stage names must differ: {', '.join(names)}")
-    for stage in stages:
-        if context.result(stage.name) is not None:
-            continue
-        context.writer.event("stage", {"stage": stage.name})
-        began = time.time()
-        result = stage.run(context)
-        context.finish(stage.name, {"seconds": time.time() - began, **result})
+    for name in names:  # a name becomes a folder, and may come from a file
+        require(plain_name(name), f"stage name {name!r} is not a plain name: use letters, digits, '-', '_' and '.', not first")
+    for name in only:
+        if name not in names:
+            raise unknown("stage in only:", name, names)
+    return names
 
 
 def load_policy(name: str, context: Context, alphabet: str = "") -> Policy:

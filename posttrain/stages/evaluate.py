@@ -3,77 +3,135 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING
 
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
+from posttrain.evals.contamination import known
 from posttrain.evals.evaluate import Evaluation
 from posttrain.evals.statistics import Interval
 from posttrain.rollouts import rollout_groups
-from posttrain.stages._material import alphabet
+from posttrain.stages._contamination import trained_on
+from posttrain.stages._material import Data, alphabet
+from posttrain.stages._measure import kl_known, kl_to, perplexity
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Sampler, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
+
+KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def answer_problems(
     task: Task, sampler: Sampler, tokenizer: object, problems: Sequence[Problem], samples: int, sampling: Sampling, seed: int
 ) -> Evaluation:
-    """Sample answers to problems and score them."""
+    """Sample answers to problems and score them; where there are several of each, find their final answers."""
     seconds = {"generate": 0.0, "score": 0.0}
     groups = rollout_groups(task, sampler, tokenizer, Decoder(tokenizer), problems, samples, sampling, seed, seconds)
-    evaluation = Evaluation(tuple(groups))
-    if evaluation.failed == problems.__len__() * samples:
+    finals = tuple(tuple(task.final(r.response) for r in g.rollouts) for g in groups) if samples > 1 else ()
+    evaluation = Evaluation(tuple(groups), finals)
+    if evaluation.failed == len(problems) * samples:
         raise UserError(f"no answer could be scored: {groups[0].rollouts[0].score.failure}")
     return evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateStage(Stage):
-    """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy."""
+    """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy. `reference` gives
+    KL(model || reference) on the answers, which must be samples then; `text` the perplexity on held-out text."""
 
     model: str
     task: Task
     problems: int = 500
     samples: int = 1
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
+    reference: str = ""
+    text: tuple[Data, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.problems > 0, f"{self.name}: problems must be positive, not {self.problems}")
         require(self.samples > 0, f"{self.name}: samples must be positive, not {self.samples}")
         argmax = self.sampling.temperature == 0 and self.samples > 1
         require(not argmax, f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature")
+        self.check_spread(self.problems)
+        require(not self.reference or kl_known(self.sampling), f"{self.name}: the KL to {self.reference} is estimated from samples: "
+                "set sampling.temperature above 0, without top_k and top_p")  # fmt: skip
+
+    def check_spread(self, problems: int) -> None:
+        alone = problems == 1 and (self.samples > 1 or bool(self.reference))
+        require(not alone, f"{self.name}: one problem says nothing of the spread over problems; at least 2 are needed")
 
     def alphabet(self) -> str:
-        return alphabet([self.task])
+        return alphabet([self.task, *(d.task for d in self.text)])
 
     def run(self, context: Context) -> dict[str, JSON]:
-        from posttrain.engine.engine import Engine
-
         policy = load_policy(self.model, context, self.alphabet())
-        held_out = self.task.problems("test")
-        require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
-        problems = held_out[: self.problems]
-        evaluation = answer_problems(
-            self.task, Engine(policy, processes=context.threads), policy.tokenizer, problems, self.samples, self.sampling, context.seed
+        evaluation, result = self.measure(
+            policy, lambda: load_policy(self.reference, context, self.alphabet()), context.seed, context.threads
         )
-        result = summarise(evaluation)
-        context.announce(self.name, [f"{self.model}: accuracy {evaluation.accuracy} on {len(problems)} held-out problems"])
+        context.announce(
+            self.name, [f"{self.model}: accuracy {evaluation.accuracy} on {evaluation.problems} held-out problems"]
+        )
+        result |= self.seen(context, evaluation)
         context.write_lines(self.name, (json.dumps(row) for row in rows(evaluation)))
         return {"model": self.model, **result}
+
+    def measure(
+        self, policy: Policy, reference: Callable[[], Policy], seed: int, threads: int = 0
+    ) -> tuple[Evaluation, dict[str, JSON]]:
+        """Every figure asked for; the reference is opened only where there is one."""
+        from posttrain.engine.engine import Engine
+
+        held_out = self.task.problems("test")
+        require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
+        self.check_spread(len(held_out))
+        sampler = Engine(policy, processes=threads)
+        evaluation = answer_problems(
+            self.task, sampler, policy.tokenizer, held_out[: self.problems], self.samples, self.sampling, seed
+        )
+        result = summarise(evaluation)
+        if self.reference:
+            from posttrain.stages.rl import same_vocabulary
+
+            other = reference()
+            same_vocabulary(self.name, policy, other)
+            result["kl"] = _interval(kl_to(evaluation.groups, other, self.sampling))
+        if self.text:
+            result["perplexity"] = perplexity(policy, self.text, seed)
+        return evaluation, result
+
+    def seen(self, context: Context, evaluation: Evaluation) -> dict[str, JSON]:
+        """How many of the problems the model was trained on, and its accuracy on the others."""
+        marks = known([g.problem for g in evaluation.groups], trained_on(context, self.model))
+        if not any(marks):
+            return {"contaminated": 0}
+        clean = evaluation.without(marks)
+        told = f"accuracy on the other {clean.problems}: {clean.accuracy}" if clean else "no other problem is left"
+        text = f"{sum(marks)} of {len(marks)} held-out problems are among what {self.model} was trained on; {told}"
+        context.announce(self.name, [text])
+        context.writer.event("alarm", {"stage": self.name, "guard": "contamination", "text": text, "stop": False})
+        return {"contaminated": sum(marks), "accuracy_clean": None if clean is None else _interval(clean.accuracy)}
 
 
 def summarise(evaluation: Evaluation) -> dict[str, JSON]:
     """The figures of an evaluation, each with its interval; format and answer apart."""
-    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= len(evaluation.groups[0].rollouts)]
+    samples = len(evaluation.groups[0].rollouts)
+    ks = [k for k in KS if k <= samples]
     parts = {name: evaluation.part(name) for name in evaluation.part_names}
+    majorities = {k: evaluation.majority(k) for k in ks if k > 2} if evaluation.has_finals else {}
     return {
         "problems": evaluation.problems,
         "accuracy": _interval(evaluation.accuracy),
         "pass_at": {str(k): _interval(evaluation.passed(k)) for k in ks},
-        "parts": {name: _interval(value) for name, value in parts.items() if value is not None},
-        "reward": None if evaluation.reward is None else _interval(evaluation.reward),
+        "avg_at": {str(samples): _interval(evaluation.accuracy)},
+        "majority_at": {str(k): _interval(value) for k, value in majorities.items() if value is not None},
+        "parts": {name: _interval(value) for name, value in parts.items() if value is not None and isfinite(value.low)},
+        "reward": None if evaluation.reward is None or evaluation.problems == 1 else _interval(evaluation.reward),
         "length": evaluation.length,
         "failed": evaluation.failed,
     }
@@ -81,6 +139,7 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
 
 def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
     """One JSON-able row a problem."""
+    finals = evaluation.finals or [()] * evaluation.problems
     return [
         {
             "problem": group.problem.id,
@@ -89,8 +148,10 @@ def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
             "responses": [r.response for r in group.rollouts],
             "values": [r.score.value for r in group.rollouts],
             "outcomes": [r.score.outcome or r.score.failure for r in group.rollouts],
+            "solved": [r.score.solved for r in group.rollouts],
+            **({"finals": list(found)} if evaluation.has_finals else {}),
         }
-        for group in evaluation.groups
+        for group, found in zip(evaluation.groups, finals, strict=True)
     ]
 
 

@@ -16,6 +16,7 @@ from posttrain.errors import require
 from posttrain.evals.statistics import wilson
 from posttrain.loop import Loop, Rhythm
 from posttrain.rollouts import Examples
+from posttrain.runs.guards import Guards
 from posttrain.runs.metrics import Figures, merge
 from posttrain.stages._material import alphabet
 from posttrain.stages._preferences import split_by_prompt, until_end
@@ -56,6 +57,7 @@ class PreferenceStage(Stage):
     evaluate_every: int = 50
     evaluate_units: int = 500  # of what is held out
     checkpoint_every: int = 100
+    guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
         name = self.name
@@ -130,6 +132,7 @@ class PreferenceStage(Stage):
             checkpoints=context.checkpoints(self.name),
             interrupt=context.interrupt,
             trackers=context.trackers,
+            guards=self.guards,
             evaluate=judge.evaluate,
         )
         loop.run()

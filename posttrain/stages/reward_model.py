@@ -18,6 +18,7 @@ from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, mean_interval, wilson
 from posttrain.loop import Loop, Rhythm
 from posttrain.rollouts import Examples
+from posttrain.runs.guards import Guards
 from posttrain.stages._material import alphabet
 from posttrain.stages._preferences import Unit, split_by_prompt, until_end
 from posttrain.stages.base import Context, Stage, data_place, load_policy
@@ -68,6 +69,7 @@ class RewardModelStage(Stage):
     optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
     evaluate_every: int = 50
     checkpoint_every: int = 100
+    guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
         name = self.name
@@ -144,6 +146,7 @@ class RewardModelStage(Stage):
             checkpoints=context.checkpoints(label),
             interrupt=context.interrupt,
             trackers=context.trackers,
+            guards=self.guards,
             evaluate=lambda: {"accuracy/held_out": self.judge(scorer, held_out).accuracy.value},
         )
         loop.run()

@@ -17,8 +17,9 @@ from posttrain.rollouts import Examples, Rollouts
 from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, gather
-from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
+from posttrain.stages.base import Context, Stage, data_place, load_policy, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
+from posttrain.stages.mine import Chosen, read_problems
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON, Rating, Sampler, Sampling
@@ -66,6 +67,7 @@ class RLStage(Stage):
     pretraining_batch: int = 16  # texts an optimizer step
     pretraining_length: int = 1024  # longer ones are left out
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
+    problems: str = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
 
     def __post_init__(self) -> None:
         name = self.name
@@ -117,7 +119,8 @@ class RLStage(Stage):
         from posttrain.engine.engine import Engine
         from posttrain.train.trainer import Trainer
 
-        guard_training(context, self.name, self.model, (self.task,), self.pretraining)
+        task = Chosen(self.task, tuple(read_problems(data_place(self.problems, context)))) if self.problems else self.task
+        guard_training(context, self.name, self.model, (task,), self.pretraining)
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
         rating = self.make_rating(context, policy)
@@ -126,8 +129,8 @@ class RLStage(Stage):
         ):  # after the others were made: they stand on the same frozen weights, without adapters of the policy
             add_adapters(policy.model, self.lora, context.seed)
         engine = Engine(policy, self.rows(policy.device.type), context.threads)
-        sizes = [len(self.task.problems("train", level)) for level in self.task.levels]
-        climb = Climb(self.task.levels, sizes, self.curriculum, context.seed)
+        sizes = [len(task.problems("train", level)) for level in task.levels]
+        climb = Climb(task.levels, sizes, self.curriculum, context.seed)
         loop = Loop(
             stage=self.name,
             rhythm=Rhythm(
@@ -138,7 +141,7 @@ class RLStage(Stage):
             ),
             trainer=Trainer(policy, self.algorithm, self.optimizer, reference, critic, self.critic_optimizer),
             source=Rollouts(
-                self.task, engine, policy.tokenizer, climb, self.prompts, self.sampling, context.seed, policy.device, rating
+                task, engine, policy.tokenizer, climb, self.prompts, self.sampling, context.seed, policy.device, rating
             ),
             writer=context.writer,
             checkpoints=context.checkpoints(self.name),

@@ -12,6 +12,8 @@ from posttrain.loop import Loop, Rhythm
 from posttrain.models.lora import Lora, add_adapters, merge_adapters
 from posttrain.rollouts import Examples
 from posttrain.runs.console import duration
+from posttrain.runs.guards import Guards
+from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, Material, alphabet, gather
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
@@ -32,6 +34,7 @@ class SFTStage(Stage):
     algorithm: Algorithm = field(default_factory=SFT)
     optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
     checkpoint_every: int = 100
+    guards: Guards = field(default_factory=Guards)
     as_long_as: str = ""
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
@@ -47,6 +50,7 @@ class SFTStage(Stage):
         return alphabet([d.task for d in self.data])
 
     def run(self, context: Context) -> dict[str, JSON]:
+        guard_training(context, self.name, self.model, (), self.data)
         policy = load_policy(self.model, context, self.alphabet())
         material = self.material(context, policy.tokenizer)
         context.announce(self.name, [line for report in material.reports for line in report.lines()])
@@ -63,6 +67,7 @@ class SFTStage(Stage):
             checkpoints=context.checkpoints(self.name),
             interrupt=context.interrupt,
             trackers=context.trackers,
+            guards=self.guards,
         )
         loop.run()
         if self.lora is not None:

@@ -10,7 +10,8 @@ from posttrain.data.text import Decoder
 from posttrain.errors import require
 from posttrain.evals.statistics import Interval, mean_interval
 from posttrain.rollouts import rate_groups, rollout_groups
-from posttrain.stages._material import Data, alphabet, gather
+from posttrain.stages._material import Data, alphabet
+from posttrain.stages._measure import kl_known, kl_to, perplexity
 from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Sampling
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class VersusStage(Stage):
     """`model` against `against`, one answer each to `problems` held-out problems, judged by the task's own score or, where one is
-    named, by a reward model. A tie is half a win. KL(model || against) is in nats a response, estimated on the model's answers.
+    named, by a reward model. A tie is half a win. KL(model || against) is in nats a response, estimated on the model's answers; there
+    is none where they are not samples (temperature 0).
     `text` gives the perplexity of both on data that neither was tuned for: the alignment tax.
     """
 
@@ -53,12 +55,15 @@ class VersusStage(Stage):
             "ties": sum(w == 0.5 for w in decided),
             "reward": _row(mean_interval([g.rewards[0] for g in ours if g.rewards])),
             "reward_against": _row(mean_interval([g.rewards[0] for g in theirs if g.rewards])),
-            "kl": self.kl(ours, policies[1]),
+            "kl": kl_to(ours, policies[1], self.sampling).value if kl_known(self.sampling) else None,
         }
         if self.text:
-            result["perplexity"], result["perplexity_against"] = (self.perplexity(context, policy) for policy in policies)
+            result["perplexity"], result["perplexity_against"] = (
+                perplexity(policy, self.text, context.seed) for policy in policies
+            )
         context.write_lines(self.name, (json.dumps(_line(a, b)) for a, b in zip(ours, theirs, strict=True)))
-        said = f"{self.model} wins {rate} of {len(decided)} against {self.against}, at a KL of {result['kl']:.2f} nats"
+        said = f"{self.model} wins {rate} of {len(decided)} against {self.against}"
+        said += "" if result["kl"] is None else f", at a KL of {result['kl']:.2f} nats"
         context.announce(self.name, [said])
         return result
 
@@ -74,29 +79,6 @@ class VersusStage(Stage):
             return groups
         scorers = [load_reward_model(place, context) for place in model_places(self.reward_model, context)]
         return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups, seconds)
-
-    def kl(self, groups: list[Group], other: Policy) -> float:
-        import torch
-
-        from posttrain.train.forward import forward
-        from posttrain.train.pack import micro_batches, pack_groups
-
-        batch = pack_groups(groups, self.sampling.temperature or 1.0, other.device)
-        with torch.no_grad():
-            theirs_T = torch.cat([forward(other, piece).logprob_T for piece in micro_batches(batch, 8192)])
-        return float((batch.behaviour_T - theirs_T).where(batch.mask_T, 0.0).sum()) / batch.sequences
-
-    def perplexity(self, context: Context, policy: Policy) -> float:
-        import torch
-
-        from posttrain.train.forward import forward
-        from posttrain.train.pack import micro_batches, pack_examples
-
-        material = gather(self.text, policy.tokenizer, context.seed, 4096, all_tokens=True)
-        batch = pack_examples([e for examples in material.sets for e in examples], policy.device)
-        with torch.no_grad():
-            logprob = sum(float(forward(policy, piece).logprob_T.sum()) for piece in micro_batches(batch, 8192))
-        return float(torch.tensor(-logprob / int(batch.mask_T.sum())).exp())
 
 
 def _win(ours: Group, theirs: Group) -> float | None:

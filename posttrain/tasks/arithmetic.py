@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from math import gcd, isqrt
 
 from posttrain.errors import require
-from posttrain.rewards.answer import INTEGER, MARKER, integer_answer
+from posttrain.rewards.answer import INTEGER, MARKER, after_marker, integer_answer, strict_integer
 from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
@@ -119,6 +119,10 @@ class Arithmetic(Task):
             steps.append(STEPS[self.steps].format(a=x, b=y, carry=carry, sum=total, sign=self.operation))
             carry = carry_out
         return steps
+
+    def final(self, response: str) -> str | None:
+        given = strict_integer(after_marker(response))
+        return None if given is None else str(given)
 
     def score(self, problem: Problem, response: str) -> Score:
         """The answer alone, unless `steps_weight` or `format_weight` mix in how many steps are right, or the form of the work.

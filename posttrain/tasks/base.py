@@ -28,6 +28,10 @@ class Task(ABC):
     def score(self, problem: Problem, response: str) -> Score:
         """Judge a response. Parts are named; a response that cannot be judged is a failure, not a 0."""
 
+    def final(self, response: str) -> str | None:
+        """The final answer within a response, spelled in one way: what a majority is counted over. None where none can be found."""
+        return None
+
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         """Judge the responses to one problem together, where a score depends on the others; None: each by itself."""
         return None

@@ -141,7 +141,7 @@ def verify(path: Path) -> str | None:
                 return f"{file} is missing"
             if file.stat().st_size != facts["size"] or _digest(file) != facts["sha256"]:
                 return f"{file} is damaged: its contents do not match the manifest"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{path / MANIFEST} cannot be read: {type(error).__name__}"
     return None
 
@@ -151,7 +151,7 @@ def whole(path: Path) -> bool:
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
         return all((path / name).stat().st_size == files[name]["size"] for name in FILES)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -174,8 +174,13 @@ def size(path: Path) -> int:
 
 def load(path: Path) -> Checkpoint:
     """Read a verified checkpoint, of this format or an older one."""
-    state = json.loads((path / "state.json").read_text())
-    return Checkpoint(_number(path), load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state)
+    try:
+        state = json.loads((path / "state.json").read_text())
+        return Checkpoint(
+            _number(path), load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state
+        )
+    except (SafetensorError, ValueError, RecursionError) as error:  # it verified, so somebody made it so
+        raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 
 
 def _number(path: Path) -> int:

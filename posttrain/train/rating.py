@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from posttrain.data.steps import steps_of
 from posttrain.errors import require
@@ -45,6 +46,11 @@ class ModelRating:
         if tokenizer is not None:
             for scorer in self.scorers:
                 check_vocabulary(tokenizer, scorer, "the policy")
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The networks, for a checkpoint to name them by their weights."""
+        return tuple(scorer.model for scorer in self.scorers)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout, in order."""

@@ -157,7 +157,7 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def frozen(self) -> int | None:
+    def checksum(self) -> int | None:
         """A checksum of every weight that must not move: the sum of their bits as integers. None where there are none."""
         models = [self.policy.model, *([self.critic.model] if self.critic is not None else [])]
         still = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}

@@ -15,6 +15,7 @@ from posttrain.evals.statistics import (
     mean_interval,
     mean_pass_at_k,
     pass_at_k,
+    share_interval,
     sign_test,
     wilson,
 )
@@ -52,6 +53,14 @@ def test_mean_interval_by_hand() -> None:
     for bad in ([], [float("nan")]):
         with pytest.raises(ValueError):
             mean_interval(bad)
+
+
+def test_shares_stay_within_0_and_1() -> None:
+    none, low, high = share_interval([0.0] * 10), share_interval([0.0, 0.0, 0.1]), share_interval([1.0, 1.0, 0.9])
+    assert none == wilson(0, 10) and none.high > 0.2
+    assert low.low == 0.0 < low.value == pytest.approx(0.1 / 3) and high.high == 1.0
+    # s^2 = (2 (1/30)^2 + (2/30)^2) / 2 = 1/300
+    assert isclose(low.high - low.value, 1.96 * sqrt(1 / 300 / 3))
 
 
 def test_pass_at_k_where_resampling_goes_wrong() -> None:

@@ -6,82 +6,178 @@ Children are forked from a server that has imported torch but computed nothing, 
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
+import random
 import signal
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.runs.read import Run
 
-ARGUMENTS = (
-    "threads=1",
-    "sft.steps=8",
-    "sft.batch=4",
-    "sft.checkpoint_every=3",
-    "rl.steps=8",
-    "rl.prompts=2",
-    "rl.group=2",
-    "rl.beta=0.04",
-    "rl.checkpoint_every=3",
-    "rl.rollouts_every=1",
-    "rl.evaluate_every=4",
-    "rl.evaluate_problems=4",
-    "before.problems=8",
-    "after.problems=8",
-)
-PRELOAD = ["torch", "transformers", "posttrain.pipeline", "posttrain.recipes.quickstart", "tests.faults.harness"]
-TIMES = ("seconds", "tokens_per_second", "elapsed", "time")
+PRELOAD = ["tests.faults.preload"]
+TIMES = ("seconds", "tokens_per_second", "elapsed", "time", "memory")
+LETTERS = str(Path(__file__).with_name("letters.py")) + ":Letters"
+INSIDE_A_SAVE = ("save_file", "_sync", "_digest", "_write_json", "prune", "rename")
+KINDS = ("sft", "reward_model", "ppo", "dapo", "dpo", "pipeline")
 
 
-def child(directory: str, arguments: tuple[str, ...], fatal: int, counted: Any) -> None:
-    """Start or continue the run; die by SIGKILL at moment number `fatal` (0: live)."""
+@dataclass(frozen=True)
+class Fate:
+    """When a child dies, and of what: at moment `number` (0: never) of all moments, or of those inside a save."""
+
+    number: int = 0
+    inside_a_save: bool = False
+    by: int = signal.SIGKILL
+
+
+LIVE = Fate()
+
+
+def settings(kind: str, directory: Path) -> Any:
+    """A tiny run of a kind. What it reads lies beside the run directory, and is the same for every run."""
+    from posttrain import catalogue
+    from posttrain.algorithms.dapo import DAPO
+    from posttrain.algorithms.dpo import DPO
+    from posttrain.algorithms.ppo import PPO
+    from posttrain.config import Settings
+    from posttrain.data.curriculum import Curriculum
+    from posttrain.recipes.base import Recipe
+    from posttrain.stages._material import Data
+    from posttrain.stages.preference import PreferenceStage
+    from posttrain.stages.reward_model import RewardModelStage
+    from posttrain.stages.rl import RLStage
+    from posttrain.stages.sft import SFTStage
+    from posttrain.tasks.arithmetic import Arithmetic
+    from posttrain.train.optimizer import Optimization
+    from posttrain.types import Sampling
+
+    quick = Optimization(lr=3e-3, warmup=2, schedule="cosine", token_budget=400)
+    data, model = (str(directory.parent / "pairs.jsonl"),), "tiny:nano"
+    if kind in ("reward_model", "dpo", "pipeline"):
+        write_pairs(Path(data[0]))
+    letters = catalogue.load("task", LETTERS)
+    rl = RLStage(
+        name="rl", model=model, task=letters(), steps=5, prompts=2, sampling=Sampling(6), curriculum=Curriculum(), optimizer=quick,
+        evaluate_every=3, evaluate_problems=2, checkpoint_every=2, rollouts_every=1,
+    )  # fmt: skip
+    sft = SFTStage(
+        name="sft", model=model, data=(Data(task=Arithmetic(level=1), counts={1: 20}),), steps=6, batch=3, optimizer=quick,
+        checkpoint_every=2,
+    )  # fmt: skip
+    reward = RewardModelStage(
+        name="reward", model=model, data=data, steps=4, batch=3, members=2, optimizer=quick, evaluate_every=3, checkpoint_every=2
+    )
+    preference = PreferenceStage(
+        name="dpo", model=model, data=data, algorithm=DPO(), steps=5, batch=3, optimizer=quick, evaluate_every=3, checkpoint_every=2
+    )
+    ppo = PPO(epochs=2, mini_batches=2, kl_target=0.5, kl_horizon=20)
+    stages = {
+        "sft": (sft,),
+        "reward_model": (reward,),
+        "ppo": (replace(rl, algorithm=ppo, task=letters(workers=False)),),
+        "dapo": (replace(rl, algorithm=DAPO(group=2, l_max=0, l_cache=0), watch_kl=True),),
+        "dpo": (preference,),
+        # the reward model of one stage is what the next learns from, and where its critic starts
+        "pipeline": (
+            replace(reward, steps=3, members=1),
+            replace(rl, steps=3, algorithm=ppo, reward_models=("reward",), critic="reward"),
+        ),
+    }[kind]
+    keep = 1 if kind == "sft" else 2  # so that a save also removes one
+    return Settings(Recipe(stages), kind, device="cpu", threads=1, out=str(directory), checkpoint_keep=keep)
+
+
+def write_pairs(path: Path) -> None:
+    """Preferences for more of the letter z, as a file."""
+    if not path.exists():
+        chance = random.Random(0)
+        words = ["".join(chance.choices("xyz", k=5)) for _ in range(80)]
+        rows = [
+            {"prompt": f"say {n}", "chosen": max(a, b, key=key), "rejected": min(a, b, key=key)}
+            for n, (a, b) in enumerate(zip(words[::2], words[1::2], strict=True))
+            if (key := lambda word: word.count("z")) and a.count("z") != b.count("z")
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def child(kind: str, directory: str, fate: Fate, counted: Any, saves: Any) -> None:
+    """Start or continue the run; die at the chosen moment."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
-    hook(fatal, counted)
-    from posttrain import config, pipeline
+    hook(fate, counted, saves)
+    from posttrain import pipeline
+    from posttrain.errors import Interrupted
 
-    if (Path(directory) / "config.yaml").is_file():
-        pipeline.resume(Path(directory))
-    else:
-        pipeline.start(config.parse("quickstart", [*arguments, f"out={directory}"]))
+    folder = Path(directory)
+    with open(folder.parent / "said.txt", "a") as said:  # what children say is nobody's business while tests run
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    try:
+        if (folder / "config.yaml").is_file():
+            pipeline.resume(folder, allow_code=True)
+        else:
+            pipeline.start(settings(kind, folder))
+    except Interrupted:
+        sys.exit(130)
 
 
-def hook(fatal: int, counted: Any) -> None:
-    """Make every moment that matters count: generation, scoring, updates, each file of a save, its syncs and its rename."""
-    from posttrain import loop, scoring
+def hook(fate: Fate, counted: Any, saves: Any) -> None:
+    """Make every moment that matters count: generation, scoring, updates, each file of a save, its syncs and its rename. Saves happen
+    in a thread of their own, so two moments may come at once."""
+    from posttrain import loop, rollouts
     from posttrain.engine.engine import Engine
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context
     from posttrain.train import checkpoint
     from posttrain.train.trainer import Trainer
 
-    def moment() -> None:
-        counted.value += 1
-        if counted.value == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
+    process = os.getpid()
+
+    def moment(name: str) -> None:
+        if os.getpid() != process:  # a reward's worker: what it is told to do is another story
+            return
+        counter = saves if fate.inside_a_save else counted
+        with counted.get_lock():
+            counted.value += 1
+            saves.value += name in INSIDE_A_SAVE
+            due = counter.value == fate.number and (not fate.inside_a_save or name in INSIDE_A_SAVE)
+        if due:
+            os.kill(process, fate.by)
 
     def wrap(owner: Any, name: str) -> None:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            moment()
+            moment(name)
             result = inner(*args, **kwargs)
-            moment()
+            moment(name)
             return result
 
         setattr(owner, name, outer)
 
     for owner, name in (
-        (Engine, "generate"), (scoring, "score_one"), (Trainer, "forward_backward"), (Trainer, "update"),
+        (Engine, "generate"), (rollouts, "score_group"), (Trainer, "forward_backward"), (Trainer, "update"),
         (checkpoint, "save_file"), (checkpoint, "_sync"), (checkpoint, "_digest"), (checkpoint, "_write_json"),
         (checkpoint, "prune"), (loop.Loop, "save"), (RunWriter, "metrics"), (RunWriter, "event"), (RunWriter, "rollouts"),
         (Context, "finish"), (Context, "save_model"), (Path, "rename"),
     ):  # fmt: skip
         wrap(owner, name)
+
+
+@dataclass(frozen=True)
+class Life:
+    """How a child ended, and how many moments it had."""
+
+    code: int
+    moments: int
+    saves: int
 
 
 class Server:
@@ -91,16 +187,15 @@ class Server:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
 
-    def run(self, directory: Path, fatal: int = 0, arguments: tuple[str, ...] = ARGUMENTS) -> tuple[int, int]:
-        """(exit code, moments counted)."""
-        counted = self.context.Value("i", 0)
-        process = self.context.Process(target=child, args=(str(directory), arguments, fatal, counted))
+    def run(self, kind: str, directory: Path, fate: Fate = LIVE) -> Life:
+        counted, saves = self.context.Value("i", 0), self.context.Value("i", 0)
+        process = self.context.Process(target=child, args=(kind, str(directory), fate, counted, saves))
         process.start()
         process.join(300)
         if process.exitcode is None:
             process.kill()
             raise TimeoutError(f"the run in {directory} hangs")
-        return process.exitcode, counted.value
+        return Life(process.exitcode, counted.value, saves.value)
 
 
 def fingerprint(directory: Path) -> dict[str, Any]:
@@ -111,13 +206,15 @@ def fingerprint(directory: Path) -> dict[str, Any]:
         for row in run.metrics()
     ]
     rollouts = {}
-    for step in run.rollout_steps("rl"):
-        rows = [(r.problem, r.sample, r.response, r.reward, r.advantage) for r in run.rollouts("rl", step)]
-        arrays = run.arrays("rl", step)
-        rollouts[step] = (rows, None if arrays is None else {k: v.tobytes() for k, v in sorted(arrays.arrays.items())})
+    for stage in run.stages():
+        for step in run.rollout_steps(stage):
+            rows = [(r.problem, r.sample, r.response, r.reward, r.advantage) for r in run.rollouts(stage, step)]
+            arrays = run.arrays(stage, step)
+            found = None if arrays is None else {k: v.tobytes() for k, v in sorted(arrays.arrays.items())}
+            rollouts[stage, step] = (rows, found)
     weights = {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.glob("stages/*/model/*.safetensors"))
+        for path in sorted(directory.glob("stages/*/model*/*.safetensors"))
     }
     problems = {str(p.relative_to(directory)): p.read_text() for p in sorted(directory.glob("stages/*/problems.jsonl"))}
     return {"figures": figures, "rollouts": rollouts, "weights": weights, "problems": problems}

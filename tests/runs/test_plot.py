@@ -84,3 +84,45 @@ def test_a_run_without_metrics_is_one_clear_line(tmp_path: Path) -> None:
 def test_the_loss_of_an_rl_stage_is_not_called_supervised(tmp_path: Path) -> None:
     assert titles(make(tmp_path / "rl", [("rl", {"reward": 0.5, "loss": 0.1})])) == ["Reward while training"]
     assert titles(make(tmp_path / "sft", [("sft", {"loss": 0.1, "entropy": 1.0})])) == ["Supervised loss"]
+
+
+def axes_of(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The axes of every figure that is saved from here on."""
+    from matplotlib.figure import Figure
+
+    kept: list = []
+    real = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *rest, **named: (kept.append(figure.axes), real(figure, *rest, **named))
+    )
+    return kept
+
+
+def test_pass_at_k_of_two_models_is_one_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = axes_of(monkeypatch)
+    base = {1: (0.25, 0.2, 0.3), 4: (0.75, 0.7, 0.8), 2: (0.5, 0.4, 0.6)}
+    trained = {1: (0.5, 0.4, 0.6), 2: (0.6, 0.5, 0.7)}
+    plot.draw_pass_at_k({"base": base, "trained$": trained}, "run", tmp_path / "deep" / "pass_at_k.png")
+    assert (tmp_path / "deep" / "pass_at_k.png").read_bytes()[:4] == b"\x89PNG"
+    ((axes,),) = kept
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines == {"base": [[1, 0.25], [2, 0.5], [4, 0.75]], r"trained\$": [[1, 0.5], [2, 0.6]]}
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4"] and axes.get_xscale() == "log"
+    with pytest.raises(UserError, match="no pass@k"):
+        plot.draw_pass_at_k({}, "run", tmp_path / "x.png")
+
+
+def test_two_runs_in_one_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = axes_of(monkeypatch)
+    one = make(tmp_path / "one", [("rl", {"reward": 0.1, "kl": 0.1}), ("rl", {"reward": 0.2, "kl": 0.1})])
+    two = make(tmp_path / "two", [("rl", {"reward": 0.3}), ("rl", {"reward": 0.4}), ("more", {"reward": 0.5})])
+    assert plot.draw_together([one, two], tmp_path / "both.png") == ["Reward while training"], "kl is in one run alone"
+    ((axes,),) = kept
+    drawn = {line.get_label(): (line.get_ydata().tolist(), line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
+    assert drawn == {
+        "one rl": ([0.1, 0.2], plot.BLUE, "-"),
+        "two rl": ([0.3, 0.4], plot.ORANGE, "-"),
+        "two more": ([0.5], plot.ORANGE, "--"),
+    }
+    assert plot.draw_together([one, make(tmp_path / "three", [("sft", {"loss": 1.0})])], tmp_path / "none.png") == []
+    assert not (tmp_path / "none.png").exists()

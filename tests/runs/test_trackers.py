@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +52,26 @@ def test_a_tracker_that_raises_is_dropped_with_an_event_and_the_others_go_on(wri
     assert warning.details["tracker"] == "bad"
     assert "ConnectionError" in warning.details["message"]
     assert [row.step for row in Run(writer.directory).metrics()] == [1, 2, 3]
+
+
+def test_a_tracker_that_hangs_is_dropped_in_bounded_time(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung, freed = [], threading.Event()
+
+    class Hanging(Recorder):
+        def log(self, row: Row) -> None:
+            hung.append(row.step)
+            freed.wait(30)
+
+    monkeypatch.setattr("posttrain.runs.trackers.LOGGING_SECONDS", 0.2)
+    good = Recorder()
+    trackers = Trackers({"bad": Hanging(), "good": good}, writer)
+    began = time.monotonic()
+    for step in (1, 2, 3):
+        trackers.log(writer.metrics("rl", step, {"reward": 0.5}))
+    assert time.monotonic() - began < 5 and hung == [1]
+    assert [row.step for row in good.rows] == [1, 2, 3]
+    assert "TimeoutError: no answer within 0.2 s" in Run(writer.directory).events()[-1].details["message"]
+    freed.set()
 
 
 def test_a_tracker_that_cannot_close_does_not_spoil_the_end(writer: RunWriter) -> None:

@@ -36,6 +36,7 @@ def test_a_run_leaves_what_the_design_promises(run: Path) -> None:
     assert summary["before"] is not None and len(summary["after"]) == 3
     assert set(summary["stages"]) == {"sft", "before", "rl", "after"}
     assert summary["versions"]["posttrain"]
+    assert [e.details for e in Run(run).events() if e.kind == "alarm"] == [], "no guard fires on a clean run"
     rows = Run(run).metrics("rl")
     assert [row.step for row in rows] == list(range(9))
     assert {"reward", "loss", "kl", "entropy", "length", "grad_norm", "reward/answer", "reward/format"} <= set(rows[1].figures)

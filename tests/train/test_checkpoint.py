@@ -111,7 +111,7 @@ def test_every_single_bit_of_a_manifest_matters(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"step": 7}, "says step 7"),
-        ({"format": 99}, "is of format 99, this version reads 1"),
+        ({"format": 99}, "is of format 99, this version of posttrain reads 1 and 2"),
         ({"files": {}}, "cannot be read: KeyError"),
         ({"files": None}, "cannot be read: TypeError"),
     ],

@@ -1,0 +1,74 @@
+"""What may change between two attempts of one run, and what would make it another run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from posttrain.types import JSON
+
+# Settings that decide how the work is done, or what is looked at, but not what is learned. Threads and devices may change the last
+# bits of a number; a micro-batch budget does not change a batch.
+HARMLESS = frozenset({
+    "name", "device", "threads", "trackers", "next_command", "before", "after", "checkpoint_hook", "checkpoint_sync", "checkpoint_keep",
+    "token_budget", "max_rows", "checkpoint_every", "evaluate_every", "evaluate_problems", "evaluate_units", "rollouts_every",
+    "reference_device", "reward_device", "watch_kl", "guards",
+})  # fmt: skip
+ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """`named` ones are let through and told; `refused` ones would make a resumed run neither the old run nor a new one."""
+
+    named: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def compare(before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collection[str]) -> Changes:
+    """What differs between two resolved configurations. A stage that has not begun may change; a setting that the version of posttrain
+    that began the run did not have is news, not a change.
+
+    >>> old, new = ({"seed": 0, "threads": t, "stages": [{"name": "rl", "lr": r}]} for t, r in ((1, 0.1), (2, 0.2)))
+    >>> compare(old, new, ["rl"])
+    Changes(named=('threads: 1 -> 2',), refused=('rl.lr: 0.1 -> 0.2',))
+    >>> compare(old, new, []).refused
+    ()
+    """
+    ours, theirs = flatten(before), flatten(after)
+    named, refused = [], []
+    for key in dict.fromkeys([*ours, *theirs]):
+        was, now = ours.get(key, ABSENT), theirs.get(key, ABSENT)
+        if was == now:
+            continue
+        stage, *rest = key.split(".")
+        harmless = any(part in HARMLESS for part in (rest or [stage])) or bool(rest and stage not in begun) or was is ABSENT
+        text = f"{key}: {_words(was)} -> {_words(now)}"
+        (named if harmless else refused).append(text)
+    return Changes(tuple(named), tuple(refused))
+
+
+def flatten(tree: Mapping[str, JSON]) -> dict[str, JSON]:
+    """A configuration as dotted keys, stages by their names.
+
+    >>> flatten({"seed": 0, "stages": [{"name": "rl", "optimizer": {"lr": 0.1}, "data": [1, 2]}]})
+    {'seed': 0, 'rl.name': 'rl', 'rl.optimizer.lr': 0.1, 'rl.data': [1, 2]}
+    """
+    flat: dict[str, JSON] = {}
+
+    def walk(prefix: str, value: JSON) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            flat[prefix] = value
+
+    walk("", {key: value for key, value in tree.items() if key != "stages"})
+    for stage in tree.get("stages", []):
+        walk(str(stage["name"]), stage)
+    return flat
+
+
+def _words(value: object) -> str:
+    text = "nothing" if value is ABSENT else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

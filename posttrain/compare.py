@@ -1,0 +1,156 @@
+"""Two runs side by side: their held-out results problem by problem, their curves in one picture, and the settings that differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.changes import flatten
+from posttrain.errors import UserError, require, unknown
+from posttrain.evals.evaluate import solved_share
+from posttrain.evals.statistics import Comparison, Interval, compare, share_interval
+from posttrain.runs.plot import draw_together
+from posttrain.runs.read import Run
+from posttrain.types import JSON
+
+PROBLEMS = "problems.jsonl"
+ROUTINE = ("out", "next_command", "trackers")  # settings that say nothing of what was learned
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """One evaluation in both runs: the share of solved samples over the problems that both answered, and the paired difference."""
+
+    stage: str
+    other_stage: str
+    problems: int  # that both answered
+    left_out: int  # that only one of them did
+    first: Interval
+    second: Interval
+    paired: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting that differs; None where a run does not have it."""
+
+    key: str
+    first: JSON
+    second: JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that `posttrain compare` says."""
+
+    first: str
+    second: str
+    evaluations: tuple[Matched, ...]
+    settings: tuple[Difference, ...]
+    figures: tuple[str, ...]  # titles of the panels that were drawn
+    picture: str  # "" where no figure was recorded by both
+
+
+def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: str = "") -> Report:
+    """Compare two runs. `stage` picks one evaluation, or `ONE:OTHER` two of different names; else all that both runs have are taken."""
+    runs = Run(first), Run(second)
+    require(first.resolve() != second.resolve(), f"{first} and {second} are the same run")
+    results = tuple(evaluations(run) for run in runs)
+    matched = tuple(_match(runs, results, one, other) for one, other in _pairs(runs, results, stage))
+    target = picture or Path(f"compare-{_plain(runs[0].name)}-{_plain(runs[1].name)}.png")
+    drawn = draw_together(runs, target)
+    differ = tuple(differences(runs[0].config, runs[1].config))
+    return Report(str(first), str(second), matched, differ, tuple(drawn), str(target) if drawn else "")
+
+
+def evaluations(run: Run) -> dict[str, dict[tuple[str, str], float]]:
+    """For each finished evaluation of a run, in the order of its stages: the share of solved samples by problem (id and question)."""
+    stages = [str(stage.get("name")) for stage in run.config.get("stages", []) if isinstance(stage, dict)]
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for name in stages:
+        file = run.directory / "stages" / name / PROBLEMS
+        rows = [_row(line, file) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
+        if rows and all("outcomes" in row for row in rows):
+            found[name] = {(str(row["problem"]), str(row["question"])): solved_share(row) for row in rows}
+    require(bool(found), f"{run.directory} has no held-out results: no evaluate stage of it has finished")
+    return found
+
+
+def _row(line: str, file: Path) -> dict[str, JSON]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise UserError(f"{file} is damaged: a line of it is not JSON") from None
+    require(isinstance(row, dict), f"{file} is damaged: a line of it is not an object")
+    return dict(row)
+
+
+def _pairs(runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: str) -> list[tuple[str, str]]:
+    """Which evaluation of the first run is held against which of the second."""
+    if stage:
+        one, _, other = stage.partition(":")
+        for run, have, name in zip(runs, results, (one, other or one), strict=True):
+            if name not in have:
+                raise unknown(f"evaluation in {run.directory}:", name, have)
+        return [(one, other or one)]
+    both = [(name, name) for name in results[0] if name in results[1]]
+    if both:
+        return both
+    last = [str(run.config.get("after") or list(have)[-1]) for run, have in zip(runs, results, strict=True)]
+    if all(name in have for name, have in zip(last, results, strict=True)):
+        return [(last[0], last[1])]
+    named = " and ".join(", ".join(have) for have in results)
+    raise UserError(f"the runs have no evaluation of the same name ({named}); say which with --stage ONE:OTHER")
+
+
+def _match(
+    runs: Sequence[Run], results: Sequence[Mapping[str, Mapping[tuple[str, str], float]]], one: str, other: str
+) -> Matched:
+    first, second = results[0][one], results[1][other]
+    both = [key for key in first if key in second]
+    require(bool(both), f"{runs[0].directory} {one} and {runs[1].directory} {other} answered different problems: they cannot be "
+            "compared in pairs")  # fmt: skip
+    ours, theirs = [first[key] for key in both], [second[key] for key in both]
+    left = len(first) + len(second) - 2 * len(both)
+    return Matched(one, other, len(both), left, share_interval(ours), share_interval(theirs), compare(ours, theirs))
+
+
+def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[Difference]:
+    """Settings that differ, stages by their names. A stage that only one run has is one line."""
+    ours, theirs = flatten(first), flatten(second)
+    stages = [{str(stage["name"]) for stage in tree.get("stages", [])} for tree in (first, second)]
+    found = []
+    for name in sorted(stages[0] ^ stages[1]):
+        found.append(Difference(name, *("a stage" if name in have else None for have in stages)))
+    for key in dict.fromkeys([*ours, *theirs]):
+        whole = key.split(".")[0] in stages[0] ^ stages[1]
+        if not whole and key not in ROUTINE and ours.get(key) != theirs.get(key):
+            found.append(Difference(key, ours.get(key), theirs.get(key)))
+    return found
+
+
+def lines(report: Report) -> list[str]:
+    """The report as plain text."""
+    said = [f"A: {report.first}", f"B: {report.second}", ""]
+    for found in report.evaluations:
+        name = found.stage if found.stage == found.other_stage else f"{found.stage} against {found.other_stage}"
+        more = f"; {found.left_out} that only one run answered are left out" if found.left_out else ""
+        said.append(f"{name}: share solved of {found.problems} held-out problems{more}")
+        said += [f"  A        {found.first}", f"  B        {found.second}", f"  B less A {found.paired}"]
+    said += ["", "settings that differ:" if report.settings else "the settings are the same"]
+    width = max((len(d.key) for d in report.settings), default=0)
+    said += [f"  {d.key:<{width}}  {_short(d.first)} | {_short(d.second)}" for d in report.settings]
+    drawn = f"picture: {report.picture} ({', '.join(report.figures)})"
+    return [*said, "", drawn if report.picture else "no figure was recorded by both runs"]
+
+
+def _short(value: JSON) -> str:
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 50 else text[:47] + "..."
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)

@@ -1,0 +1,117 @@
+"""Whether held-out problems were trained on: the same question after normalisation, or one that shares most of its word sequences.
+
+Exact overlap is counted by content hashes of the normalised question. Near overlap is reported, not refused: of the word n-grams of a
+held-out question, which share occurs somewhere in the training questions?
+
+    share(q) = |ngrams(q) in train| / |ngrams(q)|
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from posttrain.errors import UserError
+from posttrain.tasks._questions import normalised
+from posttrain.tasks.base import Task
+from posttrain.types import Problem
+
+N = 13  # words and signs in a row, as the GPT-3 paper (arXiv:2005.14165) compares
+NEAR = 0.5  # a share of n-grams from which on a question is called near
+LAZY = (
+    500  # of problems that are made on demand, so many of each level are looked at: a hash of their content keeps splits apart
+)
+SCANNED = 100_000  # training questions whose n-grams are looked at; hashes are taken of all
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What two sets of questions have in common; pairs are places in (held out, train)."""
+
+    train: int
+    held_out: int
+    exact: tuple[tuple[int, int], ...]
+    near: tuple[tuple[int, float], ...]  # (place in held out, share of its n-grams), exact ones left out
+    short: int  # held-out questions of fewer than n words: they have no n-gram and can only match exactly
+
+    def lines(self) -> list[str]:
+        """What a person should read: nothing where nothing is shared."""
+        said = []
+        if self.exact:
+            said.append(f"{len(self.exact)} of {self.held_out} held-out questions are among the {self.train} trained on")
+        if self.near:
+            worst = max(share for _, share in self.near)
+            said.append(f"{len(self.near)} of {self.held_out} held-out questions share at least {NEAR:.0%} of their {N}-grams with "
+                        f"training questions (at most {worst:.0%}): look whether they are the same problem in other words")  # fmt: skip
+        return said
+
+
+def content_hash(question: str) -> str:
+    """64 bits of a question's content, in hexadecimal: the same on every machine.
+
+    >>> content_hash("What is 2+2?") == content_hash(" what  is 2+2? ") != content_hash("What is 2-2?")
+    True
+    """
+    return hashlib.blake2b(normalised(question).encode(), digest_size=8).hexdigest()
+
+
+def ngrams(question: str, n: int = N) -> set[tuple[str, ...]]:
+    """Every n words or signs in a row of the normalised question.
+
+    >>> sorted(ngrams("Is 2+2 four?", 4))
+    [('+', '2', 'four', '?'), ('2', '+', '2', 'four'), ('is', '2', '+', '2')]
+    """
+    words = _WORD.findall(normalised(question))
+    return {tuple(words[place : place + n]) for place in range(len(words) - n + 1)}
+
+
+def overlap(train: Sequence[str], held_out: Sequence[str], n: int = N, near: float = NEAR) -> Overlap:
+    """Compare two lists of questions."""
+    places = {content_hash(question): place for place, question in reversed(list(enumerate(train)))}
+    exact = [(place, places[found]) for place, q in enumerate(held_out) if (found := content_hash(q)) in places]
+    wanted = [ngrams(question, n) for question in held_out]
+    every = set().union(*wanted) if wanted else set()
+    seen: set[tuple[str, ...]] = set()
+    for question in train[:SCANNED]:
+        seen |= ngrams(question, n) & every
+    taken = {place for place, _ in exact}
+    shares = [(place, len(own & seen) / len(own)) for place, own in enumerate(wanted) if own and place not in taken]
+    similar = tuple((place, share) for place, share in shares if share >= near)
+    return Overlap(len(train), len(held_out), tuple(exact), similar, sum(not own for own in wanted))
+
+
+def sample(task: Task, split: str) -> list[Problem]:
+    """The problems of a task's split, all of them where they lie in memory; of those made on demand, the first of every level."""
+    found: list[Problem] = []
+    for level in task.levels:
+        problems = task.problems(split, level)
+        found += problems if isinstance(problems, list | tuple) else problems[:LAZY]
+    return found
+
+
+def text(problem: Problem) -> str:
+    """What a problem asks. A conversation is known by all its turns, not by its last one."""
+    given = problem.facts.get("messages")
+    return "\n".join(str(m["content"]) for m in given) if given else problem.question
+
+
+def require_clean(task: Task, where: str) -> Overlap:
+    """Refuse a task whose training and held-out problems share a question with a gold answer. Without one there is nothing to
+    remember: an open-ended prompt may come on both sides, and the overlap is only told."""
+    train, held_out = sample(task, "train"), sample(task, "test")
+    found = overlap([text(p) for p in train], [text(p) for p in held_out])
+    leaked = [held_out[place] for place, _ in found.exact if held_out[place].answer]
+    if leaked:
+        example = " ".join(text(leaked[0]).split())[:60]
+        raise UserError(
+            f"{where}: {found.lines()[0]}, such as {example!r}; a score on them would be memory: remove them from one side"
+        )
+    return found
+
+
+def known(held_out: Iterable[Problem], hashes: frozenset[str]) -> list[bool]:
+    """Which held-out problems have a content hash among those that were trained on."""
+    return [content_hash(text(problem)) in hashes for problem in held_out]

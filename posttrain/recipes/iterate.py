@@ -1,0 +1,55 @@
+"""Iterate: rounds of mining what the model fails, RL on exactly that with the reference moved along, and keeping the best round."""
+
+from __future__ import annotations
+
+from posttrain.algorithms.grpo import GRPO
+from posttrain.recipes.base import Recipe, best_round, repeat
+from posttrain.stages._material import Data
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.mine import MineStage
+from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+PROMPTS = 400  # fresh ones a round
+
+
+def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float = 0.02) -> Recipe:
+    """On three-digit sums, on a CPU. A round generates answers to fresh problems and to those that the last one failed, scores them,
+    trains on what is failed now, and evaluates on held-out problems; KL is measured from the model that the round began with. The
+    rounds choose between themselves on problems of their own, so that the final comparison is not with what chose the winner.
+    """
+    task, greedy = Arithmetic(level=3), Sampling(40, temperature=0.0)
+    demonstrations = (
+        Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
+        Data(task=Arithmetic(level=3, carry="none"), counts={3: 1000}),
+    )
+    stages = [
+        SFTStage(
+            name="sft", model=f"tiny:{size}", data=demonstrations, steps=500, batch=32,
+            optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+        ),
+        EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
+        *repeat(
+            [
+                MineStage(
+                    name="mine", model="previous train", task=task, prompts=PROMPTS, samples=4, again="previous mine",
+                    sampling=Sampling(32),
+                ),
+                RLStage(
+                    name="train", model="previous train", task=task, problems="mine", steps=steps, prompts=32,
+                    algorithm=GRPO(group=8, beta=beta, reduction="token_mean"), sampling=Sampling(32), evaluate_every=0,
+                    optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
+                ),
+                EvaluateStage(name="check", model="train", task=Arithmetic(level=3, seed=1), problems=500, sampling=greedy),
+            ],
+            rounds,
+            first={"train": "sft", "mine": ""},
+            advance={"mine.skip": PROMPTS},
+        ),
+        best_round("train", "check", rounds, "accuracy"),
+        EvaluateStage(name="after", model="best", task=task, problems=1000, sampling=greedy),
+    ]  # fmt: skip
+    return Recipe(tuple(stages), "before", "after", "posttrain run iterate rounds=5")

@@ -1,0 +1,54 @@
+"""The guard against training on what is measured: a stage that trains leaves hashes of its questions, and evaluation looks there.
+
+A stage refuses to train on a task whose own train and held-out problems share a question. Data of other stages and files may still
+hold what a later stage evaluates on; by then the model is trained, so that is not refused: it is said, counted, and the accuracy on the
+other problems is reported beside the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from posttrain.data.demonstrations import read_jsonl
+from posttrain.evals.contamination import content_hash, require_clean, sample, text
+from posttrain.stages._material import Data
+from posttrain.stages.base import Context
+from posttrain.tasks.base import Task
+from posttrain.types import JSON
+
+FILE = "trained_on.txt"
+
+
+def guard_training(context: Context, stage: str, model: str, tasks: Sequence[Task], data: Sequence[Data] = ()) -> None:
+    """Check the tasks that a stage trains on, and leave the hashes of all it learns from, with those of the model it starts from."""
+    hashes = set(trained_on(context, model))
+    for task in [*tasks, *(source.task for source in data if source.task is not None)]:
+        context.announce(stage, [f"data: {line}" for line in require_clean(task, stage).lines()])
+        hashes |= {content_hash(text(problem)) for problem in sample(task, "train")}
+    for source in data:
+        if source.task is None:
+            hashes |= {content_hash(question) for question in file_questions(source.file)}
+    context.write_lines(stage, sorted(hashes), FILE)
+
+
+def file_questions(file: str) -> Iterable[str]:
+    """What is asked in a file of examples: prompts, every user's turn and all turns before the answer, or the whole of a plain text."""
+    for _, record in read_jsonl(file):
+        prompt: JSON = record.get("prompt", record.get("messages", record.get("text", "")))
+        if not isinstance(prompt, list):
+            yield str(prompt)
+            continue
+        turns = [turn for turn in prompt if isinstance(turn, dict) and "content" in turn]
+        yield from (str(turn["content"]) for turn in turns if turn.get("role") == "user")
+        while turns and turns[-1].get("role") == "assistant":  # what was asked is everything before the answer
+            turns.pop()
+        yield "\n".join(str(turn["content"]) for turn in turns)
+
+
+def trained_on(context: Context, model: str) -> frozenset[str]:
+    """Hashes of what a model of this run has been trained on; of a stage that noted none, what any stage has."""
+    own = context.folder(model)
+    if "/" in model or model.startswith(".") or not own.is_dir():
+        return frozenset()
+    files = [own / FILE] if (own / FILE).is_file() else sorted(own.parent.glob(f"*/{FILE}"))
+    return frozenset(line for file in files for line in file.read_text().split())

@@ -1,0 +1,151 @@
+"""Where a stage's result comes from: its settings and the content of its inputs. Only what changed is done again.
+
+Inputs are found, not declared: every string in a stage's settings that names an earlier stage, or a file or directory that exists, and
+the files of a user's own classes. They are compared by content: a stage done again with the same outcome changes nothing below it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from posttrain import catalogue
+from posttrain.algorithms.base import Algorithm
+from posttrain.changes import HARMLESS, flatten
+from posttrain.runs.layout import dump_line
+from posttrain.tasks.base import Task
+from posttrain.types import JSON
+
+# how the work is done, not what comes of it; a harmless "name" is that of the run, and `evaluate_units` decides a stage's own result
+NEUTRAL = HARMLESS - {"name", "evaluate_units"}
+RECORD, RESULT = "lineage.json", "result.json"
+CLOCKS = ("seconds", "train_seconds", "lineage")  # of a result: true, and no reason to do anything again
+SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gguf", ".safetensors", ".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Settings by dotted key, and the sha256 of every input by its name."""
+
+    config: Mapping[str, JSON]
+    inputs: Mapping[str, str]
+
+    def tree(self) -> dict[str, JSON]:
+        return {"config": dict(self.config), "inputs": dict(self.inputs)}
+
+    def hashes(self) -> dict[str, JSON]:
+        """What a summary keeps."""
+        return {"config_sha256": digest(self.config), "inputs": dict(self.inputs), "inputs_sha256": digest(self.inputs)}
+
+    def news(self, before: Lineage, config: bool = True) -> list[str]:
+        """What differs from how it was. Settings that the version of posttrain that wrote `before` did not have are no change."""
+        found = []
+        for key, was in before.config.items() if config else ():
+            if key not in self.config or self.config[key] != was:
+                found.append(f"{key}: {_short(was)} -> {_short(self.config.get(key, 'other settings'))}")
+        for name in dict.fromkeys([*before.inputs, *self.inputs]):
+            if before.inputs.get(name) != self.inputs.get(name):
+                both = name in before.inputs and name in self.inputs
+                found.append(f"its input {name} {'has changed' if both else 'is new' if name in self.inputs else 'is gone'}")
+        return found
+
+
+def read(folder: Path) -> Lineage | None:
+    """What a stage began with, or None where an older version of posttrain did not note it."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    tree = json.loads(path.read_text())
+    return Lineage(tree["config"], tree["inputs"])
+
+
+def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
+    """The lineage of a stage as things are now. `folders` are those of the stages before it."""
+    config = flatten({"seed": seed, "stage": Path(catalogue.name_of(stage)).name, **_plain(stage)})
+    inputs = {name: content(folders[name]) for name in references(stage, folders) if (folders[name] / RESULT).is_file()}
+    for word in dict.fromkeys(_words(stage)):
+        path = Path(word)
+        if word not in folders and (os.sep in word or word.endswith(SUFFIXES)) and path.exists():
+            inputs[word] = sha256(path) if path.is_file() else content(path)
+    inputs |= {f"{path.name} (code)": sha256(path) for path in _code(stage)}
+    return Lineage(json.loads(dump_line(config)), inputs)
+
+
+def references(stage: object, names: Collection[str]) -> list[str]:
+    """The stages that a stage names."""
+    return [word for word in dict.fromkeys(_words(stage)) if word in names]
+
+
+def digest(tree: Mapping[str, JSON]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def content(folder: Path, result: Mapping[str, JSON] | None = None) -> str:
+    """A hash of the files of a folder, and of a stage's result without its clocks; `result` where it is not written yet."""
+    tree: dict[str, JSON] = {} if result is None else {RESULT: {k: v for k, v in result.items() if k not in CLOCKS}}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(".tmp")):
+        name = path.relative_to(folder).as_posix()
+        if name == RESULT:
+            tree[name] = {key: value for key, value in json.loads(path.read_text()).items() if key not in CLOCKS}
+        elif name != RECORD:
+            tree[name] = sha256(path)
+    return digest(tree)
+
+
+def sha256(path: Path) -> str:
+    about = path.stat()
+    return _sha256(str(path), about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _sha256(path: str, size: int, modified: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain(value: object) -> JSON:
+    """Settings as plain data, without those that only say how the work is done. Classes are told apart by name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        tree = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init and f.name not in NEUTRAL}
+        named = isinstance(value, Algorithm | Task) or not type(value).__module__.startswith("posttrain.")
+        return {"kind": Path(catalogue.name_of(value)).name, **tree} if named else tree
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _inside(value: object) -> Iterator[object]:
+    """A value and everything it is made of, but for names of its own."""
+    yield value
+    if is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            if f.init and f.name != "name":
+                yield from _inside(getattr(value, f.name))
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _inside(inner)
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from _inside(inner)
+
+
+def _words(stage: object) -> Iterator[str]:
+    return (value for value in _inside(stage) if isinstance(value, str) and value)
+
+
+def _code(stage: object) -> list[Path]:
+    """Files that a user's own classes were taken from."""
+    names = (catalogue.name_of(value) for value in _inside(stage) if is_dataclass(value))
+    return [Path(name.rsplit(":", 1)[0]) for name in dict.fromkeys(names) if ".py:" in name]
+
+
+def _short(value: JSON) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

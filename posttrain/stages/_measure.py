@@ -1,0 +1,56 @@
+"""What can be measured of a model beside its answers: how far it is from another one, and how well it predicts given text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from posttrain.errors import require
+from posttrain.evals.statistics import Interval, mean_interval
+from posttrain.stages._material import Data, gather
+from posttrain.types import Group, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
+
+LONGEST = 4096  # tokens of a text whose perplexity is taken
+BUDGET = 8192  # tokens in one forward pass
+
+
+def kl_known(sampling: Sampling) -> bool:
+    """Whether answers drawn this way tell a KL: argmax is no sample, and a cut vocabulary is another distribution."""
+    return sampling.temperature > 0 and not sampling.truncated
+
+
+def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interval:
+    """KL(sampler || other) in nats a response, from the sampler's own answers: the mean of sum_t log p(a_t) - log q(a_t).
+
+    Unbiased, and so negative by chance where the two are near. The interval is over problems.
+    """
+    import torch
+
+    from posttrain.train.forward import forward
+    from posttrain.train.pack import micro_batches, pack_groups
+
+    require(kl_known(sampling), "a KL is estimated from samples: it needs a temperature above 0, and no top_k or top_p")
+    batch = pack_groups(groups, sampling.temperature, other.device)
+    with torch.no_grad():
+        theirs_T = torch.cat([forward(other, piece).logprob_T for piece in micro_batches(batch, BUDGET)])
+    ratio_T = (batch.behaviour_T - theirs_T).where(batch.mask_T, 0.0).double()
+    ratio_N = torch.zeros(batch.sequences, dtype=torch.float64, device=ratio_T.device).index_add(0, batch.sequence_T, ratio_T)
+    members = [[float(ratio_N[n]) for n in torch.nonzero(batch.group_N == g).flatten().tolist()] for g in range(len(groups))]
+    return mean_interval([sum(values) / len(values) for values in members])
+
+
+def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
+    """exp(-mean log p) over every token of the sources but the first of each text."""
+    import torch
+
+    from posttrain.train.forward import forward
+    from posttrain.train.pack import micro_batches, pack_examples
+
+    material = gather(sources, policy.tokenizer, seed, LONGEST, all_tokens=True)
+    batch = pack_examples([e for examples in material.sets for e in examples], policy.device)
+    with torch.no_grad():
+        logprob = sum(float(forward(policy, piece).logprob_T.sum()) for piece in micro_batches(batch, BUDGET))
+    return float(torch.tensor(-logprob / int(batch.mask_T.sum())).exp())

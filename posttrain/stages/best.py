@@ -1,0 +1,48 @@
+"""The best of several models by a figure that other stages measured: how rounds end."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+
+from posttrain.errors import require
+from posttrain.stages.base import Context, Stage, model_places
+from posttrain.types import JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestStage(Stage):
+    """Keep the model whose `figure` is best: `models[n]` was measured by stage `measured[n]`. A figure may be a path, such as
+    parts.format; an interval counts by its estimate. Of equals the first is kept: it has moved least."""
+
+    models: tuple[str, ...]
+    measured: tuple[str, ...]
+    figure: str = "accuracy"
+    higher: bool = True  # is better
+
+    def __post_init__(self) -> None:
+        require(len(self.models) == len(self.measured) > 0, f"{self.name}: give as many stages that measured as models")
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        values = {model: self.value(context, stage) for model, stage in zip(self.models, self.measured, strict=True)}
+        best = (max if self.higher else min)(values, key=lambda model: values[model])
+        target = context.folder(self.name) / "model"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(model_places(best, context)[0], target)
+        shown = ", ".join(f"{model} {value:.3f}" for model, value in values.items())
+        context.announce(self.name, [f"keeps {best} by {self.figure} ({shown})"])
+        return {"best": best, "figure": self.figure, "values": values}
+
+    def value(self, context: Context, stage: str) -> float:
+        found: JSON = context.result(stage)
+        require(found is not None, f"{self.name}: stage {stage!r} of this run has measured nothing")
+        for key in self.figure.split("."):
+            known = isinstance(found, dict) and key in found
+            require(known, f"{self.name}: the result of {stage!r} has no figure {self.figure!r}; it has "
+                    f"{', '.join(sorted(found)) if isinstance(found, dict) else 'no parts'}")  # fmt: skip
+            found = found[key]
+        number = found[0] if isinstance(found, list) and found else found
+        numeric = isinstance(number, int | float) and math.isfinite(number)
+        require(numeric, f"{self.name}: {self.figure!r} of {stage!r} is {number!r}, not a number")
+        return float(number)

@@ -1,0 +1,123 @@
+"""Looking for problems worth training on: a model answers training problems, and those that it fails are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from posttrain.data.text import Decoder
+from posttrain.errors import require
+from posttrain.rollouts import rollout_groups
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, Stage, data_place, load_policy
+from posttrain.tasks.base import Task
+from posttrain.types import JSON, Group, Message, Problem, Sampling, Score
+
+BATCH = 256  # problems answered together
+
+
+@dataclass(frozen=True, kw_only=True)
+class MineStage(Stage):
+    """`prompts` fresh training problems, after what an earlier mine stage kept (`again`), answered `samples` times each. Written to
+    `data.jsonl`, for an rl stage that names this one as its `problems`: those of which at most a share `most` of the answers was right.
+    A problem that could not be scored at all says nothing of the model and is left out, and counted.
+    """
+
+    model: str
+    task: Task
+    prompts: int = 1000
+    samples: int = 4
+    most: float = 0.5
+    skip: int = 0  # problems of the task to pass over, so that another round sees fresh ones
+    again: str = ""  # an earlier mine stage, or a file: what it kept is looked at once more
+    least: int = 16  # problems to keep; where fewer were failed, the hardest of the others make up for it
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        for what in ("prompts", "samples", "least"):
+            require(getattr(self, what) > 0, f"{self.name}: {what} must be positive, not {getattr(self, what)}")
+        require(0 <= self.most < 1, f"{self.name}: most is a share of the answers in [0, 1), not {self.most}")
+        require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
+
+    def alphabet(self) -> str:
+        return alphabet([self.task])
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        source = self.task.problems("train")
+        fresh = [source[n % len(source)] for n in range(self.skip, self.skip + self.prompts)]
+        before = read_problems(data_place(self.again, context)) if self.again else []
+        problems = list({problem.id: problem for problem in [*before, *fresh]}.values())
+        shares = self.answer(context, problems)
+        scored = [p for p in problems if p.id in shares]
+        require(len(scored) >= self.least, f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored")
+        failed = [p for p in scored if shares[p.id] <= self.most]
+        kept = failed if len(failed) >= self.least else sorted(scored, key=lambda p: shares[p.id])[: self.least]
+        context.write_lines(self.name, (json.dumps({**asdict(p), "solved": shares[p.id]}) for p in kept), "data.jsonl")
+        solved = sum(shares.values()) / len(scored)
+        old = sum(p.id in {q.id for q in before} for p in failed)
+        said = f"{self.model} fails {len(failed):,} of {len(scored):,} problems ({old:,} of {len(before):,} from before)"
+        context.announce(self.name, [f"{said}, solves {solved:.1%} of the answers; {len(kept):,} kept"])
+        return {
+            "problems": len(scored),
+            "failed": len(failed),
+            "kept": len(kept),
+            "solved": solved,
+            "unscored": len(problems) - len(scored),
+        }
+
+    def answer(self, context: Context, problems: Sequence[Problem]) -> Mapping[str, float]:
+        """The share of right answers to each problem that could be scored."""
+        from posttrain.engine.engine import Engine
+        from posttrain.engine.random import derive
+
+        policy = load_policy(self.model, context, self.alphabet())
+        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+        groups: list[Group] = []
+        for first in range(0, len(problems), BATCH):
+            seed, seconds = derive(context.seed, self.skip, first) >> 1, {"generate": 0.0, "score": 0.0}
+            part = problems[first : first + BATCH]
+            groups += rollout_groups(
+                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
+            )
+        answers = {g.problem.id: [float(r.score.solved) for r in g.rollouts if r.score.valid] for g in groups}
+        return {name: sum(right) / len(right) for name, right in answers.items() if right}
+
+
+def read_problems(path: str) -> list[Problem]:
+    """Problems as a mine stage wrote them."""
+    with open(path) as file:
+        rows = [json.loads(line) for line in file]
+    return [Problem(row["id"], row["question"], row["answer"], row["level"], row["facts"]) for row in rows]
+
+
+@dataclass(frozen=True)
+class Chosen(Task):
+    """A task with other training problems; all else is its own."""
+
+    task: Task
+    chosen: tuple[Problem, ...]
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return self.task.levels[-1:]  # what was chosen is not sorted by level: there is nothing to climb
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        return self.chosen if split == "train" else self.task.problems(split, level)
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        return self.task.prompt(problem)
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return self.task.score(problem, response)
+
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
+        return self.task.score_group(problem, responses)
+
+    @property
+    def isolated(self) -> bool:
+        return self.task.isolated
+
+    @property
+    def seconds(self) -> float:
+        return self.task.seconds

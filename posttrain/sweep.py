@@ -1,0 +1,264 @@
+"""Sweeps: one run for every combination of settings and seeds, one after another, and a table of what they say together.
+
+    posttrain run quickstart seeds=0,1,2 rl.lr=1e-4,3e-4
+
+A sweep is a directory with one run directory a member and the aggregate as sweep.json and sweep.md. The same command with the same
+`out=`, or 'posttrain resume DIR', goes on where it stopped. A member that fails is reported and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from posttrain import config, pipeline
+from posttrain.errors import Interrupted, require
+from posttrain.runs.console import printable, write_text
+from posttrain.runs.layout import CONFIG, encode
+from posttrain.runs.read import Run
+from posttrain.types import JSON
+
+RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
+WHOLE = ("out", "only", "trackers", "checkpoint_hook")  # keys whose commas are their own
+VALUE = re.compile(r"[A-Za-z0-9_.:/+-]+")
+CLOCKS = ("seconds", "attempts", "train_seconds")
+# t such that P[|T| < t] = 0.95, for 1, 2, ... degrees of freedom; from 31 on 1.96 + 2.5 / n is right to two digits
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101,
+    2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure over seeds: its mean, standard deviation (n - 1) and 95% interval, mean +- t_(n-1) s / sqrt(n)."""
+
+    mean: float
+    deviation: float | None
+    low: float | None
+    high: float | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One run of a sweep: its settings beside the common ones, its seed, its directory, and how it ended ("" while it has not)."""
+
+    setting: tuple[str, ...]
+    seed: int | None
+    directory: str
+    outcome: str = ""
+    reason: str = ""
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.setting, *([] if self.seed is None else [f"seed={self.seed}"])]
+
+
+def axes(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """(plain arguments, the values of each key that has several). A value in quotes or brackets, or with spaces, is one value.
+
+    >>> axes(["seeds=0,1", "rl.lr=1e-6,3e-6", "only=rl,after", "rl.levels=[1,2]", "x=a, b"])
+    (['only=rl,after', 'rl.levels=[1,2]', 'x=a, b'], {'seed': ['0', '1'], 'rl.lr': ['1e-6', '3e-6']})
+    """
+    plain, found = [], {}
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        values = text.split(",")
+        several = len(values) > 1 and key not in WHOLE and all(VALUE.fullmatch(value) for value in values)
+        if key == "seeds" or several:
+            key = "seed" if key == "seeds" else key
+            require(all(values) and bool(text), f"{argument!r}: give values with commas between")
+            require(len(set(values)) == len(values), f"{argument!r} names a value twice")
+            require(key not in found, f"{key} is given twice")
+            found[key] = values
+        else:
+            plain.append(argument)
+    return plain, found
+
+
+def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]:
+    """Every combination, seeds innermost."""
+    settings = [[f"{key}={value}" for value in values] for key, values in found.items() if key != "seed"]
+    seeds: list[int | None] = [None]
+    if "seed" in found:
+        whole = all(re.fullmatch(r"\d+", value) for value in found["seed"])
+        require(whole, f"seeds={','.join(found['seed'])}: seeds are whole numbers")
+        seeds = [int(value) for value in found["seed"]]
+    made = []
+    for setting in itertools.product(*settings):
+        for seed in seeds:
+            words = [*setting, *([] if seed is None else [f"seed={seed}"])]
+            name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(words))
+            made.append(Member(setting, seed, str(directory / name)))
+    return made
+
+
+def run(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> int:
+    """Run a sweep, or go on with one; the number of members that failed."""
+    plain, found = axes(arguments)
+    pairs = dict(config.pair(argument) for argument in plain)
+    settings = config.parse(recipe, [a for a in plain if not a.startswith("out=")], allow_code)
+    require(not settings.only and not settings.again, "a sweep runs whole pipelines: leave out only and again")
+    directory = Path(str(pairs.get("out") or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
+    common = [a for a in plain if not a.startswith("out=")]
+    planned = members(directory, found)
+    for member in planned:  # every mistake in a setting is found before the first run
+        config.parse(recipe, [*common, *member.arguments], allow_code)
+    record = {"recipe": recipe, "arguments": [*common, *(a for a in arguments if a.partition("=")[0] in ("seeds", *found))]}
+    _check_same(directory, record)
+    done: list[Member] = []
+    _write(directory, record, planned)
+    for number, member in enumerate(planned):
+        write_text(f"\nsweep {number + 1}/{len(planned)}: {', '.join(member.arguments)}\n", sys.stdout)
+        try:
+            done.append(_run_member(recipe, common, member, allow_code))
+        except Interrupted as error:
+            raise Interrupted(f"{error}; continue with: posttrain resume {directory}") from None
+        _write(directory, record, [*done, *planned[number + 1 :]])
+    write_text("\n" + (directory / TABLE).read_text() + f"\nsweep: {directory}\n", sys.stdout)
+    return sum(member.outcome == "failed" for member in done)
+
+
+def resume(directory: Path, allow_code: bool = False) -> int:
+    """Go on with a sweep."""
+    tree = json.loads((directory / RECORD).read_text())
+    words = [str(tree["recipe"]), *map(str, tree["arguments"])]
+    code = any(".py" in word or word.startswith("checkpoint_hook=") for word in words)
+    require(allow_code or not code, f"{directory / RECORD} would run code from a file; pass --allow-code if you trust it")
+    return run(words[0], [*words[1:], f"out={directory}"], allow_code)
+
+
+def _check_same(directory: Path, record: Mapping[str, JSON]) -> None:
+    path = directory / RECORD
+    if path.is_file():
+        before = json.loads(path.read_text())
+        same = before["recipe"] == record["recipe"] and sorted(before["arguments"]) == sorted(record["arguments"])
+        said = " ".join([before["recipe"], *before["arguments"]])
+        require(
+            same,
+            f"{directory} holds another sweep ({said}); continue that with 'posttrain resume {directory}', or choose another out=",
+        )
+    else:
+        used = (directory / CONFIG).exists()
+        require(not used, f"{directory} already holds a run; choose another directory for the sweep")
+
+
+def _run_member(recipe: str, common: Sequence[str], member: Member, allow_code: bool) -> Member:
+    """Run, resume or skip one member. Whatever goes wrong in it is its own affair, but for the user's wish to stop."""
+    directory = Path(member.directory)
+    try:
+        if (directory / CONFIG).is_file() and Run(directory).summary is not None:
+            write_text(f"{directory} is complete\n", sys.stdout)
+        else:  # again: what an earlier attempt left is taken up, with the settings of this command line
+            pipeline.start(config.parse(recipe, [*common, *member.arguments, f"out={directory}", "again=true"], allow_code))
+        (directory / FAILURE).unlink(missing_ok=True)
+        return replace(member, outcome="done")
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / FAILURE).write_text(traceback.format_exc())
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        write_text(f"failed: {printable(reason)}\n", sys.stderr)
+        return replace(member, outcome="failed", reason=reason)
+
+
+def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
+    """Every number of a summary's results by its path; an interval counts by its estimate.
+
+    >>> figures({"stages": {"rl": {"steps": 3, "seconds": 9.0}, "after": {"accuracy": [0.5, 0.4, 0.6], "parts": {"a": [1, 1, 1]}}}})
+    {'rl.steps': 3.0, 'after.accuracy': 0.5, 'after.parts.a': 1.0}
+    """
+    found: dict[str, float] = {}
+
+    def walk(name: str, value: JSON) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if key not in CLOCKS:
+                    walk(f"{name}.{key}" if name else str(key), inner)
+        elif isinstance(value, list) and len(value) == 3 and all(isinstance(v, int | float | str) for v in value):
+            walk(name, value[0])
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found[name] = float(value)
+
+    walk("", summary.get("stages", {}))
+    return found
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of a figure over seeds with its spread.
+
+    >>> estimate([1.0, 2.0, 3.0])
+    Estimate(mean=2.0, deviation=1.0, low=-0.4843..., high=4.4843..., count=3)
+    """
+    count, mean = len(values), math.fsum(values) / len(values)
+    if count < 2:
+        return Estimate(mean, None, None, None, count)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    half = (STUDENT[count - 2] if count - 1 <= len(STUDENT) else 1.96 + 2.5 / (count - 1)) * deviation / math.sqrt(count)
+    return Estimate(mean, deviation, mean - half, mean + half, count)
+
+
+def aggregate(runs: Sequence[tuple[tuple[str, ...], Mapping[str, JSON]]]) -> dict[str, dict[str, Estimate]]:
+    """setting -> figure -> its estimate over the runs (setting, summary) that have it."""
+    collected: dict[str, dict[str, list[float]]] = {}
+    for setting, summary in runs:
+        for name, value in figures(summary).items():
+            collected.setdefault(" ".join(setting) or "all", {}).setdefault(name, []).append(value)
+    return {setting: {name: estimate(values) for name, values in of.items()} for setting, of in collected.items()}
+
+
+def _write(directory: Path, record: Mapping[str, JSON], made: Sequence[Member]) -> None:
+    done = [member for member in made if member.outcome == "done"]
+    summaries = [(member.setting, Run(member.directory).summary or {}) for member in done]
+    found = aggregate(summaries)
+    table = {setting: {name: asdict(value) for name, value in of.items()} for setting, of in found.items()}
+    tree = {**record, "members": [asdict(member) for member in made], "aggregate": table}
+    directory.mkdir(parents=True, exist_ok=True)
+    main = {name for _, summary in summaries for name in _measured(summary)}
+    for name, text in ((TABLE, markdown(record, made, found, main)), (RECORD, json.dumps(encode(tree), indent=2) + "\n")):
+        temporary = directory / f".{name}.tmp"
+        temporary.write_text(text)
+        temporary.replace(directory / name)
+
+
+def _measured(summary: Mapping[str, JSON]) -> list[str]:
+    """Figures that come with an interval: what evaluations measured."""
+    stages = summary.get("stages", {})
+    found = [
+        f"{name}.{key}"
+        for name, result in stages.items()
+        for key, value in result.items()
+        if isinstance(value, list) and len(value) == 3
+    ]
+    return found
+
+
+def markdown(
+    record: Mapping[str, JSON], made: Sequence[Member], found: Mapping[str, Mapping[str, Estimate]], main: set[str]
+) -> str:
+    """What was measured, as a table; how each member ended."""
+    lines = [f"# posttrain run {record['recipe']} {' '.join(record['arguments'])}", ""]
+    shown = [(setting, name, value) for setting, of in found.items() for name, value in of.items() if name in main or not main]
+    if shown:
+        lines += ["| setting | figure | mean | standard deviation | 95% interval | seeds |", "|---|---|---|---|---|---|"]
+    for setting, name, value in shown:
+        spread = f"{value.deviation:.4g} | [{value.low:.4g}, {value.high:.4g}]" if value.deviation is not None else "- | -"
+        lines.append(f"| {setting} | {name} | {value.mean:.4g} | {spread} | {value.count} |")
+    lines += ["", "| run | outcome |", "|---|---|"]
+    for member in made:
+        reason = f": {printable(member.reason)}".replace("|", "/") if member.reason else ""
+        lines.append(f"| {Path(member.directory).name} | {member.outcome or 'not run yet'}{reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    return bool(axes(arguments)[1])

@@ -1,0 +1,214 @@
+"""What tasks made of questions and gold answers share, wherever the records come from: files, the hub, a generator."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import unicodedata
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UserError, require
+from posttrain.tasks._procedural import require_split, stable_hash
+from posttrain.tasks.base import Task
+from posttrain.types import JSON, Message, Problem
+
+STYLES = {
+    "direct": "{question}",
+    "thinking": "{question}\n\nThink step by step before you answer.",
+    "boxed": "{question}\n\nThink step by step, then give the final answer in \\boxed{}.",
+}
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+_THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+
+
+class Questions(Task):
+    """A task whose class declares these three fields and says where the problems of a split are."""
+
+    style: str
+    system: str
+    examples: int  # solved training problems shown before the question: few-shot
+
+    @abstractmethod
+    def pool(self, split: str) -> tuple[Problem, ...]:
+        """Every problem of a split; train and test have no question in common."""
+
+    def check_style(self, task: str) -> None:
+        require(self.style in STYLES, f"{task}: style is one of {', '.join(STYLES)}, not {self.style!r}")
+        require(self.examples >= 0, f"{task}: examples must not be negative, not {self.examples}")
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        require_split(split)
+        return self.pool(split)
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        before = [Message("system", self.system)] if self.system else []
+        given = problem.facts.get("messages")
+        if given:
+            return (*before, *(Message(str(m["role"]), str(m["content"])) for m in given))
+        shown: list[Message] = []
+        if self.examples:
+            others = [p for p in self.pool("train")[: self.examples + 1] if p.id != problem.id]
+            for other in others[: self.examples]:
+                shown += [Message("user", self.ask(other)), Message("assistant", self.demonstration(other))]
+        return (*before, *shown, Message("user", self.ask(problem)))
+
+    def ask(self, problem: Problem) -> str:
+        return STYLES[self.style].replace("{question}", problem.question)
+
+    def demonstration(self, problem: Problem) -> str:
+        """The worked answer, with its final part in a box where the style asks for one."""
+        worked = str(problem.facts.get("worked") or problem.answer)
+        return f"{worked}\n\\boxed{{{problem.answer}}}" if self.style == "boxed" and "\\boxed" not in worked else worked
+
+
+def normalised(text: str) -> str:
+    """A question as it is compared with others: one Unicode form, one case, single spaces. Signs stay: 12+3 is not 12-3.
+
+    >>> normalised("What  is\\n12+3?") == normalised("what is 12+3?") != normalised("what is 12-3?")
+    True
+    """
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def canonical(answer: str | None) -> str | None:
+    r"""An answer as it votes: without the spaces, dollar signs and commas that two spellings of one number differ by.
+
+    >>> [canonical(a) for a in ("1,250", " $1250.00$ ", r"\frac{1}{2}", "3, 4", "", None)]
+    ['1250', '1250', '\\frac{1}{2}', '3,4', None, None]
+    """
+    text = "".join((answer or "").split()).replace("\\$", "").strip("$").removesuffix(".")
+    if _THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    if re.fullmatch(r"-?[0-9]+\.[0-9]+", text):
+        text = text.rstrip("0").rstrip(".")
+    return text or None
+
+
+def one_side(problems: Sequence[Problem], share: float, split: str, where: str) -> tuple[Problem, ...]:
+    """One side of a set that has no test part, decided by each question's text: a question that comes twice is on one side."""
+
+    def is_test(problem: Problem) -> bool:
+        return stable_hash("held out", normalised(problem.question)) % 10_000 < 10_000 * share
+
+    chosen = tuple(p for p in problems if is_test(p) == (split == "test"))
+    require(bool(chosen), f"{where}: no problem is left for {split}; give a test file or split, or another held_out")
+    return chosen
+
+
+def require_apart(train: Sequence[Problem], test: Sequence[Problem], train_name: str, test_name: str) -> None:
+    """Refuse held-out questions that are also trained on."""
+    seen = {normalised(p.question) for p in train}
+    leaked = [p for p in test if normalised(p.question) in seen]
+    said = f"{len(leaked)} questions are also in {train_name}, such as that of {leaked[0].id}" if leaked else ""
+    require(not leaked, f"{test_name}: {said}; a score on them would be memory")
+
+
+def make_problem(
+    record: Mapping[str, Any], where: str, name: str, question: str = "question", answer: str = "answer", answer_after: str = ""
+) -> Problem:
+    """A record's question and gold answer. A list of messages is the conversation so far; a field may be a path such as `a.b`."""
+    asked, worked = pick(record, question, where), str(pick(record, answer, where))
+    gold = worked
+    if answer_after:
+        _, marker, gold = worked.rpartition(answer_after)
+        require(bool(marker), f"{where}: {answer_after!r} is not in the field {answer!r}")
+    facts: dict[str, JSON] = {"worked": worked} if gold != worked else {}
+    if isinstance(asked, list):
+        told = all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in asked)
+        require(told, f"{where}: {question} has no messages")
+        facts["messages"] = asked
+        asked = str(asked[-1]["content"]) if asked else ""
+    require(isinstance(asked, str) and bool(asked.strip()), f"{where}: the field {question!r} is empty or no text")
+    return Problem(name, asked, gold.strip(), facts=facts)
+
+
+def pick(record: Mapping[str, Any], name: str, where: str) -> Any:
+    """The field called `name`, or the one at the path that it spells."""
+    if name in record:
+        return record[name]
+    found: Any = record
+    for part in name.split("."):
+        there = isinstance(found, Mapping) and part in found
+        require(there, f"{where}: no field {name!r}; it has {', '.join(sorted(record)) or 'nothing'}")
+        found = found[part]
+    return found
+
+
+def read_records(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object of a file with "FILE line N": one a line, or one JSON list in a file called .json; gzip is unpacked."""
+    path = Path(file).expanduser()
+    require(path.is_file(), f"there is no data file {file}")
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            if path.name.removesuffix(".gz").endswith(".json"):
+                yield from _listed(lines.read(), file)
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{file} line {number}", _object(_parsed(line, f"{file} line {number}"), f"{file} line {number}")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+
+
+def _listed(text: str, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    records = _parsed(text, file)
+    require(isinstance(records, list), f"{file}: expected a list of JSON objects; one object a line goes into a .jsonl file")
+    for number, record in enumerate(records, 1):
+        yield f"{file} entry {number}", _object(record, f"{file} entry {number}")
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
+
+
+def _object(record: Any, where: str) -> dict[str, Any]:
+    require(isinstance(record, dict), f"{where}: expected a JSON object, not {type(record).__name__}")
+    return dict(record)
+
+
+def data_file(folder: str, stems: Iterable[str], task: str) -> str:
+    """The first file in `folder` that is called one of `stems`, with any of the known endings."""
+    names = [f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
+    found = next((Path(folder, name) for name in names if Path(folder, name).is_file()), None)
+    require(
+        found is not None, f"{task}: {folder} holds none of {', '.join(names[:4])}, ...; name the files with data and test_data"
+    )
+    return str(found)
+
+
+def load_hub(dataset: str, config: str, split: str, revision: str, task: str) -> list[dict[str, Any]]:
+    """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or what `save_to_disk` wrote."""
+    return list(_load_hub(dataset, config, split, revision, task))
+
+
+@lru_cache(maxsize=8)
+def _load_hub(dataset: str, config: str, split: str, revision: str, task: str) -> tuple[dict[str, Any], ...]:
+    try:
+        import datasets
+    except ImportError:
+        hint = "" if task == "hub" else "; or name a folder that holds the files: task.data=FOLDER"
+        raise UserError(f"{task}: reading {dataset} needs the package datasets: pip install 'posttrain[data]'{hint}") from None
+    place = Path(dataset).expanduser()
+    try:
+        if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
+            whole: Any = datasets.load_from_disk(str(place))
+        else:
+            whole = datasets.load_dataset(str(place) if place.is_dir() else dataset, config or None, revision=revision or None)
+    except Exception as error:  # the network, a hub's answer, files of others: none of them ours
+        raise UserError(
+            f"{task}: cannot load {dataset}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    if not hasattr(whole, "keys"):
+        require(split == "train", f"{task}: {dataset} has no splits; leave test_split empty to hold out a share of it")
+        return tuple(dict(row) for row in whole)
+    require(split in whole, f"{task}: {dataset} has no split {split!r}; it has {', '.join(whole)}")
+    return tuple(dict(row) for row in whole[split])

@@ -1,0 +1,74 @@
+"""GSM8K: word problems of grade school, answered by a number (Cobbe et al. 2021, arXiv:2110.14168).
+
+task = Gsm8k(data="folder")                     # gsm8k-train.jsonl and gsm8k-test.jsonl, also as .gz
+task = Gsm8k(style="thinking", examples=4)      # openai/gsm8k through `datasets`: posttrain[data]
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import require
+from posttrain.tasks._graded import graded, voted
+from posttrain.tasks._questions import Questions, data_file, load_hub, make_problem, read_records, require_apart
+from posttrain.types import Problem, Score
+
+CALCULATOR = re.compile(r"<<[^<>]*>>")  # notes for a calculator within the worked answers
+SOURCE = ("openai/gsm8k", "main")
+
+
+@dataclass(frozen=True)
+class Gsm8k(Questions):
+    """Train and test as published. `data` is a folder, or the training file beside `test_data`; without it the hub's copy is read."""
+
+    data: str = ""
+    test_data: str = ""
+    style: str = "boxed"  # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
+    system: str = ""
+    examples: int = 0  # solved training problems shown before the question: few-shot
+
+    def __post_init__(self) -> None:
+        self.check_style("gsm8k")
+        require(bool(self.data) or not self.test_data, "gsm8k: test_data goes with data, the training file")
+
+    def pool(self, split: str) -> tuple[Problem, ...]:
+        return _read(self.data, self.test_data)[split == "test"]
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return graded(self.style, problem, response)
+
+    def final(self, response: str) -> str | None:
+        return voted(self.style, response)
+
+    def demonstration(self, problem: Problem) -> str:
+        if self.style == "direct":
+            return problem.answer
+        worked = str(problem.facts.get("worked") or problem.answer)
+        return f"{worked}\n\\boxed{{{problem.answer}}}" if self.style == "boxed" else f"{worked}\n#### {problem.answer}"
+
+
+@lru_cache(maxsize=4)
+def _read(data: str, test_data: str) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    sides = []
+    for split in ("train", "test"):
+        if not data:
+            rows = [(f"{SOURCE[0]} {split} row {n}", row) for n, row in enumerate(load_hub(*SOURCE, split, "", "gsm8k"))]
+        else:
+            folder = Path(data).expanduser().is_dir()
+            file = data_file(data, (f"gsm8k-{split}", f"gsm8k_{split}", split), "gsm8k") if folder else data
+            require(folder or bool(test_data), "gsm8k: give test_data, the held-out file, beside data")
+            rows = list(read_records(test_data if test_data and split == "test" else file))
+        sides.append(tuple(_problem(row, where, f"{split}/{number}") for number, (where, row) in enumerate(rows)))
+    require_apart(sides[0], sides[1], "the training part", "gsm8k's test part")
+    return sides[0], sides[1]
+
+
+def _problem(row: dict[str, Any], where: str, name: str) -> Problem:
+    """The gold answer follows ####; the steps before it are the worked answer, without the calculator's notes."""
+    made = make_problem(row, where, name, answer_after="####")
+    steps = CALCULATOR.sub("", str(made.facts["worked"])).rpartition("####")[0].strip()
+    return Problem(made.id, made.question, made.answer, facts={"worked": steps})

@@ -1,0 +1,152 @@
+"""Problems of the package reasoning_gym: about a hundred generators, each with a verifier of its own (`reasoning_gym:leg_counting`).
+
+    task = ReasoningGym("leg_counting", options={"max_animals": 4})
+
+Needs the package: pip install 'posttrain[gym]'. Problems are drawn from one seeded sequence; whether one is for training or held out
+is decided by its question's text, so that the two never share one. Some verifiers parse answers with sympy, which evaluates what it
+reads: scoring runs in worker processes with a time limit, but not in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isfinite
+from typing import Any, ClassVar
+
+from posttrain.errors import UserError, require, unknown
+from posttrain.tasks._procedural import require_split, side
+from posttrain.tasks._questions import canonical, normalised
+from posttrain.tasks.base import Task
+from posttrain.types import JSON, Message, Problem, Score
+
+STYLES = {
+    "direct": "{question}",
+    "tagged": "{question}\n\nThink step by step, then give the final answer between <answer> and </answer>.",
+}
+TAGGED = re.compile(r"<answer>((?:(?!<answer>)[\s\S])*?)</answer>")
+SEARCHED = 20_000  # characters from the end in which an answer is looked for
+PATIENCE = 20  # draws for every problem wanted before the generator counts as exhausted
+
+
+@dataclass(frozen=True)
+class ReasoningGym(Task):
+    """`generator` is its name there, `options` its configuration. A score is what its verifier says; solved means 1."""
+
+    shorthand: ClassVar[str] = "generator"  # `reasoning_gym:NAME` says it
+
+    generator: str
+    options: Mapping[str, JSON] = field(default_factory=dict)
+    style: str = "tagged"  # tagged: the answer stands between tags; direct: the response is the answer
+    system: str = ""
+    train: int = 2000  # problems of each split, at most
+    test: int = 500
+    seed: int = 0
+    score_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.generator), "reasoning_gym: give a generator, such as reasoning_gym:leg_counting")
+        require(self.style in STYLES, f"reasoning_gym: style is one of {', '.join(STYLES)}, not {self.style!r}")
+        require(
+            self.train > 0 and self.test > 0,
+            f"reasoning_gym: train and test must be positive, not {self.train} and {self.test}",
+        )
+        reserved = sorted({"seed", "size"} & set(self.options))
+        require(
+            not reserved,
+            f"reasoning_gym: {' and '.join(reserved)} is not for options; seed, train and test decide what is drawn",
+        )
+
+    def problems(self, split: str, level: int | None = None) -> list[Problem]:
+        require_split(split)
+        sides = _source(self).sides
+        require(bool(sides[split]), f"reasoning_gym: {self.generator} gave no {split} problem with these options; widen them")
+        return sides[split]
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        before = (Message("system", self.system),) if self.system else ()
+        return (*before, Message("user", STYLES[self.style].replace("{question}", problem.question)))
+
+    def score(self, problem: Problem, response: str) -> Score:
+        given = self._given(response)
+        if given is None:
+            return Score(0.0, outcome="unparseable")
+        value = float(_source(self).verify(given, int(problem.facts["index"])))
+        if not isfinite(value):
+            return Score.failed(f"the verifier of {self.generator} returned {value}")
+        return Score(value, outcome="correct" if value >= 1 else "wrong")
+
+    def final(self, response: str) -> str | None:
+        return canonical(self._given(response))
+
+    def _given(self, response: str) -> str | None:
+        if self.style == "direct":
+            return response.strip() or None
+        found = TAGGED.findall(response[-SEARCHED:])
+        return found[-1].strip() or None if found else None
+
+    def demonstration(self, problem: Problem) -> str:
+        require(
+            bool(problem.answer), f"reasoning_gym: {self.generator} gives no worked answers; it can be trained by reward only"
+        )
+        return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
+
+    @property
+    def isolated(self) -> bool:
+        return True
+
+    @property
+    def seconds(self) -> float:
+        return self.score_seconds
+
+
+class _Source:
+    """A generator with what was drawn from it. Entries stay here: their metadata is not always JSON, and its verifier needs it."""
+
+    def __init__(self, generator: str, options: Mapping[str, JSON], wanted: Mapping[str, int], seed: int) -> None:
+        self.dataset = _dataset(generator, options, PATIENCE * sum(wanted.values()), seed)
+        self.entries: dict[int, Any] = {}
+        self.sides: dict[str, list[Problem]] = {split: [] for split in wanted}
+        seen: set[str] = set()
+        for index in range(len(self.dataset)):
+            if all(len(self.sides[split]) == count for split, count in wanted.items()):
+                break
+            entry = self.dataset[index]
+            question, answer = str(entry["question"]), entry["answer"]
+            text = normalised(question)
+            split = side("reasoning_gym", generator, text)
+            if len(self.sides[split]) == wanted[split] or text in seen:
+                continue
+            seen.add(text)
+            self.entries[index] = entry
+            gold = "" if answer is None else str(answer)  # a few generators only verify
+            self.sides[split].append(Problem(f"{generator}/{index}", question, gold, facts={"index": index}))
+
+    def verify(self, answer: str, index: int) -> float:
+        return float(self.dataset.score_answer(answer, self.entries[index]))
+
+
+def _source(task: ReasoningGym) -> _Source:
+    return _drawn(task.generator, json.dumps(dict(task.options), sort_keys=True), task.train, task.test, task.seed)
+
+
+@lru_cache(maxsize=4)
+def _drawn(generator: str, options: str, train: int, test: int, seed: int) -> _Source:
+    return _Source(generator, json.loads(options), {"train": train, "test": test}, seed)
+
+
+def _dataset(generator: str, options: Mapping[str, JSON], size: int, seed: int) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise UserError("the task reasoning_gym needs its package: pip install 'posttrain[gym]'") from None
+    if generator not in DATASETS:
+        raise unknown("generator of reasoning_gym", generator, DATASETS)
+    try:
+        return reasoning_gym.create_dataset(generator, seed=seed, size=size, **options)
+    except (TypeError, ValueError, AssertionError) as error:  # its own check of the options
+        raise UserError(f"reasoning_gym: {generator} refuses its options: {error}") from None

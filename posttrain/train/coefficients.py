@@ -1,0 +1,119 @@
+"""Coefficients that do nothing: a setting of an algorithm that was given a value, and no value of which changes anything.
+
+A term can vanish without an error: a KL with a coefficient but no gradient, a bonus whose weight was multiplied away. So the first
+batch of a stage is prepared once more with each number changed, and what the algorithm makes of it is compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import UserError
+from posttrain.types import Batch, Group, Metric, Outputs
+
+MOVED = 0.5  # how far log-probs are pushed off those that sampled, so that a clip or a cap has something to cut
+FACTORS = (0.5, 2.0, 0.01, 100.0)
+
+
+def dead_coefficients(
+    algorithm: Algorithm,
+    batch: Batch,
+    outputs: Outputs,
+    state: State,
+    groups: Sequence[Group] = (),
+    metrics: Sequence[Metric] = (),
+) -> list[str] | None:
+    """Names of the float settings, not 0, of which no other value changes what the algorithm does with this step: the gradient with
+    respect to what the model said, which groups it selects, how its state goes on. None where the policy has no gradient.
+
+    The gradient with respect to log-probs, entropies, values and scores stands for that of the weights, which is linear in it.
+    """
+    pushed = push(outputs, batch)
+    usual = gradient(algorithm, batch, pushed, state)
+    learner = slice(batch.tokens) if algorithm.trains == "policy" else slice(None)  # not while a critic alone warms up
+    if usual is None or not bool(usual[learner].any()):
+        return None
+    before = conduct(algorithm, state, groups, metrics)
+    dead = []
+    for name in coefficients(algorithm):
+        others = list(changed(algorithm, name))
+        alive = any(
+            differs(usual, gradient(other, batch, pushed, state)) or conduct(other, state, groups, metrics) != before
+            for other in others
+        )
+        if others and not alive:
+            dead.append(name)
+    return dead
+
+
+def coefficients(algorithm: Algorithm) -> list[str]:
+    """The float settings that someone chose: not 0 and, for a shipped algorithm, not the default, which tests look after."""
+    shipped = type(algorithm).__module__.startswith("posttrain.")
+    values = {f.name: (getattr(algorithm, f.name), f.default) for f in dataclasses.fields(algorithm) if f.init}
+    return [
+        name
+        for name, (value, default) in values.items()
+        if isinstance(value, float) and value != 0 and not (shipped and value == default)
+    ]
+
+
+def changed(algorithm: Algorithm, name: str) -> Iterator[Algorithm]:
+    """The algorithm with other values of one setting, as far as it accepts them."""
+    for factor in FACTORS:
+        with suppress(UserError):
+            yield dataclasses.replace(algorithm, **{name: factor * getattr(algorithm, name)})
+
+
+def push(outputs: Outputs, batch: Batch) -> Outputs:
+    """Outputs of a policy and a critic that have moved since the batch was sampled: up and down by turns, little and much."""
+    at_T = torch.arange(batch.tokens, device=batch.ids_T.device)
+    shift_T = MOVED * (((at_T % 7).double() - 3.0) / 3.0 + ((batch.sequence_T % 5).double() - 2.0) / 4.0)
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else (tensor.detach().double() + shift_T).where(batch.mask_T, 0.0).requires_grad_()
+
+    logprob_T = moved(outputs.logprob_T)
+    entropy_T = outputs.entropy_T.detach().double().requires_grad_()
+    assert logprob_T is not None
+    return Outputs(logprob_T, entropy_T, moved(outputs.value_T), moved(outputs.score_T))
+
+
+def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State) -> Tensor | None:
+    """The gradient of the loss of the step with respect to the outputs, as one vector; None where the step has no loss."""
+    prepared = algorithm.prepare(batch, state)
+    if not bool(prepared.mask_T.any()):
+        return None
+    terms = algorithm.terms(outputs, prepared).terms
+    total = torch.stack([(term.weight * term.loss).sum().double() for term in terms]).sum()
+    leaves = [t for t in (outputs.logprob_T, outputs.entropy_T, outputs.value_T, outputs.score_T) if t is not None]
+    if not total.requires_grad:
+        return None
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return torch.cat([torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)])
+
+
+def differs(one: Tensor, other: Tensor | None) -> bool:
+    """Whether two gradients differ by more than the rounding of float32 batches."""
+    return other is None or bool((one - other).norm() > 1e-6 * one.norm())
+
+
+def conduct(algorithm: Algorithm, state: State, groups: Sequence[Group], metrics: Sequence[Metric]) -> tuple[object, ...]:
+    """What an algorithm decides besides the gradient."""
+    selected = algorithm.select(list(groups), state) if groups else None
+    chosen = (
+        None
+        if selected is None
+        else ([(g.problem.id, [r.sample for r in g.rollouts]) for g in selected.groups], selected.refill)
+    )
+    later = [
+        [dataclasses.replace(m, total=float(m.total) + more * float(m.count or 1)) for m in metrics]
+        for more in (0.0, 0.1, 1.0, 10.0)
+    ]  # the figures as they are, and as they might become
+    ends = [(algorithm.finish(state, found), algorithm.enough(found)) for found in later] if metrics else []
+    return algorithm.start(), ends, algorithm.pretraining, algorithm.group_size, algorithm.reuse, chosen

@@ -1,0 +1,153 @@
+"""Saving without waiting: a step pays for the copy of its tensors to host memory, and a thread writes them to the disk.
+
+One write is under way at a time; the next save waits for it. What goes wrong in the thread is raised by the next `check`, `save` or
+`finish`, so that a run never goes on for long believing in a checkpoint that is not there. A process that dies while it writes has the
+checkpoint before, untouched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from posttrain.errors import UserError, require
+from posttrain.train import checkpoint
+from posttrain.train.checkpoint import Checkpoint
+from posttrain.types import JSON
+
+LONGEST_WRITE = 1800.0  # seconds: a disk that has not taken a checkpoint by then is not going to
+Report = Callable[[str, dict[str, JSON]], None]  # an event of the run: kind and details
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """How checkpoints are kept. `hook` is a program with its arguments, run without a shell after each checkpoint with the checkpoint's
+    directory as one more argument, for `hook_seconds` at most: to copy it elsewhere. One that fails is a warning, not an end."""
+
+    keep: int = 2
+    synchronous: bool = False  # write before the step goes on: for hosts without memory for a second copy
+    hook: tuple[str, ...] = ()
+    hook_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        require(self.keep >= 1, f"keep at least 1 checkpoint, not {self.keep}")
+        require(self.hook_seconds > 0, f"the time limit of checkpoint_hook must be positive, not {self.hook_seconds}")
+
+
+class Store:
+    """The checkpoints of one stage."""
+
+    def __init__(self, directory: Path, saving: Saving | None = None):
+        self.directory, self.saving = directory, saving or Saving()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.hook_failures = 0
+
+    def save(self, made: Checkpoint, report: Report) -> None:
+        """Copy everything, then write it; `report` gets a `checkpoint` event once it is published, from the writing thread."""
+        began = time.perf_counter()
+        self.finish()
+        state = json.loads(json.dumps(made.state, allow_nan=False))
+        copied = Checkpoint(made.step, _copies(made.model), _copies(made.optimizer), state)
+        waited = time.perf_counter() - began
+        if self.saving.synchronous:
+            self._write(copied, report, waited)
+            self.check()
+            return
+        self._thread = threading.Thread(target=self._write, args=(copied, report, waited), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background since the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join(LONGEST_WRITE)
+            if self._thread.is_alive():
+                raise UserError(f"{self.directory}: a checkpoint has been written for {LONGEST_WRITE:.0f} s and is not done; look "
+                                "at the disk or the network it is on, then resume")  # fmt: skip
+            self._thread = None
+        self.check()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """However the stage ends, the write that is under way is finished. An error of its own does not hide the one that ended it."""
+        try:
+            self.finish()
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        return checkpoint.newest(self.directory)
+
+    def _write(self, made: Checkpoint, report: Report, waited: float) -> None:
+        """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""
+        try:
+            began = time.perf_counter()
+            path = checkpoint.save(self.directory, made, self.saving.keep)
+            report("checkpoint", {
+                "stage": made.state.get("stage", ""), "step": made.step, "bytes": checkpoint.size(path),
+                "seconds": round(time.perf_counter() - began, 3), "waited": round(waited, 3),
+            })  # fmt: skip
+            if self.saving.hook:
+                self._run_hook(path, report)
+        except BaseException as error:  # raised again where somebody looks
+            self._error = error
+
+    def _run_hook(self, path: Path, report: Report) -> None:
+        began = time.perf_counter()
+        problem = run_hook((*self.saving.hook, str(path.absolute())), self.saving.hook_seconds)
+        seconds = round(time.perf_counter() - began, 3)
+        if problem is None:
+            report("checkpoint_hook", {"checkpoint": str(path), "seconds": seconds})
+            return
+        self.hook_failures += 1
+        text = f"checkpoint_hook failed for {path.name} ({self.hook_failures} so far): {problem}"
+        report("warning", {"message": text, "checkpoint": str(path), "seconds": seconds, "failures": self.hook_failures})
+
+
+def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
+    """Run a program without a shell, with no input and at most `seconds`; what went wrong, or None. What it started ends with it."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        )
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+    try:
+        _, said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        assert process.stderr is not None
+        process.stderr.close()
+        return f"{command[0]} took more than {seconds:g} s and was ended"
+    if process.returncode == 0:
+        return None
+    last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    return f"{command[0]} exited with {process.returncode}: {last[0][:200]}".rstrip(": ")
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In host memory and nobody else's: training goes on with the originals while these are written."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,276 @@
+"""What goes wrong around a run: signals, full and read-only disks, rewards and trackers that fail, a clock that jumps. The run goes on,
+or stops in bounded time with one clear line; no process is left behind, and what was saved is there."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain import cli, pipeline
+from posttrain.errors import Interrupted, UserError
+from posttrain.runs.read import Run
+from posttrain.runs.trackers import KINDS as TRACKERS
+from posttrain.train import checkpoint
+from posttrain.train.trainer import Trainer
+from tests.faults.harness import fingerprint, settings
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and mounts as Linux has them")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    threads = threading.active_count()
+    yield
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert threading.active_count() == threads
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A small file system of its own, where the user may mount one."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+
+    def mount(options: str) -> Path:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True).returncode:
+            pytest.skip("mounting a file system needs more rights")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", str(folder)], capture_output=True)
+
+
+def run(kind: str, directory: Path, **changes: Any) -> Path:
+    """A tiny run; `changes` are of its last stage's task, or of the settings."""
+    made = settings(kind, directory)
+    *before, last = made.recipe.stages
+    if "task" in changes:
+        last = replace(last, task=replace(last.task, **changes.pop("task")))
+    return pipeline.start(replace(made, recipe=replace(made.recipe, stages=(*before, last)), **changes))
+
+
+def at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, action: Callable[[], object]) -> None:
+    """Do something just before call `number` of a function."""
+    inner, calls = getattr(owner, name), [0]
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            action()
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, outer)
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return fingerprint(run("dapo", tmp_path_factory.mktemp("alone") / "run"))
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_with_130_and_a_line_that_says_how_to_go_on(
+    by: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_call(monkeypatch, Trainer, "update", 3, lambda: os.kill(os.getpid(), by))
+    monkeypatch.setattr("posttrain.config.parse", lambda *_: settings("sft", tmp_path / "run"))
+    assert cli.main(["run", "sft"]) == 130
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1] == f"posttrain: stopped after step 3 of sft; continue with: posttrain resume {tmp_path / 'run'}"
+    assert checkpoint.newest(tmp_path / "run/checkpoints/sft") == (tmp_path / "run/checkpoints/sft/step-3", [])
+    assert cli.main(["resume", str(tmp_path / "run")]) == 0
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    at_call(monkeypatch, Trainer, "update", 4, twice)
+    with pytest.raises(KeyboardInterrupt):
+        run("sft", tmp_path / "run")
+    assert Run(tmp_path / "run").metrics()[-1].step == 3
+    assert checkpoint.newest(tmp_path / "run/checkpoints/sft")[0] == tmp_path / "run/checkpoints/sft/step-2", (
+        "the write in the background was finished"
+    )
+
+
+def test_killed_while_a_reward_hangs_nobody_is_left_and_the_run_is_free(tmp_path: Path) -> None:
+    orders, directory = tmp_path / "orders", tmp_path / "run"
+    context = multiprocessing.get_context("fork")
+    orders.write_text("hang")
+
+    process = context.Process(target=run, args=("dapo", directory), kwargs={"task": {"orders": str(orders), "limit": 60.0}})
+    process.start()
+    deadline = time.monotonic() + 60
+    while orders.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = children_of(process.pid or 0)
+    assert workers, "a worker is at it"
+    process.kill()
+    process.join(10)
+    process.close()
+    deadline = time.monotonic() + 5
+    while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(worker) for worker in workers)
+    pipeline.resume(directory, allow_code=True)
+    assert Run(directory).summary is not None
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- disks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_up_stops_the_run_which_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: dict[str, Any]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        at_call(patch, checkpoint, "save_file", 4, full)  # the optimizer of the second checkpoint
+        with pytest.raises(UserError, match="cannot write a checkpoint to .*: No space left on device; free some space and") as stop:
+            run("dapo", tmp_path / "run")
+    assert "\n" not in str(stop.value)
+    assert checkpoint.newest(tmp_path / "run/checkpoints/rl") == (tmp_path / "run/checkpoints/rl/step-2", [])
+    pipeline.resume(tmp_path / "run", allow_code=True)
+    assert fingerprint(tmp_path / "run") == left_alone
+
+
+def test_a_disk_that_is_really_full(mounted: Callable[[str], Path]) -> None:
+    disk = mounted("size=3m")
+    ballast = disk / "ballast"
+    ballast.write_bytes(b"x" * 2_200_000)
+    with pytest.raises(UserError, match="space|cannot write|cannot be saved"):
+        run("sft", disk / "run")
+    ballast.unlink()
+    subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
+    pipeline.resume(disk / "run")
+    assert Run(disk / "run").metrics()[-1].step == 6
+
+
+def test_a_read_only_disk_is_one_line_before_anything_is_trained(mounted: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match="cannot write the run directory .*: Read-only file system; choose another"):
+        run("sft", mounted("ro") / "run")
+
+
+def test_a_disk_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    at_call(monkeypatch, checkpoint, "save_file", 3, refuse)
+    with pytest.raises(UserError, match="Read-only file system"):
+        run("sft", tmp_path / "run")
+    assert checkpoint.newest(tmp_path / "run/checkpoints/sft") == (tmp_path / "run/checkpoints/sft/step-2", [])
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_worker_that_is_killed_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: dict[str, Any]
+) -> None:
+    at_call(monkeypatch, Trainer, "update", 1, lambda: (tmp_path / "orders").write_text("die"))
+    found = fingerprint(run("dapo", tmp_path / "run", task={"orders": str(tmp_path / "orders")}))
+    assert not (tmp_path / "orders").exists(), "it was killed"
+    assert found == left_alone
+
+
+@pytest.mark.parametrize("order", ["hang", "raise"])
+def test_a_reward_that_fails_costs_its_limit_and_is_counted(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_call(monkeypatch, Trainer, "update", 1, lambda: (tmp_path / "orders").write_text(order))
+    began = time.monotonic()
+    run("dapo", tmp_path / "run", task={"orders": str(tmp_path / "orders"), "limit": 1.0})
+    assert time.monotonic() - began < 60
+    assert sum(row.figures["failed"] > 0 for row in Run(tmp_path / "run").metrics("rl") if "failed" in row.figures) == 1
+
+
+# --- trackers and the clock ------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A service that breaks after two rows, and cannot even be closed."""
+
+    def __init__(self, directory: Path, config: object) -> None:
+        self.rows = 0
+
+    def log(self, row: object) -> None:
+        self.rows += 1
+        if self.rows > 2:
+            raise ConnectionError("the server is gone")
+
+    def close(self) -> None:
+        raise ConnectionError("still gone")
+
+
+def test_a_tracker_that_fails_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "failing", Failing)  # type: ignore[arg-type]
+    monkeypatch.setattr("posttrain.runs.trackers._require_installed", lambda name: None)
+    run("sft", tmp_path / "run", trackers=("failing",))
+    found = Run(tmp_path / "run")
+    (warning,) = [event for event in found.events() if event.kind == "warning"]
+    assert "tracker failing failed and is off for the rest of the run: ConnectionError" in warning.details["message"]
+    assert [row.step for row in found.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("jump", [-7200.0, 86400.0 * 365])
+def test_the_clock_jumps(
+    jump: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: dict[str, Any]
+) -> None:
+    """Back by two hours, or on by a year, in the middle: nothing waits, nothing times out, no duration is absurd."""
+    real, shift = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + shift[0])
+    at_call(monkeypatch, Trainer, "update", 3, lambda: shift.__setitem__(0, jump))
+    began = time.monotonic()
+    run("dapo", tmp_path / "run")
+    assert time.monotonic() - began < 60
+    assert fingerprint(tmp_path / "run") == left_alone
+    found = Run(tmp_path / "run")
+    assert found.summary is not None
+    assert 0 <= found.summary["seconds"] < 600 and 0 <= found.summary["stages"]["rl"]["seconds"] < 600
+    assert all(0 <= row.figures.get("seconds/total", 0) < 600 for row in found.metrics())
+
+
+def test_interrupted_is_what_a_signal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_call(monkeypatch, Trainer, "update", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted, match="stopped after step 1 of reward"):
+        run("pipeline", tmp_path / "run")

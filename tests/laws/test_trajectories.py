@@ -1,0 +1,183 @@
+"""Pinned trajectories: 30 optimizer steps of every algorithm, in float64 on one thread, with their losses in hexadecimal.
+
+A change of a loss, a weight, an optimizer or a reduction that nobody meant shows here as another number. They are exact where torch and
+the instruction set are those that trajectories.json names, and hold within 1e-9 elsewhere. After a change that is meant, or for a new
+algorithm,
+
+    PIN_TRAJECTORIES=1 python -m pytest tests/laws/test_trajectories.py
+
+writes the file again; say in the commit why its numbers changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import platform
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+from unittest import mock
+
+import material_for_tests
+import numpy as np
+import pytest
+import torch
+from material_for_tests import WIDE, algorithm_class, small_policy, trainer_for
+from torch import Tensor, nn
+
+from posttrain import catalogue
+from posttrain.algorithms.base import Algorithm
+from posttrain.models.policy import Policy
+from posttrain.models.scorer import Scorer, from_policy
+from posttrain.runs.metrics import merge
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Batch, Metric
+
+FILE = Path(__file__).with_name("trajectories.json")
+STEPS, BATCHES = 30, 3
+SETTINGS = Optimization(lr=3e-3, warmup=5, schedule="cosine")
+COMMAND = f"PIN_TRAJECTORIES=1 python -m pytest tests/laws/{Path(__file__).name}"
+WRITE = os.environ.get("PIN_TRAJECTORIES") == "1"
+NAMES = catalogue.names("algorithm")
+
+
+def maker() -> str:
+    """The processor's vendor: libraries of linear algebra choose their kernels by it too."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), platform.machine())
+
+
+def place() -> dict[str, str]:
+    """Where bits can be expected to be the same."""
+    return {"torch": torch.__version__, "instructions": torch.backends.cpu.get_cpu_capability(), "processor": maker()}
+
+
+class WideRotary(nn.Module):
+    """Rotary angles in float64: those of transformers are rounded to float32, by instructions that differ in the last bit."""
+
+    def __init__(self, size: int, theta: float = 10_000.0):
+        super().__init__()
+        self.frequencies = theta ** (-torch.arange(0, size, 2, dtype=WIDE) / size)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angle = position_ids[..., None].to(WIDE) * self.frequencies
+        return torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+
+
+def settle(model: nn.Module, seed: int) -> None:
+    """Weights from whole numbers, which are the same to the bit everywhere; drawing normal ones is not."""
+    generator = np.random.default_rng(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.from_numpy(generator.integers(-(2**20), 2**20, parameter.shape) / 2**20)
+            parameter.copy_(0.4 * drawn if parameter.ndim > 1 else 1.0 + 0.1 * drawn)
+
+
+@lru_cache
+def fixed_policy(seed: int = 0) -> Policy:
+    policy = small_policy(dtype=WIDE)
+    policy.body.rotary_emb = WideRotary(policy.model.config.head_dim)
+    settle(policy.model, seed)
+    return policy
+
+
+@lru_cache
+def fixed_scorer() -> Scorer:
+    scorer = from_policy(fixed_policy(), zero=False)
+    settle(scorer.model, 2)
+    return scorer
+
+
+def batches(algorithm: Algorithm) -> list[Batch]:
+    """Steps in float64 throughout, about the policies above."""
+    with (
+        mock.patch.object(material_for_tests, "shared_policy", fixed_policy),
+        mock.patch.object(material_for_tests, "shared_scorer", fixed_scorer),
+    ):
+        made = [material_for_tests.material(algorithm, seed) for seed in range(BATCHES)]
+    wide = [[f.name for f in fields(b) if isinstance(v := getattr(b, f.name), Tensor) and v.is_floating_point()] for b in made]
+    return [b.replace(**{name: getattr(b, name).to(WIDE) for name in names}) for b, names in zip(made, wide, strict=True)]
+
+
+def trajectory(name: str, settings: Optimization = SETTINGS) -> list[float]:
+    """The losses of 30 steps on three batches by turns, with the algorithm's state carried on. What is sampled is sampled by a policy
+    that stays as far from the present one as it was: an unclipped ratio would otherwise grow without end."""
+    algorithm = algorithm_class(name)()
+    policy = copy.deepcopy(fixed_policy())
+    trainer = trainer_for(algorithm, policy, settings)
+    for number, other in enumerate(
+        {id(m): m for m in (trainer.policy, trainer.critic) if m is not None and m is not policy}.values()
+    ):
+        settle(other.model, 3 + number)
+    steps = batches(algorithm)
+    apart = [batch.behaviour_T - trainer.logprobs(batch) if algorithm.online else None for batch in steps]
+    state, losses = algorithm.start(), []
+    for number in range(STEPS):
+        batch, apart_T = steps[number % BATCHES], apart[number % BATCHES]
+        if apart_T is not None:
+            batch = batch.replace(behaviour_T=(trainer.logprobs(batch) + apart_T).where(batch.mask_T, 0.0))
+        update = trainer.update(algorithm.prepare(batch, state), trainer.settings.rate(number, STEPS))
+        figures = [*update.metrics, *usual(batch)]
+        state = algorithm.finish(state, figures)
+        losses.append(merge(figures)["loss"])
+    return losses
+
+
+def usual(batch: Batch) -> list[Metric]:
+    """What the loop knows of a step besides the update: rewards, and how many responses there were."""
+    scored_N = batch.valid_N & batch.reward_N.isfinite()
+    return [
+        Metric("reward", batch.reward_N[scored_N].double().sum(), scored_N.sum()),
+        Metric("responses", batch.sequences, None),
+    ]
+
+
+@lru_cache
+def pinned() -> dict[str, dict]:
+    return json.loads(FILE.read_text()) if FILE.is_file() else {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():  # type: ignore[no-untyped-def]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not WRITE, reason="PIN_TRAJECTORIES=1 writes the file")
+def test_write_the_file() -> None:
+    lines = [f"{json.dumps(name)}: {json.dumps([loss.hex() for loss in trajectory(name)])}" for name in NAMES]
+    FILE.write_text(f'{{"place": {json.dumps(place())},\n"losses": {{\n' + ",\n".join(lines) + "\n}}\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_losses_are_those_that_were_pinned(name: str) -> None:
+    expected = pinned().get("losses", {}).get(name)
+    assert expected is not None, f"{name} has no trajectory yet: {COMMAND}"
+    found = trajectory(name)
+    assert len(found) == len(expected) == STEPS
+    if pinned()["place"] == place():
+        assert [loss.hex() for loss in found] == expected, f"{name}: another trajectory; if that is meant: {COMMAND}"
+    assert found == pytest.approx([float.fromhex(text) for text in expected], rel=1e-9, abs=1e-12)
+
+
+def test_a_trajectory_goes_somewhere_and_is_the_same_twice() -> None:
+    found = trajectory("sft")
+    assert found == trajectory("sft")
+    assert len(set(found)) == STEPS and sum(found[-3:]) < 0.8 * sum(found[:3]), "it learns"
+
+
+def test_pinned_are_the_algorithms_there_are() -> None:
+    assert set(pinned()["losses"]) == set(NAMES)
+
+
+def test_a_small_change_is_seen() -> None:
+    """A rate that is wrong by 1e-6 of itself is far outside what another instruction set may do."""
+    moved = trajectory("dpo", replace(SETTINGS, lr=SETTINGS.lr * (1 + 1e-6)))
+    assert moved != pytest.approx([float.fromhex(text) for text in pinned()["losses"]["dpo"]], rel=1e-9, abs=1e-12)

@@ -1,0 +1,259 @@
+"""Alarms on made-up histories: five planted hacks are heard before the gold has fallen far, and honest runs are left in peace."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from posttrain.runs.alarms import ADVICE, Alarms, change, frontier, since_best, spread, told
+from posttrain.runs.layout import Event
+from posttrain.types import Group, Problem, Rollout, Score, Segment
+
+STEPS = 260
+Figures = dict[str, np.ndarray]
+
+
+def noise(random: np.random.Generator, deviation: float) -> np.ndarray:
+    """Noise of single steps, and slow noise of 0.4 of its size with a memory of five steps, as curves of training have."""
+    slow, kicks = np.zeros(STEPS), random.normal(0, 1, STEPS)
+    for step in range(1, STEPS):
+        slow[step] = 0.8 * slow[step - 1] + 0.6 * kicks[step]
+    return random.normal(0, deviation, STEPS) + 0.4 * deviation * slow
+
+
+def rise(middle: float, width: float) -> np.ndarray:
+    return 1 / (1 + np.exp(-(np.arange(STEPS) - middle) / width))
+
+
+def usual(random: np.random.Generator) -> Figures:
+    time = np.arange(STEPS)
+    return {
+        "entropy": 0.8 * np.exp(-time / random.uniform(150, 600)) + noise(random, 0.02),
+        "kl": 0.002 * time * random.uniform(0.5, 2) + np.abs(noise(random, 0.003)),
+        "length": 120 * (1 + noise(random, 0.03)),
+        "repetition": 0.05 + np.abs(noise(random, 0.01)),
+        "distinct": 0.6 + noise(random, 0.015),
+        "keyword": 0.15 + np.abs(noise(random, 0.03)),
+        "reward/disagreement": 0.2 * (1 + noise(random, 0.04)),
+        "groups/zero_variance": np.clip(0.3 + noise(random, 0.06), 0, 1),
+    }
+
+
+def honest(seed: int) -> Figures:
+    """Nothing learned; learned and done; preferences with a proxy that rises a little further; reasoning that grows longer."""
+    random, kind, time = np.random.default_rng(seed), seed % 4, np.arange(STEPS)
+    figures, deviation = usual(random), random.uniform(0.015, 0.04)
+    extra = np.zeros(STEPS)
+    if kind == 0:
+        gold = np.full(STEPS, 0.3)
+    elif kind == 1:
+        gold = 0.2 + 0.5 * rise(random.uniform(40, 120), random.uniform(10, 40))
+    elif kind == 2:
+        gold = 0.4 + 0.25 * (1 - np.exp(-time / random.uniform(40, 120)))
+        figures["length"] *= 1 + 0.2 * (1 - np.exp(-time / 100))
+        figures["reward/disagreement"] *= 1 + 0.2 * time / STEPS
+        extra = 0.1 * (1 - np.exp(-time / 80))
+    else:
+        gold = 0.1 + 0.7 * rise(random.uniform(80, 160), random.uniform(20, 50))
+        figures["length"] *= 1 + 1.5 * rise(140, 40)
+        figures["reward/format"] = np.clip(0.2 + 0.78 * rise(random.uniform(10, 30), 6) + noise(random, 0.02), 0, 1)
+        figures["entropy"] = 0.9 * (1 - 0.7 * rise(120, 40)) + noise(random, 0.02)
+        figures["keyword"] = np.clip(0.1 + 0.85 * rise(20, 6) + noise(random, 0.02), 0, 1)
+        extra = 0.1 * figures["reward/format"]
+    figures["reward/task"] = gold + noise(random, deviation)
+    figures["reward"] = figures["reward/task"] + extra + noise(random, deviation / 2)
+    return figures
+
+
+def hacked(kind: str, seed: int) -> tuple[Figures, np.ndarray, float]:
+    """(figures, the gold without noise, when it begins): honest gains, then a trick that pays at once and harms a little later."""
+    random, time = np.random.default_rng(1000 + seed), np.arange(STEPS)
+    figures, deviation, begins = usual(random), random.uniform(0.015, 0.03), random.uniform(110, 160)
+    trick, harm, gains = rise(begins, 15), rise(begins + 15, 15), 0.3 * rise(40, 12)
+    gold, proxy = 0.3 + gains - 0.3 * harm, 0.3 + gains + 0.4 * trick
+    if kind == "length":
+        figures["length"] *= 1 + 3 * trick
+    elif kind == "repetition":
+        figures["repetition"] += 0.6 * trick
+        figures["distinct"] *= 1 - 0.5 * trick
+    elif kind == "format":
+        figures["reward/format"] = np.clip(0.3 + 0.68 * trick + noise(random, 0.02), 0, 1)
+    elif kind == "keyword":
+        figures["keyword"] = np.clip(0.1 + 0.88 * trick + noise(random, 0.02), 0, 1)
+    else:  # a blind spot of the reward model: Gao's curves
+        distance = 0.007 * time
+        gold, proxy, begins = 0.4 + distance * (0.55 - 0.35 * distance), 0.4 + 0.5 * distance, 0.55 / 0.7 / 0.007
+        figures["kl"] = distance**2 + np.abs(noise(random, 0.003))
+        figures["reward/disagreement"] *= 1 + 1.2 * distance**2
+    shared = noise(random, deviation)
+    figures["reward/task"], figures["reward"] = gold + shared, proxy + 0.7 * shared + noise(random, deviation / 2)
+    return figures, gold, begins
+
+
+def heard(figures: Figures, alarms: Alarms | None = None, steps: int = STEPS) -> list[tuple[int, str, str]]:
+    alarms = alarms or Alarms()
+    found = []
+    for step in range(steps):
+        row = {name: float(values[step]) for name, values in figures.items()}
+        found += [(step, alarm.guard, alarm.text) for alarm in alarms.observe(step, row)]
+    return found
+
+
+PLANTED = {
+    "length": "length",
+    "repetition": "repetition",
+    "format": "format",
+    "keyword": "keyword",
+    "blind spot": "disagreement",
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_planted_hack_is_heard_in_time_and_by_its_name(kind: str, seed: int) -> None:
+    figures, gold, begins = hacked(kind, seed)
+    found = heard(figures)
+    first = next(step for step, *_ in found if step > begins - 40)
+    lost = float(np.max(gold[: first + 1]) - gold[first])
+    assert lost < 0.05, f"heard at step {first}, {lost:.3f} too late"
+    assert not [entry for entry in found if entry[0] <= begins - 40], "and not before there was anything to hear"
+    assert {PLANTED[kind], "proxy", "frontier"} <= {name for _, name, _ in found}
+    for _, name, text in found:
+        assert text.endswith(ADVICE[name]), "what was seen, and what to try"
+        assert " -> " in text or "KL" in text
+
+
+def test_honest_runs_are_left_in_peace() -> None:
+    """200 runs with noise, of four kinds: fewer than one in ten may raise any alarm at all."""
+    alarmed = [seed for seed in range(200) if heard(honest(seed), steps=200)]
+    print(f"false alarms: {len(alarmed)} of 200")
+    assert len(alarmed) < 20, alarmed
+
+
+def series(**figures: object) -> Figures:
+    random = np.random.default_rng(0)
+    return {name: np.broadcast_to(values, STEPS) + random.normal(0, 0.01, STEPS) for name, values in figures.items()}  # type: ignore[arg-type]
+
+
+def test_collapse_is_heard_where_nothing_was_gained() -> None:
+    fall = 1 - rise(100, 10)
+    assert {name for _, name, _ in heard(series(reward=0.5, entropy=fall))} == {"entropy"}
+    assert not heard(series(reward=0.5 - 0.4 * fall, entropy=fall)), "an entropy that was spent on learning"
+    assert {name for _, name, _ in heard(series(reward=0.1, **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)}))} == {
+        "zero_variance"
+    }
+    assert not heard(series(reward=0.9 * rise(100, 10), **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)})), "all solved"
+
+
+def test_without_a_gold_only_the_extreme_is_an_alarm() -> None:
+    up = rise(120, 15)
+    assert not heard(series(reward=up, length=100 * (1 + 0.8 * up)))
+    found = heard(series(reward=up, length=100 * (1 + 4 * up)))
+    assert {name for _, name, _ in found} == {"length"} and "nothing measures the gold" in found[0][2]
+
+
+def test_held_out_accuracy_that_falls_while_the_reward_rises() -> None:
+    up = rise(130, 15)
+    alarms, found = Alarms(), []
+    random = np.random.default_rng(1)
+    for step in range(STEPS):
+        row = {"reward": 0.4 + 0.5 * up[step] + random.normal(0, 0.02)}
+        if step % 10 == 0:
+            row["accuracy/test"] = 0.6 - 0.3 * up[step] + random.normal(0, 0.01)
+        found += alarms.observe(step, row)
+    assert {alarm.guard for alarm in found} == {"held_out"}
+
+
+def test_another_level_of_problems_is_another_history() -> None:
+    figures, _, begins = hacked("length", 0)
+    figures["level"] = np.where(np.arange(STEPS) < begins + 60, 1.0, 2.0)
+    alarms = Alarms()
+    found = heard(figures, alarms)
+    assert len(alarms.series["reward"]) == int((figures["level"] == 2).sum())
+    assert found and all(step < begins + 60 + 40 for step, *_ in found)
+
+
+def test_a_restored_history_raises_the_same_alarms() -> None:
+    figures, _, _ = hacked("repetition", 1)
+    whole, first, second = [], Alarms(), Alarms()
+    reference = Alarms()
+    parts = []
+    for step in range(STEPS):
+        row = {name: float(values[step]) for name, values in figures.items()}
+        whole += reference.observe(step, row)
+        if step == 150:
+            second.restore(json.loads(json.dumps(first.state())))
+        parts += (first if step < 150 else second).observe(step, row)
+    assert parts == whole and whole
+
+
+def test_off_and_stop() -> None:
+    figures, _, _ = hacked("length", 0)
+    assert "length" not in {name for _, name, _ in heard(figures, Alarms(off=("length",)))}
+    alarms, stops = Alarms(stop=("frontier",)), []
+    for step in range(STEPS):
+        stops += [a.guard for a in alarms.observe(step, {n: float(v[step]) for n, v in figures.items()}) if a.stop]
+    assert set(stops) == {"frontier"}
+
+
+def test_changes_by_hand() -> None:
+    values = np.array([0.0, 2.0] * 10 + [5.0, 7.0] * 5)  # steps of 2 but for one of 3
+    steps = np.diff(values)
+    # blocks of 5: means 0.8, 1.2, 0.8, 1.2, 5.8, 6.2; the median step between them is 0.4 (upper of 0.4 0.4 0.4 0.4 4.6)
+    fast = math.sqrt(float((steps**2).mean()) / 20)
+    assert spread(values, 10) == pytest.approx(max(fast, 0.4 / 0.6745 / 2))
+    found = change(values, 10, 10)
+    assert found is not None and (found.then, found.now) == (1.0, 6.0)
+    assert found.z == pytest.approx(5 / (math.sqrt(2) * spread(values, 10)))
+    assert change(values, 10, 21) is None
+    best = since_best(-values, 10)
+    assert best is not None and best[0] == 10 and (best[1].then, best[1].now) == (-1.0, -6.0)
+    assert since_best(values[:19], 10) is None
+
+
+def test_the_frontier_says_where_to_stop() -> None:
+    random = np.random.default_rng(0)
+    distance = np.linspace(0, 2, 200)
+    gold = distance * (1.0 - 0.6 * distance) + random.normal(0, 0.01, 200)  # best at d = 1 / 1.2, KL = 0.69
+    found = frontier(distance**2, gold)
+    assert found is not None and found.past
+    assert found.best_kl == pytest.approx(0.69, abs=0.15) and found.best_gold == pytest.approx(0.417, abs=0.02)
+    early = frontier(distance[:80] ** 2, gold[:80])
+    assert early is not None and not early.past
+    still = frontier(np.ones(200), gold)
+    assert still is not None and not still.past, "without more KL it is not the frontier that is passed"
+
+
+def test_what_is_told_at_the_end() -> None:
+    def event(attempt: int, stage: str, name: str, step: int) -> Event:
+        return Event("alarm", 0.0, attempt, {"stage": stage, "step": step, "guard": name, "text": f"step {step}: x"})
+
+    events = [
+        event(1, "rl", "length", 9), Event("stage", 0.0, 1, {"stage": "rl"}), event(2, "rl", "length", 7), event(2, "rl", "length", 60),
+        event(1, "sft", "kl", 2),
+    ]  # fmt: skip
+    assert told(events) == ["rl: length: step 7: x (and 1 times more)", "sft: kl: step 2: x"]
+
+
+def group(*texts: str) -> Group:
+    rollouts = []
+    for number, text in enumerate(texts):
+        segment = Segment(
+            np.array([ord(c) for c in text]), text, True, np.zeros(len(text), np.float32), version=0, finish="stop"
+        )
+        rollouts.append(Rollout(Problem("p", "q"), number, (segment,), Score(1.0)))
+    return Group(Problem("p", "q"), tuple(rollouts))
+
+
+def test_figures_of_texts_by_hand() -> None:
+    alarms = Alarms()
+    figures = alarms.texts([group("abab", "abc")])
+    assert figures["distinct"] == pytest.approx(3 / 5), "ab ba ab, ab bc"
+    for _ in range(4):
+        alarms.texts([group("the cat", "the dog")])
+    assert alarms.looked == 5
+    assert alarms.texts([group("the cow sincerely", "the pig Sincerely", "sincerely", "dog")])["keyword"] == 0.75
+    assert alarms.texts([]) == {}

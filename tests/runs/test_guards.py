@@ -1,0 +1,248 @@
+"""Guards G01 to G12: each fires on a planted fault, and none on a healthy run.
+
+What is not here: guards at work in a run (G01, G08, G11) are in tests/test_loop.py; rewards that raise, hang or kill their process, and
+workers that are killed (G03, G07) in tests/test_scoring.py; full disks and trackers that fail (G09) in tests/runs/test_write.py and
+test_trackers.py; waits without a limit (G10) in tests/test_waits.py; exit codes (G12) in tests/test_exit_codes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from material_for_tests import group, rollout, segment
+
+from posttrain import config
+from posttrain.algorithms.grpo import GRPO
+from posttrain.errors import UserError
+from posttrain.runs.guards import GUARDS, STOPS, Alarm, Guards, Watch, repetition, rollout_figures
+from posttrain.scoring import score_one
+from posttrain.train.pack import pack_groups
+from posttrain.types import Group, Problem, Score
+
+HEALTHY: list[dict[str, float]] = json.loads((Path(__file__).parent / "healthy.json").read_text())["steps"]
+NORMAL = {"reward": 0.5, "reward_spread": 0.5, "entropy": 1.0, "length": 100.0, "kl": 0.01, "mismatch": 1e-6, "repetition": 0.1,
+          "groups/zero_variance": 0.2, "dropped": 0.0, "loss": 0.1, "grad_norm": 1.0}  # fmt: skip
+
+
+def alarms_of(watch: Watch, series: Sequence[dict[str, float]], first: int = 1) -> list[Alarm]:
+    return [alarm for step, figures in enumerate(series, first) for alarm in watch.figures(step, figures)]
+
+
+def odd(count: int, **figures: float) -> list[dict[str, float]]:
+    """Ten normal steps, then `count` with some figures changed."""
+    return [NORMAL] * 10 + [{**NORMAL, **figures}] * count
+
+
+# guard: figures that are wrong, and figures just within the threshold
+PLANTED: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "kl": ({"kl": 5.1}, {"kl": 4.9}),
+    "entropy": ({"entropy": 0.019}, {"entropy": 0.021}),
+    "length": ({"length": 810.0}, {"length": 790.0}),
+    "repetition": ({"repetition": 0.61}, {"repetition": 0.59}),
+    "spread": ({"reward_spread": 0.02}, {"reward_spread": 0.03}),
+    "dropped": ({"dropped": 0.6}, {"dropped": 0.4}),
+    "mismatch": ({"mismatch": 0.11}, {"mismatch": 9e-5}),
+}
+
+
+@pytest.mark.parametrize("guard", PLANTED)
+def test_g06_a_drift_is_seen_after_patience_and_said_once(guard: str) -> None:
+    wrong, near = PLANTED[guard]
+    found = alarms_of(Watch(Guards()), odd(12, **wrong))
+    assert {a.guard for a in found} == {guard} and all(a.stop == (guard in STOPS) for a in found)
+    waits = 1 if guard == "mismatch" else 3
+    assert found[0].text.startswith(f"step {10 + waits}: ")
+    assert len(found) == (13 - waits if guard in STOPS else 1), "a warning is not repeated at once; a stop is meant each time"
+    assert alarms_of(Watch(Guards()), odd(12, **near)) == []
+    short = [*odd(waits - 1, **wrong), NORMAL]
+    assert alarms_of(Watch(Guards()), short * 2) == []
+    assert alarms_of(Watch(Guards(off=(guard,))), odd(60, **wrong)) == []
+
+
+def test_g06_a_warning_comes_again_after_a_while_and_the_other_way_round() -> None:
+    assert [a.text.split(":")[0] for a in alarms_of(Watch(Guards()), odd(110, length=10.0))] == [
+        "step 13",
+        "step 63",
+        "step 113",
+    ]
+    assert alarms_of(Watch(Guards(stop=("kl",))), odd(3, kl=6.0))[0].stop
+    assert not alarms_of(Watch(Guards(warn=("repetition",))), odd(3, repetition=0.9))[0].stop
+
+
+def test_g06_nothing_fires_on_a_healthy_series() -> None:
+    """Figures of a whole quickstart run, in which entropy falls to a fifteenth and reward rises from 0.3 to 0.99."""
+    assert min(row["entropy"] for row in HEALTHY) < 0.15 * max(row["entropy"] for row in HEALTHY)
+    assert alarms_of(Watch(Guards()), HEALTHY) == []
+    assert alarms_of(Watch(Guards()), [*HEALTHY, *[{**HEALTHY[-1], "entropy": 1e-5}] * 3]) != []
+
+
+def test_figures_of_examples_are_not_those_of_rollouts() -> None:
+    """Entropy on demonstrations falls to nothing in a healthy SFT; only what is sampled is watched for it."""
+    series = [{"loss": 1.0, "entropy": 3.0, "length": 20.0}] * 6 + [{"loss": 1e-5, "entropy": 1e-5, "length": 20.0}] * 30
+    assert alarms_of(Watch(Guards()), series) == []
+
+
+def test_t04_a_sampler_with_old_weights_is_seen_at_once() -> None:
+    """Sampler and trainer agree to 1e-6; one update that is not taken over makes it 1e-2: far below the limit, but a jump."""
+    found = alarms_of(Watch(Guards()), odd(1, mismatch=1e-2))
+    assert [(a.guard, a.stop) for a in found] == [("mismatch", False)] and "1e-06 in the first steps" in found[0].text
+    # with a reuse of rollouts, only the first update of a step is compared
+    assert alarms_of(Watch(Guards()), odd(1, mismatch=0.5, **{"mismatch/start": 1e-6})) == []
+
+
+def test_g05_groups_without_a_difference_warn_and_then_stop() -> None:
+    found = alarms_of(Watch(Guards(flat=4)), odd(25, **{"groups/zero_variance": 1.0}))
+    assert [(a.text.split(":")[0], a.stop) for a in found] == [("step 14", False), ("step 30", True), ("step 31", True),
+            ("step 32", True), ("step 33", True), ("step 34", True), ("step 35", True)]  # fmt: skip
+    broken_up = [*odd(3, **{"groups/zero_variance": 1.0}), {**NORMAL, "groups/zero_variance": 0.99}]
+    assert alarms_of(Watch(Guards(flat=4)), broken_up * 8) == []
+
+
+def test_what_guards_remember_is_json_and_a_resumed_run_says_the_same() -> None:
+    series = odd(4, kl=9.0) + odd(30, **{"groups/zero_variance": 1.0}) + odd(40, entropy=1e-3, length=5.0)
+    whole = alarms_of(Watch(Guards()), series)
+    assert {a.guard for a in whole} == {"kl", "flat", "entropy", "length"}
+    for cut in range(1, len(series), 7):
+        first, second = Watch(Guards()), Watch(Guards())
+        said = alarms_of(first, series[:cut])
+        second.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
+        assert said + alarms_of(second, series[cut:], cut + 1) == whole, cut
+
+
+def test_the_check_of_coefficients_waits_for_a_gradient_and_speaks_once() -> None:
+    watch = Watch(Guards())
+    assert watch.coefficients(1, None) == [] and not watch.memory["checked"]
+    assert "beta" in watch.coefficients(2, ["beta"])[0].text and watch.memory["checked"]
+    assert Watch(Guards()).coefficients(1, []) == []
+
+
+def test_nan_figures_are_not_measurements() -> None:
+    nothing = dict.fromkeys(NORMAL, math.nan)
+    watch = Watch(Guards())
+    assert alarms_of(watch, [NORMAL] * 6 + [nothing] * 20) == []
+    json.dumps(watch.state(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"off": ("kll",)}, "did you mean 'kl'"), ({"failed": 1.5}, "a share"), ({"kl": -1.0}, "must be positive"), ({"flat": 0}, "steps"),
+     ({"off": ("nonfinite",)}, "skip=N"), ({"skip": -1}, "number of steps"), ({"warn": ("nonfinite",)}, "neither off")],
+)  # fmt: skip
+def test_settings_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Guards(**settings)
+
+
+# --- what is sampled ---------------------------------------------------------------------------------------------------------
+
+
+def text(ids: Sequence[int], reward: float | None = 1.0, logprobs: Sequence[float] | None = None, sample: int = 0):  # type: ignore[no-untyped-def]
+    return rollout([segment([3, 4], False), segment(list(ids), True, logprobs, "stop")], reward, sample=sample)
+
+
+def test_g11_repetition_is_the_share_of_4_grams_said_before() -> None:
+    """ "abcabc..." of 30 tokens: 27 4-grams, 3 distinct. "!!!!" of 20: 17 and 1. All different: 0. Short ones do not count."""
+    loop, shout, plain = [5, 6, 7] * 10, [9] * 20, list(range(3, 23))
+    assert repetition([text(loop)]) == pytest.approx(24 / 27)
+    assert repetition([text(shout)]) == pytest.approx(16 / 17)
+    assert repetition([text(loop), text(shout), text(plain), text([9] * 15)]) == pytest.approx((24 / 27 + 16 / 17) / 3)
+    assert repetition([text([9] * 15)]) is None
+    # equal 4-grams of two responses are no repetition
+    assert repetition([text(plain), text(plain)]) == 0.0
+
+
+def test_figures_of_rollouts_by_hand() -> None:
+    groups = [group([text([5], 1.0), text([6], 0.0, sample=1)]), group([text([5], 1.0), text([6], 1.0), text([7], None)])]
+    figures = rollout_figures(groups)
+    assert figures["groups/zero_variance"] == 0.5
+    assert figures["reward_spread"] == pytest.approx(math.sqrt(0.75 * 0.25))
+    assert "repetition" not in figures
+    assert rollout_figures([group([text([5], 1.0)])]) == {}, "one response has neither spread nor a group"
+
+
+def test_g11_log_probs_that_are_not_numbers_stop_before_the_update() -> None:
+    bad = text([5, 6], 1.0, [-1.0, math.nan])
+    found = Watch(Guards()).rollouts(4, [group([text([5, 6]), bad])])
+    assert [(a.guard, a.stop) for a in found] == [("nonfinite", True)] and "1 of 2 responses" in found[0].text
+    assert Watch(Guards()).rollouts(4, [group([text([5, 6]), text([5])])]) == []
+
+
+def test_g04_too_many_failures_stop_and_are_named_by_class() -> None:
+    def failing(*failures: str | None) -> list[Group]:
+        scores = [Score(1.0) if f is None else Score.failed(f) for f in failures]
+        return [group([replace(text([5, 6]), score=score) for score in scores])]
+
+    found = Watch(Guards()).rollouts(2, failing("timeout", "timeout", "KeyError: 'x'", None))
+    assert [(a.guard, a.stop) for a in found] == [("failed", True)]
+    assert "3 of 4 responses could not be scored: 2 timeout, 1 KeyError; the first: problem p, timeout" in found[0].text
+    assert Watch(Guards()).rollouts(2, failing("timeout", "timeout", None, None)) == [], "half may fail"
+    assert Watch(Guards(failed=0.25)).rollouts(2, failing("timeout", "timeout", None, None)) != []
+    assert Watch(Guards(failed=1.0)).rollouts(2, failing("timeout")) == []
+
+
+@dataclass
+class Gives:
+    """A task that returns, or makes a Score of, something strange."""
+
+    value: Any
+    wrap: bool = True
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score(self.value) if self.wrap else self.value
+
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> None:
+        return None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", [1.0, 2.0]])
+def test_g02_a_reward_that_is_no_number_is_a_failure_and_never_a_vote(value: Any) -> None:
+    score = score_one(Gives(value), Problem("p", ""), "")
+    assert not score.valid and score.failure
+    members = group([text([5, 6], 1.0), replace(text([5, 7]), score=score), text([5, 8], 0.0)])
+    assert members.rewards == [1.0, 0.0]
+    batch = GRPO(beta=0.0).prepare(pack_groups([members], 1.0), {})
+    assert batch.advantage_T is not None and bool(torch.isfinite(batch.advantage_T).all())
+
+
+def test_g02_a_reward_out_of_all_proportion_stops_the_run() -> None:
+    """1e30 is a number, but a baseline with it in says nothing about the others."""
+    assert Watch(Guards()).rollouts(1, [group([text([5], 1e30), text([6], 1.0)])])[0].guard == "nonfinite"
+    assert Watch(Guards()).rollouts(1, [group([text([5], -1e5), text([6], 1.0)])]) == []
+
+
+def test_every_guard_is_documented_with_its_threshold() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    lines = {line.split("|")[1].strip(" `"): line for line in page.splitlines() if line.startswith("| `")}
+    defaults = Guards()
+    thresholds = {f.name for f in fields(Guards)} & set(GUARDS)
+    for guard in GUARDS:
+        assert guard in lines, f"docs/reliability.md has no line for the guard {guard}"
+        assert f"| {'stop' if guard in STOPS else 'warn'}" in lines[guard], lines[guard]
+        if guard in thresholds:
+            assert f"`{getattr(defaults, guard):g}`" in lines[guard], lines[guard]
+
+
+def test_examples_have_no_rollouts_to_look_at() -> None:
+    assert Watch(Guards()).rollouts(1, []) == [] and rollout_figures([]) == {}
+
+
+def test_settings_come_from_the_command_line_and_go_through_the_configuration() -> None:
+    """rl.kl stays the algorithm's: guards are named by their whole path."""
+    given = ["rl.guards.kl=0.5", "rl.guards.stop=[kl, entropy]", "sft.guards.skip=2", "rl.kl=k2", "rl.entropy=0.01"]
+    settings = config.parse("quickstart", given)
+    stages = {stage.name: stage for stage in settings.recipe.stages}
+    assert stages["rl"].guards == Guards(kl=0.5, stop=("kl", "entropy")) and stages["sft"].guards == Guards(skip=2)
+    assert stages["rl"].algorithm.kl == "k2" and stages["rl"].algorithm.entropy == 0.01
+    again = config.from_config(json.loads(json.dumps(config.to_config(settings))), "config.yaml")
+    assert again.recipe.stages == settings.recipe.stages
+    with pytest.raises(UserError, match="did you mean 'kl'"):
+        config.parse("quickstart", ["rl.guards.kll=1"])
+    with pytest.raises(UserError, match="no 'repetition'"):
+        config.parse("quickstart", ["rl.repetition=0.5"])

@@ -1,0 +1,217 @@
+"""Evaluation of models: KL and perplexity against plain transformers, the guard against memory, and `posttrain eval`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain import cli, config, pipeline
+from posttrain.errors import UserError
+from posttrain.models.policy import Policy, adopt
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
+from posttrain.stages._contamination import file_questions
+from posttrain.stages._material import Data
+from posttrain.stages._measure import kl_to, perplexity
+from posttrain.stages.base import Context, run_stages
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.arithmetic import ALPHABET, Arithmetic
+from posttrain.tasks.base import Task
+from posttrain.types import Problem, Sampling, Score
+
+
+@dataclass(frozen=True)
+class Given(Task):
+    """The training problems are 0 to 7, the held-out ones `first` to `first` + 3."""
+
+    first: int = 8
+
+    def problems(self, split: str, level: int | None = None) -> list[Problem]:
+        numbers = range(8) if split == "train" else range(self.first, self.first + 4)
+        return [Problem(f"{split}/{n}", f"{n}+0=", str(n)) for n in numbers]
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score(float(problem.id in ("test/5", "test/8")))
+
+    @property
+    def alphabet(self) -> str:
+        return ALPHABET
+
+
+def model(seed: int, folder: Path | None = None) -> Policy:
+    tokenizer = character_tokenizer(ALPHABET)
+    made = tiny_model(tokenizer, "nano", seed)
+    if folder is not None:
+        save(made, tokenizer, folder)
+    return adopt(made, tokenizer, (tokenizer.eos_token_id,))
+
+
+def logprobs(policy: Policy, ids: list[int], temperature: float = 1.0) -> np.ndarray:
+    """log p of every token but the first, by the plain model, in float64."""
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([ids])).logits[0].double().numpy() / temperature
+    top = logits - logits.max(-1, keepdims=True)
+    table = top - np.log(np.exp(top).sum(-1, keepdims=True))
+    return table[np.arange(len(ids) - 1), ids[1:]]
+
+
+def test_kl_and_its_interval_against_plain_transformers() -> None:
+    ours, other, sampling = model(0), model(1), Sampling(6, temperature=0.7)
+    stage = EvaluateStage(name="e", model="", task=Arithmetic(level=1), problems=3, samples=2, sampling=sampling)
+    evaluation, _ = stage.measure(ours, lambda: other, seed=0)
+    found = kl_to(evaluation.groups, other, sampling)
+    means = []
+    for group in evaluation.groups:
+        ratios = []
+        for one in group.rollouts:
+            ids, first = one.ids.tolist(), len(one.segments[0].ids) - 1
+            ratios.append((logprobs(ours, ids, 0.7) - logprobs(other, ids, 0.7))[first:].sum())
+        means.append(np.mean(ratios))
+    assert math.isclose(found.value, np.mean(means), abs_tol=1e-4) and abs(found.value) > 1e-3
+    assert math.isclose(found.high - found.value, 1.96 * np.std(means, ddof=1) / math.sqrt(3), abs_tol=1e-4)
+    assert abs(kl_to(evaluation.groups, ours, sampling).value) < 1e-4
+    with pytest.raises(UserError, match="temperature above 0"):
+        kl_to(evaluation.groups, other, Sampling(6, temperature=0.0))
+
+
+def test_perplexity_against_plain_transformers(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "1+2=3"}\n{"text": "12-7=5"}\n')
+    policy = model(0)
+    end = policy.tokenizer.eos_token_id
+    values = np.concatenate([logprobs(policy, [*policy.tokenizer(t)["input_ids"], end]) for t in ("1+2=3", "12-7=5")])
+    found = perplexity(policy, [Data(file=str(tmp_path / "text.jsonl"))], 0)
+    assert math.isclose(found, math.exp(-values.mean()), rel_tol=1e-5)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    task: dict[str, Any] = {"name": "e", "model": "m", "task": Given()}
+    with pytest.raises(UserError, match="the KL to m is estimated from samples"):
+        EvaluateStage(**task, reference="m")
+    with pytest.raises(UserError, match="at least 2"):
+        EvaluateStage(**task, problems=1, samples=4, sampling=Sampling(4))
+
+
+def run(directory: Path, *stages: Any) -> Context:
+    with RunWriter.create(directory, {}) as writer:
+        context = Context(writer, seed=0, say=False)
+        run_stages(stages, context)
+    return context
+
+
+def test_an_evaluation_counts_what_its_model_was_trained_on(tmp_path: Path) -> None:
+    sampling = Sampling(2, temperature=0.0)
+    (tmp_path / "more.jsonl").write_text('{"prompt": " 8+0=", "completion": "8"}\n')
+    context = run(
+        tmp_path / "run",
+        SFTStage(name="sft", model="tiny:nano", data=(Data(task=Given(), counts={0: 4}),), steps=1, batch=2),
+        SFTStage(name="more", model="sft", data=(Data(file=str(tmp_path / "more.jsonl")),), steps=1, batch=1),
+        EvaluateStage(name="clean", model="sft", task=Given(), problems=4, sampling=sampling),
+        EvaluateStage(name="leaked", model="more", task=Given(5), problems=4, sampling=sampling),
+    )
+    clean, leaked = context.result("clean"), context.result("leaked")
+    assert clean is not None and leaked is not None
+    assert clean["contaminated"] == 0 and "accuracy_clean" not in clean
+    # held out are 5, 6, 7, 8: the first three were the task's own, and 8 was in the file; 5 and 8 count as solved
+    assert leaked["contaminated"] == 4 and leaked["accuracy_clean"] is None and leaked["accuracy"][0] == 0.5
+    (alarm,) = [e for e in Run(tmp_path / "run").events() if e.kind == "alarm"]
+    assert alarm.details["guard"] == "contamination" and "4 of 4 held-out problems" in str(alarm.details["text"])
+    context = run(
+        tmp_path / "half",
+        SFTStage(name="sft", model="tiny:nano", data=(Data(file=str(tmp_path / "more.jsonl")),), steps=1, batch=1),
+        EvaluateStage(name="e", model="sft", task=Given(6), problems=4, sampling=sampling),
+    )
+    half = context.result("e")
+    assert half is not None and half["contaminated"] == 1
+    assert half["accuracy"][0] == 0.25 and half["accuracy_clean"][0] == 0.0  # only 8 is solved, and that one was known
+
+
+def test_what_is_asked_in_a_file(tmp_path: Path) -> None:
+    user, system, reply = ({"role": role, "content": role[0]} for role in ("user", "system", "assistant"))
+    rows = [
+        {"prompt": "p", "completion": "c"},
+        {"messages": [system, user, reply]},
+        {"prompt": [user, reply, user]},
+        {"text": "t"},
+    ]
+    (tmp_path / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(file_questions(str(tmp_path / "f.jsonl"))) == ["p", "u", "s\nu", "u", "u", "u\na\nu", "t"]
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_training_on_a_task_that_shares_its_questions_is_refused_before_it_starts(tmp_path: Path, kind: str) -> None:
+    task = Given(7)
+    stage = (
+        RLStage(name="rl", model="nowhere", task=task)
+        if kind == "rl"
+        else SFTStage(name="sft", model="nowhere", data=(Data(task=task, counts={0: 2}),))
+    )
+    with pytest.raises(UserError, match=f"{kind}: 1 of 4 held-out questions are among the 8 trained on, such as '7.0='"):
+        run(tmp_path / "run", stage)
+
+
+def test_eval_prints_a_table_json_and_a_paired_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model(0, tmp_path / "one")
+    model(1, tmp_path / "two")
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "1+2=3"}\n')
+    asked = [
+        "eval",
+        str(tmp_path / "one"),
+        "--task",
+        "arithmetic",
+        "task.level=1",
+        "problems=6",
+        "samples=4",
+        "max_new_tokens=4",
+    ]
+    asked += ["temperature=1.0", f"reference={tmp_path / 'two'}", f"text=[{{file: '{text}'}}]", f"against={tmp_path / 'two'}"]
+    assert cli.main([*asked, f"save={tmp_path / 'rows.jsonl'}"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("pass@4", "avg@4", "perplexity", "kl ", "p = ", "tokens; 0 could not be scored"):
+        assert word in shown, word
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 6
+    assert cli.main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"kl", "perplexity", "avg_at", "majority_at", "against", "paired"} <= set(found)
+    assert found["paired"]["wins"] + found["paired"]["losses"] + found["paired"]["ties"] == 6
+    assert abs(found["against"]["kl"][0]) < 1e-4, "the other one is the reference itself"
+
+
+def test_eval_of_a_task_that_needs_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model(0, tmp_path / "one")
+    rows = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(60)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["eval", str(tmp_path / "one"), "--task", "jsonl", "max_new_tokens=2", "problems=2"]
+    assert cli.main([*asked, f"task.file={tmp_path / 'q.jsonl'}"]) == 0
+    assert "2 held-out problems of jsonl" in capsys.readouterr().out
+    assert cli.main(asked) == 2
+    assert "missing file" in capsys.readouterr().err
+
+
+def test_a_run_with_two_evaluations_of_several_samples_draws_pass_at_k(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config.parse("r1_zero", ["samples=4"])
+    row = {"problem": "p", "question": "1+1=", "answer": "2", "responses": ["#2"], "outcomes": ["correct"]}
+    figures = {"problems": 2, "accuracy": [0.5, 0.1, 0.9], "parts": {}, "pass_at": {"1": [0.5, 0.1, 0.9], "2": [0.6, 0.2, 1.0]}}
+    with RunWriter.create(tmp_path / "run", config.to_config(settings)) as writer:
+        writer.metrics("rl", 0, {"reward": 0.5})
+        context = Context(writer, seed=0, say=False)
+        for stage in ("base", "trained"):
+            assert not pipeline.pass_at_k(context, settings.recipe.stages), "one curve is no comparison"
+            context.finish(stage, figures)
+            context.write_lines(stage, [json.dumps(row), json.dumps(row | {"problem": "q"})])
+        pipeline.conclude(settings, context)
+    assert f"pass@k:   {tmp_path / 'run' / 'pass_at_k.png'}" in capsys.readouterr().out
+    assert (tmp_path / "run" / "pass_at_k.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,272 @@
+"""What is done again and what is not: by settings, by content of inputs, by name; rounds, the best of them, and stages run alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from posttrain import cli, config, pipeline
+from posttrain.errors import Interrupted, UserError
+from posttrain.recipes.base import Recipe, best_round, repeat
+from posttrain.recipes.iterative_dpo import iterative_dpo
+from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context, Stage, data_place, run_stages
+from posttrain.stages.best import BestStage
+from posttrain.types import JSON
+
+RAN: list[str] = []
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 1
+    token_budget: int = 100  # says how, not what
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Stage):
+    """Writes its word after what it read; fails when told to."""
+
+    word: str = ""
+    source: str = ""
+    inner: Inner = Inner()
+    skip: int = 0
+    score: float = 0.0
+    checkpoint_every: int = 25
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        RAN.append(self.name)
+        if self.word == "fail":
+            raise Interrupted("told to")
+        read = Path(data_place(self.source, context)).read_text().split() if self.source else []
+        context.write_lines(self.name, [*read, self.word], "data.jsonl")
+        model = context.folder(self.name) / "model"
+        model.mkdir(exist_ok=True)
+        (model / "weights").write_text(self.word)
+        context.writer.metrics(self.name, 1, {"loss": float(len(self.word))})
+        return {"length": len(read) + 1, "accuracy": [self.score, 0.0, 1.0]}
+
+
+CHAIN = (
+    Note(name="a", word="x"),
+    Note(name="b", word="y", source="a"),
+    Note(name="c", word="z"),
+    Note(name="d", word="w", source="b"),
+)
+
+
+@contextmanager
+def opened(directory: Path, seed: int = 0) -> Iterator[Context]:
+    made = RunWriter.resume(directory) if (directory / "config.yaml").is_file() else RunWriter.create(directory, {})
+    with made as writer:
+        yield Context(writer, seed, say=False)
+
+
+def ran(directory: Path, stages: tuple[Stage, ...], seed: int = 0, **options: object) -> list[str]:
+    RAN.clear()
+    with opened(directory, seed) as context:
+        run_stages(stages, context, **options)  # type: ignore[arg-type]
+    return list(RAN)
+
+
+def said(directory: Path) -> list[str]:
+    return [f"{e.details['stage']}: {e.details['text']}" for e in Run(directory).events() if e.kind == "say"]
+
+
+def test_what_is_done_and_unchanged_is_not_done_again(tmp_path: Path) -> None:
+    assert ran(tmp_path, CHAIN) == ["a", "b", "c", "d"]
+    assert ran(tmp_path, CHAIN) == []
+    harmless = replace(CHAIN[0], inner=Inner(token_budget=7), checkpoint_every=3)
+    assert ran(tmp_path, (harmless, *CHAIN[1:])) == [], "how the work is done is no reason to do it again"
+
+
+def test_a_change_runs_its_stage_and_what_depends_on_it(tmp_path: Path) -> None:
+    ran(tmp_path, CHAIN)
+    changed = replace(CHAIN[1], inner=Inner(size=2), word="v")
+    assert ran(tmp_path, (CHAIN[0], changed, *CHAIN[2:])) == ["b", "d"], "c does not depend on b"
+    assert said(tmp_path) == [
+        "b: runs again: word: y -> v; inner.size: 1 -> 2",
+        "d: runs again: its input b has changed",
+    ]
+    assert (tmp_path / "stages/d/data.jsonl").read_text().split() == ["x", "v", "w"]
+    assert [row.stage for row in Run(tmp_path).metrics()] == ["a", "b", "c", "d"], "what stands is not lost from sight"
+
+
+def test_the_same_outcome_changes_nothing_below(tmp_path: Path) -> None:
+    ran(tmp_path, CHAIN)
+    assert ran(tmp_path, (replace(CHAIN[0], inner=Inner(size=2)), *CHAIN[1:])) == ["a"], "a is made again, and is as it was"
+
+
+def test_seed_and_kind_of_stage_are_part_of_it(tmp_path: Path) -> None:
+    ran(tmp_path, CHAIN[:1])
+    assert ran(tmp_path, CHAIN[:1], seed=1) == ["a"]
+
+    @dataclass(frozen=True, kw_only=True)
+    class Other(Note):
+        pass
+
+    other = Other(name="a", word="x")
+    assert ran(tmp_path, (other,), seed=1) == [], "classes of one module have one name there"
+    best = BestStage(name="a", models=("m",), measured=("n",))
+    with pytest.raises(UserError, match="measured nothing"):
+        ran(tmp_path, (best,), seed=1)
+
+
+def test_files_are_compared_by_content(tmp_path: Path) -> None:
+    file, run = tmp_path / "words.jsonl", tmp_path / "run"
+    file.write_text("one\n")
+    stages = (Note(name="a", word="x", source=str(file)),)
+    assert ran(run, stages) == ["a"]
+    file.write_text("one\n")
+    assert ran(run, stages) == []
+    file.write_text("two\n")
+    assert ran(run, stages) == ["a"]
+    assert said(run)[-1] == f"a: runs again: its input {file} has changed"
+
+
+def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: Path) -> None:
+    file, run = tmp_path / "words.jsonl", tmp_path / "run"
+    file.write_text("one\n")
+    half = Note(name="a", word="fail", source=str(file))
+    with pytest.raises(Interrupted):
+        ran(run, (half,))
+    checkpoint = run / "checkpoints" / "a" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (run / "checkpoints" / "a-b").mkdir()
+    file.write_text("two\n")
+    with pytest.raises(UserError, match=r"begun with other inputs: its input .* has changed.*again=true"):
+        ran(run, (half,))
+    assert checkpoint.exists()
+    assert ran(run, (replace(half, word="x"),), again=True) == ["a"]
+    assert not checkpoint.exists(), "its checkpoints are of something else"
+    assert (run / "checkpoints" / "a-b").exists(), "another stage's are not touched"
+
+
+def test_stages_run_alone_on_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="b needs a, which has not been run"):
+        ran(tmp_path, CHAIN, only=("b",))
+    assert ran(tmp_path, CHAIN, only=("a",)) == ["a"]
+    assert ran(tmp_path, CHAIN, only=("b", "d")) == ["b", "d"]
+    assert ran(tmp_path, (replace(CHAIN[0], word="q"), *CHAIN[1:]), only=("d",)) == []
+    assert said(tmp_path)[-1] == "a: is out of date and used as it is: word: x -> q"
+    with pytest.raises(UserError, match="did you mean 'd'"):
+        ran(tmp_path, CHAIN, only=("dd",))
+
+
+def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
+    ran(tmp_path, CHAIN[:1])
+    (tmp_path / "stages/a/lineage.json").unlink()
+    assert ran(tmp_path, (replace(CHAIN[0], word="q"),)) == []
+
+
+def settings(directory: Path, stages: tuple[Stage, ...], **more: object) -> config.Settings:
+    return config.Settings(Recipe(stages), "test", device="cpu", threads=1, out=str(directory), **more)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_run_again_into_its_directory(tmp_path: Path) -> None:
+    pipeline.start(settings(tmp_path / "run", CHAIN))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert set(summary["lineage"]) == {"a", "b", "c", "d"}
+    assert set(summary["lineage"]["b"]["inputs"]) == {"a"}
+    assert summary["lineage"]["b"]["inputs"]["a"] == summary["lineage"]["a"]["made_sha256"]
+    assert "lineage" not in summary["stages"]["b"]
+    RAN.clear()
+    with pytest.raises(UserError, match="already holds a run"):
+        pipeline.start(settings(tmp_path / "run", CHAIN))
+    other = (*CHAIN[:3], replace(CHAIN[3], word="new"))
+    pipeline.start(settings(tmp_path / "run", other, again=True))
+    assert RAN == ["d"]
+    after = json.loads((tmp_path / "run/summary.json").read_text())["lineage"]
+    assert after["c"] == summary["lineage"]["c"]
+    assert after["d"]["config_sha256"] != summary["lineage"]["d"]["config_sha256"]
+    assert (tmp_path / "run/export/weights").read_text() == "new"
+
+
+def test_a_pipeline_with_only_some_stages_is_not_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="only: b needs a"):
+        pipeline.start(settings(tmp_path / "run", CHAIN, only=("b",)))
+    assert not (tmp_path / "run").exists(), "refused before anything was written"
+    pipeline.start(settings(tmp_path / "run", CHAIN, only=("a", "c")))
+    assert "not run yet: b, d" in capsys.readouterr().out
+    assert not (tmp_path / "run/summary.json").exists()
+    pipeline.start(settings(tmp_path / "run", CHAIN, only=("b", "d")))
+    assert (tmp_path / "run/summary.json").exists()
+    assert cli.main(["run", "quickstart", "only=rll", f"out={tmp_path / 'other'}"]) == 2
+    assert "did you mean 'rl'" in capsys.readouterr().err
+
+
+def test_rounds_carry_what_they_made_into_the_next() -> None:
+    inside = [Note(name="data", source="previous train", skip=5), Note(name="train", source="data", word="base")]
+    made = repeat(inside, 3, first={"train": "base"}, advance={"data.skip": 10, "train.inner.size": 1})
+    assert [(s.name, s.source, s.skip) for s in made] == [  # type: ignore[attr-defined]
+        ("data_1", "base", 5), ("train_1", "data_1", 0), ("data_2", "train_1", 15), ("train_2", "data_2", 0),
+        ("data_3", "train_2", 25), ("train_3", "data_3", 0),
+    ]  # fmt: skip
+    assert [s.inner.size for s in made] == [1, 1, 1, 2, 1, 3]  # type: ignore[attr-defined]
+    assert made[1].word == "base", "other names mean what they mean outside"  # type: ignore[attr-defined]
+    for bad, words in (
+        ({"count": 0}, "at least 1"),
+        ({"count": 2}, "means nothing in round 1"),
+        ({"count": 2, "first": {"trian": "x"}}, "did you mean 'train'"),
+        ({"count": 2, "first": {"train": "x"}, "advance": {"data.word": 1}}, "not a number that could advance"),
+        ({"count": 2, "first": {"train": "x"}, "advance": {"data.skp": 1}}, "did you mean 'skip'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            repeat(inside, **bad)  # type: ignore[arg-type]
+
+
+def test_iterative_dpo_is_what_it_was() -> None:
+    stages = {stage.name: stage for stage in iterative_dpo(rounds=2).stages}
+    assert list(stages) == [
+        "pretrain",
+        "sft",
+        "comparisons_1",
+        "dpo_1",
+        "versus_sft_1",
+        "comparisons_2",
+        "dpo_2",
+        "versus_sft_2",
+        "best",
+    ]
+    one, two = stages["dpo_1"], stages["dpo_2"]
+    assert (one.model, one.data, two.model, two.data) == ("sft", ("comparisons_1",), "dpo_1", ("comparisons_2",))  # type: ignore[attr-defined]
+    assert (stages["comparisons_2"].model, stages["comparisons_2"].skip) == ("dpo_1", 1000)  # type: ignore[attr-defined]
+    assert (stages["versus_sft_2"].model, stages["versus_sft_2"].against) == ("dpo_2", "sft")  # type: ignore[attr-defined]
+
+
+def test_yaml_can_say_rounds_and_a_setting_of_all_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "stages:\n- {stage: sft, name: sft, model: 'tiny:nano', data: [{file: a.jsonl}]}\n"
+        "- rounds: 2\n  first: {dpo: sft}\n  advance: {dpo.steps: 10}\n  stages:\n"
+        "  - {stage: preference, name: dpo, model: previous dpo, data: [pairs.jsonl], steps: 5}\n"
+    )
+    stages = config.parse(str(path), ["dpo.lr=0.5", "dpo_2.lr=0.25"]).recipe.stages
+    assert [(s.name, s.model) for s in stages] == [("sft", "tiny:nano"), ("dpo_1", "sft"), ("dpo_2", "dpo_1")]  # type: ignore[attr-defined]
+    assert [s.steps for s in stages[1:]] == [5, 15]  # type: ignore[attr-defined]
+    assert [s.optimizer.lr for s in stages[1:]] == [0.5, 0.25]  # type: ignore[attr-defined]
+    path.write_text("stages:\n- {rounds: 2, frist: {}, stages: []}\n")
+    with pytest.raises(UserError, match="did you mean 'first'"):
+        config.parse(str(path), [])
+
+
+def test_the_best_round_is_kept_by_its_figure(tmp_path: Path) -> None:
+    scores = [0.3, 0.6, 0.6]
+    stages = [Note(name=f"train_{n + 1}", word=f"w{n}", score=score) for n, score in enumerate(scores)]
+    best = best_round("train", "train", 3, "accuracy")
+    assert ran(tmp_path, (*stages, best)) == ["train_1", "train_2", "train_3"]
+    assert (tmp_path / "stages/best/model/weights").read_text() == "w1", "the first of equals"
+    ran(tmp_path, (*stages[:2], replace(stages[2], score=0.9), best))
+    assert (tmp_path / "stages/best/model/weights").read_text() == "w2"
+    assert json.loads((tmp_path / "stages/best/result.json").read_text())["best"] == "train_3"
+    ran(tmp_path, (*stages[:2], replace(stages[2], score=0.9), replace(best, figure="length", higher=False)))
+    assert (tmp_path / "stages/best/model/weights").read_text() == "w0"
+    for figure, words in (("accuracies", "has no figure"), ("accuracy.x", "has no figure"), ("lineage.inputs", "not a number")):
+        with pytest.raises(UserError, match=words):
+            ran(tmp_path, (*stages[:2], replace(stages[2], score=0.9), replace(best, figure=figure)))

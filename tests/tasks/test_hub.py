@@ -1,0 +1,94 @@
+"""Data sets through `datasets`, from a local folder that it wrote or reads: fields, splits, and its absence."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import config
+from posttrain.errors import UserError
+from posttrain.tasks import _questions
+from posttrain.tasks.base import Task, validate
+from posttrain.tasks.gsm8k import Gsm8k
+from posttrain.tasks.hub import Hub
+
+ROWS = [{"qa": {"ask": f"What is {n} plus {n}?"}, "gold": f"so #### {2 * n}"} for n in range(40)]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install 'posttrain[data]'")
+    write(tmp_path / "set", {"train": ROWS[:30], "test": ROWS[30:]})
+    datasets.load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "cache")).save_to_disk(str(tmp_path / "saved"))
+    return str(tmp_path / "saved")
+
+
+def write(folder: Path, parts: dict[str, list[dict[str, Any]]]) -> None:
+    folder.mkdir()
+    for name, rows in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def hub(place: str, **settings: Any) -> Hub:
+    return Hub(place, **{"question": "qa.ask", "answer": "gold", "answer_after": "####", "style": "boxed"} | settings)
+
+
+def test_fields_splits_and_gold_answers(saved: str) -> None:
+    task = hub(saved)
+    assert [len(task.problems(split)) for split in ("train", "test")] == [30, 10]
+    first = task.problems("test")[0]
+    assert (first.id, first.question, first.answer) == ("test/0", "What is 30 plus 30?", "60")
+    validate(task)
+    assert task.score(first, "\\boxed{61}").outcome == "wrong" and task.final("\\boxed{ 61 }") == "61"
+
+
+def test_without_a_test_split_a_share_is_held_out(saved: str) -> None:
+    task = hub(saved, test_split="", held_out=0.3)
+    train, test = ({p.question for p in task.problems(split)} for split in ("train", "test"))
+    assert len(train) + len(test) == 30 and not train & test and test
+
+
+def test_a_folder_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install 'posttrain[data]'")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write(tmp_path / "set", {"train": ROWS[:3], "test": [ROWS[1]]})
+    task = hub(str(tmp_path / "set"))
+    assert len(task.problems("train")) == 3
+    with pytest.raises(UserError, match="1 questions are also in split train"):
+        task.problems("test")
+
+
+def test_what_is_not_there_is_one_line(saved: str) -> None:
+    for settings, said in (
+        ({"test_split": "dev"}, "no split 'dev'; it has train, test"),
+        ({"answer": "solution"}, "row 0: no field 'solution'; it has gold, qa"),
+        ({"answer_after": "%%"}, "'%%' is not in the field 'gold'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            hub(saved, **settings).problems("test")
+    with pytest.raises(UserError, match="both 'train'"):
+        hub(saved, test_split="train")
+
+
+def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    _questions._load_hub.cache_clear()
+    for task in (Hub("nobody/nothing"), Gsm8k()):
+        with pytest.raises(UserError, match=r"needs the package datasets: pip install 'posttrain\[data\]'"):
+            task.problems("train")
+
+
+def test_it_can_be_written_in_a_configuration() -> None:
+    task = config.from_tree({"name": "hub", "dataset": "a/b", "reward": "answer"}, Task, "task")
+    assert isinstance(task, Hub) and config.to_tree(task)["test_split"] == "test"

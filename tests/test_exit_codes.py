@@ -1,0 +1,87 @@
+"""G12: what a process says when it ends. The codes are those of docs/reliability.md."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain import cli, pipeline
+from posttrain.errors import GuardStop, Interrupted, UserError
+from posttrain.runs.read import Run
+from posttrain.train.trainer import Trainer
+
+CODES = {UserError("bad"): 2, GuardStop("stopped"): 3, Interrupted("asked"): 130, KeyboardInterrupt(): 130}
+SMALL = """
+threads: 1
+stages:
+- {stage: rl, name: rl, model: "tiny:nano", task: {name: arithmetic, level: 1}, steps: 5, prompts: 2, evaluate_every: 0,
+   checkpoint_every: 1, sampling: {max_new_tokens: 6}, algorithm: {name: grpo, group: 2, beta: 0.04}}
+"""
+
+
+def raising(error: BaseException) -> Callable[..., Path]:
+    def start(*arguments: Any) -> Path:
+        raise error
+
+    return start
+
+
+@pytest.mark.parametrize("error", CODES, ids=lambda e: type(e).__name__)
+def test_each_end_has_its_code_and_one_line(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipeline, "start", raising(error))
+    assert cli.main(["run", "quickstart", f"out={tmp_path / 'run'}"]) == CODES[error]
+    said = capsys.readouterr().err
+    assert said.startswith("posttrain: ") and said.count("\n") == 1
+
+
+def test_a_crash_keeps_its_traceback_and_has_code_1() -> None:
+    program = (
+        "import sys; from posttrain import catalogue, cli\n"
+        "def describe(kind): raise ZeroDivisionError('by nobody')\n"
+        "catalogue.describe = describe\n"
+        "sys.exit(cli.main(['list']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "ZeroDivisionError: by nobody" in done.stderr
+
+
+def test_a_run_stopped_by_a_guard_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """G01 and G12 through the command line: a loss that is not a number at step 4 of rl, then a resume without the fault."""
+    healthy, calls = Trainer.forward_backward, []
+
+    def faulty(self: Trainer, *given: Any) -> Any:
+        found = healthy(self, *given)
+        calls.append(self.algorithm)
+        if self.algorithm.online and sum(a.online for a in calls) == 4:
+            next(self.optimizer.gradients())[0] = torch.nan
+        return found
+
+    monkeypatch.setattr(Trainer, "forward_backward", faulty)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    assert cli.main(["run", str(tmp_path / "small.yaml"), f"out={tmp_path / 'run'}"]) == 3
+    said = capsys.readouterr().err
+    assert "rl: nonfinite: step 4: the gradient's norm is nan" in said and "the checkpoint step-3 is intact" in said
+    monkeypatch.setattr(Trainer, "forward_backward", healthy)
+    assert cli.main(["resume", str(tmp_path / "run")]) == 0
+    rows = Run(tmp_path / "run").metrics("rl")
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5] and all(row.figures["loss"] == row.figures["loss"] for row in rows)
+    alarms = [(e.details["guard"], e.attempt) for e in Run(tmp_path / "run").events() if e.kind == "alarm"]
+    assert alarms == [("nonfinite", 1)]
+
+
+def test_the_codes_are_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text()
+    table = [line.split("|")[1].strip() for line in page[: page.index("## Guards")].splitlines() if line.startswith("| ")]
+    assert table == ["code", "0", "1", "2", "3", "130"]
+    assert {str(code) for code in CODES.values()} <= set(table)

@@ -1,0 +1,352 @@
+"""The loop with guards: a planted fault stops it before harm is done, and a clean run hears nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from material_for_tests import group, rollout, segment, small_policy
+from safetensors.numpy import load_file
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
+from posttrain.errors import GuardStop
+from posttrain.loop import Interrupt, Loop, Rhythm
+from posttrain.models.scorer import from_policy
+from posttrain.ops.weights import reduction
+from posttrain.rollouts import Collected, group_metrics
+from posttrain.runs import guards as module
+from posttrain.runs.guards import Guards
+from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
+from posttrain.train.forward import forward
+from posttrain.train.optimizer import Optimization
+from posttrain.train.pack import pack_groups
+from posttrain.train.saving import Saving, Store
+from posttrain.train.trainer import Trainer
+from posttrain.types import Batch, Group, Outputs, Term, Terms
+
+
+def text(ids: Sequence[int], reward: float | None = 1.0, logprobs: Sequence[float] | None = None, sample: int = 0):  # type: ignore[no-untyped-def]
+    return rollout([segment([3, 4], False), segment(list(ids), True, logprobs, "stop")], reward, sample=sample)
+
+
+# --- in the loop -------------------------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A source of rollouts with made-up rewards, and log-probs of the policy itself; `plant` may change a step's groups."""
+
+    def __init__(self, policy: Any, plant: Callable[[int, list[Group]], list[Group]] = lambda step, groups: groups):
+        self.policy, self.plant, self.seen = policy, plant, 0
+
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        self.seen += 1
+        generator = np.random.default_rng(step)
+        groups = []
+        for number in range(2):
+            members = [
+                text(generator.integers(3, 24, 18).tolist(), float((n + step + number) % 3 == 0), sample=n) for n in range(4)
+            ]
+            groups.append(group(members, f"p{number}"))
+        batch = pack_groups(groups, 1.0)
+        with torch.no_grad():
+            logprob_T = forward(self.policy, batch).logprob_T
+        spread = iter(torch.split(logprob_T, [20] * 8))
+        groups = [
+            group(
+                [text(r.segments[1].ids.tolist(), r.score.value, next(spread)[2:].tolist(), r.sample) for r in g.rollouts],
+                g.problem.id,
+            )
+            for g in groups
+        ]
+        groups = self.plant(step, groups)
+        return Collected(pack_groups(groups, 1.0), tuple(groups), group_metrics(groups), {})
+
+    def observe(self, groups: Sequence[Group]) -> list[str]:
+        return []
+
+    def state(self) -> int:
+        return self.seen
+
+    def restore(self, state: int) -> None:
+        self.seen = state
+
+
+def make(
+    folder: Path,
+    algorithm: Algorithm | None = None,
+    plant: Callable[[int, list[Group]], list[Group]] | None = None,
+    **more: Any,
+) -> Loop:
+    policy = small_policy(dtype=torch.float32)
+    algorithm = algorithm or GRPO(beta=0.0)
+    reference = small_policy(1, torch.float32) if "reference" in algorithm.needs else None
+    critic = from_policy(policy, zero=False, seed=1) if "value" in algorithm.needs else None
+    steps, every = more.pop("steps", 4), more.pop("every", 1)
+    return Loop(
+        stage="rl",
+        rhythm=Rhythm(steps=steps, checkpoint_every=every),
+        trainer=Trainer(policy, algorithm, Optimization(lr=1e-3), reference, critic),
+        source=Answers(policy, plant) if plant else Answers(policy),
+        writer=RunWriter(folder / "run", config={"name": "guards"}),
+        checkpoints=Store(folder / "run" / "checkpoints", Saving(synchronous=True)),
+        interrupt=Interrupt(),
+        **more,
+    )
+
+
+def alarm_events(loop: Loop) -> list[tuple[str, bool]]:
+    return [
+        (str(e.details["guard"]), bool(e.details["stop"])) for e in Run(loop.writer.directory).events() if e.kind == "alarm"
+    ]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [GRPO(beta=0.04, entropy=0.01), GRPO(beta=0.0, epochs=2, mini_batches=2), PPO(group=4, critic_warmup=2, clip=0.1)],
+)
+def test_a_clean_run_hears_nothing(algorithm: Algorithm, tmp_path: Path) -> None:
+    loop = make(tmp_path, algorithm, steps=7)
+    loop.run()
+    assert alarm_events(loop) == [] and loop.step == 7
+    assert not (tmp_path / "run" / "alarms").exists()
+    assert loop.watch.memory["checked"] and (loop.watch.memory["frozen"] is None) == (loop.trainer.reference is None)
+
+
+class Poisoned(GRPO):
+    """Its loss is not a number at the steps in `at`."""
+
+    at: ClassVar[set[int]] = set()
+    calls: ClassVar[int] = 0
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        found = super().terms(outputs, batch)
+        if not outputs.logprob_T.requires_grad:  # asked by nobody who learns
+            return found
+        type(self).calls += 1
+        scale = math.nan if type(self).calls in self.at else 1.0
+        return Terms(tuple(replace(t, loss=scale * t.loss) for t in found.terms), found.metrics)
+
+
+def poisoned(*steps: int) -> Poisoned:
+    Poisoned.at, Poisoned.calls = set(steps), 0
+    return Poisoned(beta=0.0)
+
+
+def moments(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in (loop.trainer.weights() | loop.trainer.moments()).items()}
+
+
+def test_g01_a_loss_that_is_not_a_number_stops_before_the_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = make(tmp_path, poisoned(3), guards=Guards(off=("coefficient",)))
+    before: dict[str, torch.Tensor] = {}
+    plain = loop.trainer.update
+
+    def update(*arguments: Any) -> Any:
+        before.update(moments(loop))
+        return plain(*arguments)
+
+    loop.trainer.update = update  # type: ignore[method-assign]
+    with pytest.raises(
+        GuardStop, match=r"rl: nonfinite: step 3: the gradient's norm is nan.*nothing was updated.*step-2 is intact"
+    ):
+        loop.run()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in moments(loop).items())
+    assert alarm_events(loop) == [("nonfinite", True)]
+    assert "stop: nonfinite: step 3" in capsys.readouterr().out
+    rows = Run(loop.writer.directory).metrics("rl")
+    assert (
+        [row.step for row in rows] == [1, 2, 3]
+        and math.isnan(rows[2].figures["loss"])
+        and math.isnan(rows[2].figures["grad_norm"])
+    )
+    kept = load_file(tmp_path / "run" / "alarms" / "rl-step-3.safetensors")
+    assert {"ids", "mask", "sampled_logprob", "logprob", "advantage", "reward", "starts"} <= set(kept)
+    assert kept["starts"].tolist() == list(range(0, 161, 20)) and np.allclose(
+        kept["logprob"][kept["mask"]], kept["sampled_logprob"][kept["mask"]], atol=1e-5
+    )
+    assert checkpoint_steps(loop) == [2, 1]
+
+
+def checkpoint_steps(loop: Loop) -> list[int]:
+    return sorted((int(p.name[5:]) for p in loop.checkpoints.directory.glob("step-*")), reverse=True)
+
+
+def test_g01_a_few_such_steps_may_be_left_out(tmp_path: Path) -> None:
+    loop = make(tmp_path, poisoned(2, 3, 5), steps=6, guards=Guards(skip=2, off=("coefficient",)))
+    loop.run()
+    assert alarm_events(loop) == [("nonfinite", False)] * 3, "two in a row, then one: never three"
+    rows = Run(loop.writer.directory).metrics("rl")
+    assert [math.isnan(row.figures["loss"]) for row in rows] == [False, True, True, False, True, False]
+    steps = {int(v) for name, v in loop.trainer.moments().items() if name.startswith("step.")}
+    assert steps == {3}, "the optimizer counts the updates that were made"
+    with pytest.raises(GuardStop, match="step 4"):
+        make(tmp_path / "more", poisoned(2, 3, 4), steps=6, guards=Guards(skip=2, off=("coefficient",))).run()
+
+
+def test_g01_neither_policy_nor_critic_moves_if_one_is_not_finite(tmp_path: Path) -> None:
+    loop = make(tmp_path, PPO(group=4))
+    with torch.no_grad():
+        next(p for n, p in loop.trainer.critic.model.named_parameters() if n.startswith("score"))[0] = math.inf
+    before = moments(loop)
+    with pytest.raises(GuardStop, match="nonfinite"):
+        loop.run()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in moments(loop).items())
+
+
+def test_g11_a_sampler_that_returns_nan_is_stopped_before_it_is_learned_from(tmp_path: Path) -> None:
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        spoiled = text(range(3, 21), 1.0, [math.nan] * 18)
+        return groups if step < 2 else [group([spoiled, *groups[0].rollouts[1:]], "p0"), *groups[1:]]
+
+    loop = make(tmp_path, plant=plant)
+    with pytest.raises(GuardStop, match=r"nonfinite: step 3: 1 of 8 responses.*problems p"):
+        loop.run()
+    assert np.isnan(load_file(tmp_path / "run" / "alarms" / "rl-step-3.safetensors")["sampled_logprob"]).sum() == 18
+
+
+def test_g11_such_steps_may_be_left_out_but_not_for_ever(tmp_path: Path) -> None:
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        spoiled = text(range(3, 21), 1.0, [math.nan] * 18)
+        return [group([spoiled, *groups[0].rollouts[1:]], "p0"), *groups[1:]] if step in (1, 3, 4, 5) else groups
+
+    loop = make(tmp_path, plant=plant, steps=9, guards=Guards(skip=2))
+    with pytest.raises(GuardStop, match="nonfinite: step 6"):
+        loop.run()
+    assert [e.details["step"] for e in Run(loop.writer.directory).events() if e.kind == "alarm"] == [2, 4, 5, 6]
+    assert alarm_events(loop) == [("nonfinite", False)] * 3 + [("nonfinite", True)]
+    rows = Run(loop.writer.directory).metrics("rl")
+    assert [row.step for row in rows if "loss" in row.figures] == [1, 3], "no update, and so no loss"
+    assert {int(v) for name, v in loop.trainer.moments().items() if name.startswith("step.")} == {2}
+
+
+def test_t04_log_probs_of_another_model_stop_the_run(tmp_path: Path) -> None:
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        def shifted(r):  # type: ignore[no-untyped-def]
+            return text(r.segments[1].ids.tolist(), r.score.value, (r.segments[1].logprobs - 0.4).tolist(), r.sample)
+
+        return groups if step < 2 else [group([shifted(r) for r in g.rollouts], g.problem.id) for g in groups]
+
+    with pytest.raises(GuardStop, match=r"mismatch: step 3: log-probs of sampler and trainer differ by 0.4 on average"):
+        make(tmp_path, plant=plant).run()
+
+
+def test_frozen_weights_that_move_stop_the_run_before_a_checkpoint(tmp_path: Path) -> None:
+    loop = make(tmp_path, GRPO(beta=0.04))
+
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        if step == 2:
+            with torch.no_grad():
+                next(loop.trainer.reference.model.parameters())[0, 0] += 1e-6
+        return groups
+
+    loop.source.plant = plant  # type: ignore[attr-defined]
+    with pytest.raises(GuardStop, match="frozen: step 3: weights that must not move"):
+        loop.run()
+    assert checkpoint_steps(loop) == [2, 1]
+
+
+def test_weights_under_adapters_are_frozen_too(tmp_path: Path) -> None:
+    loop = make(tmp_path)
+    base = dict(loop.trainer.policy.model.named_parameters())["model.layers.0.mlp.up_proj.weight"].requires_grad_(False)
+    first = loop.trainer.checksum()
+    assert first is not None and first == loop.trainer.checksum()
+
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        with torch.no_grad():
+            base[0, 0] += 1.0 if step == 3 else 0.0
+        return groups
+
+    loop.source.plant = plant  # type: ignore[attr-defined]
+    with pytest.raises(GuardStop, match="frozen: step 4"):
+        loop.run()
+    assert checkpoint_steps(loop) == [3, 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(Algorithm):
+    """Has two coefficients and uses one."""
+
+    online: ClassVar[bool] = False
+    used: float = 1.5
+    forgotten: float = 0.5
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        return step.replace(weight_T=reduction("token_mean", step.mask_T, step.sequence_T, step.sequences))
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        assert batch.weight_T is not None
+        return Terms((Term("nll", self.used * (-outputs.logprob_T).where(batch.mask_T, 0.0), batch.weight_T),))
+
+
+def test_a_dead_coefficient_is_said_once(tmp_path: Path) -> None:
+    loop = make(tmp_path, Forgetful(), steps=3)
+    loop.run()
+    assert alarm_events(loop) == [("coefficient", False)]
+    event = next(e for e in Run(loop.writer.directory).events() if e.kind == "alarm")
+    assert "forgotten" in event.details["text"] and "used" not in event.details["text"]
+
+
+def test_g08_no_memory_stops_with_the_setting_to_change(tmp_path: Path) -> None:
+    loop = make(tmp_path)
+    plain = loop.trainer.update
+
+    def update(*arguments: Any) -> Any:
+        if loop.step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return plain(*arguments)
+
+    loop.trainer.update = update  # type: ignore[method-assign]
+    with pytest.raises(
+        GuardStop, match=r"memory: step 2: out of memory .*token_budget \(now 8192.*the checkpoint step-1 is intact"
+    ):
+        loop.run()
+
+
+def test_a_step_that_hangs_leaves_the_stacks_of_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_SECONDS", 0.3)
+
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        if step == 6:
+            time.sleep(1.0)
+        return groups
+
+    loop = make(tmp_path, plant=plant, steps=8, every=100, guards=Guards(slow=2.0))
+    loop.run()
+    assert alarm_events(loop) == [("slow", False)]
+    stacks = (tmp_path / "run" / "alarms" / "rl-stacks.txt").read_text()
+    assert "in plant" in stacks and "one_step" in stacks
+
+
+def test_a_run_that_a_guard_stopped_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """The alarm's memory is in the checkpoint: a resumed run has the same figures, and the same first steps to compare with."""
+    whole = make(tmp_path / "whole", steps=8)
+    whole.run()
+    halted = make(tmp_path / "halted", steps=8, plant=lambda step, groups: groups)
+    halted.interrupt.requested = False
+    halted.rhythm = replace(halted.rhythm, steps=4)
+    halted.run()
+    halted.save()
+    halted.writer.close()
+    resumed = make_again(tmp_path / "halted", 8)
+    resumed.run()
+    assert resumed.watch.memory == whole.watch.memory
+    assert resumed.watch.memory["start"]["entropy"][1] == module.START
+    assert all(torch.equal(t, moments(whole)[name]) for name, t in moments(resumed).items())
+
+
+def make_again(folder: Path, steps: int) -> Loop:
+    loop = make(folder / "other", steps=steps)
+    loop.writer.close()
+    loop.writer = RunWriter.resume(folder / "run")
+    loop.checkpoints = Store(folder / "run" / "checkpoints", Saving(synchronous=True))
+    return loop
