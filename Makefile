@@ -27,7 +27,7 @@ $(BASE):
 
 $(READY): $(BASE) pyproject.toml constraints.txt
 	@echo "installing posttrain and its tools into $(VENV) (a few minutes the first time)"
-	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora]'
+	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data]'
 	@touch $@
 
 $(PEERS): $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import numpy as np
 
 from posttrain import config
 from posttrain.errors import UserError, require, unknown
+from posttrain.evals.statistics import compare
 from posttrain.runs.console import printable, write_text
-from posttrain.runs.layout import RolloutRow, TokenArrays
+from posttrain.runs.console import show as show_table
+from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
+from posttrain.runs.report import figures_table
 from posttrain.types import Message, Request, Sampling
 
 
@@ -34,32 +38,39 @@ def open_policy(name: str, device: str = "auto") -> Any:
 
 
 def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = False) -> None:
-    """Print a model's held-out score on a task."""
-    from posttrain.engine.engine import Engine
-    from posttrain.stages.evaluate import EvaluateStage, answer_problems, summarise
+    """Print a model's held-out figures on a task; with `against`, also those of another model on the same problems, compared in pairs.
+    `save` names a file for the per-problem results."""
+    from posttrain.stages.evaluate import EvaluateStage, rows
 
     pairs = dict(config.pair(argument) for argument in settings)
-    top = {key: pairs.pop(key) for key in ("seed", "device") if key in pairs}
+    seed, device = int(pairs.pop("seed", 0)), str(pairs.pop("device", "auto"))
+    against, save = str(pairs.pop("against", "")), str(pairs.pop("save", ""))
     tree = {"stage": "evaluate", "name": "eval", "model": model, "task": {"name": task}, "sampling": {"temperature": 0.0}}
-    stage = config.from_tree(tree, config.Stage, "eval")
-    stage = config.override([stage], {f"eval.{key}": value for key, value in pairs.items()})[0]
-    assert isinstance(stage, EvaluateStage)
-    policy = open_policy(model, str(top.get("device", "auto")))
-    problems = stage.task.problems("test")[: stage.problems]
-    evaluation = answer_problems(
-        stage.task, Engine(policy), policy.tokenizer, problems, stage.samples, stage.sampling, int(top.get("seed", 0))
-    )
+    keys = {f"eval.{key}": value for key, value in pairs.items()}
+    # a task may need its settings to be made at all, so they go into the tree before it is read
+    tree["task"] |= {
+        key.removeprefix("eval.task."): keys.pop(key) for key in list(keys) if key.count(".") == 2 and ".task." in key
+    }
+    stage = config.override([config.from_tree(tree, config.Stage, "eval")], keys)[0]
+    require(isinstance(stage, EvaluateStage), "eval: model and task cannot be changed by settings")
+    measured = []
+    for name in [model, against] if against else [model]:
+        evaluation, figures = stage.measure(open_policy(name, device), lambda: open_policy(stage.reference, device), seed)
+        measured.append((name, evaluation, {"model": name, "task": task, **figures}))
+    if save:
+        Path(save).write_text("".join(json.dumps(row) + "\n" for row in rows(measured[0][1])), "utf-8")
+    paired = compare(*(evaluation.solved() for _, evaluation, _ in reversed(measured))) if against else None
     if as_json:
-        write_text(json.dumps({"model": model, "task": task, **summarise(evaluation)}) + "\n", sys.stdout)
+        written = measured[0][2] | ({"against": measured[1][2], "paired": asdict(paired)} if paired else {})
+        write_text(json.dumps(encode(written)) + "\n", sys.stdout)
         return
-    write_text(f"{model} on {len(problems)} held-out problems of {task}, {stage.samples} sample(s) each\n", sys.stdout)
-    for name, (value, low, high) in summarise(evaluation)["pass_at"].items():
-        write_text(f"  pass@{name:<4} {100 * value:5.1f}%  [{100 * low:.1f}%, {100 * high:.1f}%]\n", sys.stdout)
-    for name in evaluation.part_names:
-        part = evaluation.part(name)
-        if part is not None:
-            write_text(f"  {name:<9} {100 * part.value:5.1f}%  [{100 * part.low:.1f}%, {100 * part.high:.1f}%]\n", sys.stdout)
-    write_text(f"  length    {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored\n", sys.stdout)
+    for name, evaluation, figures in measured:
+        many = f"{evaluation.problems} held-out problems of {task}, {stage.samples} sample(s) each"
+        write_text(f"{name} on {many}\n", sys.stdout)
+        show_table(figures_table(figures))
+        write_text(f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored\n", sys.stdout)
+    if paired:
+        write_text(f"  {model} less {against}: {paired}\n", sys.stdout)
 
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> None:

@@ -120,7 +120,7 @@ class RLStage(Stage):
         from posttrain.train.trainer import Trainer
 
         task = Chosen(self.task, tuple(read_problems(data_place(self.problems, context)))) if self.problems else self.task
-        guard_training(context, self.name, self.model, (task,), self.pretraining)
+        guard_training(context, self.name, self.model, (task,), self.pretraining, measures=self.evaluate_every > 0)
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
         rating = self.make_rating(context, policy)

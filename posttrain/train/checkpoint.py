@@ -79,7 +79,7 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _recover(directory)
-        _sweep(directory)
+        sweep(directory)
         temporary.mkdir()
         # copied first: safetensors must see one consistent set of values, contiguous and untied
         save_file({k: v.detach().cpu().contiguous() for k, v in checkpoint.model.items()}, temporary / "model.safetensors")
@@ -100,7 +100,7 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
         raise UserError(f"cannot write a checkpoint to {directory}: {reason}; free some space and resume") from error
     finally:
         _recover(directory)
-        _sweep(directory)
+        sweep(directory)
     prune(directory, keep, checkpoint.step)
     return final
 
@@ -196,7 +196,7 @@ def _recover(directory: Path) -> None:
                 retired.rename(final)
 
 
-def _sweep(directory: Path) -> None:
+def sweep(directory: Path) -> None:
     """Remove what an interrupted save left behind; one process at a time writes to a run."""
     for leftover in directory.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -97,7 +97,11 @@ class Store:
             error.add_note(str(second))
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        return checkpoint.newest(self.directory)
+        """The newest checkpoint that verifies, and what was wrong with newer ones. What an interrupted save left is swept away."""
+        self.finish()
+        found = checkpoint.newest(self.directory)
+        checkpoint.sweep(self.directory)
+        return found
 
     def _write(self, made: Checkpoint, report: Report, waited: float) -> None:
         """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""

@@ -288,7 +288,7 @@ def test_a_chat_template_without_end(checkpoint: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("posttrain.models.load.RENDER_SECONDS", 0.2)
     slow = "{% for a in range(300) %}{% for b in range(30000) %}{% set x = a * b %}{% endfor %}{% endfor %}"
     (checkpoint / "chat_template.jinja").write_text(slow)
-    assert "the chat template took over" in refusal(checkpoint)
+    assert "the chat template is not fit to run: it took over 0.2 s for two short messages" in refusal(checkpoint)
 
 
 @pytest.mark.parametrize(

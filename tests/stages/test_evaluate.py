@@ -160,6 +160,13 @@ def test_training_on_a_task_that_shares_its_questions_is_refused_before_it_start
         run(tmp_path / "run", stage)
 
 
+def test_a_stage_that_measures_nothing_is_told_instead(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"steps": 1, "prompts": 1, "evaluate_every": 0, "sampling": Sampling(2)}
+    run(tmp_path / "run", RLStage(name="rl", model="tiny:nano", task=Given(7), **small))
+    said = [str(e.details["text"]) for e in Run(tmp_path / "run").events() if e.kind == "say"]
+    assert "data: 1 of 4 held-out questions are among the 8 trained on" in said
+
+
 def test_eval_prints_a_table_json_and_a_paired_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model(0, tmp_path / "one")
     model(1, tmp_path / "two")

@@ -1,0 +1,117 @@
+"""Two runs side by side: paired differences by hand, settings that differ, one picture, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from math import isclose, sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import cli
+from posttrain.compare import compare_runs, differences, lines
+from posttrain.runs.write import RunWriter
+
+
+def make(
+    directory: Path,
+    solved: dict[str, list[list[int]]],
+    lr: float = 0.1,
+    first: int = 0,
+    question: str = "q",
+    metrics: bool = True,
+) -> Path:
+    """A run with evaluations of the given names, each a list of problems with the verdict on every sample."""
+    stages: list[dict[str, Any]] = [{"stage": "rl", "name": "rl", "optimizer": {"lr": lr}}]
+    stages += [{"stage": "evaluate", "name": name} for name in solved]
+    with RunWriter.create(directory, {"seed": 0, "after": "", "stages": stages}) as writer:
+        for step in range(3 if metrics else 0):
+            writer.metrics("rl", step, {"reward": step / 3 + lr, "kl": 0.1 * step, "accuracy/test": 0.5})
+    for name, verdicts in solved.items():
+        folder = directory / "stages" / name
+        folder.mkdir(parents=True)
+        rows = [
+            {"problem": f"p{n}", "question": f"{question}{n}", "outcomes": ["correct" if v else "wrong" for v in row]}
+            for n, row in enumerate(verdicts, first)
+        ]
+        (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def single(marks: str) -> list[list[int]]:
+    return [[int(mark)] for mark in marks]
+
+
+def test_the_paired_difference_by_hand(tmp_path: Path) -> None:
+    # as in the statistics: five better, one worse, two equal
+    one = make(tmp_path / "one", {"before": single("00000000"), "after": single("11000000")})
+    two = make(tmp_path / "two", {"before": single("00000000"), "after": single("10111110")}, lr=0.2)
+    found = compare_runs(one, two, tmp_path / "both.png")
+    before, after = found.evaluations
+    assert (before.stage, before.paired.p_value, before.paired.difference.value) == ("before", 1.0, 0.0)
+    assert (after.paired.wins, after.paired.losses, after.paired.ties) == (5, 1, 2)
+    assert after.paired.p_value == 2 * (1 + 6) / 64 and after.paired.difference.value == 0.5
+    assert isclose(after.paired.difference.high - 0.5, 1.96 * sqrt(4 / 7 / 8))
+    assert (after.first.value, after.second.value, after.problems, after.left_out) == (0.25, 0.75, 8, 0)
+    assert [(d.key, d.first, d.second) for d in found.settings] == [("rl.optimizer.lr", 0.1, 0.2)]
+    assert found.figures == ("Held-out accuracy", "Reward while training", "KL from the start")
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    text = "\n".join(lines(found))
+    assert "p = 0.219 (5 better, 1 worse, 2 equal)" in text and "rl.optimizer.lr  0.1 | 0.2" in text
+
+
+def test_several_samples_are_shares_and_problems_of_one_run_alone_are_left_out(tmp_path: Path) -> None:
+    one = make(tmp_path / "one", {"check": [[1, 0], [0, 0], [1, 1]]})
+    two = make(tmp_path / "two", {"check": [[1, 1], [1, 1], [0, 0]]}, first=1, metrics=False)  # p1, p2, p3
+    (matched,) = compare_runs(one, two).evaluations
+    assert (matched.problems, matched.left_out) == (2, 2)
+    assert matched.first.value == 0.5 and matched.second.value == 1.0
+    assert compare_runs(one, two).picture == "", "the second has no figures: nothing is drawn, and nothing fails"
+
+
+def test_evaluations_of_other_names(tmp_path: Path) -> None:
+    one, two = make(tmp_path / "one", {"a": single("01"), "b": single("00")}), make(tmp_path / "two", {"c": single("11")})
+    (matched,) = compare_runs(one, two, tmp_path / "x.png").evaluations
+    assert (matched.stage, matched.other_stage) == ("b", "c"), "the last of each"
+    (matched,) = compare_runs(one, two, tmp_path / "x.png", "a:c").evaluations
+    assert (matched.stage, matched.paired.wins) == ("a", 1)
+
+
+def test_a_stage_of_one_run_alone_is_one_line() -> None:
+    first = {"seed": 0, "stages": [{"name": "rl", "steps": 1}]}
+    second = {"seed": 1, "stages": [{"name": "rl", "steps": 1}, {"name": "more", "steps": 2, "lr": 3}]}
+    assert [(d.key, d.first, d.second) for d in differences(first, second)] == [("more", None, "a stage"), ("seed", 0, 1)]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = make(tmp_path / "one", {"e": single("01")}), make(tmp_path / "two", {"e": single("11")})
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare", str(one), str(two)]) == 0
+    assert "B less A 0.500" in capsys.readouterr().out and (tmp_path / "compare-one-two.png").is_file()
+    assert cli.main(["compare", str(one), str(two), "--json", "--out", str(tmp_path / "p.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["evaluations"][0]["paired"]["wins"] == 1 and found["picture"] == str(tmp_path / "p.png")
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--help"])
+    assert "example: posttrain compare runs/quickstart-1 runs/quickstart-2" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, none = make(tmp_path / "one", {"e": single("01")}), make(tmp_path / "none", {})
+    other, damaged = make(tmp_path / "other", {"e": single("01")}, question="r"), make(tmp_path / "damaged", {"e": single("1")})
+    (damaged / "stages" / "e" / "problems.jsonl").write_text('{"problem"\n')
+    cases = {
+        ("one", "nowhere"): "no run in nowhere",
+        ("one", "one"): "are the same run",
+        ("one", "none"): "has no held-out results",
+        ("one", "other"): "answered different problems",
+        ("one", "damaged"): "is damaged",
+        ("one", "other", "--stage", "f"): "unknown evaluation in one: 'f'",
+    }
+    for words, said in cases.items():
+        assert cli.main(["compare", *words]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1 and error.startswith("posttrain: ")
+    assert not list(tmp_path.glob("*.png")), (one, none, other)
