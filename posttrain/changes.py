@@ -42,7 +42,9 @@ def compare(before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collec
         if was == now:
             continue
         stage, *rest = key.split(".")
-        harmless = any(part in HARMLESS for part in (rest or [stage])) or bool(rest and stage not in begun) or was is ABSENT
+        # a run's name is harmless; that of an algorithm or a task within a stage is which one it is
+        parts = [part for part in rest if part != "name"] or ([stage] if not rest else [])
+        harmless = any(part in HARMLESS for part in parts) or bool(rest and stage not in begun) or was is ABSENT
         text = f"{key}: {_words(was)} -> {_words(now)}"
         (named if harmless else refused).append(text)
     return Changes(tuple(named), tuple(refused))

@@ -69,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
 
     one = command("run", run, "run a recipe: a shipped name, a YAML file, or file.py:function")
     one.add_argument("recipe")
-    one.add_argument("settings", nargs="*", metavar="key=value", help="settings of the recipe and of its stages")
+    one.add_argument("settings", nargs="*", metavar="key=value", help="settings of the recipe and of its stages; only=STAGE,... runs "
+                     "some alone; several values, as in seeds=0,1,2 rl.lr=1e-4,3e-4, make a sweep")  # fmt: skip
     one.add_argument("--allow-code", action="store_true", help="let a YAML file name Python files to run")
     one = command("resume", resume, "continue a run that was stopped or killed")
     one.add_argument("run", type=Path)

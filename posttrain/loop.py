@@ -18,6 +18,7 @@ from posttrain.algorithms.sft import SFT
 from posttrain.errors import GuardStop, Interrupted, UserError, require
 from posttrain.ops.kl import kl_estimate
 from posttrain.rollouts import Collected
+from posttrain.runs.alarms import Alarms
 from posttrain.runs.console import Console, printable, write_text
 from posttrain.runs.guards import Alarm, Guards, Watch, Watchdog, rollout_figures
 from posttrain.runs.layout import ALARMS, TokenArrays
@@ -79,6 +80,7 @@ class Loop:
     evaluate: Callable[[], Mapping[str, float]] | None = None
     pretraining: Source | None = None  # text that is mixed into every optimizer step
     guards: Guards = field(default_factory=Guards)
+    alarms: Alarms = field(default_factory=Alarms)
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
     state: State = field(default_factory=dict)  # the algorithm's
@@ -114,7 +116,7 @@ class Loop:
                 if self.due(self.rhythm.evaluate_every) and self.evaluate is not None:
                     figures |= self.evaluate()
                 self.report(console, figures)
-                alarms += self.watch.figures(self.step, figures)
+                alarms += [*self.watch.figures(self.step, figures), *self.alarms.observe(self.step, figures)]
                 self.sound(console, [*alarms, *self.watch.seconds(self.step, seconds, f"{ALARMS}/{stacks.name}")])
                 asked = self.interrupt.requested
                 if asked or (self.step % self.rhythm.checkpoint_every == 0 and not self.finished()):
@@ -173,7 +175,8 @@ class Loop:
         for news in self.source.observe(collected.groups):
             console.event(news)
             self.writer.event("curriculum", {"stage": self.stage, "step": self.step, "text": news})
-        figures = rollout_figures(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
+        seen = rollout_figures(collected.groups) | self.alarms.texts(collected.groups)
+        figures = seen | dict(merge(metrics)) | {"learning_rate": rate}
         return figures | {f"seconds/{name}": value for name, value in seconds.items()}, alarms
 
     def pretraining_batch(self) -> tuple[Algorithm, Batch] | None:
@@ -226,6 +229,7 @@ class Loop:
             "elapsed": self.elapsed,
             "frozen": self.frozen(),
             "guards": self.watch.state(),
+            "alarms": self.alarms.state(),
         }
         made = checkpoint.Checkpoint(self.step, self.trainer.weights(), self.trainer.moments(), state)
         self.checkpoints.save(made, self.writer.event)
@@ -277,6 +281,7 @@ class Loop:
         self.step, self.state, self.elapsed = saved.step, saved.state["algorithm"], saved.state["elapsed"]
         self.source.restore(saved.state["source"])
         self.watch.restore(saved.state.get("guards", {}))  # older checkpoints have none
+        self.alarms.restore(saved.state.get("alarms", {}))
         if self.pretraining is not None:
             self.pretraining.restore(saved.state["pretraining"])
         if self.sampler is not None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.models.lora import Lora
 from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.mine import MineStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 
@@ -143,12 +145,21 @@ def describe(settings: Settings) -> list[str]:
 
 def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Mapping[str, Stage]) -> list[str]:
     model = getattr(stage, "model", None)
+    if isinstance(stage, BestStage) and stage.models[0] in policies:
+        policies[stage.name] = policies[stage.models[0]]
+        return [f"keeps one of {', '.join(stage.models)}, by {stage.figure}"]
     if model is None:
         return ["no estimate for this kind of stage"]
     if model not in policies:
         policies[model] = load_policy(model, context, stage.alphabet())
     policy = policies[stage.name] = policies[model]
     said = [f"model {model}: {policy.parameters:,} parameters, {str(policy.dtype).removeprefix('torch.')}"]
+    if isinstance(stage, MineStage):
+        again = f", after those that {stage.again} kept" if stage.again else ""
+        return [
+            *said,
+            f"{stage.prompts} training problems{again}, x {stage.samples} answers; those solved at most {stage.most:.0%} are kept",
+        ]
     if isinstance(stage, RLStage):
         return said + rl_lines(stage, policy, before)
     if isinstance(stage, SFTStage):

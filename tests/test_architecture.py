@@ -26,7 +26,9 @@ FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 500, 60, 20_000  # those of the pack
 LEAVES = "types"
 MODELS = "types ops data models"
 BELOW_LOOP = "types catalogue ops rewards tasks algorithms data models engine train evals"
-TRAINING_RUNS = "runs.write runs.layout runs.metrics runs.guards runs.trackers runs.console runs.report"  # not runs.read
+TRAINING_RUNS = (
+    "runs.write runs.layout runs.metrics runs.guards runs.alarms runs.trackers runs.console runs.report"  # not runs.read
+)
 LOOP = f"{BELOW_LOOP} {TRAINING_RUNS}"
 MAY_IMPORT = {
     "errors": "",
@@ -61,7 +63,8 @@ MAY_IMPORT = {
     "cluster": f"{MODELS} train",
     "serve": f"{MODELS} engine",
     "studio": f"{LEAVES} runs.read runs.layout",
-    "cli": f"{LOOP} runs rollouts plan scoring loop stages recipes config pipeline sweep compare tools advise doctor cluster serve studio version",
+    "cli": f"{LOOP} runs rollouts plan scoring loop stages recipes config pipeline sweep compare tools advise doctor cluster serve "
+    "studio version",
     "__init__": "version",  # lazily: see the fresh process below
     "__main__": "cli",
 }

@@ -61,6 +61,12 @@ def test_others_are_refused(key: str, value: Any, text: str) -> None:
     assert found.refused == (text,) and found.named == ()
 
 
+def test_another_algorithm_is_another_run() -> None:
+    found = compare(BASE, changed("stages.1.algorithm.name", "dapo"), ["rl"])
+    assert found.refused == ("rl.algorithm.name: grpo -> dapo",)
+    assert compare({**BASE, "name": "a"}, {**BASE, "name": "b"}, ["sft", "rl"]).refused == (), "the run's own name is a label"
+
+
 def test_a_stage_that_has_begun_may_not_go_and_new_ones_may_come() -> None:
     without = {**BASE, "stages": BASE["stages"][1:]}
     assert any("sft.optimizer.lr: 0.1 -> nothing" in text for text in compare(BASE, without, ["sft"]).refused)

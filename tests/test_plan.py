@@ -110,3 +110,10 @@ def test_adapters_are_counted_as_they_are_made(rank: int) -> None:
     expected = Lora(rank=rank).parameters(policy.body)
     add_adapters(policy.model, Lora(rank=rank), 0)
     assert expected == sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+
+
+def test_the_plan_of_rounds_follows_them_to_the_best() -> None:
+    lines = plan.describe(config.parse("iterate", ["rounds=2"]))
+    assert "  400 training problems, after those that mine_1 kept, x 4 answers; those solved at most 50% are kept" in lines
+    assert "  keeps one of train_1, train_2, by accuracy" in lines
+    assert lines[-2].strip().startswith("model best: ") and "1000 held-out problems" in lines[-1]

@@ -45,8 +45,8 @@ ADVICE = {
     "disagreement": "the policy is where the reward models were not trained: refit them on its answers, or use combine=worst",
     "zero_variance": "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
 }
-WINDOWS = ((10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)
-KEEP, LEAST, PATIENCE, QUIET = 400, 40, 3, 50
+WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)
+KEEP, LEAST, PATIENCE, QUIET = 400, 15, 2, 50
 WORD = re.compile(r"[A-Za-z]{3,}")
 COMMON, NEARLY_ALL, EARLY = 0.2, 0.8, 5  # shares of responses with a word; steps that say what is normal
 HEAD = 64  # tokens of a response that distinct n-grams are counted in, so that length alone does not move the figure
@@ -250,7 +250,7 @@ class Alarms:
         found, reward, name = {}, self.values("reward"), self.gold()
         if name:
             gold, kl = self.values(name), self.values("kl")
-            for window in (10, 20, 40):
+            for window in (5, 10, 20, 40):
                 best = since_best(gold, window)
                 if best is None:
                     continue
@@ -259,7 +259,9 @@ class Alarms:
                 if rise is not None and rise.now > rise.then and rise.z > 2 and fallen.z < -3:
                     at = self.steps[name][place - 1]
                     found["proxy"] = f"{name} fell {fallen} since step {at} while the reward rose {rise}"
-            edge = frontier(kl, gold) if "proxy" in found and len(kl) == len(gold) else None
+            if len(kl):  # it may be measured at some steps alone
+                kl = np.interp(self.steps[name], self.steps["kl"], kl)
+            edge = frontier(kl, gold) if "proxy" in found else None
             if edge is not None and edge.past:
                 at = self.steps[name][edge.best - 1]
                 best_was = f"{edge.best_gold:.3g} at KL {edge.best_kl:.3g}"

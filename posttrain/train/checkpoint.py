@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,8 @@ def identity(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it."""
+def save(directory: Path, checkpoint: Checkpoint, keep: int = 2, spare: Collection[Path] = ()) -> Path:
+    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it, and those in `spare`."""
     final = directory / f"step-{checkpoint.step}"
     temporary, retired = (directory / f".step-{checkpoint.step}.{kind}" for kind in ("tmp", "old"))
     try:
@@ -101,11 +102,11 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     finally:
         _recover(directory)
         sweep(directory)
-    prune(directory, keep, checkpoint.step)
+    prune(directory, keep, checkpoint.step, spare)
     return final
 
 
-def prune(directory: Path, keep: int, step: int) -> None:
+def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -> None:
     """Keep the newest `keep` checkpoints up to `step`, which was just written. Later ones are damaged, or of a future that was
     given up: the run went back to before them, and a resume must not take them up again. Nothing goes while the newest is not whole,
     and a checkpoint that cannot be removed costs space, not the run."""
@@ -114,6 +115,8 @@ def prune(directory: Path, keep: int, step: int) -> None:
     if not past or not whole(past[0]):
         return
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
+        if path in spare:
+            continue
         going = path.with_name(f".{path.name}.gone")  # it disappears at once: a kill must not leave half of one behind
         with suppress(OSError):
             path.rename(going)

@@ -32,8 +32,9 @@ Report = Callable[[str, dict[str, JSON]], None]  # an event of the run: kind and
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How checkpoints are kept. `hook` is a program with its arguments, run without a shell after each checkpoint with the checkpoint's
-    directory as one more argument, for `hook_seconds` at most: to copy it elsewhere. One that fails is a warning, not an end."""
+    """How checkpoints are kept. `hook` is a program with its arguments, run without a shell after each checkpoint, for `hook_seconds`
+    at most: to copy it elsewhere. The checkpoint's directory takes the place of `{}`, or is one more argument. One that fails is a
+    warning, not an end; nobody waits for it but the end of the stage, and what it is copying is not removed."""
 
     keep: int = 2
     synchronous: bool = False  # write before the step goes on: for hosts without memory for a second copy
@@ -52,12 +53,15 @@ class Store:
         self.directory, self.saving = directory, saving or Saving()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._hooking: threading.Thread | None = None
+        self._mutex = threading.Lock()
+        self._copying: list[Path] = []  # what the hook is at, and what it does next
         self.hook_failures = 0
 
     def save(self, made: Checkpoint, report: Report) -> None:
         """Copy everything, then write it; `report` gets a `checkpoint` event once it is published, from the writing thread."""
         began = time.perf_counter()
-        self.finish()
+        self._written()
         state = json.loads(json.dumps(made.state, allow_nan=False))
         copied = Checkpoint(made.step, _copies(made.model), _copies(made.optimizer), state)
         waited = time.perf_counter() - began
@@ -75,7 +79,16 @@ class Store:
             raise error
 
     def finish(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until nothing is being written or copied."""
+        self._written()
+        if self._hooking is not None:
+            self._hooking.join(
+                2 * self.saving.hook_seconds + 30
+            )  # one that runs and one that waits; each is ended after its limit
+            self._hooking = None
+        self.check()
+
+    def _written(self) -> None:
         if self._thread is not None:
             self._thread.join(LONGEST_WRITE)
             if self._thread.is_alive():
@@ -107,19 +120,41 @@ class Store:
         """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""
         try:
             began = time.perf_counter()
-            path = checkpoint.save(self.directory, made, self.saving.keep)
+            path = checkpoint.save(self.directory, made, self.saving.keep, spare=tuple(self._copying))
             report("checkpoint", {
                 "stage": made.state.get("stage", ""), "step": made.step, "bytes": checkpoint.size(path),
                 "seconds": round(time.perf_counter() - began, 3), "waited": round(waited, 3),
             })  # fmt: skip
             if self.saving.hook:
-                self._run_hook(path, report)
+                self._follow(path, report)
         except BaseException as error:  # raised again where somebody looks
             self._error = error
 
+    def _follow(self, path: Path, report: Report) -> None:
+        """Have the hook run for a checkpoint: now, or after the one it is at. Where it cannot keep up, it gets the newest."""
+        with self._mutex:
+            busy = bool(self._copying)
+            self._copying = [*self._copying[:1], path]
+        if not busy:
+            self._hooking = threading.Thread(target=self._copy, args=(report,), name="checkpoint hook", daemon=True)
+            self._hooking.start()
+
+    def _copy(self, report: Report) -> None:
+        try:
+            while True:
+                self._run_hook(self._copying[0], report)
+                with self._mutex:  # to end is decided here, so that nobody adds one in between
+                    self._copying = self._copying[1:]
+                    if not self._copying:
+                        return
+        except BaseException as error:  # raised again where somebody looks
+            self._error, self._copying = error, []
+
     def _run_hook(self, path: Path, report: Report) -> None:
         began = time.perf_counter()
-        problem = run_hook((*self.saving.hook, str(path.absolute())), self.saving.hook_seconds)
+        place, hook = str(path.absolute()), self.saving.hook
+        command = tuple(word.replace("{}", place) for word in hook) if any("{}" in word for word in hook) else (*hook, place)
+        problem = run_hook(command, self.saving.hook_seconds)
         seconds = round(time.perf_counter() - began, 3)
         if problem is None:
             report("checkpoint_hook", {"checkpoint": str(path), "seconds": seconds})

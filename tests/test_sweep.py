@@ -1,0 +1,145 @@
+"""Sweeps: which arguments make one, its members, what they say together, and what happens when some fail or are stopped."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain import cli, sweep
+from posttrain.errors import UserError
+from posttrain.sweep import Estimate, aggregate, axes, estimate, members
+
+RECIPE = """
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from posttrain.errors import GuardStop, Interrupted
+from posttrain.recipes.base import Recipe
+from posttrain.stages.base import Stage
+
+@dataclass(frozen=True, kw_only=True)
+class Draw(Stage):
+    scale: float = 1.0
+    def run(self, context):
+        log = Path(os.environ["DRAW_LOG"])
+        with log.open("a") as file:
+            file.write(f"{self.scale} {context.seed}\\n")
+        trouble = log.with_name("trouble")
+        if trouble.exists() and trouble.read_text() == f"{self.scale} {context.seed}":
+            raise {"stop": Interrupted, "guard": GuardStop}[log.with_name("kind").read_text()]("out of luck")
+        value = self.scale * context.seed
+        return {"accuracy": [value, value, value], "count": context.seed, "seconds": 5.0}
+
+def draws() -> Recipe:
+    return Recipe((Draw(name="draw"),))
+"""
+
+
+def test_examples() -> None:
+    result = doctest.testmod(sweep, optionflags=doctest.ELLIPSIS)
+    assert (result.failed, result.attempted) == (0, 3)
+
+
+def test_what_has_commas_of_its_own_is_no_sweep() -> None:
+    for argument in ("trackers=jsonl,wandb", "only=a,b", "out=a,b", "x={a: 1, b: 2}", "x='a,b'", "rl.note=one, two", "x=1"):
+        assert axes([argument]) == ([argument], {}), argument
+    assert axes(["seeds=4"])[1] == {"seed": ["4"]}, "seeds is a sweep, also of one"
+    for bad in ("seeds=", "seeds=1,,2", "seeds=1,1"):
+        with pytest.raises(UserError):
+            axes([bad])
+    with pytest.raises(UserError, match="whole numbers"):
+        members(Path("s"), {"seed": ["1", "x"]})
+
+
+def test_every_combination_has_a_directory_of_its_own() -> None:
+    made = members(Path("s"), {"rl.lr": ["1e-6", "3e-6"], "seed": ["0", "1"], "rl.task": ["a/b.py:T", "c"]})
+    assert len({member.directory for member in made}) == len(made) == 8
+    assert made[0].arguments == ["rl.lr=1e-6", "rl.task=a/b.py:T", "seed=0"]
+    assert made[0].directory == "s/rl.lr=1e-6_rl.task=a-b.py-T_seed=0"
+    assert [member.seed for member in made[:3]] == [0, 1, 0]
+
+
+def test_estimates_by_hand() -> None:
+    # mean 4, squared deviations 4 + 0 + 0 + 4 = 8, s = sqrt(8 / 3); t_3 = 3.182
+    found = estimate([2.0, 4.0, 4.0, 6.0])
+    half = 3.182 * (8 / 3) ** 0.5 / 2
+    assert found == Estimate(4.0, pytest.approx((8 / 3) ** 0.5), pytest.approx(4 - half), pytest.approx(4 + half), 4)
+    assert estimate([3.0]) == Estimate(3.0, None, None, None, 1)
+    large = estimate([0.0, 1.0] * 50)
+    assert large.high == pytest.approx(0.5 + 1.984 * large.deviation / 10, abs=1e-4)  # type: ignore[operator]
+
+
+def test_an_aggregate_is_per_setting() -> None:
+    runs = [((f"lr={lr}",), {"stages": {"after": {"accuracy": [lr * seed, 0, 1]}}}) for lr in (1.0, 2.0) for seed in (1, 3)]
+    found = aggregate(runs)
+    assert {setting: of["after.accuracy"].mean for setting, of in found.items()} == {"lr=1.0": 2.0, "lr=2.0": 4.0}
+    assert found["lr=2.0"]["after.accuracy"].deviation == pytest.approx(8**0.5)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "mine.py").write_text(RECIPE)
+    monkeypatch.setenv("DRAW_LOG", str(tmp_path / "log"))
+    out = tmp_path / "sweep"
+    return ["run", f"{tmp_path}/mine.py:draws", "threads=1", "seeds=1,2,6", "draw.scale=1.0,10.0", "device=cpu", f"out={out}"]
+
+
+def test_a_sweep_runs_and_says_what_came_out(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command) == 0
+    assert len((tmp_path / "log").read_text().splitlines()) == 6
+    record = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    ten = record["aggregate"]["draw.scale=10.0"]
+    assert ten["draw.accuracy"]["mean"] == 30 and ten["draw.accuracy"]["count"] == 3 and ten["draw.count"]["mean"] == 3
+    assert ten["draw.accuracy"]["deviation"] == pytest.approx(700**0.5), "of 10, 20, 60"
+    assert "draw.seconds" not in ten
+    table = (tmp_path / "sweep/sweep.md").read_text()
+    assert "| draw.scale=10.0 | draw.accuracy | 30 | 26.46 | [-35.73, 95.73] | 3 |" in table
+    assert table in capsys.readouterr().out
+    assert (tmp_path / "sweep/draw.scale=1.0_seed=2/summary.json").is_file()
+    assert cli.main(["resume", str(tmp_path / "sweep")]) == 2, "its recipe is code"
+    assert "--allow-code" in capsys.readouterr().err
+    assert cli.main(["resume", str(tmp_path / "sweep"), "--allow-code"]) == 0
+    assert len((tmp_path / "log").read_text().splitlines()) == 6, "nothing is run twice"
+    assert cli.main([*command[:3], "seeds=1,2", *command[4:]]) == 2
+    assert "holds another sweep" in capsys.readouterr().err
+
+
+def test_a_failed_member_stops_no_other(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trouble").write_text("1.0 2")
+    (tmp_path / "kind").write_text("guard")
+    assert cli.main(command) == 1
+    assert "1 of the sweep's runs failed" in capsys.readouterr().err
+    assert len((tmp_path / "log").read_text().splitlines()) == 6
+    record = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert [m["outcome"] for m in record["members"]] == ["done", "failed", "done", "done", "done", "done"]
+    assert record["members"][1]["reason"] == "GuardStop: out of luck"
+    assert record["aggregate"]["draw.scale=1.0"]["draw.accuracy"]["count"] == 2
+    failure = tmp_path / "sweep/draw.scale=1.0_seed=2/failure.txt"
+    assert "Traceback" in failure.read_text()
+    (tmp_path / "trouble").unlink()
+    assert cli.main(command) == 0, "and only that one is run again"
+    assert (tmp_path / "log").read_text().splitlines()[6:] == ["1.0 2"]
+    assert not failure.exists()
+
+
+def test_a_stopped_sweep_goes_on(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trouble").write_text("1.0 6")
+    (tmp_path / "kind").write_text("stop")
+    assert cli.main(command) == 130
+    assert f"posttrain resume {tmp_path / 'sweep'}" in capsys.readouterr().err
+    assert len((tmp_path / "log").read_text().splitlines()) == 3
+    (tmp_path / "trouble").unlink()
+    assert cli.main(["resume", str(tmp_path / "sweep"), "--allow-code"]) == 0
+    assert (tmp_path / "log").read_text().splitlines()[3:] == ["1.0 6", "10.0 1", "10.0 2", "10.0 6"]
+
+
+def test_a_mistake_is_found_before_the_first_run(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command[:4], "draw.scale=1.0,big", *command[5:]]) == 2
+    assert "draw.scale" in capsys.readouterr().err
+    assert not (tmp_path / "sweep").exists()
+    assert cli.main([*command, "only=draw"]) == 2
