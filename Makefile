@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport HF_HUB_OFFLINE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-gpu test-peers lint format docs recipes bench bench-rewards check-data clean
+.PHONY: help demo test test-faults test-gpu test-peers lint format docs recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ lint: $(READY) ## style, format and types
 format: $(READY) ## rewrite the files in the house style
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
+
+soak: $(READY) ## 30 minutes of GRPO with faults injected; memory, handles, threads and processes (MINUTES=3 for fewer)
+	@$(BIN)/python benchmarks/soak.py $(or $(MINUTES),30)
 
 recipes: $(READY) ## every recipe in its CPU size; each must move its primary figure by two standard errors
 	@$(BIN)/python benchmarks/recipes.py runs/recipes

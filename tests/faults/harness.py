@@ -70,10 +70,26 @@ def settings(kind: str, directory: Path) -> Any:
         checkpoint_every=2,
     )  # fmt: skip
     reward = RewardModelStage(
-        name="reward", model=model, data=data, steps=4, batch=3, members=2, optimizer=quick, evaluate_every=3, checkpoint_every=2
+        name="reward",
+        model=model,
+        data=data,
+        steps=4,
+        batch=3,
+        members=2,
+        optimizer=quick,
+        evaluate_every=3,
+        checkpoint_every=2,
     )
     preference = PreferenceStage(
-        name="dpo", model=model, data=data, algorithm=DPO(), steps=5, batch=3, optimizer=quick, evaluate_every=3, checkpoint_every=2
+        name="dpo",
+        model=model,
+        data=data,
+        algorithm=DPO(),
+        steps=5,
+        batch=3,
+        optimizer=quick,
+        evaluate_every=3,
+        checkpoint_every=2,
     )
     ppo = PPO(epochs=2, mini_batches=2, kl_target=0.5, kl_horizon=20)
     stages = {

@@ -19,7 +19,6 @@ GOOD = set("abcdefghijklm")
 @dataclass(frozen=True)
 class Letters(Task):
     workers: bool = True  # score in worker processes
-    orders: str = ""  # a file that says what to do at the next score: hang, die, raise; it is obeyed once and removed
     limit: float = 2.0
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
@@ -31,14 +30,12 @@ class Letters(Task):
         return Score(round(share, 3), outcome="correct" if share > 0.5 else "wrong")
 
     def obey(self) -> None:
-        """What somebody asked for in the file of orders, once."""
-        path = Path(self.orders)
-        try:
-            order = path.read_text() if self.orders else ""
-            if order:
-                path.unlink()
-        except FileNotFoundError:
+        """What the file that LETTERS_ORDERS names asks for: hang, die or raise. It is obeyed once and removed."""
+        path = os.environ.get("LETTERS_ORDERS", "")
+        if not os.path.exists(path):
             return
+        order = Path(path).read_text()
+        Path(path).unlink()
         if order == "hang":
             time.sleep(600)
         if order == "die":

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.faults.test_faults import at_call
 
 STOPPED = 5  # the update of the second stage in which it is asked to stop: steps 1 to 3 have four each
 CHECKPOINTS = Path("checkpoints/rl")
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -101,12 +103,15 @@ def swap(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
+@pytest.mark.slow
 def test_undamaged_it_is_the_same_run(stopped: Path, alone: dict[str, Any]) -> None:
     assert resume(stopped) == alone
     assert [e for e in Run(stopped).events() if e.kind == "damaged"] == []
 
 
-@pytest.mark.parametrize(("file", "damage"), [("model.safetensors", flip), ("optimizer.safetensors", swap), ("state.json", cut)])
+@pytest.mark.parametrize(
+    ("file", "damage"), [("model.safetensors", flip), SLOW("optimizer.safetensors", swap), SLOW("state.json", cut)]
+)
 def test_the_checkpoint_before_a_damaged_one_is_used_and_this_is_said(
     file: str, damage: Callable[[Path], None], stopped: Path, alone: dict[str, Any]
 ) -> None:
@@ -125,6 +130,7 @@ def test_all_checkpoints_damaged_is_one_line(stopped: Path) -> None:
     assert f"remove {stopped / CHECKPOINTS} to start the stage again" in refusal(stopped)
 
 
+@pytest.mark.slow
 def test_all_checkpoints_lost_the_stage_begins_again(stopped: Path, alone: dict[str, Any]) -> None:
     shutil.rmtree(stopped / CHECKPOINTS)
     assert resume(stopped) == alone
@@ -165,7 +171,7 @@ def test_the_configuration(damage: Callable[[Path], None], line: str, stopped: P
     assert line in refusal(stopped)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+@pytest.mark.parametrize("name", [SLOW("metrics.jsonl"), "events.jsonl"])
 def test_lines_that_make_no_sense_are_left_out(name: str, stopped: Path, alone: dict[str, Any]) -> None:
     path = stopped / name
     lines = path.read_bytes().splitlines(keepends=True)
@@ -210,13 +216,18 @@ def test_a_change_that_would_make_it_another_run_is_refused(how: str, stopped: P
         (stopped / "config.yaml").write_text(yaml.safe_dump(tree))
         arguments = ()
     before = (stopped / "config.yaml").read_bytes()
-    assert "not those that the run began with: rl.optimizer.lr: 0.003 -> 0.5; undo the change, or start" in refusal(stopped, *arguments)
+    assert "not those that the run began with: rl.optimizer.lr: 0.003 -> 0.5; undo the change, or start" in refusal(
+        stopped, *arguments
+    )
     assert (stopped / "config.yaml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_stage_that_has_not_begun_may_change(stopped: Path) -> None:
     lines = (stopped / "events.jsonl").read_text().splitlines(keepends=True)
-    (stopped / "events.jsonl").write_text("".join(x for x in lines if not ('"stage"' in x and '"rl"' in x and '"config"' not in x)))
+    (stopped / "events.jsonl").write_text(
+        "".join(x for x in lines if not ('"stage"' in x and '"rl"' in x and '"config"' not in x))
+    )
     shutil.rmtree(stopped / CHECKPOINTS)
     resume(stopped, "rl.steps=1")
     assert [row.step for row in Run(stopped).metrics("rl")][-1] == 1

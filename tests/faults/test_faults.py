@@ -93,7 +93,7 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 # --- signals ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_command_with_130_and_a_line_that_says_how_to_go_on(
     by: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,12 +121,14 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_killed_while_a_reward_hangs_nobody_is_left_and_the_run_is_free(tmp_path: Path) -> None:
+def test_killed_while_a_reward_hangs_nobody_is_left_and_the_run_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     orders, directory = tmp_path / "orders", tmp_path / "run"
-    context = multiprocessing.get_context("fork")
+    monkeypatch.setenv("LETTERS_ORDERS", str(orders))
     orders.write_text("hang")
-
-    process = context.Process(target=run, args=("dapo", directory), kwargs={"task": {"orders": str(orders), "limit": 60.0}})
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=run, args=("dapo", directory), kwargs={"task": {"limit": 60.0}})
     process.start()
     deadline = time.monotonic() + 60
     while orders.exists() and time.monotonic() < deadline:
@@ -166,7 +168,9 @@ def test_a_disk_that_fills_up_stops_the_run_which_goes_on_later(
 
     with monkeypatch.context() as patch:
         at_call(patch, checkpoint, "save_file", 4, full)  # the optimizer of the second checkpoint
-        with pytest.raises(UserError, match="cannot write a checkpoint to .*: No space left on device; free some space and") as stop:
+        with pytest.raises(
+            UserError, match="cannot write a checkpoint to .*: No space left on device; free some space and"
+        ) as stop:
             run("dapo", tmp_path / "run")
     assert "\n" not in str(stop.value)
     assert checkpoint.newest(tmp_path / "run/checkpoints/rl") == (tmp_path / "run/checkpoints/rl/step-2", [])
@@ -191,6 +195,7 @@ def test_a_read_only_disk_is_one_line_before_anything_is_trained(mounted: Callab
         run("sft", mounted("ro") / "run")
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -207,19 +212,21 @@ def test_a_disk_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_reward_worker_that_is_killed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: dict[str, Any]
 ) -> None:
+    monkeypatch.setenv("LETTERS_ORDERS", str(tmp_path / "orders"))
     at_call(monkeypatch, Trainer, "update", 1, lambda: (tmp_path / "orders").write_text("die"))
-    found = fingerprint(run("dapo", tmp_path / "run", task={"orders": str(tmp_path / "orders")}))
+    found = fingerprint(run("dapo", tmp_path / "run"))
     assert not (tmp_path / "orders").exists(), "it was killed"
     assert found == left_alone
 
 
-@pytest.mark.parametrize("order", ["hang", "raise"])
+@pytest.mark.parametrize("order", ["hang", pytest.param("raise", marks=pytest.mark.slow)])
 def test_a_reward_that_fails_costs_its_limit_and_is_counted(
     order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LETTERS_ORDERS", str(tmp_path / "orders"))
     at_call(monkeypatch, Trainer, "update", 1, lambda: (tmp_path / "orders").write_text(order))
     began = time.monotonic()
-    run("dapo", tmp_path / "run", task={"orders": str(tmp_path / "orders"), "limit": 1.0})
+    run("dapo", tmp_path / "run", task={"limit": 1.0})
     assert time.monotonic() - began < 60
     assert sum(row.figures["failed"] > 0 for row in Run(tmp_path / "run").metrics("rl") if "failed" in row.figures) == 1
 
@@ -252,10 +259,8 @@ def test_a_tracker_that_fails_is_left_behind(tmp_path: Path, monkeypatch: pytest
     assert [row.step for row in found.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("jump", [-7200.0, 86400.0 * 365])
-def test_the_clock_jumps(
-    jump: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("jump", [-7200.0, pytest.param(86400.0 * 365, marks=pytest.mark.slow)])
+def test_the_clock_jumps(jump: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: dict[str, Any]) -> None:
     """Back by two hours, or on by a year, in the middle: nothing waits, nothing times out, no duration is absurd."""
     real, shift = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + shift[0])
@@ -270,6 +275,7 @@ def test_the_clock_jumps(
     assert all(0 <= row.figures.get("seconds/total", 0) < 600 for row in found.metrics())
 
 
+@pytest.mark.slow
 def test_interrupted_is_what_a_signal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_call(monkeypatch, Trainer, "update", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="stopped after step 1 of reward"):

@@ -102,7 +102,9 @@ def test_killed_at_every_moment_of_a_save(
     assert_same(fingerprint(directory), whole, f"a kill at moment {number} of a save")
     (resumed,) = [event for event in Run(directory).events() if event.kind == "resume"]
     assert resumed.details["step"] >= 2
-    assert [p.name for p in (directory / "checkpoints" / "sft").iterdir() if p.name.startswith(".")] == [], "leftovers are swept"
+    assert [p.name for p in (directory / "checkpoints" / "sft").iterdir() if p.name.startswith(".")] == [], (
+        "leftovers are swept"
+    )
 
 
 @pytest.mark.parametrize(("number", "by"), [(15, signal.SIGTERM), (40, signal.SIGINT)])

@@ -122,6 +122,7 @@ def test_leaving_a_stage_finishes_the_write_and_keeps_the_first_error(
     tmp_path: Path, events: Events, slow: threading.Event
 ) -> None:
     threading.Timer(0.2, slow.set).start()
+
     def fails() -> None:
         with Store(tmp_path) as store:
             store.save(made(7), events)
@@ -176,6 +177,13 @@ def test_killed_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None
     assert checkpoint.newest(tmp_path) == (tmp_path / "step-4", [])
 
 
+def test_what_an_interrupted_removal_left_is_swept_by_a_resume(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(1))
+    checkpoint.save(tmp_path, made(2)).rename(tmp_path / ".step-2.gone")
+    assert Store(tmp_path).newest() == (tmp_path / "step-1", [])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
 def test_format_one_still_loads(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, made(5))
     manifest = json.loads((path / "manifest.json").read_text())
@@ -207,6 +215,14 @@ def test_the_hook_gets_the_published_checkpoint_and_no_shell(tmp_path: Path, eve
     assert len(events.of("checkpoint_hook")) == 1 and events.of("warning") == []
 
 
+def test_the_hook_may_say_where_the_directory_goes(tmp_path: Path, events: Events) -> None:
+    copy = script(tmp_path, "import shutil, sys\nshutil.copytree(sys.argv[1], sys.argv[2])")
+    store = Store(tmp_path / "c", Saving(hook=(*copy, "{}", str(tmp_path / "copied"))))
+    store.save(made(3), events)
+    store.finish()
+    assert checkpoint.size(tmp_path / "copied") == checkpoint.size(tmp_path / "c" / "step-3") and events.of("warning") == []
+
+
 def test_a_hook_that_fails_is_warned_of_and_counted(tmp_path: Path, events: Events) -> None:
     fails = script(tmp_path, "import sys\nsys.stderr.write('first\\nno such bucket\\n')\nsys.exit(7)")
     store = Store(tmp_path / "c", Saving(hook=fails))
@@ -218,6 +234,25 @@ def test_a_hook_that_fails_is_warned_of_and_counted(tmp_path: Path, events: Even
         f"checkpoint_hook failed for step-2 (2 so far): {sys.executable} exited with 7: no such bucket"
     )
     assert checkpoint.newest(tmp_path / "c")[0] is not None
+
+
+def test_nobody_waits_for_a_hook_and_what_it_copies_stays(tmp_path: Path, events: Events) -> None:
+    """A slow copy of the first checkpoint: three more are written meanwhile, the newest of which is copied next."""
+    go = tmp_path / "go"
+    waits = script(
+        tmp_path, "import os, sys, time\nwhile not os.path.exists(sys.argv[1]):\n    time.sleep(0.02)\nos.listdir(sys.argv[2])"
+    )
+    store = Store(tmp_path / "c", Saving(hook=(*waits, str(go)), keep=1))
+    began = time.monotonic()
+    for step in (1, 2, 3, 4):
+        store.save(made(step), events)
+    store._written()
+    assert time.monotonic() - began < 20 and len(events.of("checkpoint")) == 4
+    assert {path.name for path in (tmp_path / "c").iterdir()} >= {"step-1", "step-4"} and events.of("checkpoint_hook") == []
+    go.touch()
+    store.finish()
+    assert [Path(row["checkpoint"]).name for row in events.of("checkpoint_hook")] == ["step-1", "step-4"]
+    assert events.of("warning") == [] and store._copying == []
 
 
 def test_a_hook_that_does_not_exist_or_hangs(tmp_path: Path) -> None:
