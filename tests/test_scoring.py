@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children_for_tests import no_child_left
 
 from posttrain.scoring import Workers, score_one
 from posttrain.types import Problem, Score
@@ -51,9 +53,10 @@ class Later:
 PROBLEM = Problem("p", "q", "correct", facts={"n": [1, 2]})
 
 
-def no_children() -> None:
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    with no_child_left():
+        yield
 
 
 def test_scores_come_back_whole_and_in_order() -> None:
@@ -66,7 +69,6 @@ def test_scores_come_back_whole_and_in_order() -> None:
         assert workers.results() == []
         workers.submit(PROBLEM, ["again"])
         assert workers.results()[0].value == 5.0
-    no_children()
 
 
 def test_they_work_side_by_side() -> None:
@@ -87,7 +89,6 @@ def test_one_that_hangs_fails_alone_and_in_time() -> None:
     assert [s.valid for s in found] == [True, False, True, False, True]
     assert found[1].failure == "timeout: no score within 0.5 s" and found[1].value is None
     assert time.monotonic() - began < 8
-    no_children()
 
 
 def test_an_error_is_shown_and_a_death_is_retried(tmp_path: Path) -> None:
@@ -97,7 +98,6 @@ def test_an_error_is_shown_and_a_death_is_retried(tmp_path: Path) -> None:
     assert found[0].failure == "ValueError: no such file"
     assert found[1].failure == "the process that computed the reward died"
     assert found[2].valid and found[3].valid
-    no_children()
 
 
 def test_an_idle_worker_that_was_killed_is_replaced() -> None:
@@ -108,7 +108,6 @@ def test_an_idle_worker_that_was_killed_is_replaced() -> None:
         time.sleep(0.1)
         workers.submit(PROBLEM, ["two"])
         assert workers.results()[0].valid
-    no_children()
 
 
 def test_asynchronous_rewards_are_awaited() -> None:
