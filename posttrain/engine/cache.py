@@ -107,7 +107,7 @@ class Decode:
         mask = self.mask(rule.sliding_window)
         if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
             keys, values = (store.flatten(0, 1)[: rows * heads, : self.longest] for store in stores)
-            return _by_products(query * rule.scaling, keys, values, mask).view(rows, 1, -1, width)
+            return _by_products(query, keys, values, mask, rule.scaling).view(rows, 1, -1, width)
         keys, values = (store[: self.count, :, : self.longest] for store in stores)
         if rule.softcap is None:  # heads of a group become query rows: keys are read once and never repeated
             query = query.reshape(rows, heads, grouped, width)
@@ -115,11 +115,12 @@ class Decode:
         return masked(query, keys, values, allowed, rule).reshape(rows, 1, heads * grouped, width)
 
 
-def _by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled [N, Hq, 1, D] queries with [N * Hk, L, D] keys and values -> [N * Hk, G, D], as two products and a softmax: for a
+def _by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """[N, Hq, 1, D] queries with [N * Hk, L, D] keys and values -> [N * Hk, G, D], as two products and a softmax: for a
     query of one token torch's own attention takes twice as long on a CPU."""
     rows = query.shape[0]
-    score = torch.bmm(query.view(keys.shape[0], -1, keys.shape[2]), keys.transpose(1, 2))
+    query = query.reshape(keys.shape[0], -1, keys.shape[2])
+    score = torch.baddbmm(query.new_empty(1, 1, 1), query, keys.transpose(1, 2), beta=0, alpha=scaling)
     if mask is not None:
         score.view(rows, -1, score.shape[-1]).masked_fill_(mask[:, 0], -torch.inf)
     return torch.bmm(score.softmax(-1), values)

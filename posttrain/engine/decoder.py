@@ -111,7 +111,7 @@ class _Layer:
         self.number, self.rule, self.width = number, rule, attention.head_dim
         three = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.before, self.after = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
-        weight = torch.cat([m.weight.detach() for m in three]) * self.before.weight
+        weight = torch.cat([m.weight.detach() for m in three]).mul_(self.before.weight)
         bias = torch.cat([m.bias.detach() for m in three]) if attention.q_proj.bias is not None else None
         self.heads, self.keys, _ = (m.out_features // self.width for m in three)
         self.project = PackedLinear(weight, bias, pack)
@@ -138,7 +138,10 @@ class _Layer:
         if self.query_norm is not None and self.key_norm is not None:
             both = torch.cat([self.query_norm(both[:, : self.heads]), self.key_norm(both[:, self.heads :])], 1)
         # the module's x cos + rotate_half(x) sin, with rotate_half's sign in the sine
-        both = (both * cos).addcmul_(both.roll(self.width // 2, -1), sin)
+        half, plain = self.width // 2, both
+        both = plain * cos
+        both[..., :half].addcmul_(plain[..., half:], sin[..., :half])
+        both[..., half:].addcmul_(plain[..., :half], sin[..., half:])
         both, value = (
             both.view(*shape, turned, self.width).transpose(1, 2),
             value.view(*shape, self.keys, self.width).transpose(1, 2),

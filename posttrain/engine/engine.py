@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ from posttrain.types import Completion, Request
 PREFILL_TOKENS = 8192  # prompt tokens computed in one forward
 AHEAD = 256  # positions that the cache holds from the start, where responses may get that far: growing means copying
 DECODER_TOKENS = 512  # a call for fewer tokens is over before a `Decoder` has paid for itself
-PACKED_TOKENS = 4096  # and packing its weights, a few nanoseconds each, takes as many more
+PACKED_TOKENS = 2048  # and packing its weights, a few nanoseconds each, takes as many more
 
 # One response being written. Its ids and log-probs are beside it, in `_Batch.ids` and `_Batch.logprobs`.
 ROW = np.dtype(
@@ -38,6 +39,8 @@ class Engine:
 
     def __init__(self, policy: Policy, max_rows: int = 256, processes: int = 0):
         self.policy, self.max_rows, self.processes, self.version = policy, max_rows, processes or forked.CORES, 0
+        self.helpers: forked.Crew | None = None
+        self.memory: tuple[int, ...] = ()  # where the weights lie that the helpers see
         self.rules: tuple[Rule, ...] | None = None
         self.proved = False
         self.pager = Pager(policy)
@@ -53,15 +56,31 @@ class Engine:
         if self.pager.takes(requests):
             yield from self.pager.generate(requests, self.max_rows, self.version)
             return
-        decoder, on_cpu = self.decoder(requests), self.policy.device.type == "cpu"
-
-        def alone(share: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
-            return _Batch(self, share, decoder).run()
-
+        on_cpu = self.policy.device.type == "cpu"
         if on_cpu and forked.worthwhile(requests, self.policy.parameters, self.processes):
-            yield from forked.generate(alone, requests, self.processes)
+            yield from self.crew(requests).generate(self.serve, requests, self.version)
         else:
-            yield from alone(requests)
+            yield from self.serve(requests, self.version)
+
+    def serve(self, requests: Sequence[Request], version: int) -> Iterator[tuple[Completion, ...]]:
+        """Answer requests in this process with the weights of this moment."""
+        return _Batch(self, requests, self.decoder(requests), version).run()
+
+    def crew(self, requests: Sequence[Request]) -> forked.Crew:
+        """Helpers that see this policy's weights: new ones where the weights have moved to other memory, as with adapters."""
+        if self.helpers is None or self.memory != self._memory():
+            if self.helpers is not None:
+                self.helpers.close()
+            self.decoder(requests)  # what it proves of the model is then known to the helpers too
+            for tensor in (*self.policy.model.parameters(), *self.policy.model.buffers()):
+                tensor.untyped_storage().share_memory_()
+            self.memory, self.helpers = self._memory(), forked.Crew(self.processes)
+            weakref.finalize(self, self.helpers.close)
+        return self.helpers
+
+    def _memory(self) -> tuple[int, ...]:
+        model = self.policy.model
+        return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
 
     def decoder(self, requests: Sequence[Request]) -> Decoder | None:
         """A faster way through the policy's module with its present weights, where there is one and it pays."""
@@ -76,8 +95,8 @@ class Engine:
 class _Batch:
     """The state of one call of `generate`: the live rows, the cache, and the answers that wait for their turn."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], decoder: Decoder | None):
-        self.policy, self.version, self.decoder = engine.policy, engine.version, decoder
+    def __init__(self, engine: Engine, requests: Sequence[Request], decoder: Decoder | None, version: int):
+        self.policy, self.version, self.decoder = engine.policy, version, decoder
         self.device, self.head = self.policy.device, self.policy.head
         self.requests = requests
         self.waiting = 0  # the next request to enter

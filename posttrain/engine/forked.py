@@ -1,13 +1,15 @@
-"""Generation on several cores of a CPU: for the length of one call the process forks, and each child answers a share of the requests.
+"""Generation on several cores of a CPU: helpers, forked once, each answer a share of the requests.
 
 A small model's decode step is a few hundred operators of microseconds each. Threads that split every one of them wait for each other
-more than they work; processes that split the rows do not meet before the end. A child is a copy of this process at this moment, so it
-has the present weights without being sent any, and randomness belongs to the request, so it draws what this process would have drawn.
-A child that dies or hangs costs its time only: its share is answered here.
+more than they work; processes that split the rows do not meet before the end. The weights lie in memory that parent and helpers share,
+so a helper reads what the optimizer wrote without being sent anything, and randomness belongs to the request, so it draws what this
+process would have drawn. A helper that dies or hangs costs its time only: its share is answered here. (Forking for each call would be
+simpler, and was: every page that the parent writes afterwards then costs a fault, which took more from training than it gave.)
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -18,24 +20,25 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from posttrain.types import Completion, Request
+from posttrain.types import Completion, Request, Sampling
 
 CORES = torch.get_num_threads()  # what torch found, before anyone changed it
 LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
-LEAST_TOKENS = 2048  # a call for fewer is over before a fork, of some milliseconds, has paid
+LEAST_TOKENS = 2048  # a call for fewer is over before the others are awake
 PATIENCE, SHORTEST_PATIENCE = (
     10.0,
     60.0,
-)  # a child may take so many times what this process took for its share, and so many seconds
+)  # a helper may take so many times what this process took for its share, and so many seconds
+DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
 
 Answer = tuple[Completion, ...]
-Alone = Callable[[Sequence[Request]], Iterator[Answer]]
+Serve = Callable[[Sequence[Request], int], Iterator[Answer]]  # requests and the policy's version
 
 
 def worthwhile(requests: Sequence[Request], parameters: int, processes: int) -> bool:
@@ -53,83 +56,148 @@ def shares(requests: Sequence[Request], processes: int) -> list[Sequence[Request
     return [requests[a:b] for a, b in pairwise(bounds)]
 
 
-def generate(alone: Alone, requests: Sequence[Request], processes: int) -> Iterator[Answer]:
-    """What `alone` yields for the requests, in their order, worked out on `processes` cores of one thread each."""
-    own, *others = shares(requests, processes)
-    threads, began = torch.get_num_threads(), time.monotonic()
-    children: list[_Child] = []
-    torch.set_num_threads(1)
-    try:
-        children += [_Child.fork(alone, share) for share in others]
-        yield from alone(own)
-        limit = max(SHORTEST_PATIENCE, PATIENCE * (time.monotonic() - began))
-        for child, share in zip(children, others, strict=True):
-            answers = child.collect(limit)
-            yield from alone(share) if answers is None else answers
-    finally:  # also when the caller stops listening half-way
-        for child in children:
-            child.end()
-        torch.set_num_threads(threads)
+class Crew:
+    """The helpers of one engine. Whoever holds it ends it with `close`; helpers also end with this process."""
+
+    def __init__(self, processes: int):
+        self.processes = processes
+        self.helpers: list[_Helper] = []
+
+    def generate(self, serve: Serve, requests: Sequence[Request], version: int) -> Iterator[Answer]:
+        """What `serve` yields for the requests, in their order, worked out on several cores of one thread each."""
+        own, *others = shares(requests, self.processes)
+        threads, began, finished = torch.get_num_threads(), time.monotonic(), False
+        torch.set_num_threads(1)
+        try:
+            while len(self.helpers) < len(others):
+                self.helpers.append(_Helper.fork(serve))
+            asked = [helper.ask(share, version) for helper, share in zip(self.helpers, others, strict=False)]
+            yield from serve(own, version)
+            limit = max(SHORTEST_PATIENCE, PATIENCE * (time.monotonic() - began))
+            lost = []
+            for helper, share, heard in zip(list(self.helpers), others, asked, strict=False):
+                answers = helper.collect(limit) if heard else None
+                if answers is None:
+                    lost.append(helper)
+                yield from serve(share, version) if answers is None else answers
+            for helper in lost:  # the next call has a new one
+                helper.end()
+                self.helpers.remove(helper)
+            finished = True
+        finally:
+            torch.set_num_threads(threads)
+            if not finished:  # the caller stopped listening, or failed: what the helpers still write is of no use
+                self.close()
+
+    def close(self) -> None:
+        for helper in self.helpers:
+            helper.end()
+        self.helpers.clear()
 
 
 @dataclass(eq=False)
-class _Child:
-    """A process that answers its share and writes it to a pipe."""
+class _Helper:
+    """A process that answers what it is asked until its pipe closes."""
 
     pid: int
-    pipe: int
+    into: int
+    out: int
 
     @classmethod
-    def fork(cls, alone: Alone, share: Sequence[Request]) -> _Child:
-        out, into = os.pipe()
+    def fork(cls, serve: Serve) -> _Helper:
+        theirs, into = os.pipe()
+        out, ours = os.pipe()
+        parent = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of forks beside threads. A child runs operators on one thread, prints nothing, and is not waited for forever.
+            # Python warns of forks beside threads. A helper runs operators on one thread, prints nothing, and is not waited for forever.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
-            os.close(into)
-            return cls(pid, out)
+            os.close(theirs)
+            os.close(ours)
+            return cls(pid, into, out)
         code = 1
         try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-            data = encode(list(alone(share)))
-            while data:
-                data = data[os.write(into, data) :]
+            ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
+            if os.getppid() == parent:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                _close_all_but(theirs, ours)
+                _work(serve, theirs, ours)
             code = 0
         finally:
             os._exit(code)
 
+    def ask(self, share: Sequence[Request], version: int) -> bool:
+        """Whether the helper could be told."""
+        fields = [[r.prompt_ids, r.group, r.seed, asdict(r.sampling)] for r in share]
+        try:
+            _write(self.into, json.dumps([version, fields]).encode())
+        except OSError:
+            return False
+        return True
+
     def collect(self, limit: float) -> list[Answer] | None:
-        """What the child wrote; None where it died or took longer than `limit` seconds."""
-        deadline, pieces = time.monotonic() + limit, []
-        while True:
-            ready, _, _ = select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            piece = os.read(self.pipe, 1 << 20)
-            if not piece:
-                return decode(b"".join(pieces))
-            pieces.append(piece)
+        """What the helper wrote; None where it died or took longer than `limit` seconds."""
+        data = _read(self.out, time.monotonic() + limit)
+        return None if data is None else decode(data)
 
     def end(self) -> None:
-        os.close(self.pipe)
+        os.close(self.into)
+        os.close(self.out)
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
-def encode(answers: Sequence[Answer]) -> memoryview:
+def _close_all_but(*kept: int) -> None:
+    """Files that the parent has open, its locks among them, are none of a helper's business."""
+    for handle in (int(name) for name in os.listdir("/proc/self/fd")):
+        if handle > 2 and handle not in kept:
+            with suppress(OSError):
+                os.close(handle)
+
+
+def _work(serve: Serve, theirs: int, ours: int) -> None:
+    """A helper's life: requests in, completions out. An error ends it, and its share is answered by the parent."""
+    while (data := _read(theirs)) is not None:
+        version, fields = json.loads(data)
+        requests = [Request(tuple(ids), group, seed, Sampling(**sampling)) for ids, group, seed, sampling in fields]
+        with torch.inference_mode():
+            answers = list(serve(requests, version))
+        _write(ours, encode(answers))
+
+
+def _write(handle: int, data: bytes) -> None:
+    view = memoryview(struct.pack("<Q", len(data)) + data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def _read(handle: int, deadline: float | None = None) -> bytes | None:
+    """One message; None where the pipe closed or the time is over before it is whole."""
+    pieces, wanted = bytearray(), 8
+    while len(pieces) < wanted:
+        if deadline is not None and not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return None
+        piece = os.read(handle, min(1 << 20, wanted - len(pieces)))
+        if not piece:
+            return None
+        pieces += piece
+        if wanted == 8 and len(pieces) == 8:
+            wanted += struct.unpack("<Q", pieces)[0]
+    return bytes(pieces[8:])
+
+
+def encode(answers: Sequence[Answer]) -> bytes:
     """Completions as bytes: the length of a JSON header, the header, all ids, all log-probs."""
     flat = [c for answer in answers for c in answer]
-    header = json.dumps(
-        {
-            "groups": [len(answer) for answer in answers],
-            "rows": [(len(c.ids), c.finish, c.version) for c in flat],
-        }
-    ).encode()
+    rows = [(len(c.ids), c.finish, c.version) for c in flat]
+    header = json.dumps({"groups": [len(answer) for answer in answers], "rows": rows}).encode()
     ids = np.concatenate([c.ids for c in flat]).astype(np.int64).tobytes()
     logprobs = np.concatenate([c.logprobs for c in flat]).astype(np.float32).tobytes()
-    return memoryview(struct.pack("<Q", len(header)) + header + ids + logprobs)
+    return struct.pack("<Q", len(header)) + header + ids + logprobs
 
 
 def decode(data: bytes) -> list[Answer] | None:

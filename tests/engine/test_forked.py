@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from children_for_tests import no_child_left
+from children_for_tests import children, no_child_left
 from material_for_tests import small_policy
 
 from posttrain.engine import forked
@@ -47,8 +48,13 @@ def test_the_same_answers_on_any_number_of_cores(processes: int, monkeypatch: py
     for engine in engines:
         engine.update(5)
     threads = torch.get_num_threads()
-    same(*(list(engine.generate(requests)) for engine in engines))
-    assert torch.get_num_threads() == threads
+    for _ in range(3):  # the helpers stay for the next call
+        same(*(list(engine.generate(requests)) for engine in engines))
+        for engine in engines:
+            engine.update(engine.version + 1)
+    assert torch.get_num_threads() == threads and children()
+    del engine, engines
+    gc.collect()
 
 
 def test_new_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +67,16 @@ def test_new_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
             parameter.mul_(1.5)
     after = list(engine.generate(requests))
     same(after, list(Engine(policy, processes=1).generate(requests)))
+    policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.detach() * 3)  # other memory: other helpers
+    moved = list(engine.generate(requests))
+    same(moved, list(Engine(policy, processes=1).generate(requests)))
+    assert [c.ids.tolist() for c in moved[-1]] != [c.ids.tolist() for c in after[-1]]
+    del engine
+    gc.collect()
     assert [c.ids.tolist() for c in after[-1]] != [c.ids.tolist() for c in before[-1]]
 
 
-def answers(requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+def answers(requests: Sequence[Request], version: int = 0) -> Iterator[tuple[Completion, ...]]:
     for one in requests:
         yield (Completion(np.array([one.seed]), np.zeros(1, np.float32), "stop", 0),)
 
@@ -78,7 +90,7 @@ def test_what_a_child_could_not_do_is_done_here(fault: str, monkeypatch: pytest.
     monkeypatch.setattr(forked, "SHORTEST_PATIENCE", 0.3)
     parent = os.getpid()
 
-    def faulty(requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+    def faulty(requests: Sequence[Request], version: int) -> Iterator[tuple[Completion, ...]]:
         if os.getpid() != parent:
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -88,21 +100,26 @@ def test_what_a_child_could_not_do_is_done_here(fault: str, monkeypatch: pytest.
             time.sleep(60)
         yield from answers(requests)
 
-    assert seeds(list(forked.generate(faulty, [request(n, 1) for n in range(5)], 2))) == [0, 1, 2, 3, 4]
+    crew = forked.Crew(2)
+    for _ in range(2):  # the second call has a new helper
+        assert seeds(list(crew.generate(faulty, [request(n, 1) for n in range(5)], 0))) == [0, 1, 2, 3, 4]
+    crew.close()
 
 
 def test_a_caller_who_stops_listening_leaves_no_child() -> None:
     began = time.monotonic()
     parent = os.getpid()
 
-    def slow(requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
+    def slow(requests: Sequence[Request], version: int) -> Iterator[tuple[Completion, ...]]:
         if os.getpid() != parent:
             time.sleep(60)
         yield from answers(requests)
 
-    going = forked.generate(slow, [request(n, 1) for n in range(4)], 2)
+    crew = forked.Crew(2)
+    going = crew.generate(slow, [request(n, 1) for n in range(4)], 0)
     next(going)
     going.close()
+    assert not crew.helpers
     assert time.monotonic() - began < 10
 
 
