@@ -109,7 +109,7 @@ class _Helper:
         out, ours = os.pipe()
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of forks beside threads. A helper runs operators on one thread, prints nothing, and is not waited for forever.
+            # Python warns of forks beside threads. A helper runs on one thread, prints nothing, and is not waited for forever.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
