@@ -134,7 +134,8 @@ def test_x11_importing_reaches_no_network_and_writes_nothing(tmp_path: Path) -> 
         "import sys\nsys.dont_write_bytecode = True\nseen = []\n"
         "def hook(event, arguments):\n"
         "    if event in ('socket.connect', 'socket.getaddrinfo', 'subprocess.Popen', 'os.system'):\n        seen.append(event)\n"
-        "    if event == 'open' and set(str(arguments[1] or '')) & set('wax+') and arguments[0] != '/dev/null':\n        seen.append(str(arguments[0]))\n"
+        "    if event == 'open' and set(str(arguments[1] or '')) & set('wax+') and arguments[0] != '/dev/null':\n"
+        "        seen.append(str(arguments[0]))\n"
         f"sys.addaudithook(hook)\nsys.path.insert(0, {str(ROOT)!r})\n"
         "import posttrain, posttrain.cli, posttrain.config, posttrain.runs.read, posttrain.runs.write\nprint(seen)"
     )

@@ -28,7 +28,7 @@ import torch
 
 from posttrain.types import Completion, Request, Sampling
 
-CORES = torch.get_num_threads()  # what torch found, before anyone changed it
+CORES = int(os.environ.get("OMP_NUM_THREADS", "0")) or len(getattr(os, "sched_getaffinity", lambda _: [0])(0))
 LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
 LEAST_TOKENS = 2048  # a call for fewer is over before the others are awake
 PATIENCE, SHORTEST_PATIENCE = (
