@@ -17,7 +17,7 @@ from typing import Any
 
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
           "iterative_dpo": "versus_sft_3"}  # fmt: skip
-BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained")}
+BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after")}
 RECIPES = (*BEFORE_AFTER, *VERSUS)
 
 
@@ -39,13 +39,16 @@ def figure(recipe: str, out: Path) -> dict[str, Any]:
     if recipe in VERSUS:
         found = result(out, VERSUS[recipe])
         value, low, high = found["win_rate"]
-        return {"what": "win rate against SFT", "from": 0.5, "to": value, "errors": (value - 0.5) / max(1e-9, (high - low) / 3.92),
-                "n": found["problems"], "kl": found["kl"]}  # fmt: skip
+        return {"what": "win rate against SFT", "from": 0.5, "to": value, "low": low, "high": high,
+                "errors": (value - 0.5) / max(1e-9, (high - low) / 3.92), "problems": found["problems"], "kl": found["kl"],
+                "perplexity": [found["perplexity_against"], found["perplexity"]]}  # fmt: skip
     before, after = (result(out, stage) for stage in BEFORE_AFTER[recipe])
     spread = sum(((r["accuracy"][2] - r["accuracy"][1]) / 3.92) ** 2 for r in (before, after)) ** 0.5
     moved = after["accuracy"][0] - before["accuracy"][0]
-    return {"what": "held-out accuracy", "from": before["accuracy"][0], "to": after["accuracy"][0], "errors": moved / max(1e-9, spread),
-            "n": after["problems"] * len(after.get("values", [1]) or [1])}  # fmt: skip
+    value, low, high = after["accuracy"]
+    return {"what": "held-out accuracy", "from": before["accuracy"][0], "to": value, "low": low, "high": high,
+            "errors": moved / max(1e-9, spread), "problems": after["problems"],
+            "pass_at": [{k: v[0] for k, v in r["pass_at"].items()} for r in (before, after)]}  # fmt: skip
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from posttrain.errors import GuardStop, UserError
 from posttrain.types import Problem, Score
 
 LONGEST_FAILURE = 500  # characters of a foreign error that are kept
@@ -57,6 +58,8 @@ def score_group(task: Judging, problem: Problem, responses: Sequence[str]) -> li
     """Scores of a problem's responses, together where the task compares them, else one by one."""
     try:
         together = task.score_group(problem, responses)
+    except (GuardStop, UserError):  # ours: a judge that fell for its canaries, a missing option
+        raise
     except Exception as error:  # reward code is not ours
         return [Score.failed(f"{type(error).__name__}: {error}"[:LONGEST_FAILURE])] * len(responses)
     if together is None:

@@ -78,6 +78,11 @@ class Engine:
             weakref.finalize(self, self.helpers.close)
         return self.helpers
 
+    @property
+    def lost(self) -> int:
+        """Helpers that have died or hung so far. Nothing they should have answered is missing, but it took longer."""
+        return 0 if self.helpers is None else self.helpers.lost
+
     def _memory(self) -> tuple[int, ...]:
         model = self.policy.model
         return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))

@@ -60,7 +60,7 @@ class Crew:
     """The helpers of one engine. Whoever holds it ends it with `close`; helpers also end with this process."""
 
     def __init__(self, processes: int):
-        self.processes = processes
+        self.processes, self.lost = processes, 0  # helpers that died or hung: their shares were answered here, more slowly
         self.helpers: list[_Helper] = []
 
     def generate(self, serve: Serve, requests: Sequence[Request], version: int) -> Iterator[Answer]:
@@ -83,6 +83,7 @@ class Crew:
             for helper in lost:  # the next call has a new one
                 helper.end()
                 self.helpers.remove(helper)
+                self.lost += 1
             finished = True
         finally:
             torch.set_num_threads(threads)

@@ -13,8 +13,31 @@ from posttrain.models.attention import LAYOUT, Packed, install
 from posttrain.ops.logprobs import Head, head_logits
 
 
+class Network:
+    """What a policy and a scorer have in common: a transformers module whose body gives hidden states."""
+
+    model: Any
+    body: Any
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
+        """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
+        return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
+
+
 @dataclass(eq=False)
-class Policy:
+class Policy(Network):
     """A causal language model as the house sees it: ids in, hidden states out, and a head that turns them into logits."""
 
     model: Any  # transformers.PreTrainedModel
@@ -27,23 +50,11 @@ class Policy:
         self.body = self.model.base_model
 
     @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
-
-    @property
     def head(self) -> Head:
         """Read at each use: the parameter may be replaced, as when embeddings are tied or adapters come in."""
         layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return Head(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
 
     def check_length(self, tokens: int) -> None:
         """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
@@ -51,10 +62,6 @@ class Policy:
         if limit is not None and tokens > limit:
             raise UserError(f"prompt and response may reach {tokens} tokens, but {self.source or 'the model'} has {limit} positions; "
                             "lower max_new_tokens or shorten the prompts")  # fmt: skip
-
-    def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
-        """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
-        return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
 
 
 def silence_dropout(model: nn.Module) -> None:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
 from posttrain.models.attention import LAYOUT, Packed, install
-from posttrain.models.policy import Policy, silence_dropout
+from posttrain.models.policy import Network, Policy, silence_dropout
 
 HEADS = ("linear", "mlp")
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4}
 
 
 @dataclass(eq=False)
-class Scorer:
+class Scorer(Network):
     """Ids in, one number for each token out: what the model thinks of everything up to it."""
 
     model: Any  # transformers ...ForSequenceClassification with one label
@@ -33,22 +33,6 @@ class Scorer:
 
     def __post_init__(self) -> None:
         self.body = self.model.base_model
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
-    def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
-        """Final hidden states, [B, S, H], as a policy's."""
-        return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
 
     def score(self, hidden_KH: Tensor) -> Tensor:
         """[K, H] -> [K], in float32 or wider: differences of scores are small beside the scores."""

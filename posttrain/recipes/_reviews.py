@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from posttrain.algorithms.base import Algorithm
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.pretrain import PretrainStage
+from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.reviews import Reviews
@@ -30,6 +32,18 @@ def beginning(size: str) -> list[Stage]:
             name="sft", model="pretrain", data=(KIND, ORDINARY),
             steps=80, batch=32, optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
         ),
+    ]  # fmt: skip
+
+
+def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
+    """From the beginning, learn from the policy's own best samples as the annotator sees them."""
+    return [
+        *beginning(size),
+        RLStage(
+            name="rl", model="sft", task=TASK, steps=steps, prompts=16, algorithm=algorithm, sampling=SAMPLING,
+            optimizer=Optimization(lr=3e-4, warmup=5), watch_kl=True, evaluate_every=0,
+        ),
+        versus("versus_sft", "rl"),
     ]  # fmt: skip
 
 

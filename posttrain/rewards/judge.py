@@ -21,6 +21,7 @@ from posttrain.types import JSON, Score
 
 RUBRIC = "Judge how correct, helpful and honest the answer is. Length by itself is no merit."
 HIGHEST = 10
+MODES = ("points", "group", "tournament")
 LONGEST = 40_000  # characters of a response that a judge is shown
 OBJECT = re.compile(r"\{[^{}]*\}")
 CANARIES = (
@@ -180,10 +181,29 @@ def _judge(url: str, model: str, rubric: str, cache: str) -> Judge:
         path = Path(rubric).expanduser()
         require(path.is_file(), f"judge: there is no rubric file {rubric}")
         text = path.read_text("utf-8")
-    return Judge(Endpoint(url=url, model=model, cache=cache), text)
+    found = Judge(Endpoint(url=url, model=model, cache=cache), text)
+    found.check_canaries("What is 17 + 25?")
+    return found
+
+
+def judged(
+    question: str,
+    responses: Sequence[str],
+    url: str = "",
+    model: str = "",
+    rubric: str = "",
+    cache: str = "",
+    mode: str = "points",
+) -> list[Score]:
+    """Responses to one question by a model behind an OpenAI-compatible address, each a value in [0, 1]. `mode`: points (1 to 10, one
+    by one), group (all in one request) or tournament (win rate over all pairs, each in both orders). The canaries come first."""
+    require(bool(url) and bool(model), "the judge reward needs the options url and model")
+    require(mode in MODES, f"the judge's mode is one of {', '.join(MODES)}, not {mode!r}")
+    one = _judge(url, model, rubric, cache)
+    scores: list[Score] = getattr(one, mode)(question, responses)
+    return scores
 
 
 def judge(prompt: str, response: str, answer: str, url: str = "", model: str = "", rubric: str = "", cache: str = "") -> Score:
-    """The plain reward: 1 to 10 points by a model behind an OpenAI-compatible address, as a value in [0, 1]."""
-    require(bool(url) and bool(model), "the judge reward needs the options url and model")
-    return _judge(url, model, rubric, cache).points(prompt, [response])[0]
+    """The plain reward: 1 to 10 points, as a value in [0, 1]."""
+    return judged(prompt, [response], url, model, rubric, cache)[0]

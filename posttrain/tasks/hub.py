@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from posttrain.errors import require
-from posttrain.tasks._judged import final_by, is_isolated, judge
-from posttrain.tasks._questions import Questions, load_hub, make_problem, one_side, require_apart
-from posttrain.types import JSON, Code, Problem, Score
+from posttrain.tasks._judged import Judged
+from posttrain.tasks._questions import load_hub, make_problem, one_side, require_apart
+from posttrain.types import JSON, Code, Problem
 
 
 @dataclass(frozen=True)
-class Hub(Questions):
+class Hub(Judged):
     """`dataset` is a name on the hub, a folder of data files, or what `save_to_disk` wrote. Without a `test_split` a share of the
     training split is held out by its content."""
 
@@ -60,20 +60,6 @@ class Hub(Questions):
 
     def _read(self, split: str) -> tuple[Problem, ...]:
         return _problems(self.dataset, self.config, split, self.revision, self.question, self.answer, self.answer_after)
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return judge(self.reward, self.options, problem, response)
-
-    def final(self, response: str) -> str | None:
-        return final_by(self.reward, self.options, response)
-
-    @property
-    def isolated(self) -> bool:
-        return is_isolated(self.reward)
-
-    @property
-    def seconds(self) -> float:
-        return self.score_seconds
 
 
 @lru_cache(maxsize=8)

@@ -14,13 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from posttrain.errors import require
-from posttrain.tasks._judged import final_by, is_isolated, judge
-from posttrain.tasks._questions import Questions, make_problem, one_side, read_records, require_apart
-from posttrain.types import JSON, Code, Problem, Score
+from posttrain.tasks._judged import Judged
+from posttrain.tasks._questions import make_problem, one_side, read_records, require_apart
+from posttrain.types import JSON, Code, Problem
 
 
 @dataclass(frozen=True)
-class Jsonl(Questions):
+class Jsonl(Judged):
     """`file` is for training and `test_file` for evaluation; without one, a share of `file` is held out by its content. Files may be
     compressed with gzip; one that is called .json holds a list."""
 
@@ -56,20 +56,6 @@ class Jsonl(Questions):
         path = Path(file).expanduser()
         require(path.is_file(), f"there is no data file {file}")
         return read_problems(file, path.stat().st_mtime_ns, self.question, self.answer, self.answer_after)
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return judge(self.reward, self.options, problem, response)
-
-    def final(self, response: str) -> str | None:
-        return final_by(self.reward, self.options, response)
-
-    @property
-    def isolated(self) -> bool:
-        return is_isolated(self.reward)
-
-    @property
-    def seconds(self) -> float:
-        return self.score_seconds
 
 
 @lru_cache(maxsize=8)

@@ -101,7 +101,8 @@ def test_what_a_child_could_not_do_is_done_here(fault: str, monkeypatch: pytest.
         yield from answers(requests)
 
     crew = forked.Crew(2)
-    for _ in range(2):  # the second call has a new helper
+    for number in range(2):  # the second call has a new helper
+        assert crew.lost == number
         assert seeds(list(crew.generate(faulty, [request(n, 1) for n in range(5)], 0))) == [0, 1, 2, 3, 4]
     crew.close()
 

@@ -17,6 +17,8 @@ from posttrain.errors import GuardStop, UserError
 from posttrain.rewards import _endpoint
 from posttrain.rewards._endpoint import Endpoint
 from posttrain.rewards.judge import Judge, Verdict, agreement, judge
+from posttrain.scoring import score_group
+from posttrain.tasks.jsonl import Jsonl
 
 Reply = tuple[int, Any] | None  # status and message text; None: hang
 
@@ -102,6 +104,48 @@ def honest(body: dict[str, Any], number: int) -> Reply:
     if "scores" in text:
         return 200, '{"scores": [1, 10, 5.5]}'
     return 200, json.dumps({"score": min(10, 1 + len(shown(body, "ANSWER")))})
+
+
+def sober(body: dict[str, Any], number: int) -> Reply:
+    """Likes what begins with "good", the longer the better, and nothing else."""
+    text = str(body["messages"][1]["content"])
+
+    def worth(name: str) -> int:
+        said = shown(body, name)
+        return len(said) if said.startswith("good") else 0
+
+    if "verdict" in text:
+        a, b = worth("A"), worth("B")
+        return 200, json.dumps({"verdict": "A" if a > b else "B" if b > a else "tie"})
+    return 200, json.dumps({"score": min(10, 1 + worth("ANSWER"))})
+
+
+@pytest.mark.parametrize(("mode", "values"), [("points", [0.0, 4 / 9, 8 / 9]), ("tournament", [0.0, 0.5, 1.0])])
+def test_a_task_is_judged_by_group_and_in_the_mode_it_asks_for(
+    serve: Any, tmp_path: Path, mode: str, values: list[float]
+) -> None:
+    _, endpoint = serve(sober)
+    file = tmp_path / "open.jsonl"
+    file.write_text("".join(json.dumps({"question": f"q{n}", "answer": ""}) + "\n" for n in range(40)))
+    task = Jsonl(str(file), reward="judge", options={"url": endpoint.url, "model": mode, "mode": mode})
+    found = score_group(task, task.problems("train")[0], ["bad", "good", "good xxx"])
+    assert [s.value for s in found] == pytest.approx(values)
+    with pytest.raises(UserError, match="mode is one of"):
+        score_group(
+            Jsonl(str(file), reward="judge", options={"url": endpoint.url, "model": "m", "mode": "x"}),
+            task.problems("train")[0],
+            ["a"],
+        )
+
+
+def test_a_judge_that_falls_for_a_canary_stops_the_run(serve: Any, tmp_path: Path) -> None:
+    """Not a failure of every response, which would be masked and counted: nothing it says can be used."""
+    _, endpoint = serve(honest)
+    file = tmp_path / "open.jsonl"
+    file.write_text("".join(json.dumps({"question": f"q{n}", "answer": ""}) + "\n" for n in range(40)))
+    task = Jsonl(str(file), reward="judge", options={"url": endpoint.url, "model": "m"})
+    with pytest.raises(GuardStop, match="canary"):
+        score_group(task, task.problems("train")[0], ["a", "b"])
 
 
 def test_points_pairs_and_groups(serve: Any) -> None:
@@ -226,10 +270,10 @@ def test_agreement_with_people_by_hand() -> None:
 
 
 def test_the_plain_reward_and_bad_settings(serve: Any, tmp_path: Path) -> None:
-    server, endpoint = serve(honest)
+    server, endpoint = serve(sober)
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("Only brevity counts.")
-    assert judge("q", "xxx", "", url=endpoint.url, model="m", rubric=str(rubric)).value == pytest.approx(3 / 9)
+    assert judge("q", "good xxx", "", url=endpoint.url, model="m", rubric=str(rubric)).value == pytest.approx(8 / 9)
     assert "Only brevity counts." in server.bodies[0]["messages"][0]["content"]
     with pytest.raises(UserError, match="url and model"):
         judge("q", "r", "")
