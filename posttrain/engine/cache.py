@@ -106,7 +106,7 @@ class Decode:
         rows, grouped = query.shape[0], query.shape[1] // heads
         mask = self.mask(rule.sliding_window)
         if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
-            keys, values = (store.flatten(0, 1)[: rows * heads, : self.longest] for store in stores)
+            keys, values = (store.view(-1, *store.shape[2:])[: rows * heads, : self.longest] for store in stores)
             return _by_products(query, keys, values, mask, rule.scaling).view(rows, 1, -1, width)
         keys, values = (store[: self.count, :, : self.longest] for store in stores)
         if rule.softcap is None:  # heads of a group become query rows: keys are read once and never repeated
@@ -120,7 +120,9 @@ def _by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
     query of one token torch's own attention takes twice as long on a CPU."""
     rows = query.shape[0]
     query = query.reshape(keys.shape[0], -1, keys.shape[2])
-    score = torch.baddbmm(query.new_empty(1, 1, 1), query, keys.transpose(1, 2), beta=0, alpha=scaling)
+    score = torch.bmm(query, keys.transpose(1, 2))
+    if scaling != 1.0:
+        score.mul_(scaling)
     if mask is not None:
         score.view(rows, -1, score.shape[-1]).masked_fill_(mask[:, 0], -torch.inf)
     return torch.bmm(score.softmax(-1), values)

@@ -8,7 +8,7 @@ in the least is left to its own module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,48 +108,53 @@ class _Layer:
 
     def __init__(self, number: int, module: Any, rule: Rule, pack: bool):
         attention, mlp = module.self_attn, module.mlp
-        self.number, self.rule, self.width = number, rule, attention.head_dim
+        self.number, self.rule, self.width = number, replace(rule, scaling=1.0), attention.head_dim
         three = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.before, self.after = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
+        self.heads, self.keys, _ = (m.out_features // self.width for m in three)
+        turned = (self.heads + self.keys) * self.width
         weight = torch.cat([m.weight.detach() for m in three]).mul_(self.before.weight)
         bias = torch.cat([m.bias.detach() for m in three]) if attention.q_proj.bias is not None else None
-        self.heads, self.keys, _ = (m.out_features // self.width for m in three)
+        for rows in (weight, bias):
+            if rows is not None:
+                rows[:turned] = self._paired(rows[:turned])
+        self.query_norm, self.key_norm = (
+            _Norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+        )
+        for norm in (self.query_norm, self.key_norm):
+            if norm is not None:
+                norm.weight = self._paired(norm.weight).clone()
+        scaled = [self.query_norm.weight] if self.query_norm is not None else [weight, bias]
+        for rows in scaled:  # attention need not scale what the queries bring scaled
+            if rows is not None:
+                rows[: self.heads * self.width].mul_(rule.scaling)
         self.project = PackedLinear(weight, bias, pack)
-        self.query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.out, self.gate, self.up, self.down = (
-            PackedLinear(
-                m.weight.detach() if norm is None else m.weight.detach() * norm.weight,
-                None if m.bias is None else m.bias.detach(),
-                pack,
-            )
-            for m, norm in (
-                (attention.o_proj, None),
-                (mlp.gate_proj, self.after),
-                (mlp.up_proj, self.after),
-                (mlp.down_proj, None),
-            )
+        two = (mlp.gate_proj, mlp.up_proj)
+        weight = torch.cat([m.weight.detach() for m in two]).mul_(self.after.weight)
+        bias = torch.cat([m.bias.detach() for m in two]) if mlp.gate_proj.bias is not None else None
+        self.widen = PackedLinear(weight, bias, pack)
+        self.out, self.down = (
+            PackedLinear(m.weight.detach(), None if m.bias is None else m.bias.detach(), pack)
+            for m in (attention.o_proj, mlp.down_proj)
         )
 
-    def __call__(self, x: Tensor, shape: torch.Size, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        turned = self.heads + self.keys
-        mixed = self.project(self.before.plain(x)).view(x.shape[0], turned + self.keys, self.width)
-        both, value = mixed[:, :turned], mixed[:, turned:]
+    def _paired(self, rows: Tensor) -> Tensor:
+        """Rows of heads with those that are turned together side by side (0, half, 1, ...). Products of query and key stay the same."""
+        return rows.view(-1, 2, self.width // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def __call__(self, x: Tensor, shape: torch.Size, turn: Tensor, layout: Layout) -> Tensor:
+        heads, turned = self.heads, self.heads + self.keys
+        mixed = self.project(self.before.plain(x)).view(*shape, turned + self.keys, self.width)
         if self.query_norm is not None and self.key_norm is not None:
-            both = torch.cat([self.query_norm(both[:, : self.heads]), self.key_norm(both[:, self.heads :])], 1)
-        # the module's x cos + rotate_half(x) sin, with rotate_half's sign in the sine
-        half, plain = self.width // 2, both
-        both = plain * cos
-        both[..., :half].addcmul_(plain[..., half:], sin[..., :half])
-        both[..., half:].addcmul_(plain[..., :half], sin[..., half:])
-        both, value = (
-            both.view(*shape, turned, self.width).transpose(1, 2),
-            value.view(*shape, self.keys, self.width).transpose(1, 2),
-        )
-        seen = layout.attend(self.number, both[:, : self.heads], both[:, self.heads :], value, self.rule)
+            mixed[:, :, :heads] = self.query_norm(mixed[:, :, :heads])
+            mixed[:, :, heads:turned] = self.key_norm(mixed[:, :, heads:turned])
+        # the module's x cos + rotate_half(x) sin is a product of complex numbers
+        torch.view_as_complex(mixed.view(*shape, -1, self.width // 2, 2)[:, :, :turned]).mul_(turn)
+        query, key, value = mixed.transpose(1, 2).split_with_sizes((heads, self.keys, self.keys), 1)
+        seen = layout.attend(self.number, query, key, value, self.rule)
         x = self.out.plus(seen.reshape(x.shape[0], -1), x)
-        inner = self.after.plain(x)
-        return self.down.plus(self.up.times(inner, self.gate.silu(inner)), x)
+        gate, up = self.widen(self.after.plain(x)).chunk(2, 1)
+        return self.down.plus(F.silu(gate).mul_(up), x)
 
 
 class Decoder:
@@ -161,27 +166,26 @@ class Decoder:
         self.embedding = self.body.embed_tokens.weight.detach()
         self.layers = [_Layer(n, m, rules[n], pack) for n, m in enumerate(self.body.layers)]
         self.norm = _Norm(self.body.norm)
-        self.cos = self.sin = torch.empty(0, 1, 0)
+        self.turn = torch.empty(0, 1, 0, dtype=torch.complex64)  # [positions, 1, half of a head]
 
     @property
     def bytes(self) -> int:
         """Memory of packed copies."""
-        return sum(m.bytes for layer in self.layers for m in (layer.project, layer.out, layer.gate, layer.up, layer.down))
+        return sum(m.bytes for layer in self.layers for m in (layer.project, layer.out, layer.widen, layer.down))
 
     def reach(self, positions: int) -> None:
         """Have angles for this many positions."""
-        if positions <= self.cos.shape[0]:
+        if positions <= self.turn.shape[0]:
             return
-        at = torch.arange(max(positions, 2 * self.cos.shape[0]))
+        at = torch.arange(max(positions, 2 * self.turn.shape[0]))
         cos, sin = self.body.rotary_emb(self.embedding, at[None])
         half = sin.shape[-1] // 2
-        self.cos, self.sin = cos[0, :, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
+        self.turn = torch.complex(cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous())
 
     def hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """[B, S] ids at explicit positions -> [B, S, H]. `reach` must cover them."""
-        at = position_ids.reshape(-1)
-        cos, sin = self.cos.index_select(0, at), self.sin.index_select(0, at)
+        turn = self.turn.index_select(0, position_ids.reshape(-1)).view(*ids.shape, 1, -1)
         x = F.embedding(ids.reshape(-1), self.embedding)
         for layer in self.layers:
-            x = layer(x, ids.shape, cos, sin, layout)
+            x = layer(x, ids.shape, turn, layout)
         return self.norm(x).view(*ids.shape, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from posttrain.engine import forked
 from posttrain.engine.cache import Cache, Decode, Prefill
 from posttrain.engine.decoder import Decoder, familiar, rules_of
 from posttrain.engine.pager import Pager
-from posttrain.engine.random import derive, signed
+from posttrain.engine.random import derive, signed, uniforms
 from posttrain.engine.sampler import Choices, sample
 from posttrain.models.attention import LAYOUT, Layout, Rule
 from posttrain.models.policy import Policy
@@ -22,6 +23,7 @@ from posttrain.types import Completion, Request
 PREFILL_TOKENS = 8192  # prompt tokens computed in one forward
 AHEAD = 256  # positions that the cache holds from the start, where responses may get that far: growing means copying
 DECODER_TOKENS = 512  # a call for fewer tokens is over before a `Decoder` has paid for itself
+DRAWN_AHEAD = 16  # uniforms made at once for a row: making them takes as many operators for one as for all
 PACKED_TOKENS = 2048  # and packing its weights, a few nanoseconds each, takes as many more
 
 # One response being written. Its ids and log-probs are beside it, in `_Batch.ids` and `_Batch.logprobs`.
@@ -197,13 +199,17 @@ class _Batch:
         self.choices = Choices.of(live["temperature"], live["top_k"], live["top_p"], self.device)
         self.seed_N = torch.from_numpy(live["seed"].copy()).to(self.device)
         self.last_N = torch.from_numpy(self.ids[np.arange(self.count), live["count"] - 1]) if self.ids.size else None
+        self.uniforms: deque[Tensor] = deque()  # [N] each, for the tokens to come of these rows
 
     def _draw(self, hidden_NH: Tensor, first: int) -> None:
         """Sample a token for each row from `first` on, and write it down."""
         rows = self.live[first:]
         choices = self.choices if not first else self.choices.rest(first)
-        count_N = torch.from_numpy(rows["count"].copy()).to(self.device)
-        id_N, logprob_N = sample(hidden_NH, self.head, choices, self.seed_N[first:], count_N, choices.plain)
+        if first or not self.uniforms:
+            ahead = 1 if first else DRAWN_AHEAD
+            count_NL = torch.from_numpy(rows["count"][:, None] + np.arange(ahead)).to(self.device)
+            self.uniforms.extend(uniforms(self.seed_N[first:, None], count_NL).unbind(1))
+        id_N, logprob_N = sample(hidden_NH, self.head, choices, self.uniforms.popleft(), choices.plain)
         self._write(first, rows["count"], id_N.cpu().numpy(), logprob_N.cpu().numpy())
         rows["count"] += 1
         self.last_N = id_N if not first else torch.cat([self.last_N[:first], id_N])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.engine.random import uniforms
 from posttrain.engine.rows import PAGE, Heads, Rows
 from posttrain.engine.sampler import Choices, draw
 from posttrain.models.attention import Rule
@@ -153,7 +154,7 @@ def choose(logits_NV: Tensor, rows: Rows, truncated: bool) -> tuple[Tensor, Tens
     count, size = logits_NV.shape
     if truncated or not logits_NV.is_cuda:
         choices = Choices(rows.temperature[:count], rows["top_k"][:count], rows.top_p[:count])
-        return draw(logits_NV, choices, rows["seed"][:count], rows["count"][:count], truncated)
+        return draw(logits_NV, choices, uniforms(rows["seed"][:count], rows["count"][:count]), truncated)
     kernels, blocks, device = _triton(), -(-size // BLOCK), logits_NV.device
     top, total = (torch.empty(count, blocks, dtype=torch.float32, device=device) for _ in range(2))
     best = torch.empty(count, blocks, dtype=torch.int32, device=device)

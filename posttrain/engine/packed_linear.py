@@ -18,6 +18,12 @@ def available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+# looked up once: finding the overload for each of a thousand calls takes as long as some of them
+UNARY, BINARY = (
+    (torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary) if available() else (None, None)
+)
+
+
 class PackedLinear:
     """x W^T + b for two-dimensional float32 x on the CPU. `pack` keeps W in oneDNN's own layout, where that pays."""
 
@@ -36,24 +42,12 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-    def silu(self, x: Tensor) -> Tensor:
-        """silu(x W^T + b)."""
-        if self.packed is None:
-            return F.silu(F.linear(x, self.weight, self.bias), inplace=True)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "swish", [], "")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x W^T + b) * other."""
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias).mul_(other)
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.packed, self.bias, "mul")
+        return UNARY(x, self.packed, self.bias, "none", [], "")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """x W^T + b + other."""
         if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.packed, self.bias, "add")
+            return BINARY(x, other, self.packed, self.bias, "add")
         if self.bias is None:
             return torch.addmm(other, x, self.weight.t())
         return F.linear(x, self.weight, self.bias).add_(other)

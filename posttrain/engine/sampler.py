@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engine.random import uniforms
 from posttrain.ops.logprobs import Head, head_logits
 
 BLOCK = 256  # ids whose probabilities are summed together in a large vocabulary
@@ -35,10 +34,8 @@ class Choices:
         return Choices(self.temperature_N[first:], self.top_k_N[first:], self.top_p_N[first:], self.plain, self.cold)
 
 
-def sample(
-    hidden_NH: Tensor, head: Head, choices: Choices, seed_N: Tensor, position_N: Tensor, plain: bool
-) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the CDF at the row's own uniform.
+def sample(hidden_NH: Tensor, head: Head, choices: Choices, uniform_N: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the CDF at the row's own uniform (engine/random.py).
 
     `plain` promises temperature 1 and no truncation for every row. Temperature 0 is argmax with log-prob 0: a certain choice.
     """
@@ -47,13 +44,13 @@ def sample(
         return logits_NV.argmax(-1), logits_NV.new_zeros(logits_NV.shape[0])
     if not plain:
         truncated = bool((choices.top_k_N > 0).any()) or bool((choices.top_p_N < 1).any())
-        return draw(logits_NV, choices, seed_N, position_N, truncated)
+        return draw(logits_NV, choices, uniform_N, truncated)
     logprob_NV = torch.log_softmax(logits_NV, -1)
-    id_N = invert(logprob_NV, uniforms(seed_N, position_N))
+    id_N = invert(logprob_NV, uniform_N)
     return id_N, logprob_NV.gather(-1, id_N[:, None])[:, 0]
 
 
-def draw(logits_NV: Tensor, choices: Choices, seed_N: Tensor, position_N: Tensor, truncated: bool) -> tuple[Tensor, Tensor]:
+def draw(logits_NV: Tensor, choices: Choices, uniform_N: Tensor, truncated: bool) -> tuple[Tensor, Tensor]:
     """`sample` from logits, each row with its own settings; without `truncated` no row's support is cut. Nothing here waits for
     the device."""
     greedy_N = choices.temperature_N == 0
@@ -61,7 +58,7 @@ def draw(logits_NV: Tensor, choices: Choices, seed_N: Tensor, position_N: Tensor
     logprob_NV = torch.log_softmax(scaled_NV, -1)
     if truncated:
         logprob_NV = truncate(logprob_NV, choices.top_k_N, choices.top_p_N)
-    id_N = torch.where(greedy_N, logits_NV.argmax(-1), invert(logprob_NV, uniforms(seed_N, position_N)))
+    id_N = torch.where(greedy_N, logits_NV.argmax(-1), invert(logprob_NV, uniform_N))
     return id_N, torch.where(greedy_N, 0.0, logprob_NV.gather(-1, id_N[:, None])[:, 0])
 
 
