@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy, adopt
 from posttrain.types import Request, Sampling
 
@@ -33,6 +34,7 @@ class Case:
     prompt: int
     new: int
     tied: bool = True
+    lora: int = 0  # rank of adapters on frozen weights; 0: all weights learn
 
     @property
     def width(self) -> int:
@@ -55,7 +57,7 @@ class Case:
 CASES = {
     "a": Case(24, 896, 4864, 14, 2, 151936, 128, 8, 256, 512),
     "b": Case(28, 1536, 8960, 12, 2, 151936, 64, 8, 256, 1024),
-    "c": Case(28, 3584, 18944, 28, 4, 152064, 32, 8, 256, 1024, tied=False),
+    "c": Case(28, 3584, 18944, 28, 4, 152064, 32, 8, 256, 1024, tied=False, lora=16),
     "d": Case(8, 512, 1536, 8, 4, 8192, 256, 16, 64, 128),
     "e": Case(24, 896, 4864, 14, 2, 151936, 16, 8, 256, 8192),
 }
@@ -76,7 +78,15 @@ def make_model(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "c
 
 
 def make_policy(case: Case, dtype: torch.dtype = torch.bfloat16) -> Policy:
-    return adopt(make_model(case, dtype), None, (STOP,), "a random Qwen2")
+    """The case's model, with its adapters where it has some, as if they had learned: B is 0 at the start of training."""
+    policy = adopt(make_model(case, dtype), None, (STOP,), "a random Qwen2")
+    if case.lora:
+        add_adapters(policy.model, Lora(rank=case.lora), 0)
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0.0, 0.01)
+    return policy
 
 
 def make_requests(case: Case, seed: int, endless: bool = True) -> list[Request]:
@@ -135,14 +145,16 @@ def decode_bound(case: Case, bytes_s: float, flops_s: float, shared: bool = Fals
 
 
 def train_flops(case: Case, shared: bool) -> float:
-    """Operations of forward and backward, without recomputation; with `shared` a prompt is computed once a group."""
+    """Operations of forward and backward, without recomputation; with `shared` a prompt is computed once a group. Frozen weights
+    have no gradient of their own: two products of theirs in place of three (those of adapters are left out)."""
     tokens = (case.prompts * case.prompt if shared else case.rows * case.prompt) + case.rows * case.new
     both = case.prompt + case.new
     pairs = case.rows * both * both / 2
     if shared:
         pairs = case.prompts * case.prompt**2 / 2 + case.rows * (case.prompt * case.new + case.new**2 / 2)
     heads = 3.5 * 4 * case.layers * case.heads * case.width * pairs
-    return 6 * case.block_weights * tokens + 6 * case.head_weights * case.rows * case.new + heads
+    each = 4 if case.lora else 6
+    return each * (case.block_weights * tokens + case.head_weights * case.rows * case.new) + heads
 
 
 def settle() -> None:

@@ -3,6 +3,8 @@
     python benchmarks/gpu_grpo_step.py                       # cases a, b and d, prompts computed once and plain
     python benchmarks/gpu_grpo_step.py --cases a --trl       # and TRL's step of case a, in a process of its own, same weights
     python benchmarks/gpu_grpo_step.py --cases a --profile   # where the time of forward and backward goes
+    python benchmarks/gpu_grpo_step.py --cases c,e --brief   # long ones: one step after a warm-up on short answers
+    python benchmarks/gpu_grpo_step.py --cases b --gate-only # the gradient against float32, without timing
 
 Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
 """
@@ -16,6 +18,7 @@ import random
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from gpu_cases import CASES, Case, ceilings, clock, decode_bound, make_policy, m
 
 from posttrain.algorithms.grpo import GRPO  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
+from posttrain.engine.paged_batch import PagedBatch, pages_of  # noqa: E402
 from posttrain.train import forward as forward_module  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import micro_batches, pack_groups  # noqa: E402
@@ -60,6 +64,21 @@ class Ours:
         assert update.moved and figures["mismatch"] is not None
         return {"generate": marks[1] - marks[0], "prepare": marks[2] - marks[1], "train": marks[3] - marks[2],
                 "step": marks[3] - marks[0], "grad_norm": update.grad_norm, "mismatch": mismatch(update.metrics)}  # fmt: skip
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """What a first full step would pay for once: kernels on short answers, the cache's memory at full length, the graph."""
+        whole, self.case = self.case, replace(self.case, new=64)
+        with torch.inference_mode(False):
+            self.step(0)
+        paged = self.engine.pager.paged
+        assert paged is not None, "the plain path was taken"
+        PagedBatch(paged, make_requests(whole, 0), whole.rows, 0)
+        pool = 1 + whole.prompts * (pages_of(whole.prompt) + whole.group * pages_of(whole.new))
+        if pool > paged.pages.pages:
+            paged.grow(pool)
+        self.rollout(1)
+        self.case = whole
 
     def rollout(self, seed: int) -> Batch:
         """Sampled groups with random rewards, packed."""
@@ -134,6 +153,28 @@ def run_case(name: str, repeats: int, budget: int | None, do_gate: bool) -> dict
     return result
 
 
+def run_brief(name: str, budget: int | None) -> dict[str, Any]:
+    """One timed step, prompts computed once. Its generation and its training are reported as of one call."""
+    ours = Ours(CASES[name], budget or BUDGETS[name])
+    began = clock()
+    ours.warm_up()
+    settle()
+    result: dict[str, Any] = {"case": name, "budget": ours.trainer.settings.token_budget, "warm_up": clock() - began}
+    result["shared"] = ours.step(10)
+    paged = ours.engine.pager.paged
+    assert paged is not None
+    step, peak = result["shared"]["step"], torch.cuda.max_memory_allocated() / 2**30
+    result["shared"] |= {"fastest": step, "slowest": step, "peak_gib": peak}
+    result |= {"checkpointed": ours.trainer.checkpointed, "capture": paged.capture_seconds, "cache_gib": paged.bytes / 2**30,
+               "copies_gib": paged.decoder.bytes / 2**30, "ours": ours}  # fmt: skip
+    return result
+
+
+def run_gate(name: str, budget: int | None) -> dict[str, Any]:
+    ours = Ours(CASES[name], budget or BUDGETS[name])
+    return {"case": name, "gate": gate(ours, ours.rollout(1)), "ours": ours}
+
+
 def profile(ours: Ours) -> list[tuple[str, float, int]]:
     """Milliseconds and launches of each kernel in forward and backward of one micro-batch."""
     from torch.profiler import ProfilerActivity
@@ -151,10 +192,10 @@ def profile(ours: Ours) -> list[tuple[str, float, int]]:
     return [(f"all, of {pieces[1].tokens} tokens, by the clock", seconds * 1000, 1), *rows[:28]]
 
 
-def trl_step(name: str, micro_batch: int) -> dict[str, Any] | None:
+def trl_step(name: str, micro_batch: int, steps: int) -> dict[str, Any] | None:
     """Seconds of TRL's steps in a process of its own, or None where TRL cannot be imported."""
     case = CASES[name]
-    command = [sys.executable, str(HERE / "gpu_trl.py"), name, str(micro_batch)]
+    command = [sys.executable, str(HERE / "gpu_trl.py"), name, str(micro_batch), str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -172,7 +213,10 @@ def main() -> None:
     parser.add_argument("--budget", type=int)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--trl", action="store_true")
+    parser.add_argument("--trl-steps", type=int, default=4, help="the first is its warm-up")
     parser.add_argument("--no-gate", action="store_true")
+    parser.add_argument("--gate-only", action="store_true")
+    parser.add_argument("--brief", action="store_true")
     options = parser.parse_args()
     import transformers
 
@@ -181,9 +225,14 @@ def main() -> None:
     results = []
     for name in options.cases.split(","):
         case = CASES[name]
-        result = run_case(name, options.repeats, options.budget, not options.no_gate)
+        if options.brief:
+            result = run_brief(name, options.budget)
+        elif options.gate_only:
+            result = run_gate(name, options.budget)
+        else:
+            result = run_case(name, options.repeats, options.budget, not options.no_gate)
         ours = result.pop("ours")
-        for way in ("shared", "plain"):
+        for way in (way for way in ("shared", "plain") if way in result):
             figures, flops = result[way], train_flops(case, way == "shared")
             figures["mfu"] = flops / figures["train"] / flops_s
             figures["bound_s"] = decode_bound(case, bytes_s, flops_s, way == "shared") + flops / flops_s
@@ -196,7 +245,7 @@ def main() -> None:
         del ours
         torch.cuda.empty_cache()
         if options.trl:
-            result["trl"] = trl_step(name, 32)
+            result["trl"] = trl_step(name, 32, options.trl_steps)
         results.append(result)
     print(json.dumps({
         "benchmark": "gpu_grpo_step", "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),

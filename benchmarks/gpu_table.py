@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_table.py benchmarks/results/h200.jsonl docs
 
-The file holds the last lines of gpu_generate.py and gpu_grpo_step.py, one a line.
+The file holds the last lines of gpu_generate.py and gpu_grpo_step.py, one a line. What a later line says of a case replaces what an
+earlier one said of it, figure by figure.
 """
 
 from __future__ import annotations
@@ -34,15 +35,36 @@ def spread(figures: dict[str, Any], key: str) -> str:
     return f"{figures[key]:.2f} s ({figures['fastest']:.2f} to {figures['slowest']:.2f})"
 
 
+def merged(runs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """What the runs say of each case, the last word of each figure, in the order of the cases."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for result in run["results"] if run["benchmark"] == kind else ():
+            found[result["case"]] = found.get(result["case"], {}) | result
+    return [found[name] for name in sorted(found)]
+
+
+def of_steps(trained: list[dict[str, Any]], made: list[dict[str, Any]], bytes_s: float, flops_s: float) -> list[dict[str, Any]]:
+    """Generation as it was in a step, for cases that were not measured by itself."""
+    rows = []
+    for r in (r for r in trained if "shared" in r and r["case"] not in {m["case"] for m in made}):
+        case, seconds = CASES[r["case"]], r["shared"]["generate"]
+        rows.append({"case": r["case"], "tokens_s": case.rows * case.new / seconds, "seconds": seconds, "fastest": seconds,
+                     "slowest": seconds, "share_of_bound": decode_bound(case, bytes_s, flops_s) / seconds,
+                     "capture": r["capture"]})  # fmt: skip
+    return rows
+
+
 def generation(results: list[dict[str, Any]], bytes_s: float, flops_s: float) -> list[str]:
     titles = ("case", "tokens/s with log-probs", "time (fastest to slowest)", "of the bound", "of it, prompts read once", "peak",
               "capture", "log-probs off by, mean / max")  # fmt: skip
     lines = [row(*titles), row(*["---"] * len(titles))]
     for r in results:
-        off, shared = r["logprob_difference"], decode_bound(CASES[r["case"]], bytes_s, flops_s, True) / r["seconds"]
+        off, shared = r.get("logprob_difference"), decode_bound(CASES[r["case"]], bytes_s, flops_s, True) / r["seconds"]
+        peak = f"{r['peak_gib']:.1f} GiB" if "peak_gib" in r else "see the step"
         lines.append(row(work(r["case"]), f"**{r['tokens_s']:,.0f}**", spread(r, "seconds"), f"{100 * r['share_of_bound']:.0f}%",
-                         f"{100 * shared:.0f}%", f"{r['peak_gib']:.1f} GiB", f"{r['capture']:.1f} s",
-                         f"{off['mean']:.4f} / {off['max']:.3f}"))  # fmt: skip
+                         f"{100 * shared:.0f}%", peak, f"{r['capture']:.1f} s",
+                         f"{off['mean']:.4f} / {off['max']:.3f}" if off else ""))  # fmt: skip
         if "lognormal" in r:
             one = r["lognormal"]
             share = f"{100 * one['tokens_s'] / r['tokens_s']:.0f}% of equal lengths"
@@ -54,31 +76,33 @@ def generation(results: list[dict[str, Any]], bytes_s: float, flops_s: float) ->
 
 def steps(results: list[dict[str, Any]]) -> list[str]:
     titles = ("case", "prompts", "step (fastest to slowest)", "generate", "train", "MFU of training", "bound of the step", "peak",
-              "sampler and trainer differ by")  # fmt: skip
+              "sampler and trainer differ by", "gradient off by")  # fmt: skip
     lines = [row(*titles), row(*["---"] * len(titles))]
     for r in results:
         for way, word in (("shared", "computed once"), ("plain", "each time")):
-            s = r[way]
+            if way not in r:
+                continue
+            s, gate = r[way], r.get("gate")
             parts = [f"{s[key]:.2f} s" for key in ("generate", "train")]
             lines.append(row(work(r["case"]), word, f"**{spread(s, 'step')}**", *parts, f"{100 * s['mfu']:.0f}%",
-                             f"{s['bound_s']:.2f} s", f"{s['peak_gib']:.1f} GiB", f"{s['mismatch']:.4f}"))  # fmt: skip
+                             f"{s['bound_s']:.2f} s", f"{s['peak_gib']:.1f} GiB", f"{s['mismatch']:.4f}",
+                             f"{gate['relative_error']:.3f}" if gate and way == "shared" else ""))  # fmt: skip
         if r.get("trl"):
             t = r["trl"]
             times = " and ".join(f"{t['step'] / r[way]['step']:.2f}" for way in ("shared", "plain"))
             lines.append(row(f"{r['case']}, TRL {t['trl']}, HF generate", "each time", spread(t, "step"), "", "", "", "",
-                             f"{t['peak_gib']:.1f} GiB", f"{times} times ours"))  # fmt: skip
+                             f"{t['peak_gib']:.1f} GiB", f"{times} times ours", ""))  # fmt: skip
     return lines
 
 
-def draw(runs: list[dict[str, Any]], folder: Path) -> None:
+def draw(generated: list[dict[str, Any]], stepped: list[dict[str, Any]], folder: Path) -> None:
     """Tokens a second beside the bound, and where a step's seconds go."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    made = {r["case"]: r for run in runs if run["benchmark"] == "gpu_generate" for r in run["results"]}
-    trained = {r["case"]: r for run in runs if run["benchmark"] == "gpu_grpo_step" for r in run["results"]}
+    made, trained = ({r["case"]: r for r in results} for results in (generated, stepped))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for n, (name, r) in enumerate(reversed(made.items())):
         share = 100 * r["share_of_bound"]
@@ -92,7 +116,7 @@ def draw(runs: list[dict[str, Any]], folder: Path) -> None:
     left.set_yticks(range(len(made)), [f"{name}: {NAMES[name]}" for name in reversed(made)])
     left.set_xlabel("% of what memory and matrix units allow")
     left.set_title("Generation with log-probs", loc="left", fontsize=10)
-    bars = [(f"{name}, {word}", r[way]["generate"], r[way]["train"]) for name, r in trained.items() if name != "d"
+    bars = [(f"{name}, {word}", r[way]["generate"], r[way]["train"]) for name, r in trained.items() if name in "ab"
             for way, word in (("shared", "prompts once"), ("plain", "plain"))]  # fmt: skip
     for name, r in trained.items():
         if r.get("trl"):
@@ -114,10 +138,9 @@ def draw(runs: list[dict[str, Any]], folder: Path) -> None:
 def main() -> None:
     runs = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines() if line.strip()]
     folder, first = Path(sys.argv[2]), runs[0]
-    order = sorted(CASES)
-    every = {kind: [r for run in runs if run["benchmark"] == kind for r in run["results"]] for kind in KINDS}
-    made, trained = (sorted(every[kind], key=lambda r: order.index(r["case"])) for kind in KINDS)
+    made, trained = (merged(runs, kind) for kind in KINDS)
     rates = (first["bytes_s"], first["flops_s"])
+    made = sorted([*made, *of_steps(trained, made, *rates)], key=lambda r: r["case"])
     versions = (
         f"{first['gpu']}, {first['date']}, torch {first['torch']}, transformers {first['transformers']}, bfloat16; measured in"
     )
@@ -127,7 +150,7 @@ def main() -> None:
     page = folder / "benchmarks.md"
     text = page.read_text()
     page.write_text(text[: text.index(START)] + drawn + text[text.index(END) + len(END) :])
-    draw(runs, folder)
+    draw(made, trained, folder)
 
 
 if __name__ == "__main__":

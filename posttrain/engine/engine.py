@@ -198,7 +198,8 @@ class _Batch:
         live = self.live
         self.choices = Choices.of(live["temperature"], live["top_k"], live["top_p"], self.device)
         self.seed_N = torch.from_numpy(live["seed"].copy()).to(self.device)
-        self.last_N = torch.from_numpy(self.ids[np.arange(self.count), live["count"] - 1]) if self.ids.size else None
+        last = self.ids[np.arange(self.count), live["count"] - 1] if self.ids.size else np.zeros(0, np.int64)
+        self.last_N = torch.from_numpy(last).to(self.device)
         self.uniforms: deque[Tensor] = deque()  # [N] each, for the tokens to come of these rows
 
     def _draw(self, hidden_NH: Tensor, first: int) -> None:

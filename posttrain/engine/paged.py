@@ -120,9 +120,10 @@ class Paged:
         self._forget()
 
     def release(self) -> None:
-        """Give the pool and the graphs back; the next call makes them anew."""
+        """Give the pool, the graphs and the copied weights back; the next call makes them anew."""
         self.stores, self.pages, self.rows = [], Pages(1), None
         self._forget()
+        self.decoder.release()
 
     def _forget(self) -> None:
         """Drop the graphs: what they read has moved."""

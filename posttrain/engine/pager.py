@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from posttrain.engine.fused import fused
 from posttrain.engine.paged import Paged
 from posttrain.engine.paged_batch import PagedBatch
@@ -36,9 +38,12 @@ class Pager:
             self.policy.model.train(was_training)
 
     def release(self) -> None:
-        """Give the memory of the pool and of captured graphs back, as before training; the next call takes it anew."""
+        """Give the memory of the pool, of captured graphs and of copied weights back, as before training; the next call takes it
+        anew and captures again. Nothing is given back while an answer is half-way."""
         if self.paged is not None and not self.busy:
             self.paged.release()
+            if self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()  # to the device: a private pool of graphs would not serve the trainer
 
     def _ready(self) -> bool:
         """Take the present weights; False, and said once, where the model is not of a kind that this way knows."""

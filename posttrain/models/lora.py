@@ -9,12 +9,13 @@ over the very same parameters, so that neither is a second copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
@@ -78,3 +79,45 @@ def merge_adapters(model: Any) -> None:
             if isinstance(child, BaseTunerLayer):
                 child.merge()
                 setattr(module, name, child.get_base_layer())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """What stands beside one linear layer: y += scale * B (A x)."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+
+def adapter_of(module: Any) -> Adapter | None:
+    """The one plain adapter that a layer of peft applies now; None where there is none, or more to it than B (A x)."""
+    if not isinstance(getattr(module, "base_layer", None), nn.Linear) or not hasattr(module, "lora_A"):
+        return None
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if len(names) != 1 or module.disable_adapters or module.merged or module.lora_variant:
+        return None
+    (name,) = names
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    plain = isinstance(dropout, nn.Identity) or getattr(dropout, "p", 1.0) == 0.0
+    if not plain or a.bias is not None or b.bias is not None or a.weight.dtype != module.base_layer.weight.dtype:
+        return None
+    return Adapter(a.weight, b.weight, float(module.scaling[name]))
+
+
+@contextmanager
+def stirred(body: nn.Module) -> Iterator[None]:
+    """Within the block, adapters that do something: they begin as 0, and a comparison of two ways through the model would not see
+    them. Their bits are put back."""
+    found = [adapter.b_OR for module in body.modules() if (adapter := adapter_of(module)) is not None]
+    kept = [b.detach().clone() for b in found]
+    try:
+        with torch.no_grad():
+            for n, b in enumerate(found):
+                at = torch.arange(b.numel(), device=b.device, dtype=torch.float32).view_as(b)
+                b.copy_(torch.sin(at * 1.7 + n) / b.shape[1])
+        yield
+    finally:
+        with torch.no_grad():
+            for b, bits in zip(found, kept, strict=True):
+                b.copy_(bits)

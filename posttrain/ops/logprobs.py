@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
-CHUNK_LOGITS_CUDA = 1 << 29  # there, 2 GiB, and half as much again for their gradient
+CHUNK_LOGITS_CUDA = 7 << 26  # there, 1.8 GiB, and half as much again for their gradient
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +57,7 @@ def token_logprobs(
     if chunk_logits is None:
         chunk_logits = CHUNK_LOGITS_CUDA if hidden_NH.is_cuda else CHUNK_LOGITS
     rows = max(1, chunk_logits // head.weight_VH.shape[0])
+    rows = rows // 256 * 256 or rows  # whole tiles of a product
     logprob_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head.weight_VH, head.bias_V, target_N, head.scale, head.softcap, temperature, rows
     )
@@ -116,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = narrow @ weight_VH
                 if grad_weight is not None:
-                    grad_weight += product_float32(narrow.t(), hidden_NH[part])
+                    add_product_float32(grad_weight, narrow.t(), hidden_NH[part])
                 continue
             logp = logits / temperature - normaliser_N[part, None]
             p = logp.exp()
@@ -175,6 +176,9 @@ def logits_gradient(
     return out
 
 
-def product_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of half-precision matrices on CUDA, returned in float32."""
-    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+def add_product_float32(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b on CUDA, summed in float32 inside the product whatever the matrices are."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

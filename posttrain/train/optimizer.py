@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from posttrain.errors import require
 
-SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULES, CHECKPOINTING = ("constant", "linear", "cosine"), ("auto", "never", "layer")
 COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()  # one optimizer at a time takes gradients
 
 
@@ -31,6 +31,7 @@ class Optimization:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     token_budget: int = 8192  # tokens in a micro-batch; changes memory, never the gradient
+    checkpointing: str = "auto"  # never, layer (compute activations again in backward), or auto: where memory asks for it
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
@@ -41,6 +42,8 @@ class Optimization:
         require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}")
         require(self.clip_norm > 0, f"clip_norm must be positive (inf for none), not {self.clip_norm}")
         require(self.token_budget > 0, f"token_budget must be positive, not {self.token_budget}")
+        ways = ", ".join(CHECKPOINTING)
+        require(self.checkpointing in CHECKPOINTING, f"checkpointing must be one of {ways}, not {self.checkpointing!r}")
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of step 0, 1, ..., steps - 1.
@@ -88,8 +91,7 @@ class Optimizer:
 
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
             parameter.grad = None
 
         return hook
@@ -124,8 +126,8 @@ class Optimizer:
         return norm
 
     def zero(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
+        for tensor in (*self.masters.values(), *self.parameters.values()):  # both: a backward pass may break off between them
+            tensor.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, by parameter name."""

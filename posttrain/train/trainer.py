@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.train import checkpoint
 from posttrain.train.forward import forward, scores, values
+from posttrain.train.memory import at_hand, checkpointing_pays, set_checkpointing, step_bytes
 from posttrain.train.optimizer import Optimization, Optimizer
 from posttrain.train.pack import micro_batches, with_loss
 from posttrain.types import Batch, Metric, Outputs
 
 CRITIC = "critic."  # what the critic's tensors are called by in a checkpoint
+Result = TypeVar("Result")
 
 
 class NonFinite(GuardStop):
@@ -42,7 +45,11 @@ class Update:
 
 class Trainer:
     """Holds the model that learns (a policy, or a scorer where the algorithm trains one) and its optimizer; where the algorithm
-    needs them, the frozen reference, and a critic with an optimizer of its own."""
+    needs them, the frozen reference, and a critic with an optimizer of its own.
+
+    `beside` is memory of the device that others will take while it trains, such as the engine's cache: with it, and with what is
+    free, `checkpointing: auto` decides. `token_budget` is that of the settings until memory runs out; then it is halved, once.
+    """
 
     def __init__(
         self,
@@ -52,11 +59,64 @@ class Trainer:
         reference: Policy | None = None,
         critic: Scorer | None = None,
         critic_settings: Optimization | None = None,
+        beside: float = 0.0,
     ):
         self.policy, self.algorithm, self.settings, self.reference, self.critic = policy, algorithm, settings, reference, critic
         self.critic_settings = critic_settings or settings
         self.optimizer = Optimizer(policy.model, settings)
         self.critic_optimizer = Optimizer(critic.model, self.critic_settings) if critic is not None else None
+        self.token_budget = settings.token_budget
+        self.news: list[str] = []  # what the user should hear of; `heard` empties it
+        self.checkpointed = self._choose_checkpointing(beside)
+
+    def _choose_checkpointing(self, beside: float) -> bool:
+        models: list[Policy | Scorer] = [self.policy, *([self.critic] if self.critic is not None else [])]
+        optimizers = [self.optimizer, *([self.critic_optimizer] if self.critic_optimizer is not None else [])]
+        learning = sum(p.numel() for optimizer in optimizers for p in optimizer.parameters.values())
+        have, chosen = at_hand(self.policy.device), self.settings.checkpointing
+        need = beside
+        if chosen == "auto" and have is not None:
+            need += step_bytes(models, learning, self.token_budget, False)
+        on = checkpointing_pays(chosen, need, have)
+        for model in models:
+            set_checkpointing(model.model, on)
+        if on and chosen == "auto" and have is not None:
+            self.news.append(
+                f"memory: activations are computed again in the backward pass, layer by layer: a micro-batch of {self.token_budget} "
+                f"tokens would need about {need / 2**30:.3g} GiB, and {have / 2**30:.3g} GiB are at hand; it takes about a third "
+                "longer, the gradient is the same (optimizer.checkpointing=never, or a smaller token_budget, turns it off)"
+            )
+        return on
+
+    def heard(self) -> list[str]:
+        """The news since the last call."""
+        news, self.news = self.news, []
+        return news
+
+    def _within_memory(self, work: Callable[[], Result]) -> Result:
+        """What `work` gives; where memory runs out in it, with all gradients dropped and half the token budget, once in the trainer's
+        life. The weights of the loss are those of the whole step, so that smaller pieces add up to the same gradient."""
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            if self.token_budget < self.settings.token_budget or self.token_budget < 2:
+                raise
+            seen = " ".join(str(error).split())[:120]
+        self._drop()  # beyond the except: while the error is alive, so is the memory of the pass that failed
+        self.token_budget //= 2
+        self.news.append(
+            f"memory: out of memory in training ({seen}); token_budget is halved to {self.token_budget} for the rest of the run, "
+            "and the step is done again: the gradient is the same; the next time stops"
+        )
+        return work()
+
+    def _drop(self) -> None:
+        """Forget all gradients, and give cached memory back."""
+        self.optimizer.zero()
+        if self.critic_optimizer is not None:
+            self.critic_optimizer.zero()
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def fill(self, batch: Batch, watch: bool = False) -> Batch:
@@ -82,7 +142,7 @@ class Trainer:
         return batch
 
     def _each(self, batch: Batch, function: Callable[[Batch], Tensor]) -> Tensor:
-        return torch.cat([function(piece) for piece in micro_batches(batch, self.settings.token_budget)])
+        return self._within_memory(lambda: torch.cat([function(p) for p in micro_batches(batch, self.token_budget)]))
 
     def update(self, batch: Batch, rate: float, beside: tuple[Algorithm, Batch] | None = None) -> Update:
         """Forward and backward over the micro-batches of a prepared step, then one update.
@@ -93,15 +153,7 @@ class Trainer:
         """
         if not bool(batch.mask_T.any()):
             return Update((Metric("skipped", 1, 1),), 0.0, False)
-        self.policy.model.train()
-        metrics = [Metric("trained", int(batch.mask_T.sum()), None)]
-        for piece in micro_batches(with_loss(batch), self.settings.token_budget):
-            metrics.extend(self.forward_backward(piece))
-        if beside is not None and any(True for _ in self.optimizer.gradients()):  # it goes with a policy that learns
-            other, more = beside
-            for piece in micro_batches(with_loss(more), self.settings.token_budget):
-                found = self.forward_backward(piece, other)
-                metrics += [replace(m, name=f"pretraining/{m.name}") for m in found if m.name != "loss"]
+        metrics = self._within_memory(lambda: self._accumulate(batch, beside))
         norm = float(self.optimizer.norm())
         critic_norm = 0.0 if self.critic_optimizer is None else float(self.critic_optimizer.norm())
         self._check(metrics, norm, critic_norm)  # of everyone, before anyone moves
@@ -112,15 +164,28 @@ class Trainer:
             metrics.append(Metric("grad_norm/critic", critic_norm, 1))
         return Update(tuple(metrics), norm, True)
 
+    def _accumulate(self, batch: Batch, beside: tuple[Algorithm, Batch] | None) -> list[Metric]:
+        """Forward and backward over all micro-batches: the step's gradient is in the optimizers."""
+        for model in (self.policy, self.critic):  # layers are checkpointed in training mode alone; nothing else differs in it
+            if model is not None:
+                model.model.train()
+        metrics = [Metric("trained", int(batch.mask_T.sum()), None)]
+        for piece in micro_batches(with_loss(batch), self.token_budget):
+            metrics.extend(self.forward_backward(piece))
+        if beside is not None and any(True for _ in self.optimizer.gradients()):  # it goes with a policy that learns
+            other, more = beside
+            for piece in micro_batches(with_loss(more), self.token_budget):
+                found = self.forward_backward(piece, other)
+                metrics += [replace(m, name=f"pretraining/{m.name}") for m in found if m.name != "loss"]
+        return metrics
+
     def _check(self, metrics: Sequence[Metric], norm: float, critic_norm: float) -> None:
         """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
         figures = {"the gradient's norm": norm, "the norm of the critic's gradient": critic_norm}
         figures["the loss"] = sum(float(metric.total) for metric in metrics if metric.name == "loss")
         for name, value in figures.items():
             if not math.isfinite(value):
-                self.optimizer.zero()
-                if self.critic_optimizer is not None:
-                    self.critic_optimizer.zero()
+                self._drop()
                 raise NonFinite(f"{name} is {value}", metrics, norm + critic_norm)
 
     def outputs(self, piece: Batch) -> Outputs:

@@ -15,8 +15,11 @@ from posttrain.engine.paged import Pages, bucket
 from posttrain.engine.paged_batch import PagedBatch, longest_fit
 from posttrain.engine.rows import PAGE
 from posttrain.errors import UserError
+from posttrain.models.lora import Lora, add_adapters, merge_adapters
 from posttrain.models.policy import Policy, adopt
-from posttrain.types import Completion, Request, Sampling
+from posttrain.train.forward import forward
+from posttrain.train.pack import pack_examples
+from posttrain.types import Completion, Example, Request, Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -153,9 +156,21 @@ def test_memory_given_back_is_taken_anew(policy: Policy) -> None:
     engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(20))]
     before = ids(list(engine.generate(requests)))
     assert engine.pager.paged is not None and engine.pager.paged.stores
+    copied = engine.pager.paged.decoder.bytes
+    assert copied == 4 * 2 * 16 * (16 + 8 + 8 + 24 + 24), "q, k, v, gate and up of two layers of width 16"
     engine.pager.release()
     assert not engine.pager.paged.stores and engine.pager.paged.rows is None
-    assert ids(list(engine.generate(requests))) == before
+    assert all(product.weight.numel() == 0 for product in engine.pager.paged.decoder.products)
+    assert ids(list(engine.generate(requests))) == before and engine.pager.paged.decoder.bytes == copied
+
+
+def test_nothing_is_given_back_while_an_answer_is_half_way(policy: Policy) -> None:
+    engine = Engine(policy, 2)
+    requests = [Request((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 6)]
+    half = engine.generate(requests)
+    first = next(half)
+    engine.pager.release()
+    assert ids([first, *half]) == ids(plain(policy, requests))
 
 
 def test_too_little_memory_for_a_group_says_what_to_lower() -> None:
@@ -186,6 +201,62 @@ def test_new_weights_are_sampled_from_at_once() -> None:
         assert new == ids(plain(policy, requests)) and new != old
         assert (engine.pager.paged is kept) == (change == "place")
         old = new
+
+
+RANK, INPUTS = 3, {"q_proj": 16, "k_proj": 16, "v_proj": 16, "o_proj": 16, "gate_proj": 16, "up_proj": 16, "down_proj": 24}
+
+
+@pytest.mark.parametrize("targets", [tuple(INPUTS), ("q_proj", "v_proj", "down_proj"), ("up_proj",)])
+def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(targets: tuple[str, ...]) -> None:
+    """In the same pages, with the log-probs of the adapted policy; after merging, as a plain model."""
+    pytest.importorskip("peft")
+    policy = small_policy(dtype=torch.float32)
+    add_adapters(policy.model, Lora(rank=RANK, alpha=6.0, targets=targets), 1)
+    engine, requests = Engine(policy), [Request((5, 6, 7), 8, 0, Sampling(20)), Request((9,), 8, 1, Sampling(20))]
+    bits = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    old = ids(list(engine.generate(requests)))
+    assert all(torch.equal(p, bits[name]) for name, p in policy.model.named_parameters()), "the proof left no trace"
+    kept = engine.pager.paged
+    assert kept is not None and old == ids(plain(policy, requests))
+    copied = sum(INPUTS[name] * RANK for name in targets) + sum(OUTPUTS[name] * RANK for name in targets)
+    assert kept.decoder.bytes == 4 * 2 * (16 * (16 + 8 + 8 + 24 + 24) + copied)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.3 * torch.sin(torch.arange(parameter.numel()).view_as(parameter) + 1.0))
+    found = list(engine.generate(requests))
+    assert engine.pager.paged is kept and ids(found) == ids(plain(policy, requests)) != old
+    for completion in found[0]:
+        sequence = np.concatenate([(5, 6, 7), completion.ids])
+        with torch.no_grad():
+            batch = pack_examples([Example(sequence, np.arange(len(sequence)) > 2)])
+            expected = forward(policy, batch).logprob_T[3:].numpy()
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+    merge_adapters(policy.model)
+    assert ids(list(engine.generate(requests))) == ids(found) and engine.pager.paged is not kept
+
+
+OUTPUTS = {"q_proj": 16, "k_proj": 8, "v_proj": 8, "o_proj": 16, "gate_proj": 24, "up_proj": 24, "down_proj": 16}
+
+
+def test_adapters_of_another_kind_take_the_plain_path(capsys: pytest.CaptureFixture[str]) -> None:
+    peft = pytest.importorskip("peft")
+    policy = small_policy(dtype=torch.float32)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), policy.body)
+    engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(8))]
+    assert ids(list(engine.generate(requests))) == ids(plain(policy, requests)) and engine.pager.paged is None
+    assert "layers that are neither plain matrices nor plain adapters beside them" in capsys.readouterr().err
+
+
+def test_too_little_memory_reaches_the_caller_before_anything_is_computed(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six pages at hand, one of which is nobody's, and a group of three of 100 tokens: a page for the prompt and two for each."""
+    engine = Engine(policy)
+    monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: 6)
+    with pytest.raises(UserError, match="lower max_new_tokens to 64, or the group to 2"):
+        list(engine.generate([Request((5, 6), 3, 0, Sampling(100))]))
+    assert engine.pager.paged is not None and not engine.pager.paged.stores and not engine.pager.busy
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), [

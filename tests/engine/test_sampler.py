@@ -114,7 +114,9 @@ def test_rows_of_a_mixed_batch_do_not_touch_each_other() -> None:
     id_N, logprob_N = sample(torch.ones(4, 1), Head(LOGITS[:, None]), choices, uniforms(seed_N, position_N), plain=False)
     for n in range(4):
         only = Choices(choices.temperature_N[n : n + 1], choices.top_k_N[n : n + 1], choices.top_p_N[n : n + 1])
-        alone = sample(torch.ones(1, 1), Head(LOGITS[:, None]), only, uniforms(seed_N[n : n + 1], position_N[n : n + 1]), plain=False)
+        alone = sample(
+            torch.ones(1, 1), Head(LOGITS[:, None]), only, uniforms(seed_N[n : n + 1], position_N[n : n + 1]), plain=False
+        )
         assert torch.equal(alone[0], id_N[n : n + 1]) and torch.equal(alone[1], logprob_N[n : n + 1])
 
 

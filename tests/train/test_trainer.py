@@ -12,10 +12,15 @@ from material_for_tests import CASES, VOCABULARY, material, shared_policy, small
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
-from posttrain.errors import GuardStop
+from posttrain.errors import GuardStop, UserError
+from posttrain.models.lora import Lora, add_adapters
+from posttrain.models.policy import Policy
 from posttrain.runs.metrics import merge
+from posttrain.train import trainer as trainer_module
 from posttrain.train.forward import forward
+from posttrain.train.memory import activation_bytes, set_checkpointing
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples
 from posttrain.train.trainer import Trainer
@@ -153,3 +158,124 @@ def test_the_same_step_twice_is_the_same_to_the_last_bit() -> None:
         losses.append([merge(update.metrics)["loss"].hex() for update in steps])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 5
+
+
+class Full(SFT):
+    """No memory for micro-batches of more than `most` tokens, in the forward pass of the second of them."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        object.__setattr__(self, "most", most)
+        object.__setattr__(self, "seen", [])
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        self.seen.append(batch.tokens)
+        if len(self.seen) > 1 and batch.tokens > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().terms(outputs, batch)
+
+
+def weights_after(algorithm: SFT, budget: int, steps: int = 2) -> tuple[Trainer, list[torch.Tensor], list[float]]:
+    trainer = Trainer(small_policy(), algorithm, Optimization(lr=1e-2, token_budget=budget))
+    updates = [trainer.update(algorithm.prepare(equal_examples(8), {}), 1e-2) for _ in range(steps)]
+    return trainer, list(trainer.policy.model.parameters()), [merge(u.metrics)["loss"] for u in updates]
+
+
+def test_without_memory_the_token_budget_is_halved_once_with_the_same_gradient() -> None:
+    """To the last bit the step of a trainer that had half the budget from the start, and to rounding that of the whole budget; the
+    first micro-batch's gradient, which was there when memory ran out, does not count twice."""
+    full = Full(24)
+    trainer, found, losses = weights_after(full, 48)
+    assert full.seen == [48, 48, *[24] * 8], "one went well, one failed, and both steps in pieces of two examples"
+    _, halved, halved_losses = weights_after(SFT(), 24)
+    _, whole, whole_losses = weights_after(SFT(), 48)
+    assert losses == halved_losses and all(torch.equal(a, b) for a, b in zip(found, halved, strict=True))
+    assert losses == pytest.approx(whole_losses, rel=1e-12)
+    for mine, expected in zip(found, whole, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-9)
+    (news,) = trainer.heard()
+    assert "out of memory in training" in news and "token_budget is halved to 24" in news and trainer.token_budget == 24
+    assert trainer.heard() == [] and trainer.settings.token_budget == 48
+
+
+def test_without_memory_a_second_time_it_stops() -> None:
+    policy = small_policy()
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    full = Full(12)
+    trainer = Trainer(policy, full, Optimization(token_budget=48))
+    with pytest.raises(torch.OutOfMemoryError, match="2.00 GiB"):
+        trainer.update(full.prepare(equal_examples(8), {}), 1e-2)
+    assert full.seen == [48, 48, 24], "once whole, once halved"
+    assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+    assert len(trainer.heard()) == 1
+
+
+def test_the_reference_is_asked_in_halves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = GRPO()
+    step = material(algorithm).replace(reference_T=None)
+    expected = Trainer(small_policy(), algorithm, Optimization(), shared_policy(1)).fill(step).reference_T
+    plain, sizes = trainer_module.forward, []
+
+    def forward_once(policy: Policy, piece: Batch) -> Outputs:
+        sizes.append(piece.tokens)
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("full")
+        return plain(policy, piece)
+
+    monkeypatch.setattr(trainer_module, "forward", forward_once)
+    trainer = Trainer(small_policy(), algorithm, Optimization(token_budget=step.tokens), shared_policy(1))
+    found = trainer.fill(step).reference_T
+    assert sizes[0] == step.tokens and len(sizes) > 2 and max(sizes[1:]) <= step.tokens // 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [SFT(), GRPO(beta=0.0), PPO(group=4)])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_checkpointed_layers_give_the_same_gradients_and_keep_less(algorithm: Algorithm, adapted: bool) -> None:
+    """Of the policy, of adapters on it, and of a critic. Twelve layers, so that what one of them needs again is little."""
+    found, peaks = [], []
+    for way in ("never", "layer"):
+        policy = small_policy(num_hidden_layers=12)
+        if adapted:
+            pytest.importorskip("peft")
+            add_adapters(policy.model, Lora(rank=2), 0)
+        trainer = trainer_for(algorithm, policy, Optimization(checkpointing=way))
+        assert trainer.checkpointed == (way == "layer") == policy.body.layers[3].gradient_checkpointing
+        alive = Alive()
+        with torch.autograd.graph.saved_tensors_hooks(alive.pack, alive.unpack):
+            trainer._accumulate(algorithm.prepare(material(algorithm), {}), None)
+        peaks.append(alive.peak)
+        optimizers = [o for o in (trainer.optimizer, trainer.critic_optimizer) if o is not None]
+        found.append([g.clone() for optimizer in optimizers for g in optimizer.gradients()])
+    assert len(found[0]) > 20 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    if not adapted:
+        assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_checkpointing_is_chosen_by_the_memory_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, settings = small_policy(dtype=torch.float32), Optimization(token_budget=1000)
+    kept = 4.0 * 1000 * (2 * (9 * 16 + 4 * 24 + 2 * 8) + 4 * (16 + 24))
+    need = kept + 12.0 * policy.parameters + 8.0 * 1000 * VOCABULARY  # logits of all tokens, which are fewer than a chunk
+    for have, beside, expected in ((need + 1, 0.0, False), (need - 1, 0.0, True), (need + 1, 2.0, True), (None, 9e99, False)):
+        monkeypatch.setattr(trainer_module, "at_hand", lambda device, have=have: have)
+        trainer = Trainer(policy, SFT(), settings, beside=beside)
+        assert trainer.checkpointed == expected == policy.body.gradient_checkpointing
+        assert len(trainer.heard()) == expected
+    monkeypatch.setattr(trainer_module, "at_hand", lambda device: 0.0)
+    assert not Trainer(policy, SFT(), Optimization(checkpointing="never")).checkpointed
+
+
+def test_what_checkpointed_layers_keep() -> None:
+    """Each layer its input of 16 numbers, and one layer at a time all that it needs."""
+    policy = small_policy(dtype=torch.float32)
+    layer, working = 9 * 16 + 4 * 24 + 2 * 8, 4 * (16 + 24)
+    assert activation_bytes(policy, 10) == 4 * 10 * (2 * layer + working)
+    assert activation_bytes(policy, 10, checkpointed=True) == 4 * 10 * (2 * 16 + layer + working)
+
+
+def test_a_model_without_layers_to_checkpoint_is_refused_in_words() -> None:
+    with pytest.raises(UserError, match="checkpointing=layer: Linear cannot be checkpointed by layers; leave it out"):
+        set_checkpointing(torch.nn.Linear(2, 2), True)
+    set_checkpointing(torch.nn.Linear(2, 2), False)
+    with pytest.raises(UserError, match="checkpointing must be one of auto, never, layer, not 'always'"):
+        Optimization(checkpointing="always")

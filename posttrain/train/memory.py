@@ -1,0 +1,98 @@
+"""What training asks of a device's memory, and what checkpointing of activations gives back: estimates before, measures at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from posttrain.errors import require
+from posttrain.models.fused_body import fused_body
+from posttrain.models.policy import Network, Policy
+from posttrain.ops.logprobs import CHUNK_LOGITS, CHUNK_LOGITS_CUDA
+
+MARGIN = 0.08  # of the device's memory that an estimate leaves alone
+
+
+def weight_bytes(policy: Network) -> float:
+    return float(policy.dtype.itemsize * policy.parameters)
+
+
+def learning_bytes(policy: Network, count: int) -> tuple[tuple[str, float], ...]:
+    """What `count` weights need besides themselves in order to learn."""
+    masters = 0.0 if policy.dtype.itemsize == 4 else 4.0 * count
+    return ("gradients", 4.0 * count), ("float32 master weights", masters), ("optimizer", 8.0 * count)
+
+
+def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -> float:
+    """What is kept of a micro-batch for the backward pass.
+
+    Of width H, feed-forward width I and key-value width K, a decoder layer keeps about 9 H + 4 I + 2 K numbers a token in
+    transformers' own module (counted by the tensors that autograd saves; the layer at work needs 4 H + 4 I more for its gradients), and
+    6 H + 3 I + 2 K in the fused pass. Checkpointed, each layer keeps its input (the fused pass: the
+    stream and what is to be added to it), and one layer at a time all of it.
+    """
+    text = policy.model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    hidden, inner, keys, layers = text.hidden_size, text.intermediate_size, heads * head_width, text.num_hidden_layers
+    fused = isinstance(policy, Policy) and fused_body(policy) is not None
+    layer = (6 if fused else 9) * hidden + (3 if fused else 4) * inner + 2 * keys
+    kept = layers * (2 if fused else 1) * hidden + layer if checkpointed else layers * layer
+    working = 0 if fused else 4 * (hidden + inner)
+    return float(policy.dtype.itemsize * tokens * (kept + working))
+
+
+def logits_bytes(policy: Network, tokens: int) -> float:
+    """Logits of a chunk of the tokens, which are never there for all of them, and their gradients."""
+    size = int(policy.model.config.get_text_config().vocab_size)
+    on_cuda = policy.device.type == "cuda"
+    return (6.0 if on_cuda else 8.0) * min(tokens * size, CHUNK_LOGITS_CUDA if on_cuda else CHUNK_LOGITS)
+
+
+def cache_bytes(policy: Network, rows: int, length: int) -> float:
+    """Keys and values of `rows` responses that reach `length` tokens each."""
+    text = policy.model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return float(2 * rows * length * heads * head_width * text.num_hidden_layers * policy.dtype.itemsize)
+
+
+def at_hand(device: torch.device) -> float | None:
+    """Bytes that a CUDA device has left for us; None elsewhere, where nobody can say."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0.0, float(free + unused) - MARGIN * total)
+
+
+def step_bytes(models: Sequence[Network], learning: int, tokens: int, checkpointed: bool) -> float:
+    """What a step takes beyond what is there once the optimizers are made: gradients, moments, activations, a chunk of logits."""
+    return 12.0 * learning + logits_bytes(models[0], tokens) + sum(activation_bytes(m, tokens, checkpointed) for m in models)
+
+
+def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:
+    """Whether layers are to be checkpointed: as the setting says, or where a step without would not fit.
+
+    >>> [checkpointing_pays("auto", need, have) for need, have in ((2.0, 1.0), (1.0, 2.0), (9.0, None))]
+    [True, False, False]
+    """
+    return setting == "layer" or (setting == "auto" and have is not None and need > have)
+
+
+def set_checkpointing(model: nn.Module, on: bool) -> None:
+    """Have each decoder layer of a transformers model computed again in the backward pass, or not. Gradients are the same.
+
+    transformers' own switch also puts a hook on the embeddings, which non-reentrant checkpointing does not need and which would
+    keep the model from the fused pass.
+    """
+    found = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    require(bool(found) or not on, f"optimizer.checkpointing=layer: {type(model).__name__} cannot be checkpointed by layers; leave "
+            "it out and lower optimizer.token_budget")  # fmt: skip
+    for module in found:
+        module.gradient_checkpointing = on  # type: ignore[assignment]
+        module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
