@@ -31,7 +31,8 @@ from posttrain.runs.read import Run  # noqa: E402
 from posttrain.tasks.base import Task  # noqa: E402
 from posttrain.types import Problem, Score  # noqa: E402
 
-WARM = 20.0  # seconds at the start of an attempt that do not count: imports, caches, the allocator's pools
+# seconds, and share of the time, at the start that do not count: caches, histories that fill, the allocator's pools
+WARM, SHARE = 20.0, 0.4
 FLAT = 2.0  # MB a minute that count as flat
 SAVE_EVERY = 10
 
@@ -112,7 +113,7 @@ class Samples:
     """What was seen of the training process, once a second."""
 
     seconds: list[float] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)  # MB
+    memory: list[float] = field(default_factory=list)  # MB that are the process's own: not of files, which come and go with use
     handles: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     children: list[int] = field(default_factory=list)
@@ -121,7 +122,7 @@ class Samples:
         folder = Path(f"/proc/{pid}")
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
         found = (
-            int(status["VmRSS"].split()[0]) / 1024,
+            int(status["RssAnon"].split()[0]) / 1024,
             len(os.listdir(folder / "fd")),
             int(status["Threads"]),
             len((folder / "task" / str(pid) / "children").read_text().split()),
@@ -130,14 +131,18 @@ class Samples:
         for store, value in zip((self.memory, self.handles, self.threads, self.children), found, strict=True):
             store.append(value)  # type: ignore[arg-type]
 
+    @property
+    def warm(self) -> float:
+        return max(WARM, SHARE * (self.seconds[-1] if self.seconds else 0.0))
+
     def slope(self) -> float:
         """MB a minute, by least squares over what came after the warm-up."""
-        kept = [(s / 60, m) for s, m in zip(self.seconds, self.memory, strict=True) if s > WARM]
+        kept = [(s / 60, m) for s, m in zip(self.seconds, self.memory, strict=True) if s > self.warm]
         return float(np.polyfit(*np.array(kept).T, 1)[0]) if len(kept) > 10 else float("nan")
 
     def growth(self, values: list[int]) -> int:
         """The most of the last third less the most of the first third after the warm-up: what comes and goes is no leak."""
-        kept = [v for s, v in zip(self.seconds, values, strict=True) if s > WARM]
+        kept = [v for s, v in zip(self.seconds, values, strict=True) if s > self.warm]
         third = len(kept) // 3
         return max(kept[-third:]) - max(kept[:third]) if third else 0
 

@@ -10,9 +10,10 @@ from posttrain.types import JSON
 # Settings that decide how the work is done, or what is looked at, but not what is learned. Threads and devices may change the last
 # bits of a number; a micro-batch budget does not change a batch.
 HARMLESS = frozenset({
-    "name", "device", "threads", "trackers", "next_command", "before", "after", "checkpoint_hook", "checkpoint_sync", "checkpoint_keep",
-    "token_budget", "max_rows", "checkpoint_every", "evaluate_every", "evaluate_problems", "evaluate_units", "rollouts_every",
-    "reference_device", "reward_device", "watch_kl", "guards",
+    "name", "device", "deterministic", "threads", "trackers", "next_command", "before", "after", "checkpoint_hook",
+    "checkpoint_sync", "checkpoint_keep", "token_budget", "checkpointing", "release_cache", "max_rows", "checkpoint_every",
+    "evaluate_every", "evaluate_problems", "evaluate_units", "rollouts_every", "measure_problems", "reference_device",
+    "reward_device", "watch_kl", "guards", "alarms",
 })  # fmt: skip
 ABSENT = object()
 

@@ -74,14 +74,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--allow-code", action="store_true", help="let a YAML file name Python files to run")
     one = command("resume", resume, "continue a run that was stopped or killed")
     one.add_argument("run", type=Path)
-    one.add_argument(
-        "settings", nargs="*", metavar="key=value", help="settings that change how, not what: threads, token_budget, ..."
-    )
+    one.add_argument("settings", nargs="*", metavar="key=value", help="what changes how, not what: threads, token_budget, ...")
     one.add_argument("--allow-code", action="store_true", help="let the run's configuration name Python files to run")
     one = command("plan", plan, "say what a recipe would do, and what it needs, without training")
     one.add_argument("recipe")
     one.add_argument("settings", nargs="*", metavar="key=value")
     one.add_argument("--allow-code", action="store_true", help="let a YAML file name Python files to run")
+    one.add_argument("--dry", action="store_true", help="try a few steps of every stage, to say how long it takes")
     one = command("list", list_, "what there is: recipes, algorithms, tasks, rewards")
     one.add_argument("kind", nargs="?", choices=["recipes", "algorithms", "tasks", "rewards"])
     one.add_argument("--json", action="store_true", help="for programs")
@@ -163,7 +162,7 @@ def plan(options: argparse.Namespace) -> None:
     from posttrain import config
     from posttrain.plan import describe
 
-    for line in describe(config.parse(options.recipe, options.settings, options.allow_code)):
+    for line in describe(config.parse(options.recipe, options.settings, options.allow_code), options.dry):
         sys.stdout.write(line + "\n")
 
 

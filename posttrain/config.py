@@ -24,7 +24,7 @@ from posttrain.untrusted import read_yaml
 
 NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
 TOP = {"seed": 0, "device": "auto", "threads": 0, "out": "", "trackers": "", "checkpoint_hook": "", "checkpoint_sync": False,
-       "checkpoint_keep": 2, "only": "", "again": False}  # fmt: skip
+       "checkpoint_keep": 2, "only": "", "again": False, "deterministic": False}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Settings:
     checkpoint_hook: tuple[str, ...] = ()  # a program and its arguments; it gets the directory of each finished checkpoint
     checkpoint_sync: bool = False  # wait for the disk at every checkpoint, instead of writing in the background
     checkpoint_keep: int = 2
+    deterministic: bool = False  # on a GPU: the same bits every time, for some speed; on a CPU that is always so
     only: tuple[str, ...] = ()  # stages to run alone, on what is in the directory; never part of a run's configuration
     again: bool = False  # let the directory hold a run, and do again what has changed
 
@@ -82,6 +83,7 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
         checkpoint_hook=_words(top.get("checkpoint_hook") or ""),
         checkpoint_sync=_check("checkpoint_sync", bool, top.get("checkpoint_sync", False)),
         checkpoint_keep=_check("checkpoint_keep", int, top.get("checkpoint_keep", 2)),
+        deterministic=_check("deterministic", bool, top.get("deterministic", False)),
         only=tuple(name.strip() for name in str(top.get("only") or "").split(",") if name.strip()),
         again=_check("again", bool, top.get("again", False)),
     )
@@ -329,6 +331,7 @@ def to_config(settings: Settings) -> dict[str, JSON]:
         "checkpoint_hook": list(settings.checkpoint_hook),
         "checkpoint_sync": settings.checkpoint_sync,
         "checkpoint_keep": settings.checkpoint_keep,
+        "deterministic": settings.deterministic,
         "before": recipe.before,
         "after": recipe.after,
         "next_command": recipe.next_command,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,19 +14,19 @@ import torch
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.sft import SFT
-from posttrain.errors import GuardStop, Interrupted, UserError, require
+from posttrain.errors import Interrupted, UserError, require
+from posttrain.guarding import Guarding
 from posttrain.ops.kl import kl_estimate
 from posttrain.rollouts import Collected
-from posttrain.runs.alarms import Alarms
+from posttrain.runs.alarms import AlarmSettings
 from posttrain.runs.console import Console, printable, write_text
-from posttrain.runs.guards import Alarm, Guards, Watch, Watchdog, rollout_figures
-from posttrain.runs.layout import ALARMS, TokenArrays
-from posttrain.runs.metrics import merge
+from posttrain.runs.guards import Alarm, Guards
+from posttrain.runs.layout import TokenArrays
+from posttrain.runs.metrics import Best, best_score, merge
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.train import checkpoint
-from posttrain.train.coefficients import dead_coefficients
-from posttrain.train.pack import micro_batches, mini_batches
+from posttrain.train.pack import mini_batches
 from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer
 from posttrain.types import JSON, Batch, Group, Metric, Sampler
@@ -54,7 +53,7 @@ class Interrupt:
 
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
-    """How long and how often. `seconds` ends the stage early (0: never)."""
+    """How long and how often; 0 is never. `seconds` ends the stage early."""
 
     steps: int
     evaluate_every: int = 0
@@ -62,11 +61,15 @@ class Rhythm:
     rollouts_every: int = 5
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "evaluate_every", "checkpoint_every", "rollouts_every", "seconds"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be 0 (never) or more")
+
 
 @dataclass(eq=False)
 class Loop:
-    """One stage's training. What changes while it runs: `step`, `elapsed`, `state` and `watch`, the trainer, the sources, the
-    generators of random numbers."""
+    """One stage's training. What changes while it runs: `step`, `elapsed`, `best`, `state` and `guarding`, the trainer, the sources,
+    the generators of random numbers."""
 
     stage: str
     rhythm: Rhythm
@@ -79,70 +82,74 @@ class Loop:
     sampler: Sampler | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
     pretraining: Source | None = None  # text that is mixed into every optimizer step
+    release: Callable[[], None] | None = None  # called between sampling and learning: gives the sampler's cache back
     guards: Guards = field(default_factory=Guards)
-    alarms: Alarms = field(default_factory=Alarms)
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
+    best: Best | None = None  # the best held-out score so far
     state: State = field(default_factory=dict)  # the algorithm's
     identities: dict[str, JSON] | None = None  # derived: of the frozen models
-    watch: Watch = field(init=False)
+    guarding: Guarding = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.guards)
+        where = self.checkpoints.directory
+        self.guarding = Guarding(self.stage, self.trainer, self.writer, where, self.guards, self.alarms)
 
     def run(self) -> None:
         """Go from the newest good checkpoint, or from the start, to the end."""
         self.state = self.trainer.algorithm.start()
         self.resume()
-        stacks = self.writer.directory / ALARMS / f"{self.stage}-stacks.txt"
         shown = Console.open(self.rhythm.steps, self.stage, self.step)
-        with shown as console, self.checkpoints, closing(Watchdog(stacks)) as watchdog:
-            self.check_frozen(console)
-            if self.step == 0 and self.evaluate is not None and self.rhythm.evaluate_every:
-                self.report(console, dict(self.evaluate()))
+        with shown as console, self.checkpoints, self.guarding.on_duty(console) as guarding:
+            guarding.check_frozen(self.step)
+            if self.step == 0 and self.rhythm.evaluate_every and self.evaluate is not None:
+                self.report(console, self.measure())
             while not self.finished():
                 began = time.perf_counter()
                 self.checkpoints.check()
+                if news := self.checkpoints.news():
+                    console.event(news)
                 try:
-                    with watchdog.step(self.watch.slowest()):
+                    with guarding.step():
                         figures, alarms = self.one_step(console)
                 except torch.OutOfMemoryError as error:
-                    budget = self.trainer.settings.token_budget
-                    self.sound(console, self.watch.memory_full(self.step + 1, str(error), budget), self.step + 1)
+                    guarding.out_of_memory(self.step + 1, error)
                     raise
                 seconds = time.perf_counter() - began
                 self.elapsed += seconds
                 figures |= {"seconds/total": seconds, "tokens_per_second": figures["tokens"] / seconds}
-                if self.due(self.rhythm.evaluate_every) and self.evaluate is not None:
-                    figures |= self.evaluate()
+                if self.due(self.rhythm.evaluate_every):
+                    figures |= self.measure()
                 self.report(console, figures)
-                alarms += [*self.watch.figures(self.step, figures), *self.alarms.observe(self.step, figures)]
-                self.sound(console, [*alarms, *self.watch.seconds(self.step, seconds, f"{ALARMS}/{stacks.name}")])
+                guarding.after(self.step, alarms, figures)
                 asked = self.interrupt.requested
-                if asked or (self.step % self.rhythm.checkpoint_every == 0 and not self.finished()):
-                    self.check_frozen(console)
+                if asked or (falls(self.step, self.rhythm.checkpoint_every) and not self.finished()):
+                    guarding.check_frozen(self.step)
                     self.save()
                 if asked:
                     self.checkpoints.finish()
                     raise Interrupted(f"stopped after step {self.step} of {self.stage}")
-            self.check_frozen(console)
+            guarding.check_frozen(self.step)
 
     def finished(self) -> bool:
         return self.step >= self.rhythm.steps or bool(self.rhythm.seconds and self.elapsed >= self.rhythm.seconds)
 
     def due(self, every: int) -> bool:
-        return bool(every) and (self.step % every == 0 or self.finished())
+        return bool(every) and (falls(self.step, every) or self.finished())
 
     def one_step(self, console: Console) -> tuple[dict[str, float], list[Alarm]]:
         """Collect material, let the algorithm prepare it, update; once or more on the same rollout. What the guards say of it is
         heard once its figures are written."""
         algorithm, trainer = self.trainer.algorithm, self.trainer
         collected = self.source.collect(self.step, algorithm, self.state)
+        if self.release is not None:
+            self.release()
         began = time.perf_counter()
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
-        alarms = self.look(console, collected)
+        alarms = self.guarding.before(self.step + 1, collected)
         shown = bool(collected.groups) and (
-            (self.step + 1) % self.rhythm.rollouts_every == 0 or self.step + 1 in (1, self.rhythm.steps)
+            falls(self.step + 1, self.rhythm.rollouts_every) or self.step + 1 in (1, self.rhythm.steps)
         )
         filled = trainer.fill(collected.batch, watch=shown)
         if filled.reference_T is not None and "reference" not in algorithm.needs:
@@ -156,7 +163,7 @@ class Loop:
                 update = trainer.update(prepared, rate, self.pretraining_batch())
             except NonFinite as error:
                 metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
-                alarms = self.watch.broken(self.step + 1, f"{error.what}{self.keep(prepared, collected.groups)}")
+                alarms = self.guarding.broken(self.step + 1, error, prepared, collected.groups)
                 break
             metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
             if number == 0 and len(reuse) > 1:  # later ones are meant to differ from what sampled
@@ -164,7 +171,7 @@ class Loop:
             if len(reuse) > 1 and algorithm.enough(update.metrics):
                 break
         if not alarms:
-            alarms += self.check_coefficients(filled, collected.groups, metrics)
+            alarms += self.guarding.check_coefficients(self.step + 1, filled, self.state, collected.groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
         seconds = collected.seconds | {"train": time.perf_counter() - began}
         self.step += 1
@@ -175,8 +182,7 @@ class Loop:
         for news in self.source.observe(collected.groups):
             console.event(news)
             self.writer.event("curriculum", {"stage": self.stage, "step": self.step, "text": news})
-        seen = rollout_figures(collected.groups) | self.alarms.texts(collected.groups)
-        figures = seen | dict(merge(metrics)) | {"learning_rate": rate}
+        figures = self.guarding.seen(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
         return figures | {f"seconds/{name}": value for name, value in seconds.items()}, alarms
 
     def pretraining_batch(self) -> tuple[Algorithm, Batch] | None:
@@ -187,6 +193,16 @@ class Loop:
         batch = plain.prepare(self.pretraining.collect(self.step, plain, {}).batch, {})
         assert batch.weight_T is not None
         return plain, batch.replace(weight_T=self.trainer.algorithm.pretraining * batch.weight_T)
+
+    def measure(self) -> dict[str, float]:
+        """Held-out figures, where they can be taken; the best score is remembered with its step."""
+        figures = {} if self.evaluate is None else dict(self.evaluate())
+        self.best = best_score(self.best, self.step, figures)
+        return figures
+
+    def best_figures(self) -> dict[str, JSON]:
+        """The best held-out score, for the stage's result."""
+        return {} if self.best is None else {"best_score": asdict(self.best)}
 
     def report(self, console: Console, figures: Mapping[str, float]) -> None:
         row = self.writer.metrics(self.stage, self.step, figures)
@@ -228,8 +244,8 @@ class Loop:
             "generators": generators,
             "elapsed": self.elapsed,
             "frozen": self.frozen(),
-            "guards": self.watch.state(),
-            "alarms": self.alarms.state(),
+            "best": None if self.best is None else asdict(self.best),
+            **self.guarding.state(),
         }
         made = checkpoint.Checkpoint(self.step, self.trainer.weights(), self.trainer.moments(), state)
         self.checkpoints.save(made, self.writer.event)
@@ -280,8 +296,8 @@ class Loop:
         self.trainer.restore(saved.model, saved.optimizer)
         self.step, self.state, self.elapsed = saved.step, saved.state["algorithm"], saved.state["elapsed"]
         self.source.restore(saved.state["source"])
-        self.watch.restore(saved.state.get("guards", {}))  # older checkpoints have none
-        self.alarms.restore(saved.state.get("alarms", {}))
+        self.best = Best(**saved.state["best"]) if saved.state.get("best") else None  # older checkpoints have none
+        self.guarding.restore(saved.state)
         if self.pretraining is not None:
             self.pretraining.restore(saved.state["pretraining"])
         if self.sampler is not None:
@@ -290,62 +306,10 @@ class Loop:
         if torch.cuda.is_available() and "cuda" in saved.state["generators"]:
             torch.cuda.set_rng_state(_generator(saved.state["generators"]["cuda"]))
 
-    # --- guards --------------------------------------------------------------------------------------------------------
 
-    def sound(self, console: Console, alarms: Sequence[Alarm], step: int = 0) -> None:
-        """Tell the events and the person of every alarm of `step` (0: the last one that is done); then stop, if one of them says so.
-        Nothing of this step was saved."""
-        for alarm in alarms:
-            self.writer.event("alarm", {"stage": self.stage, "step": step or self.step, **asdict(alarm)})
-            console.event(f"{'stop' if alarm.stop else 'warning'}: {alarm.guard}: {alarm.text}")
-        for alarm in alarms:
-            if alarm.stop:
-                past = checkpoint.steps(self.checkpoints.directory)
-                left = f"the checkpoint {past[0].name} is intact" if past else "there is no checkpoint yet"
-                raise GuardStop(f"{self.stage}: {alarm.guard}: {alarm.text}; {left}")
-
-    def look(self, console: Console, collected: Collected) -> list[Alarm]:
-        """What the guards say of the material, before anything is learned from it. What is left are steps to be left out."""
-        alarms = self.watch.rollouts(self.step + 1, collected.groups)
-        if any(alarm.guard == "nonfinite" for alarm in alarms):
-            self.keep(collected.batch, collected.groups)
-        said = [alarm for alarm in alarms if alarm.stop or alarm.guard != "nonfinite"]
-        self.sound(console, said, self.step + 1)
-        return [alarm for alarm in alarms if alarm not in said]
-
-    def keep(self, batch: Batch, groups: Sequence[Group]) -> str:
-        """Write a batch that could not be learned from to alarms/, and say which problems it is about."""
-        logprob_T = self.trainer.logprobs(batch) if bool(batch.mask_T.any()) else torch.zeros_like(batch.behaviour_T)
-        tensors = {
-            "ids": batch.ids_T, "mask": batch.mask_T, "sampled_logprob": batch.behaviour_T, "logprob": logprob_T,
-            "reference": batch.reference_T, "advantage": batch.advantage_T, "weight": batch.weight_T, "reward": batch.reward_N,
-        }  # fmt: skip
-        host = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items() if tensor is not None}
-        arrays = {**host, "starts": np.array(batch.starts, dtype=np.int64)}
-        path = self.writer.attachment(f"{self.stage}-step-{self.step + 1}", arrays)
-        odd_T = sum(
-            ~torch.isfinite(t) & batch.mask_T for t in (logprob_T, batch.behaviour_T, batch.advantage_T) if t is not None
-        )
-        odd = sorted(set(batch.sequence_T[odd_T.bool()].tolist()))
-        rollouts = [r for g in groups for r in g.rollouts]
-        named = [rollouts[n].problem.id for n in odd[:4]] if len(rollouts) == batch.sequences else [str(n) for n in odd[:4]]
-        where = f"; sequences that are not finite: {', '.join(named)}" if odd else ""
-        return f" (batch of {batch.sequences} sequences in {ALARMS}/{path.name}{where})"
-
-    def check_coefficients(self, filled: Batch, groups: Sequence[Group], metrics: Sequence[Metric]) -> list[Alarm]:
-        """Once a stage: whether every coefficient that was set does something."""
-        if self.watch.memory["checked"] or "coefficient" in self.guards.off:
-            return []
-        piece = micro_batches(filled, self.trainer.settings.token_budget)[0]
-        with torch.no_grad():
-            outputs = self.trainer.outputs(piece)
-        dead = dead_coefficients(self.trainer.algorithm, piece, outputs, self.state, groups, metrics)
-        return self.watch.coefficients(self.step + 1, dead)
-
-    def check_frozen(self, console: Console) -> None:
-        """Before anything is saved or handed on: what must not move has not moved."""
-        if "frozen" not in self.guards.off:
-            self.sound(console, self.watch.frozen(self.step, self.trainer.checksum()))
+def falls(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps (0: never) is done at this one."""
+    return every > 0 and step % every == 0
 
 
 def watched_kl(batch: Batch) -> Metric:

@@ -112,12 +112,15 @@ def fresh(root: Path, name: str) -> Path:
 def _run(settings: Settings, writer: RunWriter) -> None:
     import torch
 
+    from posttrain.train.determinism import use_deterministic_kernels
     from posttrain.train.saving import Saving
 
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     require(not device.startswith("cuda") or torch.cuda.is_available(), f"device={device}: torch sees no CUDA device here")
+    if settings.deterministic:
+        use_deterministic_kernels(device)
     torch.manual_seed(settings.seed)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -222,6 +225,10 @@ def conclude(settings: Settings, context: Context) -> None:
         ]
         show(final_table(rows, f"Held-out problems, {recipe.before} and {recipe.after} training"))
         show(side_by_side(chosen(first, second)))
+    for stage in recipe.stages:
+        best = (context.result(stage.name) or {}).get("best_score")
+        if best is not None:
+            write_text(f"best:     {stage.name}: {best['figure']} {best['score']:.4g} at step {best['step']}\n", sys.stdout)
     for line in told(run.events()):
         write_text(f"alarm:    {printable(line)}\n", sys.stdout)
     if drawn:

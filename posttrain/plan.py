@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.models.lora import Lora
+from posttrain.runs.console import duration
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.mine import MineStage
+from posttrain.stages.preference import PreferenceStage
+from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
+from posttrain.train.memory import activation_bytes, at_hand, checkpointing_pays, learning_bytes, logits_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from posttrain.config import Settings
+    from posttrain.dry import Estimate
     from posttrain.models.policy import Policy
 
 
@@ -48,40 +53,28 @@ def size_text(size: float) -> str:
     raise AssertionError
 
 
-def training_memory(policy: Policy, tokens: int, cache: float = 0.0, lora: Lora | None = None) -> Memory:
-    """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`.
-
-    A decoder layer keeps about 18 vectors of its width, 4 of its feed-forward width and 4 of its key and value width a token
-    for the backward pass.
-    """
+def training_memory(
+    policy: Policy, tokens: int, cache: float = 0.0, lora: Lora | None = None, checkpointed: bool = False
+) -> Memory:
+    """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`."""
     adapters = 0 if lora is None else lora.parameters(policy.body)
     learning = learning_bytes(policy, adapters or policy.parameters)
     weights = ("weights", weight_bytes(policy) + policy.dtype.itemsize * adapters)
-    return Memory((weights, *learning, ("activations", activation_bytes(policy, tokens)), ("key-value cache", cache)))
-
-
-def weight_bytes(policy: Policy) -> float:
-    return float(policy.dtype.itemsize * policy.parameters)
-
-
-def learning_bytes(policy: Policy, count: int) -> tuple[tuple[str, float], ...]:
-    """What `count` weights need besides themselves in order to learn."""
-    masters = 0.0 if policy.dtype.itemsize == 4 else 4.0 * count
-    return ("gradients", 4.0 * count), ("float32 master weights", masters), ("optimizer", 8.0 * count)
-
-
-def activation_bytes(policy: Policy, tokens: int) -> float:
-    text = policy.model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer = 18 * text.hidden_size + 4 * text.intermediate_size + 4 * heads * head_width
-    return float(policy.dtype.itemsize * tokens * text.num_hidden_layers * layer)
+    kept = ("activations", activation_bytes(policy, tokens, checkpointed))
+    logits = ("logits", logits_bytes(policy, tokens))
+    return Memory((weights, *learning, kept, logits, ("key-value cache", cache)))
 
 
 def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, judges: float) -> Memory:
     """The policy's memory in training, and that of everyone else on stage. `judges` is the weights of the reward models. A model that
-    rests on the CPU is not counted; it comes when the gradients are not yet there."""
-    own = training_memory(policy, tokens, cache, stage.lora)
+    rests on the CPU is not counted; it comes when the gradients are not yet there. A cache that is given back before training counts
+    where it is larger than the gradients and activations that come in its place."""
+    checkpointed = stage.optimizer.checkpointing == "layer"
+    own = training_memory(policy, tokens, cache, stage.lora, checkpointed)
+    if stage.release_cache:
+        sizes = dict(own.items)
+        left = max(0.0, cache - sizes["gradients"] - sizes["activations"])
+        own = Memory(tuple((sizes | {"key-value cache": left}).items()))
     body = weight_bytes(policy)
     anchored = "reference" in stage.algorithm.needs or stage.watch_kl
     shared = stage.lora is not None and not stage.reference  # the policy's own frozen weights
@@ -91,9 +84,25 @@ def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, judges:
         trained = policy.parameters if stage.lora is None else stage.lora.parameters(policy.body)
         trunk = 0.0 if stage.lora is not None and not stage.critic else body
         adapters = 0.0 if stage.lora is None else float(policy.dtype.itemsize * trained)
-        critic = trunk + adapters + sum(size for _, size in learning_bytes(policy, trained)) + activation_bytes(policy, tokens)
+        critic = trunk + adapters + sum(size for _, size in learning_bytes(policy, trained))
+        critic += activation_bytes(policy, tokens, checkpointed)
     others = (("reference", reference), ("critic", critic), ("reward models", judges if stage.reward_device == "same" else 0.0))
     return Memory((*own.items, *others))
+
+
+def checkpointing_lines(stage: RLStage, policy: Policy, tokens: int, total: float, have: float | None) -> list[str]:
+    """What checkpointing by layers would save and cost, and what the setting will choose with the memory at hand (which already
+    holds the weights)."""
+    kept, least = (activation_bytes(policy, tokens, checkpointed) for checkpointed in (False, True))
+    price = f"per layer, activations take {size_text(least)} in place of {size_text(kept)}, and training about a third longer"
+    chosen = stage.optimizer.checkpointing
+    if chosen != "auto":
+        return [f"activation checkpointing: {chosen}; {price}"]
+    if have is None:
+        return [f"activation checkpointing: never on a CPU; {price}"]
+    need = total - weight_bytes(policy)
+    way = "per layer" if checkpointing_pays(chosen, need, have) else "never"
+    return [f"activation checkpointing: {way}, for {size_text(need)} are needed and {size_text(have)} are at hand; {price}"]
 
 
 def judge_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:
@@ -108,7 +117,10 @@ def judge_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> 
 
 def choices(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
     """What each way to save memory would save, where there is something to save."""
-    ways = [("reward_device=cpu", replace(stage, reward_device="cpu"))]
+    ways = [
+        ("reward_device=cpu", replace(stage, reward_device="cpu")),
+        ("release_cache=true", replace(stage, release_cache=True)),
+    ]
     if stage.lora is None:
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))
     if stage.lora is None or stage.reference:  # with lora the reference is the policy's own weights
@@ -119,17 +131,13 @@ def choices(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
     return [f"to save memory on a GPU: {', '.join(told)}"] if told else []
 
 
-def cache_bytes(policy: Policy, rows: int, length: int) -> float:
-    text = policy.model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return float(2 * rows * length * heads * head_width * text.num_hidden_layers * policy.dtype.itemsize)
-
-
-def describe(settings: Settings) -> list[str]:
-    """The whole plan as lines. Loads the first model (to price it and to count tokens), trains nothing, writes nothing."""
+def describe(settings: Settings, dry: bool = False) -> list[str]:
+    """The whole plan as lines. Loads the first model (to price it and to count tokens), trains nothing, writes nothing. `dry` runs a
+    few steps of every stage in a folder that is thrown away, to say how long the run will take."""
+    from posttrain.dry import estimate
     from posttrain.runs.write import RunWriter
 
+    seen = estimate(settings.recipe.stages, settings.seed, device_of(settings), settings.threads) if dry else {}
     lines = [f"recipe {settings.name}, seed {settings.seed}: {' -> '.join(s.name for s in settings.recipe.stages)}"]
     with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
         context = Context(writer, settings.seed, say=False)
@@ -139,8 +147,31 @@ def describe(settings: Settings) -> list[str]:
             lines.append("")
             lines.append(f"{stage.name} ({type(stage).__name__})")
             lines += [f"  {line}" for line in _stage(stage, context, policies, before)]
+            lines += [f"  {line}" for line in dry_lines(seen[stage.name])] if dry else []
             before[stage.name] = stage
+    if dry:
+        total, most = sum(e.seconds for e in seen.values()), sum(e.most for e in seen.values())
+        lines += ["", f"the whole run: about {duration(total)}{at_most(most, total)}, by dry steps on this machine"]
     return lines
+
+
+def device_of(settings: Settings) -> str:
+    import torch
+
+    return settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dry_lines(seen: Estimate) -> list[str]:
+    """What dry steps say of a stage."""
+    each = f"a step takes {seen.step:.3g} s, " if seen.step else ""
+    measured = f"an evaluation {seen.evaluation:.3g} s, " if seen.evaluation else ""
+    length = f" with responses of {seen.length:.0f} tokens, as in its examples" if seen.length else ""
+    return [f"dry steps: about {duration(seen.seconds)}{length}{at_most(seen.most, seen.seconds)}; {each}{measured}memory "
+            f"{size_text(seen.memory)} at the most"]  # fmt: skip
+
+
+def at_most(most: float, usual: float) -> str:
+    return f", at most {duration(most)} where every response reaches its limit" if most > 1.05 * usual else ""
 
 
 def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Mapping[str, Stage]) -> list[str]:
@@ -163,7 +194,9 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
     if isinstance(stage, RLStage):
         return said + rl_lines(stage, policy, before)
     if isinstance(stage, SFTStage):
-        return said + sft_lines(stage, policy, context)
+        return said + sft_lines(stage, policy, context, before)
+    if isinstance(stage, PreferenceStage | RewardModelStage):
+        return said + preference_lines(stage, policy, context, before)
     if isinstance(stage, EvaluateStage):
         return [*said, f"{stage.problems} held-out problems x {stage.samples} = {stage.problems * stage.samples} answers of at most "
                 f"{stage.sampling.max_new_tokens} tokens"]  # fmt: skip
@@ -172,20 +205,18 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
 
 def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list[str]:
     """Batch arithmetic and memory of a reinforcement-learning stage."""
-    from posttrain.data.chat import render_prompt
-
     group = stage.algorithm.group_size
     epochs, pieces = stage.algorithm.reuse
     samples, updates = stage.prompts * group, epochs * pieces
-    problem = stage.task.problems("train")[0]
-    prompt = len(render_prompt(policy.tokenizer, stage.task.prompt(problem)))
-    longest = prompt + stage.sampling.max_new_tokens
-    rows = min(stage.rows(policy.device.type), samples)
+    longest = stage.longest(policy.tokenizer)
     micro = -(-samples * longest // stage.optimizer.token_budget)
-    tokens, judges = min(stage.optimizer.token_budget, samples * longest), judge_bytes(stage, policy, before)
+    new = stage.sampling.max_new_tokens
+    share = (longest + (group - 1) * new) / (group * longest)  # a prompt is computed once for its group
+    tokens = round(share * min(stage.optimizer.token_budget, samples * longest))
+    judges = judge_bytes(stage, policy, before)
 
     def memory(one: RLStage) -> Memory:
-        return rl_memory(one, policy, tokens, cache_bytes(policy, rows, longest), judges)
+        return rl_memory(one, policy, tokens, one.cache_bytes(policy, training=False), judges)
 
     return [
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {stage.sampling.max_new_tokens} tokens",
@@ -195,18 +226,23 @@ def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> lis
         f"levels {', '.join(map(str, stage.task.levels))}; held-out accuracy on {stage.evaluate_problems} problems every "
         f"{stage.evaluate_every} steps",
         memory(stage).line(),
+        *checkpointing_lines(stage, policy, tokens, memory(stage).total, at_hand(policy.device)),
         *choices(stage, memory),
     ]
 
 
-def sft_lines(stage: SFTStage, policy: Policy, context: Context) -> list[str]:
-    """Batch arithmetic, memory and the data report of a supervised stage."""
-    material = stage.material(context, policy.tokenizer)
+def sft_lines(stage: SFTStage, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+    """Batch arithmetic, memory and the data report of a supervised stage. What an earlier stage will write cannot be counted."""
+    later = [f"examples written by {source.file}: not there yet" for source in stage.data if source.file in before]
+    there = tuple(source for source in stage.data if source.file not in before)
+    if later and not there:
+        return [f"a step: {stage.batch} examples; {stage.steps} steps", *later]
+    material = replace(stage, data=there).material(context, policy.tokenizer)
     total = sum(len(s) for s in material.sets)
     lengths = [len(e.ids) for s in material.sets for e in s]
     reports: Sequence[str] = [
         f"{source}: {line}" if n == 0 else f"  {line}"
-        for source, report in zip(stage.data, material.reports, strict=True)
+        for source, report in zip(there, material.reports, strict=True)
         for n, line in enumerate(report.lines())
     ]
     tokens = min(stage.optimizer.token_budget, stage.batch * max(lengths))
@@ -214,5 +250,42 @@ def sft_lines(stage: SFTStage, policy: Policy, context: Context) -> list[str]:
         f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {stage.steps} steps = "
         f"{stage.steps * stage.batch / total:.1f} passes over {total:,} examples",
         *reports,
-        training_memory(policy, tokens, lora=stage.lora).line(),
+        *later,
+        training_memory(policy, tokens, lora=stage.lora, checkpointed=stage.optimizer.checkpointing == "layer").line(),
+    ]
+
+
+@dataclass(eq=False)
+class Listening(Context):
+    """Keeps what a stage says of its data."""
+
+    heard: list[str] = field(default_factory=list)
+
+    def announce(self, stage: str, lines: Sequence[str]) -> None:
+        self.heard.extend(lines)
+
+
+def preference_lines(
+    stage: PreferenceStage | RewardModelStage, policy: Policy, context: Context, before: Mapping[str, Stage]
+) -> list[str]:
+    """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
+    later = [f"preferences written by {path}: not there yet" for path in stage.data if path in before]
+    count = getattr(stage, "members", 1)
+    members = f", {count} times over" if count > 1 else ""
+    if later:
+        return [f"a step: {stage.batch} units; {stage.steps} steps{members}", *later]
+    listening = Listening(context.writer, context.seed, context.device, say=False)
+    given = (listening, policy.tokenizer)
+    units = stage.read(*given, stage.data) if isinstance(stage, PreferenceStage) else stage.read(*given)
+    sizes = [sum(len(example.ids) for example in unit) for unit in units]
+    tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
+    memory = training_memory(policy, tokens)
+    if "reference" in stage.algorithm.needs and getattr(stage, "reference_device", "same") == "same":
+        memory = Memory((*memory.items, ("reference", weight_bytes(policy))))
+    passes = stage.steps * stage.batch / len(units) / (1 - stage.held_out)
+    return [
+        f"a step: {stage.batch} of {len(units):,} units, about {stage.batch * sum(sizes) // len(units):,} tokens; {stage.steps} steps "
+        f"= {passes:.1f} passes over what is not held out{members}",
+        *listening.heard,
+        memory.line(),
     ]

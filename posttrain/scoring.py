@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import inspect
 import json
+import math
 import os
 import select
 import signal
@@ -161,8 +162,8 @@ class Workers:
             free.job, free.deadline = job, time.monotonic() + self.seconds
             line = json.dumps([asdict(job.problem), job.response]).encode() + b"\n"
             try:
-                _write_all(free.into, line)
-            except OSError:  # it died while idle
+                _write_all(free.into, line, free.deadline)
+            except OSError:  # it died while idle, or does not listen
                 self._died(free)
 
     def _hear(self, worker: _Worker) -> None:
@@ -202,6 +203,8 @@ class Workers:
             os.waitpid(worker.pid, 0)
 
     def _fork(self) -> _Worker:
+        if not self.workers:  # what they need is made here, once: each inherits it
+            getattr(self.task, "ready", tuple)()
         theirs, into = os.pipe()
         out, ours = os.pipe()
         with warnings.catch_warnings():
@@ -211,6 +214,7 @@ class Workers:
         if pid:
             os.close(theirs)
             os.close(ours)
+            os.set_blocking(into, False)
             with suppress(OSError):
                 os.setpgid(pid, pid)
             return _Worker(pid, into, out)
@@ -249,7 +253,14 @@ def _work(task: Judging, theirs: int, ours: int) -> None:
             _write_all(ours, json.dumps(answer).encode() + b"\n")
 
 
-def _write_all(handle: int, data: bytes) -> None:
+def _write_all(handle: int, data: bytes, deadline: float = math.inf) -> None:
+    """Into a pipe, whole; a TimeoutError where its other end has not taken it by the deadline."""
     view = memoryview(data)
     while view:
-        view = view[os.write(handle, view) :]
+        try:
+            view = view[os.write(handle, view) :]
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError from None
+            select.select([], [handle], [], min(left, 60.0))

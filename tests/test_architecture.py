@@ -19,16 +19,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "posttrain"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 500, 60, 20_000  # those of the package without blanks, comments, docstrings
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 500, 60, 22_000  # those of the package without blanks, comments, docstrings
 
 # Who may import whom: a room may import itself, `errors`, and what its line names. A name covers everything below it, so
 # "runs" covers runs/read.py and "runs.read" only that file. To add a room, add a line.
 LEAVES = "types"
 MODELS = "types ops data models"
 BELOW_LOOP = "types catalogue ops rewards tasks algorithms data models engine train evals"
-TRAINING_RUNS = (
-    "runs.write runs.layout runs.metrics runs.guards runs.alarms runs.trackers runs.console runs.report"  # not runs.read
-)
+# not runs.read
+TRAINING_RUNS = "runs.write runs.layout runs.metrics runs.guards runs.watchdog runs.alarms runs.trackers runs.console runs.report"
 LOOP = f"{BELOW_LOOP} {TRAINING_RUNS}"
 MAY_IMPORT = {
     "errors": "",
@@ -47,12 +46,14 @@ MAY_IMPORT = {
     "data": f"{LEAVES} ops untrusted",
     "models": f"{LEAVES} ops untrusted",
     "engine": MODELS,
-    "train": f"{MODELS} algorithms rewards.ensemble rewards.implicit",
+    "train": f"{MODELS} algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking",
     "evals": f"{LEAVES} tasks runs ops.sampling data.steps data.stream data.text engine.sampler",
     "scoring": f"{LEAVES} rewards tasks",
     "rollouts": f"{LOOP} scoring",
-    "plan": f"{LOOP} stages config",
-    "loop": f"{LOOP} rollouts scoring",
+    "dry": f"{LOOP} runs stages",
+    "plan": f"{LOOP} stages config dry",
+    "guarding": f"{LOOP} rollouts",
+    "loop": f"{LOOP} rollouts scoring guarding",
     "stages": f"{LOOP} runs rollouts scoring loop changes",
     "recipes": f"{LOOP} runs stages",
     "config": f"{LEAVES} catalogue algorithms tasks stages recipes untrusted",
@@ -362,9 +363,9 @@ def test_each_check_can_fail(check, file: str, source: str, complaint: str, tmp_
 def test_the_whole_may_not_grow_without_end(tmp_path: Path) -> None:
     folder = tmp_path / "posttrain" / "ops"
     folder.mkdir(parents=True)
-    for number in range(41):
+    for number in range(45):
         (folder / f"part{number}.py").write_text("x = 1\n" * 499)
-    assert sizes(tmp_path / "posttrain") == ["the package has 20459 lines of code; under 20000, please"]
+    assert sizes(tmp_path / "posttrain") == ["the package has 22455 lines of code; under 22000, please"]
 
 
 GOOD = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from safetensors.numpy import load_file
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
-from posttrain.errors import GuardStop
+from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, Rhythm
 from posttrain.models.scorer import from_policy
 from posttrain.ops.weights import reduction
@@ -97,7 +99,7 @@ def make(
         rhythm=Rhythm(steps=steps, checkpoint_every=every),
         trainer=Trainer(policy, algorithm, Optimization(lr=1e-3), reference, critic),
         source=Answers(policy, plant) if plant else Answers(policy),
-        writer=RunWriter(folder / "run", config={"name": "guards"}),
+        writer=more.pop("writer", None) or RunWriter(folder / "run", config={"name": "guards"}),
         checkpoints=Store(folder / "run" / "checkpoints", Saving(synchronous=True)),
         interrupt=Interrupt(),
         **more,
@@ -119,7 +121,9 @@ def test_a_clean_run_hears_nothing(algorithm: Algorithm, tmp_path: Path) -> None
     loop.run()
     assert alarm_events(loop) == [] and loop.step == 7
     assert not (tmp_path / "run" / "alarms").exists()
-    assert loop.watch.memory["checked"] and (loop.watch.memory["frozen"] is None) == (loop.trainer.reference is None)
+    assert loop.guarding.watch.memory["checked"] and (loop.guarding.watch.memory["frozen"] is None) == (
+        loop.trainer.reference is None
+    )
 
 
 class Poisoned(GRPO):
@@ -339,14 +343,66 @@ def test_a_run_that_a_guard_stopped_goes_on_as_if_nothing_had_happened(tmp_path:
     halted.writer.close()
     resumed = make_again(tmp_path / "halted", 8)
     resumed.run()
-    assert resumed.watch.memory == whole.watch.memory
-    assert resumed.watch.memory["start"]["entropy"][1] == module.START
+    assert resumed.guarding.watch.memory == whole.guarding.watch.memory
+    assert resumed.guarding.watch.memory["start"]["entropy"][1] == module.START
     assert all(torch.equal(t, moments(whole)[name]) for name, t in moments(resumed).items())
 
 
 def make_again(folder: Path, steps: int) -> Loop:
-    loop = make(folder / "other", steps=steps)
+    return make(folder, steps=steps, writer=RunWriter.resume(folder / "run"))
+
+
+def test_the_best_held_out_score_is_kept_with_its_step_and_resumed(tmp_path: Path) -> None:
+    scores = iter([0.2, 0.5, 0.7, 0.7, 0.6])
+    loop = make(tmp_path, steps=4, evaluate=lambda: {"accuracy/test": next(scores), "accuracy/test_low": 0.9})
+    loop.rhythm = replace(loop.rhythm, evaluate_every=1)
+    loop.run()
+    loop.save()
+    assert loop.best_figures() == {"best_score": {"figure": "accuracy/test", "score": 0.7, "step": 2}}
     loop.writer.close()
-    loop.writer = RunWriter.resume(folder / "run")
-    loop.checkpoints = Store(folder / "run" / "checkpoints", Saving(synchronous=True))
-    return loop
+    resumed = make_again(tmp_path, 5)
+    resumed.evaluate = lambda: {"accuracy/test": 0.65}
+    resumed.rhythm = replace(resumed.rhythm, evaluate_every=1)
+    resumed.run()
+    assert resumed.best == loop.best, "what came before the resume counts"
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    """Format 1 had neither the frozen models' names nor what guards, alarms and scores remember."""
+    whole = make(tmp_path / "whole", steps=6)
+    whole.run()
+    first = make(tmp_path, steps=3)
+    first.run()
+    first.save()
+    first.writer.close()
+    folder = first.checkpoints.directory / "step-3"
+    state = json.loads((folder / "state.json").read_text())
+    old = {key: value for key, value in state.items() if key not in ("frozen", "guards", "alarms", "best")}
+    (folder / "state.json").write_text(json.dumps(old))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    content = (folder / "state.json").read_bytes()
+    manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    resumed = make_again(tmp_path, 6)
+    resumed.run()
+    assert resumed.step == 6
+    assert all(torch.equal(tensor, moments(whole)[name]) for name, tensor in moments(resumed).items())
+
+
+def test_a_checkpoint_of_a_newer_version_says_why_it_cannot(tmp_path: Path) -> None:
+    first = make(tmp_path, steps=2)
+    first.run()
+    first.save()
+    first.writer.close()
+    for path in first.checkpoints.directory.glob("step-*/manifest.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(UserError, match="is of format 99, this version of posttrain reads 1 and 2"):
+        make_again(tmp_path, 6).run()
+
+
+def test_zero_is_never_and_less_is_refused(tmp_path: Path) -> None:
+    loop = make(tmp_path, steps=3, every=0)
+    loop.run()
+    assert loop.step == 3 and checkpoint_steps(loop) == []
+    with pytest.raises(UserError, match="checkpoint_every is -1"):
+        Rhythm(steps=3, checkpoint_every=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.models.lora import Lora
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.train.optimizer import Optimization
 
 POLICY = small_policy(dtype=torch.float32)
 COUNT = POLICY.parameters
 ADAPTERS = (
     16 * 2 * sum(sum(s) for s in [(16, 16), (16, 8), (16, 8), (16, 16), (16, 24), (16, 24), (24, 16)])
 )  # rank 16, 2 layers
-LAYER = 18 * 16 + 4 * 24 + 4 * 2 * 4  # width 16, feed-forward 24, two heads of 4 for keys and values
+# two layers of width 16, feed-forward 24, two heads of 4 for keys and values; and the gradients of the one at work
+LAYERS = 2 * (9 * 16 + 4 * 24 + 2 * 2 * 4) + 4 * (16 + 24)
 
 
 def stage(**settings: Any) -> RLStage:
@@ -33,8 +36,9 @@ def items(one: RLStage, judges: float = 0.0, policy: Any = POLICY) -> dict[str, 
 
 
 def test_a_policy_alone() -> None:
-    activations = 4.0 * 100 * 2 * LAYER
+    activations = 4.0 * 100 * LAYERS
     own = {"weights": 4.0 * COUNT, "gradients": 4.0 * COUNT, "optimizer": 8.0 * COUNT, "activations": activations}
+    own |= {"logits": 8.0 * 100 * POLICY.model.config.vocab_size}
     assert items(stage(algorithm=GRPO(beta=0.0))) == own | {"key-value cache": 7.0}
     assert items(stage(algorithm=GRPO(beta=0.1)))["reference"] == 4.0 * COUNT
     assert items(stage(algorithm=GRPO(beta=0.0), watch_kl=True))["reference"] == 4.0 * COUNT
@@ -44,7 +48,7 @@ def test_everyone_of_ppo() -> None:
     """The critic has weights, gradients, two moments and activations of its own."""
     found = items(stage(algorithm=PPO(), reward_models=("a", "b")), judges=1e6)
     assert found["reference"] == 4.0 * COUNT and found["reward models"] == 1e6
-    assert found["critic"] == (4 + 4 + 8) * COUNT + 4.0 * 100 * 2 * LAYER
+    assert found["critic"] == (4 + 4 + 8) * COUNT + 4.0 * 100 * LAYERS
 
 
 def test_models_on_the_cpu_cost_nothing_there() -> None:
@@ -57,7 +61,7 @@ def test_lora_has_one_set_of_frozen_weights() -> None:
     assert found["weights"] == 4.0 * (COUNT + ADAPTERS)
     assert found["gradients"] == 4.0 * ADAPTERS and found["optimizer"] == 8.0 * ADAPTERS
     assert "reference" not in found
-    assert found["critic"] == (4 + 4 + 8) * ADAPTERS + 4.0 * 100 * 2 * LAYER
+    assert found["critic"] == (4 + 4 + 8) * ADAPTERS + 4.0 * 100 * LAYERS
     assert items(stage(algorithm=PPO(), lora=Lora(), reference="y"))["reference"] == 4.0 * COUNT
     assert items(stage(algorithm=PPO(), lora=Lora(), critic="y"))["critic"] == found["critic"] + 4.0 * COUNT
 
@@ -78,8 +82,35 @@ def test_each_way_to_save_is_priced() -> None:
     assert ("rl.lora.rank=16" in line) == (
         lora > 0
     )  # on a model this small, adapters of rank 16 are larger than what they save
-    plain = stage(algorithm=GRPO(beta=0.0), lora=Lora())
-    assert plan.choices(plain, lambda other: plan.rl_memory(other, POLICY, 100, 7.0, 0.0)) == []
+    assert "rl.release_cache=true saves 7.0 B" in line, "the cache, which gradients and activations outweigh"
+    plain = stage(algorithm=GRPO(beta=0.0), lora=Lora(), release_cache=True)
+    assert plan.choices(plain, lambda other: plan.rl_memory(other, POLICY, 100, 0.0, 0.0)) == []
+
+
+def test_a_cache_that_is_given_back_counts_where_it_is_larger_than_what_follows_it() -> None:
+    one = stage(algorithm=GRPO(beta=0.0), release_cache=True)
+    kept = plan.activation_bytes(POLICY, 100) + 4.0 * COUNT
+    small, large = (dict(plan.rl_memory(one, POLICY, 100, size, 0.0).items)["key-value cache"] for size in (kept, kept + 9.0))
+    assert small == 0.0 and large == 9.0
+
+
+def test_checkpointing_is_chosen_and_priced() -> None:
+    """By the memory at hand, which holds the weights already; as the setting says where it says so."""
+    kept, least = (plan.size_text(plan.activation_bytes(POLICY, 100, way)) for way in (False, True))
+    price = f"; per layer, activations take {least} in place of {kept}, and training about a third longer"
+    need = 5000.0
+
+    def line(have: float | None, way: str = "auto") -> str:
+        one = stage(optimizer=Optimization(checkpointing=way))
+        (found,) = plan.checkpointing_lines(one, POLICY, 100, need + 4.0 * COUNT, have)
+        return found
+
+    assert line(None) == "activation checkpointing: never on a CPU" + price
+    assert line(6144.0) == "activation checkpointing: never, for 4.9 KiB are needed and 6.0 KiB are at hand" + price
+    assert line(4096.0) == "activation checkpointing: per layer, for 4.9 KiB are needed and 4.0 KiB are at hand" + price
+    assert line(4096.0, "never") == "activation checkpointing: never" + price
+    layered = items(stage(algorithm=GRPO(beta=0.0), optimizer=Optimization(checkpointing="layer")))
+    assert layered["activations"] == plan.activation_bytes(POLICY, 100, checkpointed=True)
 
 
 def test_reward_models_by_stage_and_by_directory(tmp_path: Path) -> None:
@@ -117,3 +148,20 @@ def test_the_plan_of_rounds_follows_them_to_the_best() -> None:
     assert "  400 training problems, after those that mine_1 kept, x 4 answers; those solved at most 50% are kept" in lines
     assert "  keeps one of train_1, train_2, by accuracy" in lines
     assert lines[-2].strip().startswith("model best: ") and "1000 held-out problems" in lines[-1]
+
+
+def test_stages_that_learn_from_preferences_count_their_data(tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {n}", "chosen": "zzz" if n < 40 else "z" * 3000, "rejected": "xyx"} for n in range(41)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "stages": [
+            {"stage": "preference", "name": "dpo", "model": "tiny:nano", "data": [str(tmp_path / "pairs.jsonl")], "steps": 9,
+             "batch": 4, "held_out": 0.1},
+            {"stage": "reward_model", "name": "reward", "model": "tiny:nano", "data": ["dpo"], "members": 2},
+        ]
+    }  # fmt: skip
+    lines = "\n".join(plan.describe(config.from_config(tree, "x")))
+    assert "a step: 4 of 40 units" in lines and "9 steps = 1.0 passes over what is not held out" in lines
+    assert "40 of 41" in lines, "the one that is too long is counted"
+    assert "reference " in lines
+    assert "preferences written by dpo: not there yet" in lines and "steps, 2 times over" in lines

@@ -119,3 +119,17 @@ def test_without_forks_rewards_are_computed_here() -> None:
     workers.able = False
     workers.submit(PROBLEM, ["ok", "raise x"])
     assert [s.valid for s in workers.results()] == [True, False] and not workers.workers
+
+
+def test_a_worker_that_does_not_listen_is_replaced_in_time() -> None:
+    """It was stopped while idle: a response larger than a pipe holds would wait for it without end."""
+    with Workers(Told(), count=1, seconds=1.0) as workers:
+        workers.submit(Problem("p", ""), ["first"])
+        workers.results()
+        (stopped,) = (worker.pid for worker in workers.workers)
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        workers.submit(Problem("p", ""), ["second " + 500_000 * "x"])
+        (score,) = workers.results()
+        assert score.valid and time.monotonic() - began < 20
+        assert [worker.pid for worker in workers.workers] != [stopped]

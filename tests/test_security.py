@@ -50,7 +50,7 @@ SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 
 # Modules with which a program can start others, reach memory or the network, and the only files that may use them.
 AUDITED = {
-    "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "doctor.py"},
+    "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "rewards/sandbox/container.py", "doctor.py"},
     "ctypes": {
         "scoring.py",
         "engine/forked.py",

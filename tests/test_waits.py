@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "posttrain"
-METHODS = {"wait", "communicate", "result", "join", "get", "acquire", "recv"}  # without any argument they wait for ever
+METHODS = {"wait", "communicate", "result", "join", "get", "acquire", "recv", "accept", "readline"}  # without any argument
 FUNCTIONS = {
     "subprocess.run",
     "subprocess.call",
@@ -16,15 +16,50 @@ FUNCTIONS = {
     "subprocess.check_output",
     "urlopen",
     "urllib.request.urlopen",
+    "socket.create_connection",
+    "http.client.HTTPConnection",
+    "http.client.HTTPSConnection",
+    "httpx.get",
+    "httpx.post",
+    "httpx.Client",
+    "httpx.AsyncClient",
+    "requests.get",
+    "requests.post",
+    "asyncio.run",
+    "asyncio.gather",
+    "asyncio.wait",
+    "input",
 }
+DESCRIPTORS = {"os.read", "os.readv", "os.write", "os.writev"}  # a pipe may be empty, or full, for ever
 # Waits without a limit of their own, and what ends them.
 BOUNDED = {
     "engine/forked.py: os.waitpid(self.pid, 0)": "its process was killed, or has closed its pipe and exits",
+    "engine/forked.py: os.read(self.out, 1 << 20)": "after select",
+    "engine/forked.py: os.read(handle, min(1 << 20, wanted - len(pieces)))": "of a helper, which ends with its parent",
+    "engine/forked.py: os.write(handle, view)": "the parent's end does not block; a helper ends with its parent",
     "scoring.py: os.waitpid(worker.pid, 0)": "after SIGKILL",
+    "scoring.py: os.read(worker.out, 1 << 16)": "after select",
+    "scoring.py: os.write(handle, view)": "the run's end does not block, and has a deadline; a worker ends with its run",
+    "scoring.py: asyncio.run(_awaited(found))": "in a worker, which has a time limit; a task without one is quick by contract",
     "untrusted.py: os.waitpid(pid, 0)": "after SIGKILL",
+    "rewards/_endpoint.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` requests has `seconds`",
+    "rewards/_endpoint.py: beside.submit(asyncio.run, self._ask_all(conversations, form)).result()": "the same",
+    "rewards/_endpoint.py: asyncio.gather(*(one(messages) for messages in conversations))": "the same",
+    "rewards/_endpoint.py: httpx.AsyncClient(**settings)": "settings has a timeout",
     "rewards/sandbox/pool.py: self._orders.get()": "a thread that serves until it is told to end",
     "rewards/sandbox/mechanisms.py: self.process.wait()": "after SIGKILL",
+    "rewards/sandbox/session.py: os.write(self.child.stdin, self.outgoing[:CHUNK])": "after select",
+    "rewards/sandbox/session.py: os.read(self.child.stdout, CHUNK)": "after select",
+    "rewards/sandbox/session.py: os.read(self.child.stderr, CHUNK)": "after select",
+    "rewards/sandbox/child.py: os.read(descriptor, min(count, 1 << 20))": "inside of the sandbox, which is ended from outside",
+    "rewards/sandbox/child.py: os.write(descriptor, data)": "the same",
+    "rewards/sandbox/child.py: os.write(2, ascii(name).encode()[:200] + b'\\n')": "the same",
+    "rewards/sandbox/child.py: os.write(1, b'ready\\n')": "the same",
+    "rewards/sandbox/child.py: os.write(1, b'began\\n')": "the same",
     "runs/console.py: capture.get()": "text that is there already",
+    "runs/lock.py: os.write(fd, data)": "a file, not a pipe",
+    "runs/write.py: os.write(fd, data)": "a file, not a pipe",
+    "runs/write.py: os.read(fd, size)": "a file, not a pipe",
 }
 
 
@@ -37,10 +72,11 @@ def endless(source: str) -> list[str]:
         name, given = ast.unparse(node.func), len(node.args) + len(node.keywords)
         limited = any(k.arg in ("timeout", "timeout_seconds") for k in node.keywords)
         method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and given == 0
-        function = name in FUNCTIONS and not limited
+        function = (name in FUNCTIONS and not limited) or name in DESCRIPTORS
         descriptors = name == "select.select" and given < 4
         child = name == "os.waitpid" and "WNOHANG" not in ast.unparse(node)
-        if method or function or descriptors or child:
+        locked = name in ("fcntl.flock", "fcntl.lockf") and not any(w in ast.unparse(node) for w in ("LOCK_NB", "LOCK_UN"))
+        if method or function or descriptors or child or locked:
             found.append(ast.unparse(node))
     return found
 
@@ -56,7 +92,10 @@ def test_every_wait_has_a_limit() -> None:
 @pytest.mark.parametrize(
     "source",
     ["thread.join()", "queue.get()", "process.wait()", "event.wait()", "process.communicate()", "future.result()", "lock.acquire()",
-     "subprocess.run(['x'])", "select.select([a], [], [])", "os.waitpid(1, 0)", "urlopen('x')"],
+     "subprocess.run(['x'])", "pipe.readline()", "server.accept()", "os.read(1, 5)", "fcntl.flock(fd, fcntl.LOCK_EX)",
+     "asyncio.run(x)",
+     "http.client.HTTPConnection('x')", "httpx.AsyncClient(verify=True)",
+     "select.select([a], [], [])", "os.waitpid(1, 0)", "urlopen('x')"],
 )  # fmt: skip
 def test_the_check_can_fail(source: str) -> None:
     assert endless(source) == [source]
@@ -65,7 +104,9 @@ def test_the_check_can_fail(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     ["thread.join(5)", "', '.join(words)", "queue.get(timeout=1)", "table.get(key)", "process.wait(timeout=3)",
-     "subprocess.run(['x'], timeout=5)", "os.waitpid(1, os.WNOHANG)", "select.select([], [], [], 1)"],
+     "subprocess.run(['x'], timeout=5)",
+     "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)", "httpx.AsyncClient(timeout=3)",
+     "os.waitpid(1, os.WNOHANG)", "select.select([], [], [], 1)"],
 )  # fmt: skip
 def test_what_has_a_limit_passes(source: str) -> None:
     assert endless(source) == []

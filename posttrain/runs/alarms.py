@@ -5,32 +5,34 @@ with it, and whether what the reward stands for (the gold) did not. Change is me
 
     z = (mean_now - mean_then) / (s sqrt(2)),    s = the larger of  sd(differences) / sqrt(2 W)  and  the spread of block means,
 
-so that noise of a step, and slow noise, both widen it. Pure functions on plain numbers; what is remembered is JSON.
+so that noise of a step, and slow noise, both widen it. The earliest sign is read from the rollouts themselves: a trait that the reward
+pays for and the gold is against (selection.py). Pure functions on plain numbers; what is remembered is JSON.
 
     alarms = Alarms()
-    figures |= alarms.texts(groups)              # distinct, keyword
+    figures |= alarms.texts(groups)              # distinct, keyword; and notes what the step's reward pays for
     for alarm in alarms.observe(step, figures):  # an event each, and shown at the end
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
+from posttrain.errors import require, unknown
 from posttrain.runs.guards import Alarm
 from posttrain.runs.layout import Event
+from posttrain.runs.selection import Selection, words
 from posttrain.types import JSON, Group, Rollout
 
 GOLD = ("reward/task", "reward/gold", "reward/answer")  # what the reward stands for, where it is measured at every step
 TRACKED = (
-    "reward", *GOLD, "accuracy/test", "kl", "length", "reward/format", "entropy", "repetition", "distinct", "keyword",
-    "reward/disagreement", "groups/zero_variance",
+    "reward", *GOLD, "accuracy/test", "accuracy/test_low", "accuracy/test_high", "kl", "length", "reward/format", "entropy",
+    "repetition", "distinct", "keyword", "reward/disagreement", "groups/zero_variance",
 )  # fmt: skip
 ADVICE = {
     "proxy": "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",
@@ -46,8 +48,7 @@ ADVICE = {
     "zero_variance": "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
 }
 WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)
-KEEP, LEAST, PATIENCE, QUIET = 400, 15, 2, 50
-WORD = re.compile(r"[A-Za-z]{3,}")
+KEEP, LEAST = 400, 15
 COMMON, NEARLY_ALL, EARLY = 0.2, 0.8, 5  # shares of responses with a word; steps that say what is normal
 HEAD = 64  # tokens of a response that distinct n-grams are counted in, so that length alone does not move the figure
 
@@ -150,12 +151,30 @@ def frontier(kl: np.ndarray, gold: np.ndarray, window: int = 20) -> Frontier | N
     return Frontier(place, best_kl, fallen.then, now_kl, fallen.now, past)
 
 
-@dataclass(eq=False)
-class Alarms:
-    """The alarms of one stage. `off` and `stop` name alarms: not to be heard, or to end the stage's run."""
+@dataclass(frozen=True, kw_only=True)
+class AlarmSettings:
+    """`off` and `stop` name alarms: not to be heard, or to end the run. One is heard after `patience` steps in a row that show it, and
+    again after `quiet` steps."""
+
+    apart: ClassVar[bool] = True  # its keys are never meant by their name alone: rl.stop would be anybody's
 
     off: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
+    patience: int = 2
+    quiet: int = 50
+
+    def __post_init__(self) -> None:
+        for name in (*self.off, *self.stop):
+            if name not in ADVICE:
+                raise unknown("alarm", name, ADVICE)
+        require(self.patience >= 1 and self.quiet >= 1, "alarms: patience and quiet are numbers of steps, at least 1")
+
+
+@dataclass(eq=False)
+class Alarms:
+    """The alarms of one stage, with what they remember."""
+
+    settings: AlarmSettings = field(default_factory=AlarmSettings)
     series: dict[str, list[float]] = field(default_factory=dict)  # figure -> its values
     steps: dict[str, list[int]] = field(default_factory=dict)  # figure -> the steps it was measured at
     streak: dict[str, int] = field(default_factory=dict)
@@ -163,12 +182,13 @@ class Alarms:
     usual: list[str] = field(default_factory=list)  # words that many responses had in the first steps
     looked: int = 0
     level: float = math.nan
+    selection: Selection = field(default_factory=Selection)
 
     def state(self) -> JSON:
         """For a checkpoint."""
         level = None if math.isnan(self.level) else self.level
         names = ("series", "steps", "streak", "heard", "usual", "looked")
-        return {**{name: getattr(self, name) for name in names}, "level": level}
+        return {**{name: getattr(self, name) for name in names}, "level": level, "selection": self.selection.state()}
 
     def restore(self, state: JSON) -> None:
         if state:
@@ -177,6 +197,8 @@ class Alarms:
             )
             self.usual, self.looked = list(state["usual"]), int(state["looked"])
             self.level = math.nan if state["level"] is None else float(state["level"])
+            if "selection" in state:  # older checkpoints have none
+                self.selection.restore(state["selection"])
 
     def texts(self, groups: Sequence[Group]) -> dict[str, float]:
         """Figures of a step's responses: `distinct`, the share of their 2-grams that are different ones, and `keyword`, how many have
@@ -188,33 +210,34 @@ class Alarms:
         grams = np.concatenate([_pairs(r) for r in rollouts])
         if len(grams):
             figures["distinct"] = len(np.unique(grams)) / len(grams)
-        having = Counter(word for r in rollouts for word in set(WORD.findall(r.response.lower())))
+        having = words(rollouts)
         if self.looked < EARLY:
-            self.usual = sorted({*self.usual, *(word for word, count in having.items() if count > COMMON * len(rollouts))})
+            self.usual = sorted({*self.usual, *(word for word, at in having.items() if len(at) > COMMON * len(rollouts))})
         self.looked += 1
-        figures["keyword"] = max((n for word, n in having.items() if word not in self.usual), default=0) / len(rollouts)
+        figures["keyword"] = max((len(at) for word, at in having.items() if word not in self.usual), default=0) / len(rollouts)
+        self.selection.look(groups, having)
         return figures
 
     def observe(self, step: int, figures: Mapping[str, float]) -> list[Alarm]:
         """Take note of a step's figures; the alarms they raise, each at most once in a while."""
         level = figures.get("level", math.nan)
         if not math.isnan(self.level) and level != self.level:  # other problems: nothing before can be compared with
-            self.series, self.steps, self.streak = {}, {}, {}
+            self.series, self.steps, self.streak, self.selection = {}, {}, {}, Selection()
         self.level = level
         for name in TRACKED:
             if math.isfinite(figures.get(name, math.nan)):
                 self.series[name] = [*self.series.get(name, []), round(float(figures[name]), 6)][-KEEP:]
                 self.steps[name] = [*self.steps.get(name, []), step][-KEEP:]
-        if len(self.series.get("reward", [])) < LEAST:
-            return []
-        seen = {**self.look_symptoms(), **self.look_gold(), **self.look_collapse()}
-        alarms = []
+        seen = self.look_selection()
+        if len(self.series.get("reward", [])) >= LEAST:
+            seen = {**self.look_symptoms(), **self.look_gold(), **self.look_collapse(), **seen}
+        alarms, settings = [], self.settings
         for name in ADVICE:
             self.streak[name] = self.streak.get(name, 0) + 1 if name in seen else 0
-            quiet = name in self.heard and step < self.heard[name] + QUIET
-            if self.streak[name] >= PATIENCE and name not in self.off and not quiet:
+            quiet = name in self.heard and step < self.heard[name] + settings.quiet
+            if self.streak[name] >= settings.patience and name not in settings.off and not quiet:
                 self.heard[name] = step
-                alarms.append(Alarm(name, f"step {step}: {seen[name]}; {ADVICE[name]}", name in self.stop))
+                alarms.append(Alarm(name, f"step {step}: {seen[name]}; {ADVICE[name]}", name in settings.stop))
         return alarms
 
     def values(self, name: str) -> np.ndarray:
@@ -224,6 +247,21 @@ class Alarms:
         """The figure that tells what the reward stands for, where one was measured all along."""
         count = len(self.series["reward"])
         return next((name for name in GOLD if len(self.series.get(name, [])) == count and name != "reward"), "")
+
+    def look_selection(self) -> dict[str, str]:
+        """Traits that the reward pays for, that spread, and that the gold is against: the earliest sign."""
+        found: dict[str, str] = {}
+        for one in self.selection.conflicts():
+            if not one.gamed:
+                continue
+            name = "keyword" if one.word else one.trait
+            what = f"of responses have {one.trait}" if one.word else SYMPTOMS[name].words.replace("4-grams", "3-grams")
+            pays = f"within groups the reward pays for {'more' if one.paid > 0 else 'less'} of it ({one.paid:+.1f} standard errors)"
+            seen = (
+                f"{one.then:.3g} -> {one.now:.3g} {what} since the start; {pays} and the gold is against it ({one.gold:+.1f})"
+            )
+            found.setdefault(name, seen)
+        return found
 
     def look_symptoms(self) -> dict[str, str]:
         """Drifts that go with a rising reward and a gold that does not rise."""
@@ -266,15 +304,29 @@ class Alarms:
                 at = self.steps[name][edge.best - 1]
                 best_was = f"{edge.best_gold:.3g} at KL {edge.best_kl:.3g}"
                 found["frontier"] = f"{name} was best at step {at} ({best_was}); now {edge.gold:.3g} at KL {edge.kl:.3g}"
-        held = self.values("accuracy/test")
+        return found | self.look_held_out(reward)
+
+    def look_held_out(self, reward: np.ndarray) -> dict[str, str]:
+        """Held-out accuracy against its best: by the spread of many measurements or, while there are few, by their own intervals."""
+        held, low, high = (self.values(name) for name in ("accuracy/test", "accuracy/test_low", "accuracy/test_high"))
         best = since_best(held, 3)
-        if best is not None and best[1].z < -4 and best[1].now < best[1].then - 0.03:
-            at = self.steps["accuracy/test"][best[0] - 1]
-            since = reward[np.array(self.steps["reward"]) > at - 10]
-            rise = change(since, 10, len(since) - 10) if len(since) >= 20 else None
-            if rise is not None and rise.z > 2:
-                found["held_out"] = f"held-out accuracy fell {best[1]} since step {at} while the reward rose"
-        return found
+        if best is not None:
+            place, fallen, z = best[0] - 1, best[1].then - best[1].now, best[1].z
+        elif len(held) > 1 and len(low) == len(high) == len(held):
+            place = int(np.argmax(held[:-1]))
+            errors = (high - low)[[place, -1]] / (2 * 1.96)
+            fallen = float(held[place] - held[-1])
+            z = -fallen / max(1e-9, float(np.hypot(*errors)))
+        else:
+            return {}
+        at = self.steps["accuracy/test"][place]
+        since = reward[np.array(self.steps["reward"]) > at - 10]
+        rise = change(since, 10, len(since) - 10) if len(since) >= 20 else None
+        if z >= -4 or fallen <= 0.03 or rise is None or rise.z <= 2:
+            return {}
+        return {
+            "held_out": f"held-out accuracy fell by {fallen:.3g} ({z:.1f} standard errors) since step {at} while the reward rose {rise}"
+        }
 
     def look_collapse(self) -> dict[str, str]:
         """Exploration or signal that went without anything gained."""

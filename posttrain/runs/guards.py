@@ -10,14 +10,11 @@ steps; what they remember is JSON and goes into every checkpoint, so that a resu
 
 from __future__ import annotations
 
-import faulthandler
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -39,7 +36,7 @@ GUARDS = {
     "coefficient": "a coefficient of the algorithm that is set, and changes no gradient of the first batch",
     "frozen": "weights that must not move (the reference; what LoRA stands on) have moved, or are not those the run began with",
     "memory": "the device has no memory left for a step",
-    "slow": "a step takes this many times the median: the stacks of every thread are written to alarms/",
+    "slow": "a step takes this many times the median: the stacks of every thread and worker are written to alarms/",
 }
 STOPS = ("nonfinite", "repetition", "mismatch", "failed", "frozen", "memory")  # the others warn, unless told to stop
 ADVICE = {
@@ -227,8 +224,8 @@ class Watch:
         if limit is None or seconds <= limit:
             return []
         middle = statistics.median(self.recent)
-        text = f"the step took {seconds:.1f} s, the median is {middle:.2g} s; stacks of all threads are in {where}; {ADVICE['slow']}"
-        return self.alarm("slow", step, text)
+        text = f"the step took {seconds:.1f} s, the median is {middle:.2g} s; stacks of all threads and workers are in {where}"
+        return self.alarm("slow", step, f"{text}; {ADVICE['slow']}")
 
     def slowest(self) -> float | None:
         """Seconds after which a step is slow, or None while too few are known."""
@@ -258,9 +255,12 @@ class Watch:
         return self.alarm("frozen", step, f"{text}; resume from the last checkpoint with the same models, and report this")
 
     def memory_full(self, step: int, text: str, budget: int) -> list[Alarm]:
-        """There was no memory for a step; no smaller one is tried, for the user may rather change something else."""
+        """There was no memory for a step, and the trainer has tried smaller pieces, if it was its to try."""
         seen = " ".join(text.split())[:200]
-        advice = f"lower optimizer.token_budget (now {budget}: the gradient stays the same), max_rows where it was generating"
+        advice = (
+            f"lower optimizer.token_budget (now {budget}: the gradient stays the same), set optimizer.checkpointing=layer or "
+        )
+        advice += "release_cache=true, lower max_rows where it was generating"
         return self.alarm("memory", step, f"out of memory ({seen}); {advice}, or max_new_tokens; then resume")
 
     # --- shared --------------------------------------------------------------------------------------------------------
@@ -331,32 +331,3 @@ def repetition(rollouts: Sequence[Rollout]) -> float | None:
     _, first = np.unique(hashed[within], return_index=True)
     distinct = np.bincount(owner[:-3][within][first].astype(np.int64), minlength=len(counts))
     return float(np.mean(1.0 - distinct / (counts - 3)))
-
-
-class Watchdog:
-    """Writes the stacks of every thread to a file when a step has taken too long, also if it never ends. The file is kept only if
-    something was written."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("a")
-
-    @contextmanager
-    def step(self, seconds: float | None) -> Iterator[None]:
-        """Look on for one step; None: it may take what it takes."""
-        if seconds is None:
-            yield
-            return
-        faulthandler.dump_traceback_later(seconds, file=self._file)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    def close(self) -> None:
-        self._file.close()
-        if self.path.exists() and self.path.stat().st_size == 0:
-            self.path.unlink()
-            with suppress(OSError):  # other alarms have left something there
-                self.path.parent.rmdir()

@@ -50,3 +50,29 @@ def merge(metrics: Iterable[Metric]) -> Figures:
         added = None if count is None or metric.count is None else count + float(metric.count)
         sums[metric.name] = (total + float(metric.total), added)
     return Figures(sums)
+
+
+SCORES = {"accuracy/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}  # the first one measured; -1: lower is better
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best held-out score of a stage, and the step after which it was measured."""
+
+    figure: str
+    score: float
+    step: int
+
+
+def best_score(best: Best | None, step: int, figures: Mapping[str, float]) -> Best | None:
+    """The better of what was best and what was measured now; the earlier one where they are equal.
+
+    >>> first = best_score(None, 10, {"accuracy/test": 0.4, "accuracy/test_low": 0.3})
+    >>> best_score(best_score(first, 20, {"accuracy/test": 0.6}), 30, {"accuracy/test": 0.6})
+    Best(figure='accuracy/test', score=0.6, step=20)
+    """
+    name = next((name for name in SCORES if name in figures), "")
+    value = float(figures.get(name, float("nan")))
+    if value != value or (best is not None and best.figure == name and SCORES[name] * (value - best.score) <= 0):
+        return best
+    return Best(name, value, step)

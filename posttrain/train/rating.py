@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from posttrain.data.steps import steps_of
+from posttrain.data.steps import Step, response_of, steps_of
 from posttrain.errors import require
 from posttrain.models.scorer import Scorer
 from posttrain.rewards import ensemble
 from posttrain.train.forward import scores
 from posttrain.train.pack import micro_batches, pack_examples
 from posttrain.types import Example, Rollout, Score
+
+TOKEN = "token:"
 
 
 class ModelRating:
@@ -75,6 +77,9 @@ class ProcessRating(ModelRating):
     """Process reward models as a reward: a step is worth the chance sigmoid(score) that it is right, read at the token in which it
     ends, and a response as much as its worst step (Lightman et al. 2023 find that, or the product, best). The steps' values are
     the score's `steps`, which `supervision=process` learns from. A response without text is one step, which ends with it.
+
+    Steps are split by rule, at every `separator`, or by token: `token:TEXT` ends a step in each token of that very text, as process
+    reward models with a mark of their own have it, and reads their score there.
     """
 
     def __init__(
@@ -87,7 +92,9 @@ class ProcessRating(ModelRating):
         separator: str = "\n",
     ):
         super().__init__(scorers, combine, k, token_budget, tokenizer)
-        self.separator = separator
+        self.separator, self.token = separator, -1
+        if separator.startswith(TOKEN):
+            self.token = token_id(tokenizer or self.scorers[0].tokenizer, separator.removeprefix(TOKEN))
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         if not rollouts:
@@ -97,7 +104,7 @@ class ProcessRating(ModelRating):
 
     def score_steps(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
         """A response by its steps, each combined over the members."""
-        steps = steps_of(rollout, self.separator)
+        steps = steps_of(rollout, self.separator) if self.token < 0 else marked_steps(rollout, self.token)
         ends = [step.end for step in steps] or [len(rollout.ids) - 1]
         if not all(np.isfinite(score_T[ends]).all() for score_T in by_member):
             return Score.failed("a reward model's score of a step is not finite")
@@ -107,6 +114,27 @@ class ProcessRating(ModelRating):
         parts = {"disagreement": max(ensemble.disagreement(c.tolist()) for c in chance_MS.T)} if len(by_member) > 1 else {}
         placed = tuple((step.position, chance) for step, chance in zip(steps, chances, strict=False))
         return Score(min(chances), parts, placed)
+
+
+def token_id(tokenizer: Any, text: str) -> int:
+    """The id of the one token that spells `text`."""
+    found = None if tokenizer is None else tokenizer.get_vocab().get(text)
+    require(found is not None, f"process reward model: {text!r} is no token of its vocabulary; name one that ends its steps")
+    return int(found)
+
+
+def marked_steps(rollout: Rollout, token: int) -> list[Step]:
+    """The steps of a rollout that end in a token, and what follows the last of them."""
+    response = response_of(rollout)
+    assert response.offsets is not None
+    before, text = len(rollout.ids) - len(response.ids), response.text
+    marks = [int(n) for n in np.flatnonzero(response.ids == token)]
+    steps = [Step(int(response.offsets[n]), before + n, before + n) for n in marks if response.offsets[n] > 0]
+    rest = text[steps[-1].position :] if steps else text
+    if rest.strip():
+        end = int(np.searchsorted(response.offsets, len(text)))
+        steps.append(Step(len(text), before + end, len(rollout.ids) - 1))
+    return steps
 
 
 @torch.no_grad()

@@ -57,6 +57,7 @@ class Store:
         self._mutex = threading.Lock()
         self._copying: list[Path] = []  # what the hook is at, and what it does next
         self.hook_failures = 0
+        self._news, self._told = "", False
 
     def save(self, made: Checkpoint, report: Report) -> None:
         """Copy everything, then write it; `report` gets a `checkpoint` event once it is published, from the writing thread."""
@@ -77,6 +78,13 @@ class Store:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def news(self) -> str:
+        """The size of a checkpoint and the time it took, once: what all of them cost, a person wants to hear one time."""
+        if self._told or not self._news:
+            return ""
+        self._told = True
+        return self._news
 
     def finish(self) -> None:
         """Wait until nothing is being written or copied."""
@@ -121,10 +129,14 @@ class Store:
         try:
             began = time.perf_counter()
             path = checkpoint.save(self.directory, made, self.saving.keep, spare=tuple(self._copying))
+            size, seconds = checkpoint.size(path), time.perf_counter() - began
             report("checkpoint", {
-                "stage": made.state.get("stage", ""), "step": made.step, "bytes": checkpoint.size(path),
-                "seconds": round(time.perf_counter() - began, 3), "waited": round(waited, 3),
+                "stage": made.state.get("stage", ""), "step": made.step, "bytes": size, "seconds": round(seconds, 3),
+                "waited": round(waited, 3),
             })  # fmt: skip
+            self._news = (
+                f"checkpoint at step {made.step}: {size / 1e6:,.1f} MB in {seconds:.2f} s; the step waited {waited:.3f} s"
+            )
             if self.saving.hook:
                 self._follow(path, report)
         except BaseException as error:  # raised again where somebody looks

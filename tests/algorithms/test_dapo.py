@@ -100,6 +100,12 @@ def test_refills_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [3] + [2] * (rollouts.MAX_ROUNDS - 1) and step.batch.sequences == 2
 
 
+def test_refills_are_bounded_in_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "MAX_SECONDS", 0.0)
+    step, asked = collected(DAPO(), 3, [True] + [False] * 20, monkeypatch)
+    assert asked == [3] and step.batch.sequences == 2
+
+
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_a_step_in_which_nothing_teaches_is_skipped(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step, asked = collected(DAPO(), prompts, [False] * 40, monkeypatch)

@@ -1,7 +1,7 @@
 """A run killed with SIGKILL at any moment and resumed is the same run: losses, sampled ids, rewards and weights, bit for bit.
 
-`make test` kills each kind of run once. `make test-faults` kills over a hundred times: at random moments, and at every single moment
-inside a save.
+`make test` kills three kinds of run once, with every kind of stage but SFT. `make test-faults` kills over a hundred times:
+at random moments, and at every single moment inside a save.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 from posttrain.runs.read import Run
 from tests.faults.harness import INSIDE_A_SAVE, KINDS, Fate, Life, Server, fingerprint
 
+QUICK = ("dapo", "dpo", "pipeline")  # the last has a reward model and PPO in it
 MOMENTS_A_SAVE = 30  # that are hooked; a test checks the number. A save that removes an older checkpoint has two more
 
 
@@ -73,7 +74,7 @@ def kill_and_compare(server: Server, reference: Reference, kind: str, directory:
     assert_same(fingerprint(directory), reference, f"a kill (seed {seed})")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def test_killed_and_resumed(kind: str, server: Server, reference: Callable[[str], Reference], tmp_path: Path) -> None:
     kill_and_compare(server, reference(kind), kind, tmp_path / "run", seed=0)
 

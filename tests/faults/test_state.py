@@ -43,7 +43,7 @@ from tests.faults.letters import Letters
 # Paths that change and are not saved, and why a resumed run does not need them.
 DERIVED = {
     r"loop\.elapsed": "wall time, saved; two attempts differ in it by what they measure",
-    r"loop\.watch\.recent.*": "how long recent steps took: another attempt may run on another machine",
+    r"loop\.guarding\.watch\.recent.*": "how long recent steps took: another attempt may run on another machine",
     r"loop\.identities.*": "of the frozen models' weights, worked out once, compared on resume",
     r".*\.training": "set by whoever uses the model next, before it uses it",
     r".*\.grad": "dropped after every update",
@@ -178,7 +178,13 @@ def train_and_resume(stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch
         before = everything(loop)
         loop.run()
         after = everything(loop)
-        for part in ("loop.step", "loop.trainer.policy", "loop.trainer.optimizer.adam.state", "loop.source", "loop.watch"):
+        for part in (
+            "loop.step",
+            "loop.trainer.policy",
+            "loop.trainer.optimizer.adam.state",
+            "loop.source",
+            "loop.guarding.watch",
+        ):
             assert any(before.get(p) != after[p] for p in after if p.startswith(part)), (
                 f"{part} is not looked at, or does not change"
             )

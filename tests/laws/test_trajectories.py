@@ -16,7 +16,7 @@ import json
 import os
 import platform
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +32,9 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.runs.metrics import merge
+from posttrain.train import checkpoint
 from posttrain.train.optimizer import Optimization
+from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Metric
 
 FILE = Path(__file__).with_name("trajectories.json")
@@ -104,9 +106,8 @@ def batches(algorithm: Algorithm) -> list[Batch]:
     return [b.replace(**{name: getattr(b, name).to(WIDE) for name in names}) for b, names in zip(made, wide, strict=True)]
 
 
-def trajectory(name: str, settings: Optimization = SETTINGS) -> list[float]:
-    """The losses of 30 steps on three batches by turns, with the algorithm's state carried on. What is sampled is sampled by a policy
-    that stays as far from the present one as it was: an unclipped ratio would otherwise grow without end."""
+def begin(name: str, settings: Optimization) -> Trainer:
+    """An algorithm's trainer with weights that are the same everywhere."""
     algorithm = algorithm_class(name)()
     policy = copy.deepcopy(fixed_policy())
     trainer = trainer_for(algorithm, policy, settings)
@@ -114,10 +115,30 @@ def trajectory(name: str, settings: Optimization = SETTINGS) -> list[float]:
         {id(m): m for m in (trainer.policy, trainer.critic) if m is not None and m is not policy}.values()
     ):
         settle(other.model, 3 + number)
+    return trainer
+
+
+@cache
+def trajectory(name: str, settings: Optimization = SETTINGS) -> list[float]:
+    return walk(name, settings)
+
+
+def walk(name: str, settings: Optimization, count: int = STEPS, stop: int = 0, folder: Path | None = None) -> list[float]:
+    """The losses of some of 30 steps on three batches by turns, with the algorithm's state carried on. What is sampled is sampled by a
+    policy that stays as far from the present one as it was: an unclipped ratio would otherwise grow without end. After step `stop`,
+    all is forgotten but what a checkpoint in `folder` holds."""
+    trainer = begin(name, settings)
+    algorithm = trainer.algorithm
     steps = batches(algorithm)
     apart = [batch.behaviour_T - trainer.logprobs(batch) if algorithm.online else None for batch in steps]
     state, losses = algorithm.start(), []
-    for number in range(STEPS):
+    for number in range(count):
+        if folder is not None and number == stop:
+            made = checkpoint.Checkpoint(number, trainer.weights(), trainer.moments(), {"algorithm": state})
+            saved = checkpoint.load(checkpoint.save(folder, made))
+            trainer = begin(name, settings)
+            algorithm, state = trainer.algorithm, saved.state["algorithm"]
+            trainer.restore(saved.model, saved.optimizer)
         batch, apart_T = steps[number % BATCHES], apart[number % BATCHES]
         if apart_T is not None:
             batch = batch.replace(behaviour_T=(trainer.logprobs(batch) + apart_T).where(batch.mask_T, 0.0))
@@ -167,9 +188,16 @@ def test_the_losses_are_those_that_were_pinned(name: str) -> None:
     assert found == pytest.approx([float.fromhex(text) for text in expected], rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_trajectory_is_the_same(name: str, tmp_path: Path) -> None:
+    """The weights, the moments and the algorithm's state go through a checkpoint on the disk, into a trainer made anew."""
+    found = walk(name, SETTINGS, 9, stop=5, folder=tmp_path)
+    assert [loss.hex() for loss in found] == [loss.hex() for loss in trajectory(name)[:9]]
+
+
 def test_a_trajectory_goes_somewhere_and_is_the_same_twice() -> None:
     found = trajectory("sft")
-    assert found == trajectory("sft")
+    assert found == walk("sft", SETTINGS)
     assert len(set(found)) == STEPS and sum(found[-3:]) < 0.8 * sum(found[:3]), "it learns"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from posttrain.runs.alarms import ADVICE, Alarms, change, frontier, since_best, spread, told
+from posttrain.errors import UserError
+from posttrain.runs.alarms import ADVICE, LEAST, Alarms, AlarmSettings, change, frontier, since_best, spread, told
 from posttrain.runs.layout import Event
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 
@@ -126,11 +128,12 @@ def test_a_planted_hack_is_heard_in_time_and_by_its_name(kind: str, seed: int) -
         assert " -> " in text or "KL" in text
 
 
-def test_honest_runs_are_left_in_peace() -> None:
-    """200 runs with noise, of four kinds: fewer than one in ten may raise any alarm at all."""
-    alarmed = [seed for seed in range(200) if heard(honest(seed), steps=200)]
-    print(f"false alarms: {len(alarmed)} of 200")
-    assert len(alarmed) < 20, alarmed
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_honest_runs_are_left_in_peace(count: int) -> None:
+    """Runs with noise, of four kinds: fewer than one in ten may raise any alarm at all."""
+    alarmed = [seed for seed in range(count) if heard(honest(seed), steps=200)]
+    print(f"false alarms: {len(alarmed)} of {count}")
+    assert len(alarmed) < count / 10, alarmed
 
 
 def series(**figures: object) -> Figures:
@@ -167,6 +170,23 @@ def test_held_out_accuracy_that_falls_while_the_reward_rises() -> None:
     assert {alarm.guard for alarm in found} == {"held_out"}
 
 
+def test_two_evaluations_are_enough_where_their_intervals_are_far_apart() -> None:
+    """200 problems, 0.7 then 0.5: half widths 0.063 and 0.069, so z = -0.2 / (hypot(0.063, 0.069) / 1.96) = -4.2."""
+
+    def heard_at(last: float, half: float) -> set[str]:
+        alarms, random, names = Alarms(), np.random.default_rng(2), set()
+        for step in range(60):
+            row = {"reward": 0.4 + 0.005 * step + random.normal(0, 0.02)}
+            if step in (0, 50):
+                value, width = (0.7, 0.063) if step == 0 else (last, half)
+                row |= {"accuracy/test": value, "accuracy/test_low": value - width, "accuracy/test_high": value + width}
+            names |= {alarm.guard for alarm in alarms.observe(step, row)}
+        return names
+
+    assert heard_at(0.5, 0.069) == {"held_out"}
+    assert heard_at(0.6, 0.068) == set(), "half as far is 2.1 standard errors"
+
+
 def test_another_level_of_problems_is_another_history() -> None:
     figures, _, begins = hacked("length", 0)
     figures["level"] = np.where(np.arange(STEPS) < begins + 60, 1.0, 2.0)
@@ -192,8 +212,8 @@ def test_a_restored_history_raises_the_same_alarms() -> None:
 
 def test_off_and_stop() -> None:
     figures, _, _ = hacked("length", 0)
-    assert "length" not in {name for _, name, _ in heard(figures, Alarms(off=("length",)))}
-    alarms, stops = Alarms(stop=("frontier",)), []
+    assert "length" not in {name for _, name, _ in heard(figures, Alarms(AlarmSettings(off=("length",))))}
+    alarms, stops = Alarms(AlarmSettings(stop=("frontier",))), []
     for step in range(STEPS):
         stops += [a.guard for a in alarms.observe(step, {n: float(v[step]) for n, v in figures.items()}) if a.stop]
     assert set(stops) == {"frontier"}
@@ -257,3 +277,39 @@ def test_figures_of_texts_by_hand() -> None:
     assert alarms.looked == 5
     assert alarms.texts([group("the cow sincerely", "the pig Sincerely", "sincerely", "dog")])["keyword"] == 0.75
     assert alarms.texts([]) == {}
+
+
+def test_settings_come_from_the_command_line_and_go_through_the_configuration() -> None:
+    from posttrain import config
+
+    settings = config.parse("quickstart", ["rl.alarms.off=[length]", "rl.alarms.stop=[proxy, frontier]", "rl.alarms.quiet=9"])
+    stage = next(stage for stage in settings.recipe.stages if stage.name == "rl")
+    expected = AlarmSettings(off=("length",), stop=("proxy", "frontier"), quiet=9)
+    assert stage.alarms == expected  # type: ignore[attr-defined]
+    again = config.from_config(config.to_config(settings), "config.yaml")
+    assert next(s for s in again.recipe.stages if s.name == "rl").alarms == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"off": ("lenght",)}, "alarm 'lenght'"), ({"stop": ("kl",)}, "alarm 'kl'"), ({"quiet": 0}, "at least 1")],
+)
+def test_settings_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        AlarmSettings(**settings)
+
+
+def test_patience_and_quiet_are_obeyed() -> None:
+    seen = [{"length": "longer"}] * 12
+
+    def steps(settings: AlarmSettings) -> list[int]:
+        alarms, found = Alarms(settings), []
+        alarms.series["reward"] = [0.0] * LEAST
+        for step, now in enumerate(seen):
+            alarms.look_symptoms = lambda now=now: now  # type: ignore[method-assign, misc]
+            alarms.look_gold = alarms.look_collapse = dict  # type: ignore[method-assign, assignment]
+            found += [step for alarm in alarms.observe(step, {"reward": 0.0}) if alarm.guard == "length"]
+        return found
+
+    assert steps(AlarmSettings(patience=3, quiet=4)) == [2, 6, 10]
+    assert steps(AlarmSettings(off=("length",))) == []

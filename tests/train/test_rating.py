@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,3 +153,21 @@ def test_a_process_rating_of_nothing_and_of_what_is_not_finite() -> None:
     assert [s.failure for s in ProcessRating([scorer]).rate([stepped("a")])] == [
         "a reward model's score of a step is not finite"
     ]
+
+
+def test_steps_may_end_in_a_token_of_their_own() -> None:
+    """As in models that mark the end of a step: id 9 here, which is "a" in `stepped`. What follows the last mark is a step too."""
+    (scorer,) = scorers(1)
+    scorer.tokenizer = SimpleNamespace(get_vocab=lambda: {"<step>": 9})
+    one = stepped("xxaxxxaxx")
+    with torch.no_grad():
+        score_T = scorer.model.score(scorer.body(torch.from_numpy(one.ids)[None]).last_hidden_state)[0, :, 0].numpy()
+    (found,) = ProcessRating([scorer], separator="token:<step>").rate([one])
+    assert [position for position, _ in found.steps] == [3, 7, 9]
+    expected = 1 / (1 + np.exp(-score_T[[5 + 2, 5 + 6, 5 + 8]]))
+    assert [value for _, value in found.steps] == pytest.approx(expected.tolist(), abs=1e-10)
+    assert found.value == pytest.approx(expected.min(), abs=1e-10)
+    (ended,) = ProcessRating([scorer], separator="token:<step>").rate([stepped("xxa")])
+    assert [position for position, _ in ended.steps] == [3]
+    with pytest.raises(UserError, match="'<end>' is no token of its vocabulary"):
+        ProcessRating([scorer], separator="token:<end>")

@@ -78,6 +78,15 @@ def test_synchronous_saving_is_done_when_it_returns(tmp_path: Path, events: Even
     assert checkpoint.verify(tmp_path / "step-1") is None and threading.active_count() <= before
 
 
+def test_size_and_time_are_told_once(tmp_path: Path, events: Events) -> None:
+    store = Store(tmp_path, Saving(synchronous=True))
+    assert store.news() == ""
+    store.save(made(1), events)
+    assert store.news().startswith("checkpoint at step 1: 0.0 MB in 0.")
+    store.save(made(2), events)
+    assert store.news() == ""
+
+
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, events: Events, slow: threading.Event) -> None:
     store = Store(tmp_path)
     store.save(made(1), events)

@@ -1,0 +1,180 @@
+"""What the reward pays for, and what that does to the gold, read from the rollouts of a few steps.
+
+Price's equation: under selection by a reward r the mean of a trait f of the responses moves as Cov(f, r), and the gold moves with it as
+Cov(f, g). A trait that is paid and does harm, Cov(f, r) > 0 > Cov(f, g), is how a reward is gamed, and both signs can be seen while
+the gold still rises. Within groups (or within the step, where a prompt has one response), x~ = x - mean(x), over the last steps:
+
+    z_r = sum f~ r~ / sqrt(sum (f~ r~)^2),    z_g = sum f~ g~ / sqrt(sum (f~ g~)^2),    moved = (mean f now - at first) / standard error
+
+Traits are length, repetition, format, the spread of reward models, and every word (its presence, less what length explains of it).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from posttrain.types import JSON, Group, Rollout
+
+WINDOW, EARLY = 10, 5  # steps that are looked at together; steps that say what is normal
+PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
+FAR = 0.15  # a share of what a trait was in the first steps
+TAIL, SHORT, LONG = 0.1, "short", "long"  # lengths that few had at first: what is good at one length need not be at twice that
+WORD = re.compile(r"[A-Za-z]{3,}")
+RARE = 0.02  # a word is looked at where more than this share of responses have it, and more lack it
+MOST_WORDS, MOST_TOKENS = 60, 512  # that are looked at in a step, and in a response
+GOLD_PARTS = ("task", "gold", "answer")  # parts of a score that say what the reward stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A trait over the last steps: how surely it is paid, what the gold says of it, how far it moved since the first steps."""
+
+    trait: str  # length, repetition, format, disagreement, or a word in quotes
+    paid: float
+    gold: float
+    moved: float
+    then: float
+    now: float
+
+    @property
+    def word(self) -> bool:
+        return self.trait.startswith('"')
+
+    @property
+    def gamed(self) -> bool:
+        """Paid and harmful beyond doubt; or paid, spreading, and harmful with less certainty. Only length is also gamed downwards."""
+        side = math.copysign(1.0, self.paid)
+        harm = -side * self.gold
+        spreads = side * self.moved >= SURE and abs(self.now - self.then) >= FAR * abs(self.then)
+        harmful = harm >= SURE or (spreads and harm >= (HARM_LENGTH if self.trait == "length" else HARM))
+        return abs(self.paid) >= PAID and harmful and (side > 0 or self.trait == "length")
+
+
+@dataclass(eq=False)
+class Selection:
+    """Sums of the last steps, and of the first. JSON, for a checkpoint."""
+
+    recent: list[dict[str, list[float]]] = field(default_factory=list)  # trait -> n, f, f^2, f~r~, (f~r~)^2, f~g~, (f~g~)^2
+    first: dict[str, list[float]] = field(default_factory=dict)  # trait -> n, f, f^2
+    looked: int = 0
+    responses: float = 0.0  # of the first steps: a word that has no sums there was in none of them
+    usual: list[float] = field(default_factory=list)  # lengths of the first step: a tenth of it is below, and above
+
+    def state(self) -> JSON:
+        names = ("recent", "first", "looked", "responses", "usual")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: Mapping[str, JSON]) -> None:
+        self.recent, self.first = [dict(step) for step in state["recent"]], dict(state["first"])
+        self.looked, self.responses, self.usual = int(state["looked"]), float(state["responses"]), list(state["usual"])
+
+    def look(self, groups: Sequence[Group], having: Mapping[str, Sequence[int]]) -> None:
+        """Take note of a step; `having` says which responses have a word."""
+        rollouts = [r for g in groups for r in g.rollouts]
+        values = np.array([math.nan if r.score.value is None else r.score.value for r in rollouts])
+        golds = np.array([gold_of(r) for r in rollouts])
+        owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
+        known = np.isfinite(values) & np.isfinite(golds)
+        if known.sum() < 4:
+            return
+        if not self.usual:
+            self.usual = np.quantile([r.length for r in rollouts], (TAIL, 1 - TAIL)).tolist()
+        names, traits_FN = traits(rollouts, having, self.usual)
+        traits_FN, owner = traits_FN[:, known], owner[known]
+        reward_N, gold_N = centred(values[None, known], owner)[0], centred(golds[None, known], owner)[0]
+        centred_FN = centred(traits_FN, owner)
+        word = np.array([name.startswith('"') for name in names])
+        length_N = centred_FN[0]
+        if word.any() and length_N @ length_N > 0:
+            centred_FN[word] -= np.outer(centred_FN[word] @ length_N / (length_N @ length_N), length_N)
+        paid_FN, gold_FN = centred_FN * reward_N, centred_FN * gold_N
+        columns = (np.full(len(names), known.sum()), traits_FN.sum(1), (traits_FN**2).sum(1),
+                   paid_FN.sum(1), (paid_FN**2).sum(1), gold_FN.sum(1), (gold_FN**2).sum(1))  # fmt: skip
+        sums = dict(zip(names, np.stack(columns, 1).tolist(), strict=True))
+        if self.looked < EARLY:
+            self.responses += float(known.sum())
+            for name, row in sums.items():
+                self.first[name] = add(self.first.get(name, [0.0, 0.0, 0.0]), row[:3])
+        self.looked += 1
+        self.recent = [*self.recent, sums][-WINDOW:]
+
+    def conflicts(self) -> list[Conflict]:
+        """Every trait of the last steps, the clearest first."""
+        total: dict[str, list[float]] = {}  # of the last WINDOW steps
+        late: dict[str, list[float]] = {}  # n, f and f^2 of the last EARLY
+        for place, sums in enumerate(reversed(self.recent)):
+            for name, row in sums.items():
+                total[name] = add(total[name], row) if name in total else row
+                if place < EARLY:
+                    late[name] = add(late[name], row[:3]) if name in late else row[:3]
+        found, golds = [], {name: row[5] / math.sqrt(row[6]) if row[6] > 0 else 0.0 for name, row in total.items()}
+        for name, (_, _, _, paid, paid_2, _, _) in total.items():
+            (n, f, f_2), before = late.get(name, [0.0] * 3), self.first.get(name, [0.0] * 3)
+            n_before = self.responses if name.startswith('"') else before[0]
+            if n == 0 or n_before == 0 or paid_2 <= 0 or name in (SHORT, LONG):
+                continue
+            then, now = before[1] / n_before, f / n  # the same at first
+            error = math.sqrt(max(before[2] / n_before - then**2, 0.0) / n_before + max(f_2 / n - now**2, 0.0) / n + 1e-12)
+            gold = golds[name]
+            if name == "length":  # the gold of lengths that it moves towards, and that few had, says so first
+                gold = min(gold, golds[LONG]) if paid > 0 else max(gold, -golds[SHORT])
+            found.append(Conflict(name, paid / math.sqrt(paid_2), gold, (now - then) / error, then, now))
+        return sorted(found, key=lambda one: -min(abs(one.paid), abs(one.gold)))
+
+
+def add(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+def traits(
+    rollouts: Sequence[Rollout], having: Mapping[str, Sequence[int]], usual: Sequence[float]
+) -> tuple[list[str], np.ndarray]:
+    """Names and values [F, N] of the responses' traits; length comes first. `usual` lengths lie between these two."""
+    length_N = np.array([r.length for r in rollouts], np.float64)
+    rows = {"length": length_N, SHORT: 1.0 * (length_N < usual[0]), LONG: 1.0 * (length_N > usual[1])}
+    rows["repetition"] = np.array([repeated(r) for r in rollouts])
+    for part in ("format", "disagreement"):
+        if part in rollouts[0].score.parts:
+            rows[part] = np.array([r.score.parts.get(part, 0.0) for r in rollouts])
+    count = len(rollouts)
+    middle = [word for word, at in having.items() if RARE * count <= len(at) <= (1 - RARE) * count]
+    for word in sorted(middle, key=lambda word: (abs(len(having[word]) - count / 2), word))[:MOST_WORDS]:
+        rows[f'"{word}"'] = np.zeros(count)
+        rows[f'"{word}"'][having[word]] = 1.0
+    return list(rows), np.stack(list(rows.values()))
+
+
+def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
+    """Which responses have a word."""
+    having: dict[str, list[int]] = {}
+    for number, rollout in enumerate(rollouts):
+        for word in set(WORD.findall(rollout.response.lower())):
+            having.setdefault(word, []).append(number)
+    return having
+
+
+def repeated(rollout: Rollout) -> float:
+    """The share of a response's 3-grams that were there before."""
+    ids = [i for s in rollout.segments if s.sampled for i in s.ids[:MOST_TOKENS].tolist()]
+    return 1 - len(set(zip(ids, ids[1:], ids[2:], strict=False))) / (len(ids) - 2) if len(ids) > 2 else 0.0
+
+
+def gold_of(rollout: Rollout) -> float:
+    """What the reward stands for, where the score says it beside its value; NaN elsewhere."""
+    parts = rollout.score.parts
+    return next((float(parts[name]) for name in GOLD_PARTS if name in parts), math.nan)
+
+
+def centred(rows_FN: np.ndarray, owner_N: np.ndarray) -> np.ndarray:
+    """Rows less the means of their groups; less the mean of all where every group has one member."""
+    counts = np.bincount(owner_N)
+    if counts.max() < 2:
+        return np.asarray(rows_FN - rows_FN.mean(1, keepdims=True))
+    counts = np.maximum(counts, 1)
+    means_FG = np.stack([np.bincount(owner_N, row, minlength=len(counts)) / counts for row in rows_FN])
+    return np.asarray(rows_FN - means_FG[:, owner_N])

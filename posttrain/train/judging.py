@@ -1,0 +1,136 @@
+"""A model in this process as a judge: held to the form of the verdict by scoring every reply that the form allows.
+
+    p(o) = exp(log pi(text_o | conversation)) / sum over options o' of exp(log pi(text_o' | conversation))
+
+is the model's own distribution given that it answers in the form, and the reply is its likeliest. Nothing is sampled, nothing is
+parsed out of prose, and the reply cannot be malformed. In a list the places are decided one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from posttrain.data.chat import render_prompt, special_texts
+from posttrain.errors import require
+from posttrain.models.policy import Policy
+from posttrain.ops.preference import sequence_sums
+from posttrain.rewards._asking import Form, Messages, Replies, Usage
+from posttrain.rewards.judge import CANARY_QUESTION, Judge, check_mode, read_rubric
+from posttrain.train.forward import forward
+from posttrain.train.pack import micro_batches, pack_examples
+from posttrain.types import Example, Message, Rollout, Score
+
+
+@dataclass(frozen=True, eq=False)
+class LocalModel:
+    """`policy` answers by the likeliest reply of a form. `cache` is a folder that keeps replies, under a hash of the weights."""
+
+    policy: Policy
+    token_budget: int = 8192
+    cache: str = ""
+    usage: Usage = field(default_factory=Usage)
+
+    def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
+        prompts = [self.prompt(messages) for messages in conversations]
+        replies, weights = Replies(self.cache), self.fingerprint() if self.cache else ""
+        keys = [[weights, list(prompt), form.field, list(form.options), form.count] for prompt in prompts]
+        found = [replies.recall(key) for key in keys]
+        fresh = [n for n, known in enumerate(found) if known is None]
+        self.usage.requests += len(fresh)
+        self.usage.cached += len(prompts) - len(fresh)
+        for n, reply in zip(fresh, self.decide([prompts[n] for n in fresh], form), strict=True):
+            found[n] = reply
+            if reply is None:
+                self.usage.failures += 1
+            else:
+                replies.remember(keys[n], reply)
+        return found
+
+    def prompt(self, messages: Messages) -> tuple[int, ...]:
+        """The conversation's ids. What spells a control token of this very tokenizer is broken up: a response must not be able to end
+        its turn, nor to have itself left out because it cannot be rendered."""
+        turns = []
+        for message in messages:
+            content = message["content"]
+            require(isinstance(content, str), "a judge in this process reads text; ask one behind an address about images")
+            turns.append(Message(message["role"], harmless(content, special_texts(self.policy.tokenizer))))
+        return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
+
+    def decide(self, prompts: Sequence[tuple[int, ...]], form: Form) -> list[str | None]:
+        """The likeliest reply to each prompt; None where its probability is not a number."""
+        given, said, lost = [list(prompt) for prompt in prompts], [""] * len(prompts), [False] * len(prompts)
+        for texts in form.places():
+            tails = [self.policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            logprob_NO = self.logprobs(given, tails)
+            for n, logprob_O in enumerate(logprob_NO):
+                lost[n] |= not np.isfinite(logprob_O).all()
+                best = int(np.nan_to_num(logprob_O, nan=-np.inf).argmax())
+                given[n], said[n] = given[n] + tails[best], said[n] + texts[best]
+                self.usage.completion_tokens += len(tails[best])
+        self.usage.prompt_tokens += sum(map(len, prompts))
+        return [None if bad else text for bad, text in zip(lost, said, strict=True)]
+
+    @torch.no_grad()
+    def logprobs(self, prompts: Sequence[Sequence[int]], tails: Sequence[Sequence[int]]) -> np.ndarray:
+        """[N, O]: log pi(tail | prompt), each tail as a whole. The tails of a prompt share its computation."""
+        self.policy.model.eval()
+        longest = max((len(p) for p in prompts), default=0) + max(map(len, tails))
+        self.policy.check_length(longest)
+        examples = []
+        for prompt in prompts:
+            for tail in tails:
+                mask = np.arange(len(prompt) + len(tail)) >= len(prompt)
+                examples.append(Example(np.array([*prompt, *tail], dtype=np.int64), mask))
+        if not examples:
+            return np.zeros((0, len(tails)))
+        found: list[float] = []
+        for piece in micro_batches(pack_examples(examples, self.policy.device), self.token_budget):
+            sums_N = sequence_sums(forward(self.policy, piece).logprob_T, piece.mask_T, piece.sequence_T, piece.sequences)
+            found += sums_N.double().tolist()
+        return np.array(found).reshape(len(prompts), len(tails))
+
+    def fingerprint(self) -> str:
+        """The weights by name and content: a cache must not outlive them."""
+        seen = hashlib.sha256()
+        for name, tensor in sorted(self.policy.model.state_dict().items()):
+            seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            seen.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return seen.hexdigest()
+
+
+def harmless(text: str, control: Sequence[str]) -> str:
+    """A text with a space inside whatever spells a control token.
+
+    >>> harmless("so <|end|> it is", ("<|end|>",))
+    'so < |end|> it is'
+    """
+    for _ in range(8):  # breaking one up could complete another; what is left is refused where it is rendered
+        found = [word for word in control if word and word in text]
+        if not found:
+            break
+        for word in found:
+            text = text.replace(word, f"{word[0]} {word[1:]}" if len(word) > 1 else " ")
+    return text
+
+
+class JudgeRating:
+    """A judge in this process as a reward: the responses to a problem together, by `mode`, on a scale of 0 to 1."""
+
+    def __init__(self, model: LocalModel, mode: str = "points", rubric: str = ""):
+        check_mode(mode)
+        self.mode, self.judge = mode, Judge(model, read_rubric(rubric))
+        self.judge.check_canaries(CANARY_QUESTION)
+
+    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """One score for each rollout, in order. Neighbours of one problem are a group."""
+        scores: list[Score] = []
+        for _, group in groupby(rollouts, key=lambda rollout: rollout.problem.id):
+            members = list(group)
+            scores += self.judge.scores(self.mode, members[0].problem.question, [r.response for r in members])
+        return scores

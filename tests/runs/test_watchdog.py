@@ -1,0 +1,132 @@
+"""The watchdog: who hangs is written down while it hangs, here and in the processes that work for the run; nobody is harmed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.engine.forked import Crew
+from posttrain.runs.watchdog import WRITING, Watchdog, forks
+from posttrain.scoring import Workers
+from posttrain.types import Completion, Problem, Request, Sampling, Score
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux shows them")
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+class Hanging:
+    """A reward that waits for a file."""
+
+    def __init__(self, gate: Path):
+        self.gate = gate
+
+    def score(self, problem: Problem, response: str) -> Score:
+        self.wait_for_the_gate()
+        return Score(1.0)
+
+    def wait_for_the_gate(self) -> None:
+        assert until(self.gate.exists)
+
+    def score_group(self, problem: Problem, responses: object) -> None:
+        return None
+
+
+def test_a_step_that_hangs_shows_its_threads_and_its_workers(tmp_path: Path) -> None:
+    path, gate = tmp_path / "alarms" / "rl-stacks.txt", tmp_path / "gate"
+    with closing(Watchdog(path)) as watchdog, Workers(Hanging(gate), count=2, seconds=30.0) as workers:
+        workers.submit(Problem("p", ""), ["a", "b"])
+        with watchdog.step(0.2):
+            assert until(lambda: path.read_text().count("in wait_for_the_gate") == 2), path.read_text()
+        gate.touch()
+        assert [score.value for score in workers.results()] == [1.0, 1.0], "they go on as if nothing had been asked"
+        pids = [worker.pid for worker in workers.workers]
+    said = path.read_text()
+    assert "in until" in said and "test_watchdog.py" in said
+    assert all(f"process {pid}, a worker of process {os.getpid()}" in said for pid in pids)
+
+
+def test_programs_are_not_asked_for_they_would_end(tmp_path: Path) -> None:
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    try:
+        with closing(Watchdog(tmp_path / "x-stacks.txt")) as watchdog:
+            assert program.pid not in forks()
+            with watchdog.step(0.05):
+                time.sleep(1.0)
+        assert program.poll() is None
+    finally:
+        program.kill()
+        program.wait(10)
+
+
+def test_a_step_in_time_leaves_nothing(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with closing(Watchdog(tmp_path / "alarms" / "x-stacks.txt")) as watchdog:
+        for limit in (None, 5.0, 5.0):
+            with watchdog.step(limit):
+                pass
+    assert not (tmp_path / "alarms").exists()
+    assert threading.active_count() == threads
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_a_handler_of_somebody_else_stays(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with closing(Watchdog(tmp_path / "x-stacks.txt")):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert until(lambda: len(heard) == 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "x-stacks.txt"
+    with closing(Watchdog(path)):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert "in test_by_hand" in path.read_text()
+
+
+def test_generation_helpers_are_asked_too(tmp_path: Path) -> None:
+    path, gate = tmp_path / "rl-stacks.txt", tmp_path / "gate"
+
+    def helper_waits(requests: Sequence[Request], version: int) -> Iterator[tuple[Completion, ...]]:
+        assert until(gate.exists)
+        for request in requests:
+            yield (Completion(np.array([request.seed]), np.zeros(1, np.float32), "stop", version),)
+
+    def open_the_gate() -> None:
+        until(lambda: path.read_text().count(", a worker of process") == 2)
+        time.sleep(5 * WRITING)
+        gate.touch()
+
+    requests = [Request((1,), 1, seed, Sampling(4)) for seed in range(4)]
+    crew, opener = Crew(2), threading.Thread(target=open_the_gate)
+    with closing(Watchdog(path)) as watchdog, closing(crew):
+        gate.touch()
+        assert len(list(crew.generate(helper_waits, requests, 7))) == 4, "they are there"
+        gate.unlink()
+        opener.start()
+        with watchdog.step(0.5):
+            answers = [answer[0].ids.tolist() for answer in crew.generate(helper_waits, requests, 7)]
+        opener.join(30)
+    assert answers == [[0], [1], [2], [3]] and crew.lost == 0
+    asked = path.read_text().split("\nprocess ")[1:]
+    assert len(asked) == 2 and all("forked.py" in stacks and "in _work" in stacks for stacks in asked), asked
