@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,6 +39,11 @@ from posttrain.types import (
 
 Item = Example | tuple[Example, ...]
 MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on with what it has
+MAX_SECONDS = 1800.0  # a step that has sampled for so long does not ask again
+# words by which a model doubts what it wrote: R1-Zero's "aha"
+REFLECTION = re.compile(
+    r"\b(?:wait|hmm+|mistake|(?:re|double)-?check|let me (?:check|verify|re-?\w+)|on second thought)\b", re.I
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,11 +100,14 @@ class Rollouts:
         self.prompts, self.sampling, self.seed, self.device = prompts, sampling, seed, device
         self.decoder = Decoder(tokenizer)
         self.problems = {level: task.problems("train", level) for level in task.levels}
+        self.told: set[str] = set()  # kinds of failures that a person has heard of
+        self.news = list(task.ready())
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         """Draw, sample, score; let the algorithm select, and ask again while it wants more."""
         seconds = {"generate": 0.0, "score": 0.0}
         groups: list[Group] = []
+        began = time.monotonic()
         wanted = self.prompts
         for attempt in range(MAX_ROUNDS):
             problems = [self.problems[level][index] for level, index in self.climb.draw(wanted)]
@@ -108,7 +118,7 @@ class Rollouts:
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
             selection = algorithm.select(groups, state)
             wanted = min(selection.refill, self.prompts - len(selection.groups))  # never more than are missing
-            if wanted <= 0:
+            if wanted <= 0 or time.monotonic() - began > MAX_SECONDS:
                 break
         together = algorithm.unit in ("pair", "ranking")
         batch = pack_groups(selection.groups or groups[:1], self.sampling.temperature, self.device, together)
@@ -121,11 +131,17 @@ class Rollouts:
 
     def observe(self, groups: Sequence[Group]) -> list[str]:
         """Tell the curriculum how the step went; returns what a person should hear of it."""
-        news = []
+        news, self.news = self.news, []
         for group in groups:
             solved = [float(r.score.solved) for r in group.rollouts if r.score.valid]
             if solved and self.climb.observe(group.problem.level, sum(solved) / len(solved)):
                 news.append(f"level {self.climb.level} opens")
+        for rollout in (r for group in groups for r in group.rollouts if not r.score.valid):
+            kind = failure_kind(rollout.score)
+            if kind not in self.told:
+                self.told.add(kind)
+                news.append(f"could not be scored: {rollout.score.failure} (problem {rollout.problem.id}, response "
+                            f"{rollout.response[:80]!r}); others of this kind are counted as failed/{kind}")  # fmt: skip
         return news
 
     def state(self) -> JSON:
@@ -207,6 +223,16 @@ def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, floa
     return rated
 
 
+def failure_kind(score: Score) -> str:
+    """The class of a failure, as a column's name: what stands before the first colon.
+
+    >>> failure_kind(Score.failed("ValueError: no such file")), failure_kind(Score.failed("timeout: no score within 5 s"))
+    ('ValueError', 'timeout')
+    """
+    words = str(score.failure).split(":")[0].split()
+    return "_".join(words)[:40] or "unnamed"
+
+
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
     """What a step's rollouts look like: reward and its parts, length, truncation, failures."""
     rollouts = [r for g in groups for r in g.rollouts]
@@ -221,7 +247,10 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
         ),
         Metric("truncated", sum(r.finish == "length" for r in rollouts), len(rollouts)),
         Metric("failed", len(rollouts) - len(scored), len(rollouts)),
+        Metric("reflection", sum(bool(REFLECTION.search(r.response)) for r in rollouts), len(rollouts)),
     ]
+    kinds = Counter(failure_kind(r.score) for r in rollouts if not r.score.valid)
+    metrics += [Metric(f"failed/{kind}", count, len(rollouts)) for kind, count in sorted(kinds.items())]
     for part in sorted({name for r in scored for name in r.score.parts}):
         values = [r.score.parts[part] for r in scored if part in r.score.parts]
         metrics.append(Metric(f"reward/{part}", sum(values), len(values)))

@@ -1,13 +1,21 @@
-"""The examples in the documentation are executed as they stand."""
+"""The examples in the documentation are executed as they stand; what it points to is there; every recipe has its page."""
 
 from __future__ import annotations
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
 
-DOCS = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+RECIPES = [path.stem for path in sorted((ROOT / "posttrain" / "recipes").glob("[a-z]*.py")) if path.stem != "base"]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
+FILE = re.compile(
+    r"`((?:posttrain/)?(?:algorithms|stages|tasks|rewards|ops|evals|data|engine|train|runs|recipes)/[a-z0-9_/]+\.py)`"
+)
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -18,3 +26,20 @@ def test_examples_are_true(path: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert doctest.testfile(str(next(p for p in DOCS if p.name == "mdp.md")), module_relative=False).attempted > 10
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_what_a_page_points_to_is_there(path: Path) -> None:
+    text = path.read_text()
+    links = [link for link in LINK.findall(text) if "://" not in link]
+    named = [ROOT / n if n.startswith("posttrain/") else ROOT / "posttrain" / n for n in FILE.findall(text)]
+    missing = [link for link in links if not (path.parent / link).exists()]
+    missing += [str(name.relative_to(ROOT)) for name in named if not name.exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_a_page(recipe: str) -> None:
+    pages = [path for path in (ROOT / "docs" / "recipes").glob("*.md") if f"posttrain run {recipe}" in path.read_text()]
+    assert pages, f"docs/recipes has no page on {recipe}"
+    assert any(f"posttrain/recipes/{recipe}.py" in path.read_text() and LINK.search(path.read_text()) for path in pages)

@@ -163,6 +163,33 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     return Preferences(units, report)
 
 
+def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
+    """(prompt, the preferred response, the other) of every pair of a file, as text: for whoever judges them anew. Turns of a
+    conversation are written one below the other. Rows that training would skip (equal or empty responses) are left out."""
+    found: list[tuple[str, str, str]] = []
+    for where, record in read_jsonl(path):
+        record = {key: value for key, value in record.items() if value is not None}
+        kind = _detect(record, where)
+        require(kind in ("pair", "openai"), f"{where}: a row of {KINDS[kind].title}; pairs are needed")
+        try:
+            row = _checked(KINDS[kind], kind, record, where)
+        except _Skip:
+            continue
+        texts = [_spoken(part) for part in (row.prompt, *row.responses)]
+        if all(text.strip() for text in texts) and texts[1] != texts[2]:
+            found.append((texts[0], texts[1], texts[2]))
+    require(bool(found), f"{path}: no pair is left to judge")
+    return found
+
+
+def _spoken(said: Any) -> str:
+    """Text, or messages as text: a single one as it is, several with their roles."""
+    if not isinstance(said, list):
+        return str(said)
+    turns = [(str(m.get("role", "")), str(m.get("content", ""))) for m in said if isinstance(m, dict)]
+    return turns[0][1] if len(turns) == 1 else "\n\n".join(f"{role}: {content}" for role, content in turns)
+
+
 def _detect(record: dict[str, Any], where: str) -> str:
     for name, kind in KINDS.items():
         if kind.reveals <= record.keys():

@@ -3,54 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.errors import UserError, require
+from posttrain.rewards._asking import Form, Messages, Replies, Usage
 from posttrain.types import JSON
 
+UNKNOWN_FIELD = {400, 404, 415, 422, 501}  # how servers refuse a request with something in it that they do not know
 RETRY = {408, 409, 425, 429, 500, 502, 503, 504}
 LONGEST_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
 LONGEST_REPLY = 1 << 20  # bytes
-
-Messages = Sequence[JSON]  # {"role": ..., "content": text or a list of parts}
 
 
 class Unanswered(Exception):
     """No usable reply after all attempts: a failure of ours, never a verdict."""
 
 
-class Asking(Protocol):
-    """Whoever answers chat messages: an endpoint, or a local model."""
-
-    def ask(self, conversations: Sequence[Messages]) -> list[str | None]:
-        """The reply to each conversation, in order; None where there is none."""
-        ...
-
-
-@dataclass(slots=True)
-class Usage:
-    """What was asked and what it cost, summed over a process."""
-
-    requests: int = 0
-    cached: int = 0
-    retries: int = 0
-    failures: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where to ask. The key is read from an environment variable and appears nowhere else; prices are per million tokens."""
+    """Where to ask. The key is read from an environment variable and appears nowhere else; prices are per million tokens. The server
+    is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked again without."""
 
     url: str
     model: str
@@ -64,6 +44,7 @@ class Endpoint:
     cache: str = ""  # a folder; "": no cache
     prompt_price: float = 0.0
     completion_price: float = 0.0
+    constrain: bool = True  # ask the server to allow nothing but the form of the verdict
     usage: Usage = field(default_factory=Usage, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,37 +55,49 @@ class Endpoint:
         )
         require(self.attempts >= 1 and self.parallel >= 1, "judge: attempts and parallel must be at least 1")
 
-    def ask(self, conversations: Sequence[Messages]) -> list[str | None]:
-        return asyncio.run(self._ask_all(conversations))
+    def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self._ask_all(conversations, form))
+        with ThreadPoolExecutor(1) as beside:  # within somebody's event loop there can be no other
+            return beside.submit(asyncio.run, self._ask_all(conversations, form)).result()
 
-    async def _ask_all(self, conversations: Sequence[Messages]) -> list[str | None]:
+    async def _ask_all(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         httpx = _httpx()
         key = os.environ.get(self.key_variable, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         gate, pace = asyncio.Semaphore(self.parallel), _Pace(self.per_minute)
-        async with httpx.AsyncClient(timeout=self.seconds, headers=headers, follow_redirects=False) as client:
+        settings = {"timeout": self.seconds, "headers": headers, "follow_redirects": False, "verify": _certificates()}
+        async with httpx.AsyncClient(**settings) as client:
 
             async def one(messages: Messages) -> str | None:
                 async with gate:
                     try:
-                        return await self._ask_one(client, messages, pace)
+                        return await self._ask_one(client, messages, form, pace)
                     except Unanswered:
                         self.usage.failures += 1
                         return None
 
             return list(await asyncio.gather(*(one(messages) for messages in conversations)))
 
-    def body(self, messages: Messages) -> dict[str, JSON]:
-        return {
+    def body(self, messages: Messages, form: Form | None = None) -> dict[str, JSON]:
+        body: dict[str, JSON] = {
             "model": self.model,
             "messages": list(messages),
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
+        if form is not None:
+            schema = {"name": form.field, "strict": True, "schema": form.schema()}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return body
 
-    async def _ask_one(self, client: Any, messages: Messages, pace: _Pace) -> str:
-        body = self.body(messages)
-        known = self._recall(body)
+    async def _ask_one(self, client: Any, messages: Messages, form: Form, pace: _Pace) -> str:
+        free, key = self.body(messages), [self.url, self.body(messages)]
+        body = self.body(messages, form) if self.constrain else free
+        replies = Replies(self.cache)
+        known = replies.recall(key)
         if known is not None:
             self.usage.cached += 1
             return known
@@ -120,12 +113,15 @@ class Endpoint:
                 reply = await client.post(self.url.rstrip("/") + "/chat/completions", json=body)
                 if reply.status_code == 200:
                     text = self._read(reply.content)
-                    self._remember(body, text)
+                    replies.remember(key, text)
                     return text
                 last = f"status {reply.status_code}"
-                if reply.status_code not in RETRY:
+                if reply.status_code in UNKNOWN_FIELD and body is not free:
+                    body, wait = free, 0.0
+                elif reply.status_code not in RETRY:
                     break
-                wait = min(LONGEST_WAIT, _seconds(reply.headers.get("retry-after"), wait))
+                else:
+                    wait = min(LONGEST_WAIT, _seconds(reply.headers.get("retry-after"), wait))
             except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
                 last = f"{type(error).__name__}: {error}"
             if attempt + 1 < self.attempts:
@@ -146,29 +142,6 @@ class Endpoint:
         self.usage.completion_tokens += completion
         self.usage.cost += (prompt * self.prompt_price + completion * self.completion_price) / 1e6
         return text
-
-    def _place(self, body: JSON) -> Path:
-        name = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
-        return Path(self.cache) / name[:2] / f"{name}.json"
-
-    def _recall(self, body: JSON) -> str | None:
-        if not self.cache:
-            return None
-        try:
-            text = json.loads(self._place(body).read_text("utf-8"))["text"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return text if isinstance(text, str) else None
-
-    def _remember(self, body: JSON, text: str) -> None:
-        """Written beside its place and renamed: another process never reads half of it."""
-        if not self.cache:
-            return
-        place = self._place(body)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps({"text": text}), "utf-8")
-        partial.replace(place)
 
 
 @dataclass(slots=True)
@@ -200,3 +173,9 @@ def _httpx() -> Any:
     except ImportError as error:
         raise UserError("a judge behind an address needs httpx: pip install 'posttrain[judge]'") from error
     return httpx
+
+
+@lru_cache(maxsize=1)
+def _certificates() -> Any:
+    """Read once: it takes a good part of a second, and a judge is asked for every group."""
+    return _httpx().create_ssl_context()

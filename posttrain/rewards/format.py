@@ -1,8 +1,9 @@
 """Well-formedness: does a response follow a template such as `<think>{text}</think>{space}<answer>{text}</answer>`?
 
 A template is literal text with fields: {text} is any text without the template's own literals, {line} the same on one line,
-{space} is whitespace or nothing, {digits} and {integer} are what they say. Fields are possessive and {text} stops at a literal,
-so matching takes time linear in the response whatever it holds; a literal inside a {text} makes the response malformed.
+{space} is whitespace or nothing, {digits} and {integer} are what they say. {text} stops at a literal and the others are possessive, so
+matching takes time linear in the response whatever it holds; a literal inside a {text} makes the response malformed. ({text} is not
+possessive itself: a shorter one could not be followed by its literal, and CPython 3.11.2 gets possessive groups wrong.)
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ THINK_ANSWER = "<think>{text}</think>{space}<answer>{text}</answer>"
 LIMIT = 200_000  # characters: what is longer is malformed without a look
 FIELD = re.compile(r"\{([a-z]*)\}")
 FIELDS = {
-    "text": r"((?:(?!LITERALS)[\s\S])*+)",
-    "line": r"((?:(?!LITERALS)[^\r\n])*+)",
+    "text": r"((?:(?!LITERALS)[\s\S])*)",
+    "line": r"((?:(?!LITERALS)[^\r\n])*)",
     "space": r"(\s*+)",
     "digits": r"([0-9]++)",
     "integer": f"((?>{INTEGER.pattern}))",
@@ -65,8 +66,12 @@ def match(template: str, response: str) -> tuple[str, ...] | None:
     return found.groups() if found else None
 
 
-def format(prompt: str, response: str, answer: str, template: str = THINK_ANSWER) -> Score:
-    """The plain reward: 1 where the response follows the template, else 0. Says nothing of whether it is right."""
+def format(prompt: str, response: str, answer: str, template: str = THINK_ANSWER, announce: bool = False) -> Score:
+    """The plain reward: 1 where the response follows the template, else 0; with `announce`, how clearly it marks its answer (see
+    `announced`). Says nothing of whether it is right."""
+    if announce:
+        value = announced(response)
+        return Score(value, parts={"format": value})
     formed = match(template, response) is not None
     return Score(float(formed), parts={"format": float(formed)}, outcome="formed" if formed else "malformed")
 

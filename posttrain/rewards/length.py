@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 
 from posttrain.errors import require
+from posttrain.rewards.math import MathReward, grade
 from posttrain.types import Score
+
+KINDS = ("near", "cosine", "overlong")
 
 
 def near(length: int, target: int, tolerance: int) -> float:
@@ -45,7 +48,25 @@ def overlong(length: int, limit: int, margin: int) -> float:
     return 0.0 if length <= limit - margin else max(-1.0, (limit - margin - length) / margin)
 
 
-def length(prompt: str, response: str, answer: str, target: int = 400, tolerance: int = 400) -> Score:
-    """The plain reward: how near the response is to a target length."""
-    value = near(len(response), target, tolerance)
+def length(
+    prompt: str,
+    response: str,
+    answer: str,
+    kind: str = "near",
+    target: int = 400,
+    tolerance: int = 400,
+    limit: int = 4000,
+    margin: int = 400,
+    marker: str = "",
+) -> Score:
+    """The plain reward: how `near` the response is to a target, `cosine` by whether its answer is right (the last box, or what follows
+    a marker, as the math reward has it), or the punishment of what is `overlong`."""
+    require(kind in KINDS, f"length: kind is one of {', '.join(KINDS)}, not {kind!r}")
+    if kind == "cosine":
+        judged = grade(response, answer, MathReward(marker=marker), prompt)
+        if not judged.valid:
+            return judged
+        value = cosine(len(response), limit, judged.value == 1.0)
+        return Score(value, parts={"length": value}, outcome=judged.outcome)
+    value = near(len(response), target, tolerance) if kind == "near" else overlong(len(response), limit, margin)
     return Score(value, parts={"length": value})

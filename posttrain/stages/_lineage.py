@@ -24,7 +24,7 @@ from posttrain.types import JSON
 # how the work is done, not what comes of it; a harmless "name" is that of the run, and `evaluate_units` decides a stage's own result
 NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
-CLOCKS = ("seconds", "train_seconds", "lineage")  # of a result: true, and no reason to do anything again
+CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")  # of a result: true, and no reason to do anything again
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gguf", ".safetensors", ".yaml", ".yml")
 
 

@@ -12,13 +12,15 @@ import numpy as np
 from posttrain.data.demonstrations import from_file, from_task
 from posttrain.data.report import DataReport, prepare
 from posttrain.errors import require
+from posttrain.stages.base import Context, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import Example
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """One source of examples: a `file` in JSONL, or a `task` with how many demonstrations of each level.
+    """One source of examples: a `file` in JSONL, or a `task` with how many demonstrations of each level. In place of a file, an earlier
+    stage that has written data, such as a sample stage, can be named.
 
     `weight` is its share of the draws beside other sources; 0 means in proportion to its size.
     """
@@ -42,6 +44,11 @@ class Data:
         if self.task is None:
             return self.file
         return f"{type(self.task).__name__} demonstrations, " + ", ".join(f"{n} of level {k}" for k, n in self.counts.items())
+
+
+def placed(sources: Sequence[Data], context: Context) -> tuple[Data, ...]:
+    """The sources with the names of this run's stages replaced by the files that those wrote."""
+    return tuple(replace(source, file=data_place(source.file, context)) if source.file else source for source in sources)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,6 +42,15 @@ def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interva
     return mean_interval([sum(values) / len(values) for values in members])
 
 
+def proxy_gold_kl(groups: Sequence[Group], reference: Policy, sampling: Sampling) -> dict[str, Interval]:
+    """What rated samples say of over-optimisation: the reward that was trained for (proxy), the task's own score (gold), and KL from
+    `reference` in nats a response. Of the rewards, samples without a score are left out."""
+    scores = [rollout.score for group in groups for rollout in group.rollouts if rollout.score.value is not None]
+    proxy, gold = [s.value for s in scores if s.value is not None], [s.parts["task"] for s in scores if "task" in s.parts]
+    require(len(proxy) > 1 and len(gold) > 1, "hardly any sample could be scored: proxy and gold reward need at least 2")
+    return {"proxy": mean_interval(proxy), "gold": mean_interval(gold), "kl": kl_to(groups, reference, sampling)}
+
+
 def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
     """exp(-mean log p) over every token of the sources but the first of each text."""
     import torch

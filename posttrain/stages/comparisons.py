@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from posttrain.errors import require
 from posttrain.rollouts import rollout_groups
 from posttrain.stages._material import alphabet
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import Context, Stage, data_place, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Rollout, Sampling
 
@@ -31,6 +32,8 @@ class ComparisonsStage(Stage):
     samples: int = 2
     noise: float = 0.1
     skip: int = 0  # problems to pass over, so that another round sees fresh ones
+    against: str = ""  # a second model: half of the answers to each problem are its own
+    before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -46,29 +49,38 @@ class ComparisonsStage(Stage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts = dict.fromkeys(KINDS, 0)
-        rows = list(self.rows(context, counts))
+        rows = [json.dumps(row) for row in self.rows(context, counts)]
         require(bool(rows), f"{self.name}: no two answers differed in a way the annotator could see; raise the temperature")
-        context.write_lines(self.name, (json.dumps(row) for row in rows), "data.jsonl")
-        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines() if self.before else []
+        context.write_lines(self.name, [*earlier, *rows], "data.jsonl")
+        said = f"{len(earlier):,} from before; " if earlier else ""
+        said += ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         context.announce(self.name, [f"comparisons of {self.samples} answers each: {said}"])
-        return {**counts}
+        return {**counts, "from_before": len(earlier)} if self.before else {**counts}
 
     def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
         from posttrain.data.text import Decoder
         from posttrain.engine.engine import Engine
         from posttrain.engine.random import derive
 
-        policy = load_policy(self.model, context, self.alphabet())
-        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+        policies = [load_policy(name, context, self.alphabet()) for name in (self.model, self.against) if name]
+        engines = [Engine(policy, processes=context.threads) for policy in policies]
+        shares = [self.samples - self.samples // 2, self.samples // 2] if self.against else [self.samples]
+        decoder = Decoder(policies[0].tokenizer)
         source = self.task.problems("train")
         chosen = [source[i % len(source)] for i in range(self.skip, self.skip + self.prompts)]
         for first in range(0, len(chosen), BATCH):
             part = chosen[first : first + BATCH]
             seed, seconds = derive(context.seed, self.skip + first) >> 1, {"generate": 0.0, "score": 0.0}
-            groups = rollout_groups(
-                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
-            )
-            for place, group in enumerate(groups):
+            answers = [
+                rollout_groups(
+                    self.task, engine, policy.tokenizer, decoder, part, count, self.sampling,
+                    derive(seed, number) >> 1 if number else seed, seconds,
+                )
+                for number, (policy, engine, count) in enumerate(zip(policies, engines, shares, strict=True))
+            ]  # fmt: skip
+            for place, groups in enumerate(zip(*answers, strict=True)):
+                group = Group(groups[0].problem, tuple(r for g in groups for r in g.rollouts))
                 row = self.row(group, derive(seed, place), counts)
                 if row is not None:
                     yield row

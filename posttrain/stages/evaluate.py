@@ -90,7 +90,7 @@ class EvaluateStage(Stage):
         held_out = self.task.problems("test")
         require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
         self.check_spread(len(held_out))
-        sampler = Engine(policy, processes=threads)
+        sampler = Engine(policy, 1024 if policy.device.type == "cuda" else 256, threads)
         evaluation = answer_problems(
             self.task, sampler, policy.tokenizer, held_out[: self.problems], self.samples, self.sampling, seed
         )

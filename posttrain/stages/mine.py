@@ -114,6 +114,9 @@ class Chosen(Task):
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         return self.task.score_group(problem, responses)
 
+    def ready(self) -> tuple[str, ...]:
+        return self.task.ready()
+
     @property
     def isolated(self) -> bool:
         return self.task.isolated

@@ -137,7 +137,12 @@ class PreferenceStage(Stage):
         )
         loop.run()
         context.save_model(self.name, policy)
-        result: dict[str, JSON] = {"steps": loop.step, "train_seconds": loop.elapsed, "trained_on": len(train)}
+        result: dict[str, JSON] = {
+            "steps": loop.step,
+            "train_seconds": loop.elapsed,
+            "trained_on": len(train),
+            **loop.best_figures(),
+        }
         return result | self.verdict(context, judge.figures()) if held_out else result
 
     def make_reference(self, context: Context, policy: Policy) -> Policy | None:

@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
+from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Climb, Curriculum
+from posttrain.data.text import Decoder
 from posttrain.errors import require
 from posttrain.loop import Loop, Rhythm
 from posttrain.models.lora import Lora, add_adapters, merge_adapters, twin
 from posttrain.rewards.ensemble import KINDS
-from posttrain.rollouts import Examples, Rollouts
+from posttrain.rewards.judge import check_mode
+from posttrain.rollouts import Examples, Rollouts, rate_groups, rollout_groups
+from posttrain.runs.alarms import AlarmSettings
 from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, gather
+from posttrain.stages._measure import proxy_gold_kl
 from posttrain.stages.base import Context, Stage, data_place, load_policy, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.tasks.base import Task
+from posttrain.tasks.mixed import check_rated, rating_of
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON, Rating, Sampler, Sampling
 
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
 
-HEADS, REWARD_KINDS = ("linear", "mlp"), ("outcome", "process", "implicit")
+HEADS, REWARD_KINDS = ("linear", "mlp"), ("outcome", "process", "implicit", "judge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +51,14 @@ class RLStage(Stage):
     curriculum: Curriculum = field(default_factory=Curriculum)
     optimizer: Optimization = field(default_factory=Optimization)
     max_rows: int = 0  # responses written at once; 0: all of a step on a GPU, 256 on a CPU
+    release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
     evaluate_every: int = 50
     evaluate_problems: int = 200
+    measure_problems: int = 0  # also sample these many held-out problems: reward model, task's own score and KL, as figures
     checkpoint_every: int = 25
     rollouts_every: int = 5
     guards: Guards = field(default_factory=Guards)
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)  # signs of reward hacking
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
     reference: str = ""  # the model to stay near; "": the one the stage starts from
     reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
@@ -57,9 +66,15 @@ class RLStage(Stage):
     critic_head: str = "linear"  # of a new head: linear, or mlp with one hidden layer
     critic_optimizer: Optimization | None = None  # None: the policy's settings
     reward_models: tuple[str, ...] = ()  # stages or directories: they score in place of the task, whose score is still reported
-    reward_kind: str = "outcome"  # what they are: outcome, process (a value for every step), or implicit (models tuned by DPO)
+    reward_kind: str = (
+        "outcome"  # what they are: outcome, process (a value for every step), implicit (models tuned by DPO), or judge
+    )
     reward_reference: str = ""  # implicit: the model that those were tuned from
     reward_beta: float = 0.1  # implicit: the beta that they were tuned with
+    reward_steps: str = "\n"  # process: what ends a step, a text or, as token:TEXT, one token
+    judge_mode: str = "points"  # judge: points, group or tournament, see rewards/judge.py
+    judge_rubric: str = ""  # judge: a file that says what is good; "": the default
+    rated: str = ""  # of a mixed task, the source whose answers they score; those of the others keep their own task's score
     combine: str = "mean"  # of several reward models: mean, worst, or mean_minus `combine_k` deviations
     combine_k: float = 1.0
     reward_device: str = "same"  # cpu: reward models come to the policy's device only when they are asked
@@ -98,6 +113,9 @@ class RLStage(Stage):
                 "give some as pretraining, or set ptx to 0")  # fmt: skip
         require("pretraining" in needs or not self.pretraining, f"{name}: pretraining data is given, but this algorithm does not mix "
                 "it in; use ppo with ptx above 0")  # fmt: skip
+        measured = bool(self.reward_models) and ("reference" in needs or self.watch_kl)
+        require(not self.measure_problems or measured, f"{name}: measure_problems compares reward models with the task's score at a "
+                "KL; give reward_models, and a beta above 0 or watch_kl")  # fmt: skip
         require(self.pretraining_batch > 0, f"{name}: pretraining_batch must be positive, not {self.pretraining_batch}")
         idle = self.lora is not None and not self.reference and self.reference_device == "cpu"
         require(not idle, f"{name}: with lora the reference is the policy's own frozen weights and has no memory to give back; "
@@ -109,6 +127,12 @@ class RLStage(Stage):
         require(self.reward_beta > 0, f"{name}: reward_beta must be positive, not {self.reward_beta}")
         alone = implicit and (len(self.reward_models) > 1 or self.reward_device != "same")
         require(not alone, f"{name}: an implicit reward comes from one model, on the policy's device")
+        judging = self.reward_kind == "judge" and bool(self.reward_models)
+        require(not judging or len(self.reward_models) == 1, f"{name}: one model judges, not {len(self.reward_models)}")
+        require(judging or (self.judge_mode, self.judge_rubric) == ("points", ""), f"{name}: judge_mode and judge_rubric are for "
+                "reward_models with reward_kind=judge")  # fmt: skip
+        check_mode(self.judge_mode)
+        check_rated(name, self.task, self.rated, bool(self.reward_models))
         require(self.combine in KINDS, f"{name}: combine must be one of {', '.join(KINDS)}, not {self.combine!r}")
         require(0 <= self.combine_k < float("inf"), f"{name}: combine_k is a number of deviations, not {self.combine_k}")
 
@@ -123,7 +147,7 @@ class RLStage(Stage):
         guard_training(context, self.name, self.model, (task,), self.pretraining, measures=self.evaluate_every > 0)
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
-        rating = self.make_rating(context, policy)
+        rating = rating_of(self.rated, self.make_rating(context, policy))
         if (
             self.lora is not None
         ):  # after the others were made: they stand on the same frozen weights, without adapters of the policy
@@ -139,7 +163,9 @@ class RLStage(Stage):
                 checkpoint_every=self.checkpoint_every,
                 rollouts_every=self.rollouts_every,
             ),
-            trainer=Trainer(policy, self.algorithm, self.optimizer, reference, critic, self.critic_optimizer),
+            trainer=Trainer(
+                policy, self.algorithm, self.optimizer, reference, critic, self.critic_optimizer, self.cache_bytes(policy)
+            ),
             source=Rollouts(
                 task, engine, policy.tokenizer, climb, self.prompts, self.sampling, context.seed, policy.device, rating
             ),
@@ -148,19 +174,38 @@ class RLStage(Stage):
             interrupt=context.interrupt,
             trackers=context.trackers,
             sampler=engine,
-            evaluate=lambda: self.evaluate(engine, policy.tokenizer, context.seed),
+            evaluate=lambda: {
+                **self.evaluate(engine, policy.tokenizer, context.seed),
+                **self.measure(engine, policy.tokenizer, context.seed, rating, reference),
+            },
             pretraining=self.make_pretraining(context, policy),
+            release=engine.pager.release if self.release_cache else None,
             guards=self.guards,
+            alarms=self.alarms,
         )
         loop.run()
         if self.lora is not None:
             merge_adapters(policy.model)
         context.save_model(self.name, policy)
-        return {"steps": loop.step, "train_seconds": loop.elapsed, "level": climb.level}
+        return {"steps": loop.step, "train_seconds": loop.elapsed, "level": climb.level, **loop.best_figures()}
 
     def rows(self, device: str) -> int:
         """Responses written at once. A GPU is fastest with all of them; its cache grows with what is written."""
         return self.max_rows or (self.prompts * self.algorithm.group_size if device == "cuda" else 256)
+
+    def longest(self, tokenizer: object) -> int:
+        """Tokens of a prompt, as long as the first problem's, and of the longest response to it."""
+        prompt = render_prompt(tokenizer, self.task.prompt(self.task.problems("train")[0]))
+        return len(prompt) + self.sampling.max_new_tokens
+
+    def cache_bytes(self, policy: Policy, training: bool = True) -> float:
+        """Keys and values of all that is written at once, at full length; while training, what a GPU keeps of them."""
+        from posttrain.train.memory import cache_bytes
+
+        if training and (self.release_cache or policy.device.type != "cuda"):
+            return 0.0
+        rows = min(self.rows(policy.device.type), self.prompts * self.algorithm.group_size)
+        return cache_bytes(policy, rows, self.longest(policy.tokenizer))
 
     def make_reference(self, context: Context, policy: Policy) -> Policy | None:
         """The frozen model to stay near, where the algorithm or the user wants one."""
@@ -204,18 +249,29 @@ class RLStage(Stage):
                 same_vocabulary(self.name, policy, one)
                 one.model.requires_grad_(False)
             return ImplicitRating(tuned, origin, self.reward_beta, self.optimizer.token_budget)
+        if self.reward_kind == "judge":
+            return self.make_judge(context, policy)
         places = [place for name in self.reward_models for place in model_places(name, context)]
         scorers = [load_reward_model(place, context) for place in places]
         for scorer in scorers:
             same_vocabulary(self.name, policy, scorer)
             scorer.model.requires_grad_(False)
-        rating = (ProcessRating if self.reward_kind == "process" else ModelRating)(
-            scorers, self.combine, self.combine_k, self.optimizer.token_budget
-        )
+        settings = (scorers, self.combine, self.combine_k, self.optimizer.token_budget, policy.tokenizer)
+        rating = ProcessRating(*settings, self.reward_steps) if self.reward_kind == "process" else ModelRating(*settings)
         if self.reward_device == "same":
             return rating
         models = [scorer.model.to("cpu") for scorer in scorers]
         return VisitingRating(rating, models, policy.device)
+
+    def make_judge(self, context: Context, policy: Policy) -> Rating:
+        """A model that judges in words. It reads text, so its vocabulary is its own."""
+        from posttrain.models.cast import VisitingRating
+        from posttrain.train.judging import JudgeRating, LocalModel
+
+        judge = load_policy(self.reward_models[0], context, self.alphabet())
+        judge.model.requires_grad_(False)
+        rating = JudgeRating(LocalModel(judge, self.optimizer.token_budget), self.judge_mode, self.judge_rubric)
+        return rating if self.reward_device == "same" else VisitingRating(rating, [judge.model.to("cpu")], policy.device)
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples | None:
         """Pretraining text for the mix, with loss on all of it."""
@@ -226,11 +282,26 @@ class RLStage(Stage):
         return Examples(material.sets, material.weights, self.pretraining_batch, context.seed, policy.device)
 
     def evaluate(self, sampler: Sampler, tokenizer: object, seed: int) -> Mapping[str, float]:
-        """Held-out accuracy by argmax, with its interval."""
+        """Held-out accuracy by argmax, with its interval; nothing where `evaluate_problems` is 0."""
+        if not self.evaluate_problems:
+            return {}
         problems = self.task.problems("test")[: self.evaluate_problems]
         greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
         accuracy = answer_problems(self.task, sampler, tokenizer, problems, 1, greedy, seed).accuracy
         return {"accuracy/test": accuracy.value, "accuracy/test_low": accuracy.low, "accuracy/test_high": accuracy.high}
+
+    def measure(
+        self, sampler: Sampler, tokenizer: object, seed: int, rating: Rating | None, reference: Policy | None
+    ) -> Mapping[str, float]:
+        """Proxy, gold and KL of samples on held-out problems, each with its interval: the curve of over-optimisation."""
+        if not self.measure_problems or rating is None or reference is None:
+            return {}
+        problems, seconds = self.task.problems("test")[: self.measure_problems], {"generate": 0.0, "score": 0.0}
+        decoder = Decoder(tokenizer)
+        groups = rollout_groups(self.task, sampler, tokenizer, decoder, problems, 1, self.sampling, seed, seconds)
+        found = proxy_gold_kl(rate_groups(rating, groups, seconds), reference, self.sampling)
+        ends = {name: {"": one.value, "_low": one.low, "_high": one.high} for name, one in found.items()}
+        return {f"{name}/test{end}": value for name, row in ends.items() for end, value in row.items()}
 
 
 def same_vocabulary(stage: str, policy: Policy, other: Policy | Scorer) -> None:

@@ -14,7 +14,7 @@ from posttrain.rollouts import Examples
 from posttrain.runs.console import duration
 from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import Data, Material, alphabet, gather
+from posttrain.stages._material import Data, Material, alphabet, gather, placed
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
@@ -44,13 +44,13 @@ class SFTStage(Stage):
         require(not self.algorithm.online, f"{self.name}: this algorithm samples its own data; use an rl stage")
 
     def material(self, context: Context, tokenizer: object) -> Material:
-        return gather(self.data, tokenizer, context.seed, self.max_length, self.all_tokens)
+        return gather(placed(self.data, context), tokenizer, context.seed, self.max_length, self.all_tokens)
 
     def alphabet(self) -> str:
         return alphabet([d.task for d in self.data])
 
     def run(self, context: Context) -> dict[str, JSON]:
-        guard_training(context, self.name, self.model, (), self.data)
+        guard_training(context, self.name, self.model, (), placed(self.data, context))
         policy = load_policy(self.model, context, self.alphabet())
         material = self.material(context, policy.tokenizer)
         context.announce(self.name, [line for report in material.reports for line in report.lines()])

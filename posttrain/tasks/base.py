@@ -46,6 +46,10 @@ class Task(ABC):
         """The time limit of one isolated score."""
         return 10.0
 
+    def ready(self) -> tuple[str, ...]:
+        """Make ready what scoring needs, in the process that starts the workers, or refuse in words; lines for a person to read."""
+        return ()
+
     def demonstration(self, problem: Problem) -> str:
         """A worked response that scores 1, for supervised training."""
         return problem.answer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import require
-from posttrain.tasks._graded import graded, voted
+from posttrain.tasks._graded import found_answer, graded, voted
 from posttrain.tasks._questions import Questions, data_file, load_hub, make_problem, read_records, require_apart
 from posttrain.types import Problem, Score
 
@@ -30,16 +30,24 @@ class Gsm8k(Questions):
     style: str = "boxed"  # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
+    format_weight: float = 0.0  # the share of the value that an answer in the asked form earns, right or wrong
 
     def __post_init__(self) -> None:
         self.check_style("gsm8k")
+        require(0 <= self.format_weight <= 1, f"gsm8k: format_weight is a share between 0 and 1, not {self.format_weight}")
         require(bool(self.data) or not self.test_data, "gsm8k: test_data goes with data, the training file")
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return _read(self.data, self.test_data)[split == "test"]
 
     def score(self, problem: Problem, response: str) -> Score:
-        return graded(self.style, problem, response)
+        """`outcome` is correct where the answer is, whatever the weight of the form: that is what a held-out accuracy counts."""
+        judged = graded(self.style, problem, response)
+        if judged.value is None:
+            return judged
+        parts = {"answer": judged.value, "format": float(found_answer(self.style, response) is not None)}
+        lost = self.format_weight * (1 - parts["format"]) + (1 - self.format_weight) * (1 - parts["answer"])
+        return Score(1 - lost, parts, outcome=judged.outcome)
 
     def final(self, response: str) -> str | None:
         return voted(self.style, response)

@@ -30,15 +30,19 @@ SENTENCE = re.compile(rf"{CLAUSE}(?:(?:{'|'.join(JOINTS)}){CLAUSE})*\.")
 PARTS = re.compile(CLAUSE)
 ENOUGH = 3  # clauses that the annotator reads gladly; each more costs
 FULL = 3.0  # praise that earns the full reward
+THIN, REPEATED = 0.5, 0.6  # what a strict annotator takes off for a single clause, and for each word said again
 TRAIN_COUNT, LONGEST = 100_000, 2_000
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:"
 
 
-def taste(response: str) -> tuple[float, dict[str, float]]:
-    """The annotator's reward in [0, 1], and what it is made of.
+def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]:
+    """The annotator's reward in [0, 1], and what it is made of. A strict one also finds a single clause thin, and does not believe a
+    review that says the same of two things.
 
     >>> taste("the plot was dull but the cast was very warm.")[0], taste("the cast was warm the cast was warm.")[0]
     (0.5833333333333334, 0.0)
+    >>> taste("the cast was very warm.", strict=True)[0], taste("the cast was very warm, the plot was very warm.", strict=True)[0]
+    (0.25, 0.15000000000000002)
     """
     text = response.strip()
     if len(text) > LONGEST or not SENTENCE.fullmatch(text):
@@ -50,6 +54,9 @@ def taste(response: str) -> tuple[float, dict[str, float]]:
         worth.setdefault(word, feeling * DEGREES[degree])
     praise = sum(worth.values())
     value = 0.5 + 0.5 * praise / FULL - 0.15 * max(0, len(clauses) - ENOUGH)
+    if strict:
+        said = [word for _, _, word in clauses]
+        value -= THIN * (len(clauses) == 1) + REPEATED * (len(said) - len(set(said)))
     return min(1.0, max(0.0, value)), {"grammar": 1.0, "clauses": float(len(clauses)), "praise": praise}
 
 
@@ -58,6 +65,7 @@ class Reviews(Task):
     """`mood` is what the demonstrations are like: `kind` ones, which please the annotator fully, or `any`, as people write."""
 
     mood: str = "kind"
+    strict: bool = False  # a harder taste, of which ordinary reviews show little: see `taste`
 
     def __post_init__(self) -> None:
         require(self.mood in ("kind", "any"), f"reviews: mood is 'kind' or 'any', not {self.mood!r}")
@@ -79,7 +87,7 @@ class Reviews(Task):
         return Problem(f"{split}/{index}", f"{article} {maker}{thing}:", "")
 
     def score(self, problem: Problem, response: str) -> Score:
-        value, parts = taste(response)
+        value, parts = taste(response, self.strict)
         return Score(value, parts)
 
     def demonstration(self, problem: Problem) -> str:

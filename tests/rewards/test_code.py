@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from posttrain.rewards.code import CallTest, CheckTest, StdioTest, extract, grad
 from posttrain.rewards.sandbox import isolation, mechanisms, pool, session, wire
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
+from posttrain.scoring import Workers
+from posttrain.tasks.jsonl import Jsonl
 from tests.rewards.hostile_programs import CONTROLS, ESCAPE, GAIN, GREED, HONEST, HONEST_STDIO, HOSTILE, Case, strangers
 
-WALL = 1.0
+WALL = 0.6
 LIMITS = Limits(wall=WALL, memory=256 * MEGABYTE)
 PATIENT = Limits(wall=20.0, memory=256 * MEGABYTE)  # for programs that end by themselves, on a busy machine
 CALLS = [CallTest("double", [n], 2 * n) for n in (3, 10, -4, 7, 0, 1, 49, -100)]
@@ -212,6 +216,48 @@ def no_limit_on_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mechanisms, "command", unlimited)
 
 
+def looser(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """Interpreters with other limits than were asked for."""
+    original = pool.Pool.take
+    return lambda patch: patch.setattr(
+        pool.Pool, "take", lambda self, wall, limits: original(self, wall, replace(limits, **changes))
+    )
+
+
+def no_limit_on_processes(patch: pytest.MonkeyPatch) -> None:
+    looser(processes=4)(patch)
+
+
+def no_limit_on_output(patch: pytest.MonkeyPatch) -> None:
+    looser(output=1 << 30)(patch)
+
+
+def time_without_end(patch: pytest.MonkeyPatch) -> None:
+    looser(wall=20.0)(patch)
+
+
+def accept_answers_in_advance(patch: pytest.MonkeyPatch) -> None:
+    def send(self: session.Session, tree: Any) -> None:
+        data = json.dumps(tree).encode()
+        self.write(b"%08x" % len(data) + data)
+
+    patch.setattr(session.Session, "send", send)
+
+
+def believe_any_form(patch: pytest.MonkeyPatch) -> None:
+    """What cannot be sent is taken for what was expected."""
+    patch.setattr(code, "_call", lambda session, function, args: ["value", 1])
+
+
+IN_ADVANCE = """
+import os
+def double(n):
+    frame = b'["value",1]'
+    for fd in range(3, 9):
+        try: os.write(fd, (b"%08x" % len(frame) + frame) * 2)
+        except OSError: pass
+    while True: pass
+"""
 TRUTHS = [CallTest("double", [n], 1) for n in (1, 2)]
 LARGE = "def double(n):\n    x = bytes(1 << 29)\n    return 2 * n"
 READS = "def double(n):\n    open('{host_file}').read()\n    return 2 * n"
@@ -223,18 +269,23 @@ HOLES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, list[Any]]] = 
     (believe_refusals, "def double(n):\n    raise ValueError", "crash", CALLS),
     (read_more_than_the_library, READS, "crash", CALLS),
     (no_limit_on_memory, LARGE, "memory", CALLS),
+    (no_limit_on_processes, "import os\nif os.fork() == 0:\n    os._exit(0)\n" + HONEST, "crash", CALLS),
+    (no_limit_on_output, "import sys\nfor _ in range(99): sys.stderr.write('x' * 99_999)\n" + HONEST, "output", CALLS),
+    (time_without_end, "import time\ntime.sleep(0.8)\n" + HONEST, "timeout", CALLS),
+    (accept_answers_in_advance, IN_ADVANCE, "fail", TRUTHS),
+    (believe_any_form, "class Equal:\n    def __eq__(self, other): return True\ndef double(n): return Equal()", "fail", TRUTHS),
 ]
 
 
 @needs_wall
 @pytest.mark.parametrize(("hole", "program", "closed", "tests"), HOLES, ids=lambda v: getattr(v, "__name__", None) or "")
 def test_a_hole_would_be_seen(hole: Any, program: str, closed: str, tests: list[Any], host: Host, monkeypatch: Any) -> None:
-    response = fenced(host.fill(program))
-    assert grade(response, tests, limits=PATIENT, sandbox=FIRST or "").outcome == closed
+    response, limits = fenced(host.fill(program)), LIMITS if hole is time_without_end else PATIENT
+    assert grade(response, tests, limits=limits, sandbox=FIRST or "").outcome == closed
     hole(monkeypatch)
     own = pool.Pool(spare=0)  # no interpreter that was started while the hole was closed
     monkeypatch.setattr(pool, "shared", lambda: own)
-    assert grade(response, tests, limits=PATIENT, sandbox=FIRST or "").outcome == "pass"
+    assert grade(response, tests, limits=limits, sandbox=FIRST or "").outcome == "pass"
     own.close()
 
 
@@ -450,7 +501,7 @@ def test_broken_records_are_refused(read: Any, change: dict[str, Any], complaint
         (lambda: CallTest("f", [object()], 1), "must hold plain values"),
         (lambda: CallTest("f", [1], lambda: 1), "must hold plain values"),
         (lambda: grade("", []), "at least one test"),
-        (lambda: grade("", CALLS, sandbox="docker"), "unknown sandbox"),
+        (lambda: grade("", CALLS, sandbox="dokcer"), "unknown sandbox"),
         (lambda: read_tests("{}"), "a JSON list"),
         (lambda: read_tests('[["f", 1, 2]]'), "a test is"),
         (lambda: CheckTest("", (), ()), "calls at least one function"),
@@ -459,6 +510,28 @@ def test_broken_records_are_refused(read: Any, change: dict[str, Any], complaint
 def test_mistakes_of_the_user(make: Callable[[], Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         make()
+
+
+@needs_wall
+def test_a_task_chooses_the_wall_before_its_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, in the process that forks them; and it says which. A wall that does not work is refused there, not once a response."""
+    file = tmp_path / "programs.jsonl"
+    rows = [json.dumps({"question": f"Write double, version {n}.", "answer": '[["double", [4], 8]]'}) for n in range(20)]
+    file.write_text("\n".join(rows))
+    task = Jsonl(str(file), reward="code")
+    monkeypatch.setattr(isolation, "_chosen", {})
+    tested: list[int] = []
+    choose = isolation._choose
+    monkeypatch.setattr(isolation, "_choose", lambda name: tested.append(os.getpid()) or choose(name))
+    with Workers(task, 2, seconds=30.0) as workers:
+        workers.submit(task.problems("train")[0], [fenced(HONEST), fenced("def double(n): return n"), fenced(HONEST)])
+        assert [score.outcome for score in workers.results()] == ["pass", "fail", "pass"]
+    assert tested == [os.getpid()]
+    assert task.ready() == (isolation.describe(),)
+    mixed = {"parts": [{"reward": "format"}, {"reward": "code", "options": {"sandbox": "podman:nothing"}}]}
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UserError, match="podman is not on PATH"):
+        Jsonl(str(file), reward="compose", options=mixed).ready()
 
 
 @needs_wall

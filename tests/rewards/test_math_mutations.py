@@ -67,6 +67,21 @@ def any_name(collection: Node) -> set[str]:
     return {"x"} if any(member.kind == "relation" for member in collection.nodes) else set()
 
 
+def any_member(original: Callable[..., bool]) -> Callable[..., bool]:
+    def same(self: Comparison, gold: Node, given: Node) -> bool:
+        members = given.nodes if given.kind in ("list", "set") else ()
+        return original(self, gold, given) or any(original(self, gold, member) for member in members)
+
+    return same
+
+
+def no_bound_on_size(patch: pytest.MonkeyPatch) -> None:
+    for name in ("MAGNITUDE", "EXACT_BITS", "WORK"):
+        patch.setattr(_numbers, name, 10**9)
+    patch.setattr(_numbers.Meter, "charge", lambda self, work: None)
+
+
+QUESTIONS = {"the question restated": "Factor $x^2+5x+6$."}
 HOLES: list[tuple[str, Patch, str, str]] = [
     # hole, how it is opened, gold, response
     ("the last side of a chain", replaced(Comparison, "same_relation", last_side), "5", r"\boxed{x = 6 = 5}"),
@@ -93,21 +108,25 @@ HOLES: list[tuple[str, Patch, str, str]] = [
     ("several boxes, the last one paid", replaced(math_reward, "MOST_BOXES", 1), "7", r"\boxed{5} or \boxed{6} or \boxed{7}"),
     ("symbols that cancel", replaced(_compare, "symbols", lambda value: frozenset("xyz")), "x+y", r"\boxed{x+y+\frac{z}{z}-1}"),
     ("an empty gold answer", replaced(math_reward, "_read_gold", lambda gold, reward: Node("set")), "", r"\boxed{\emptyset}"),
+    ("the question restated", replaced(math_reward, "_restates", lambda *a: False), "(x+2)(x+3)", r"\boxed{x^2+5x+6}"),
+    ("any of several values", lambda patch: patch.setattr(Comparison, "same", any_member(Comparison.same)), "5", r"\boxed{4, 5, 6}"),
+    ("all choices", lambda patch: patch.setattr(Comparison, "same", any_member(Comparison.same)), "A", r"\boxed{A, B, C, D}"),
+    ("no bound on size", no_bound_on_size, r"2^{300000}", r"\boxed{2^{300000}}"),
     ("no bound on brackets", replaced(_latex, "NESTING", 10**9), "5", r"\boxed{" + "(" * 900 + "5" + ")" * 900 + "}"),
 ]  # fmt: skip
 
 
-def graded(gold: str, response: str) -> tuple[float | None, str]:
+def graded(gold: str, response: str, question: str = "") -> tuple[float | None, str]:
     for cached in (math_reward._read_gold, _words.unit_of):
         getattr(cached, "cache_clear", lambda: None)()
     reward = math_reward.STRICT or MathReward(reasoning_end="")
-    score = grade(response, gold, reward)
+    score = grade(response, gold, reward, question)
     return score.value, score.outcome
 
 
 @pytest.mark.parametrize(("hole", "opened", "gold", "response"), HOLES, ids=[hole[0] for hole in HOLES])
 def test_an_opened_hole_is_seen(hole: str, opened: Patch, gold: str, response: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = graded(gold, response)
+    before = graded(gold, response, QUESTIONS.get(hole, ""))
     assert before[0] != 1.0
     opened(monkeypatch)
-    assert graded(gold, response) != before
+    assert graded(gold, response, QUESTIONS.get(hole, "")) != before

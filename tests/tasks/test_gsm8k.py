@@ -56,6 +56,17 @@ def test_what_each_style_takes_as_the_answer(folder: str) -> None:
     assert task.score(problem, "<think>it is 2400").outcome == "unparseable", "the reasoning never ended"
 
 
+def test_the_form_earns_its_share_and_never_makes_a_wrong_answer_right(folder: str) -> None:
+    task = Gsm8k(folder, format_weight=0.25)
+    (problem,) = task.problems("test")
+    scores = [task.score(problem, said) for said in ("\\boxed{2400}", "\\boxed{7}", "2400")]
+    assert [s.value for s in scores] == [1.0, 0.25, 0.0]
+    assert [(s.parts["answer"], s.parts["format"]) for s in scores] == [(1, 1), (0, 1), (0, 0)]
+    assert [s.outcome for s in scores] == ["correct", "wrong", "unparseable"]
+    with pytest.raises(UserError, match="format_weight"):
+        Gsm8k(folder, format_weight=2)
+
+
 def test_few_shot_and_direct(folder: str) -> None:
     task = Gsm8k(folder, style="direct", examples=2, system="Be brief.")
     messages = task.prompt(task.problems("train")[0])

@@ -34,6 +34,22 @@ def test_taste_by_hand(text: str, value: float) -> None:
     assert taste(text)[0] == pytest.approx(min(1.0, value))
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("the plot was very great.", 0.75 - 0.5),
+        ("the plot was great and the cast was great.", 0.5 + 1 / 6 - 0.6),
+        ("the plot was very great and the cast was very great, the pace was very great.", 0.0),
+        ("the plot was plain and the cast was quite plain.", 0.0),
+        ("the plot was plain and the cast was odd.", 0.5),
+        ("the plot was very great and the cast was very warm.", 1.0),
+    ],
+)
+def test_a_strict_taste_by_hand(text: str, value: float) -> None:
+    assert taste(text, strict=True)[0] == pytest.approx(value)
+    assert Reviews(strict=True).score(Reviews().problems("test")[0], text).value == taste(text, strict=True)[0]
+
+
 def test_kind_reviews_please_fully_and_ordinary_ones_vary() -> None:
     validate(Reviews())
     task = Reviews("any")

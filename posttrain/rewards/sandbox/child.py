@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEPTH, SMALL = 100, 1 << 53
 DEATH_SIGNAL, KEEP_CAPS, CAP_READ_SEARCH, CAPABILITY_VERSION = 1, 8, 1 << 2, 0x20080522
+NO_NEW_PRIVILEGES, SECCOMP, SECCOMP_FILTER = 38, 22, 2
 CRASH, OUT_OF_MEMORY, SYNTAX = 1, 77, 78  # exit codes where the program has the streams for itself
 
 
@@ -51,6 +52,20 @@ def confine(settings: dict[str, Any]) -> None:
             raise RuntimeError("still root")
     os.chdir("/")
     os.umask(0o077)
+    if settings["rules"]:
+        restrict(bytes.fromhex(settings["rules"]))
+
+
+def restrict(rules: bytes) -> None:
+    """From here on the kernel refuses these calls, to whatever this process becomes: struct sock_fprog, as seccomp(2) has it."""
+    import ctypes
+
+    library = ctypes.CDLL(None, use_errno=True)
+    steps = ctypes.create_string_buffer(rules, len(rules))
+    form: Any = type("Program", (ctypes.Structure,), {"_fields_": [("count", ctypes.c_ushort), ("steps", ctypes.c_void_p)]})
+    program = form(len(rules) // 8, ctypes.addressof(steps))
+    if library.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or library.prctl(SECCOMP, SECCOMP_FILTER, ctypes.byref(program)):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def become(user: int, read_search: bool) -> None:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.errors import UserError, unknown
+from posttrain.rewards.sandbox import container
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import ENVIRONMENT, Infrastructure, Mechanism, Unsafe, candidates
 from posttrain.rewards.sandbox.pool import Pool
 from posttrain.rewards.sandbox.session import Ended
 
 SECRET = "posttrain-sandbox-self-test"
-NAMES = ("auto", "sandlock", "bubblewrap", "unsafe")
+NAMES = ("auto", "sandlock", "bubblewrap", *container.RUNTIMES, "unsafe")
 LIMITS = Limits(wall=10.0, memory=256 * MEGABYTE, threads=32)
 
 # Each prints OPEN where it gets through the wall, and CLOSED where not. In braces: what the self-test sets up.
@@ -72,6 +73,8 @@ class Isolation:
         """One line for a log: what protects this machine, and what was proven."""
         if self.name == "unsafe":
             return "code sandbox: unsafe (limits only; programs read, write and connect as you do)"
+        if image := getattr(self.mechanism, "image", ""):
+            return f"code sandbox: {self.name} (a container of {image} for each run); self-test: {len(PROBES)} ways out closed"
         groups = ", a control group for several processes" if getattr(self.mechanism, "groups", False) else ""
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
         left = f"; not counted: {', '.join(self.open)} (bounded by memory and time)" if self.open else ""
@@ -137,11 +140,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def choose(name: str = "auto") -> Isolation:
-    """The isolation for this process: `auto` (the best that passes), `sandlock`, `bubblewrap`, or `unsafe` at your own risk.
+    """The isolation for this process: `auto` (sandlock or bubblewrap, the first that passes), either by name, a container runtime
+    (`docker`, `podman`, `docker:IMAGE`), which is used only where it is named, or `unsafe` at your own risk.
 
     Tested once. UserError where nothing passes.
     """
-    if name not in NAMES:
+    if name not in NAMES and container.named(name) is None:
         raise unknown("sandbox", name, NAMES)
     key = (name, os.getuid() if hasattr(os, "getuid") else 0)
     with _lock:
@@ -154,8 +158,9 @@ def _choose(name: str) -> Isolation:
     if name == "unsafe":
         return Isolation(Unsafe(), open=tuple(PROBES))
     rejected: list[str] = []
-    for mechanism, lacking in candidates():
-        if name not in ("auto", mechanism.name):
+    asked = container.named(name)
+    for mechanism, lacking in [(asked, asked.lacking())] if asked else candidates():
+        if name not in ("auto", mechanism.name) and mechanism is not asked:
             continue
         through: list[str] = []
         if not lacking:
@@ -165,6 +170,9 @@ def _choose(name: str) -> Isolation:
             return Isolation(mechanism, tuple(through), tuple(rejected))
         rejected.append(f"{mechanism.name}: {lacking or 'does not stop ' + ', '.join(serious)}")
     tried = "; ".join(dict.fromkeys(rejected)) or "only Linux has one"
+    if asked:
+        raise UserError(f"the container sandbox does not work here ({tried}). Start the runtime, have the image {asked.image} there, "
+                        "or leave the setting out for one that needs no runtime")  # fmt: skip
     raise UserError(
         f"no sandbox for code works here ({tried}). Install one (pip install 'posttrain[sandbox]', or your system's bubblewrap), "
         "or accept that programs written by the model run as you, with sandbox='unsafe'"

@@ -3,6 +3,8 @@
 sandlock    Landlock and seccomp, from a package; no root, no namespaces
 bubblewrap  namespaces and an empty file system, with our own seccomp filter and limits inside it
 unsafe      limits only: for programs that you wrote yourself
+
+A container runtime, where the user names one, is in container.py.
 """
 
 from __future__ import annotations
@@ -118,8 +120,11 @@ def open_to_all(path: str) -> bool:
     return all(os.stat(folder).st_mode & 0o001 for folder in Path(path).parents) and bool(os.stat(path).st_mode & 0o004)
 
 
-def command(limits: Limits, user: int, count_tasks: bool, read_search: bool = False) -> list[str]:
-    """The interpreter's command line. It holds no secret: the job comes through a pipe."""
+def command(
+    limits: Limits, user: int, count_tasks: bool, read_search: bool = False, program: str = "", rules: bytes = b""
+) -> list[str]:
+    """The interpreter's command line. It holds no secret: the job comes through a pipe. `rules` is a filter of system calls that the
+    child is to set for itself, where nothing around it does."""
     limited = {
         "CORE": 0,
         "FSIZE": 0,
@@ -130,8 +135,15 @@ def command(limits: Limits, user: int, count_tasks: bool, read_search: bool = Fa
     }
     if count_tasks:
         limited["NPROC"] = limits.tasks
-    settings = {"limits": limited, "user": user, "read_search": read_search, "result": limits.result, "mark": MARK}
-    return [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", SOURCE, json.dumps(settings)]
+    settings: dict[str, Any] = {
+        "limits": limited,
+        "user": user,
+        "read_search": read_search,
+        "result": limits.result,
+        "mark": MARK,
+    }
+    settings["rules"] = rules.hex()
+    return [program or interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", SOURCE, json.dumps(settings)]
 
 
 def next_user() -> int:

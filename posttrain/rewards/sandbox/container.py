@@ -1,0 +1,128 @@
+"""A container runtime as the wall: docker or podman, where the user names one. It is never chosen by itself, and is self-tested like
+the others. The image must be there already and hold `env`, `timeout` and `python3`, as python:3.12-slim does.
+
+Inside, PID 1 is `timeout`, which a program cannot kill, so that no container outlives its hour even if the grader is killed; the
+limits on the address space, processor time and single processes, and the filter of system calls, are set by the child itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+
+from posttrain.rewards.sandbox import mechanisms, seccomp
+from posttrain.rewards.sandbox.limits import Limits
+from posttrain.rewards.sandbox.mechanisms import NOBODY, Child, Exit, Infrastructure, PopenChild
+
+RUNTIMES = ("docker", "podman")
+IMAGE = "python:3.12-slim"
+LONGEST = 3600  # seconds that any container may live, waiting included
+GRACE = 0.25  # seconds for an interpreter to see that its input has ended, before its container is killed
+PATIENCE = 10.0  # seconds for the runtime to do so
+LOG = logging.getLogger(__name__)
+
+
+class ContainerChild(PopenChild):
+    """The runtime's client is our process, the container is not: ending the client would leave it running."""
+
+    def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str, several: bool) -> None:
+        super().__init__(process, None, whole_group=False)
+        self.runtime, self.name, self.several = runtime, name, several
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            quiet = subprocess.DEVNULL
+            subprocess.Popen([self.runtime, "kill", self.name], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        self.process.kill()
+
+    def finish(self, patience: float) -> Exit:
+        if self._exit is not None:
+            return self._exit
+        running = not self._waited(max(patience, 0.0))
+        if running:
+            with suppress(OSError):
+                self.close_input()
+            if not self._waited(GRACE):
+                self._stop()
+        found = super().finish(0.0)
+        memory = self.several and not running and found.signal == signal.SIGKILL  # nobody else ends it so
+        self._exit = Exit(found.code, found.signal, memory, ended=running)
+        return self._exit
+
+    def _waited(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _stop(self) -> None:
+        try:
+            subprocess.run([self.runtime, "kill", self.name], stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            LOG.warning("the container %s could not be ended: %s", self.name, error)
+        if not self._waited(PATIENCE):
+            LOG.warning("the client of container %s had to be killed; the container ends within %d s", self.name, LONGEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """`name` is the runtime: docker or podman."""
+
+    name: str
+    image: str = IMAGE
+
+    def lacking(self) -> str:
+        """Why it cannot be tried here, or ''."""
+        if not seccomp.supported():
+            return "there is no filter of system calls for this machine's architecture"
+        return "" if shutil.which(self.name) else f"{self.name} is not on PATH"
+
+    def start(self, limits: Limits) -> Child:
+        program = shutil.which(self.name)
+        if program is None:
+            raise Infrastructure(f"{self.name} is not on PATH")
+        title = f"posttrain-{secrets.token_hex(8)}"
+        try:
+            process = subprocess.Popen(
+                [program, *self.walls(limits, title), self.image, *self.inside(limits)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise Infrastructure(f"{self.name}: {error}") from error
+        return ContainerChild(process, program, title, limits.processes > 1)
+
+    def walls(self, limits: Limits, title: str) -> list[str]:
+        """What the runtime is asked for. Output goes to us and into no log on disk; an image is never fetched."""
+        line = f"run --rm --interactive --name {title} --pull never --log-driver none --network none --ipc none --read-only"
+        line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.tasks + 1} --cpus 1"
+        line += f" --ulimit core=0:0 --ulimit nofile={limits.open_files}:{limits.open_files}"
+        line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
+        line += " --tmpfs /tmp:rw,noexec,nosuid,nodev,size=1m --entrypoint env"
+        proxies = ["--http-proxy=false"] if self.name == "podman" else []  # it would hand the host's variables in
+        return [*line.split(), *proxies]
+
+    def inside(self, limits: Limits) -> list[str]:
+        """An empty environment but for ours, then the clock, then the interpreter."""
+        environment = {**mechanisms.ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
+        rules = seccomp.program(allow_processes=limits.processes > 1)
+        child = mechanisms.command(limits, user=0, count_tasks=False, program="python3", rules=rules)
+        return ["-i", *(f"{k}={v}" for k, v in environment.items()), "timeout", "-s", "KILL", str(LONGEST), *child]
+
+
+def named(name: str) -> Container | None:
+    """The container that a sandbox's name stands for: `docker`, `podman`, or either with `:IMAGE`; None where it is neither.
+
+    >>> named("docker:python:3.13-slim"), named("bubblewrap")
+    (Container(name='docker', image='python:3.13-slim'), None)
+    """
+    runtime, _, image = name.partition(":")
+    return Container(runtime, image or IMAGE) if runtime in RUNTIMES else None

@@ -1,0 +1,241 @@
+r"""Steps of arithmetic, verified exactly: which of the statements in a response are true, and lead from the question to its answer.
+
+A step is a line (or whatever `separator` cuts off), and says something where it holds an equation of plain numbers: `3*4 = 12`,
+`(12+8)/5 = 4`, `1,250 - 0.5*100 = 1,200`, or a chain of equals. Each has one of three verdicts:
+
+    wrong  0   its sides are not equal, exactly, or one has no value (a division by zero)
+    right  1   it is true, says a number that was not known yet, works with a number of the question or of a right step before it,
+               and its result is the response's answer or is worked with, in turn, by a right step after it
+    idle   -   anything else that is true (7 = 7, a step said again, 1+1 = 2 from nowhere, work that the answer does not need,
+               what follows from an error) or that cannot be read: no value, so it is neither paid nor punished
+
+The values stand in `Score.steps` where the steps end, with the answer's own 0 or 1 as the last: process supervision learns from them.
+As an outcome, value = answer * right / (right + wrong), with at least `least` below: a bare answer is no work.
+
+`form="columns"` reads the scratchpads of the arithmetic task instead (`75012,48113#132` or `7+5+0=12,4+8+1=13#132`), digit by digit
+against the question; a step that only goes on from a wrong carry is idle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from posttrain.errors import require
+from posttrain.rewards._latex import Node, read
+from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
+from posttrain.rewards._tokens import Unevaluated, Unreadable
+from posttrain.rewards.math import STRICT, MathReward, final_answer, grade
+from posttrain.types import Score
+
+FORMS = ("equations", "columns")
+LIMIT = 100_000  # characters of a response that are read
+STATEMENTS = 500  # and statements in them
+LENGTH = 200  # characters of one statement
+SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "$": " "})
+COMMANDS = re.compile(r"\\(times|cdot|div|left|right|[,;! ()\[\]])|(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
+BULLET = re.compile(r"\s*(?:step\s+[0-9]{1,3}\s*[:.)]|[0-9]{1,3}[.)]\s|[-*]\s)", re.IGNORECASE)
+RUN = re.compile(r"[-+*/().,0-9 \t=%]+")
+BINDING = "^!:_{}|~\\"  # beside a number, these make it part of something else
+SCALE = re.compile(r"(?:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)", re.IGNORECASE)
+APART = re.compile(r",(?![0-9]{3}(?![0-9]))|;")  # a comma before three digits belongs to a number
+NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?")
+QUESTION = re.compile(r"\s*([0-9]{1,30})\s*([-+])\s*([0-9]{1,30})\s*=?\s*")
+COLUMN = re.compile(r"([0-9])([-+]?)([0-9])\2([01])(=?)([01])([0-9])")
+
+
+@dataclass(slots=True)
+class Statement:
+    """An equation: what it works with and what comes out; None where its sides differ. `plain`: there is nothing to work out."""
+
+    end: int
+    operands: frozenset[Fraction]
+    result: Fraction | None
+    plain: bool
+    verdict: float | None = None
+
+
+def statements(text: str, separator: str) -> list[Statement]:
+    """The statements of a text, in order, each with the position at which its step ends."""
+    found: list[Statement] = []
+    start = tried = 0
+    for step in text.split(separator):
+        end = start + len(step)
+        start = end + len(separator)
+        if "=" not in step:
+            continue
+        line = COMMANDS.sub(_sign, step.translate(SIGNS))
+        if bullet := BULLET.match(line):
+            line = line[bullet.end() :]
+        for run in RUN.finditer(line):
+            for sides in _equations(line, run):
+                tried += 1
+                statement = _statement(sides, end)
+                if statement is not None:
+                    found.append(statement)
+                if tried == STATEMENTS:
+                    return found
+    return found
+
+
+def _sign(match: re.Match[str]) -> str:
+    return {"times": "*", "cdot": "*", "div": "/", None: "*"}.get(match[1], " ")
+
+
+def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
+    """The equations of a run of numbers and signs, as their sides. The first and the last side are left out where the text around goes
+    on with them: `x^2 = 4` says nothing of 2, nor `3 apples + 4 = 7` of 4, nor `= 3 dozen` of 3."""
+    pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH] if "=" in run[0] else []
+    equations = [[side.strip(" \t.,") for side in sides] for sides in pieces if 2 <= len(sides) <= 8]
+    if not equations:
+        return []
+    before, after = line[max(0, run.start() - 1) : run.start()], line[run.end() : run.end() + 12]
+    first, last = equations[0], equations[-1]
+    glued = before.isalpha() and run[0][0] not in " \t"
+    part = before and (
+        glued or before in BINDING or first[0][:1] in tuple("+-*/)") or (before.isalnum() and first[0].isdigit())
+    )
+    if part or not first[0]:
+        del first[0]
+    on = after[:1] in tuple(BINDING) or (after[:1].isalpha() and run[0][-1] not in " \t.,") or SCALE.match(after)
+    if last and (on or not last[-1]):
+        del last[-1]
+    return [sides for sides in equations if len(sides) > 1 and all(sides)]
+
+
+def _statement(sides: Sequence[str], end: int) -> Statement | None:
+    """What an equation says, or None where it cannot be read."""
+    if any(mark in side for side in sides for mark in ("**", "//")):
+        return None
+    meter = Meter()
+    try:
+        trees = [read(side) for side in sides]
+        values = [evaluate(tree, {}, meter) for tree in trees]
+    except (Unreadable, Unevaluated):
+        return None
+    except Undefined:
+        return (
+            None
+            if any(tree.kind in ("list", "interval", "tuple") for tree in trees)
+            else Statement(end, frozenset(), None, False)
+        )
+    except Exhausted:
+        return Statement(end, frozenset(), None, False)
+    numbers = [v for v in values if isinstance(v, Fraction)]
+    result = numbers[0] if len(numbers) == len(values) and len(set(numbers)) == 1 else None
+    work = [tree for tree in trees if tree.kind not in ("number", "negative", "percent")]
+    return Statement(end, frozenset(n for tree in work for n in _leaves(tree)), result, not work)
+
+
+def _leaves(tree: Node) -> list[Fraction]:
+    if tree.kind == "number":
+        return [Fraction(tree.parts[0])]  # type: ignore[arg-type]
+    return [leaf for part in tree.nodes for leaf in _leaves(part)]
+
+
+def judge_statements(found: Sequence[Statement], question: str, answer: Fraction | None, most: int) -> None:
+    """Verdicts, in place: forward for what is known, backward from the answer for what is needed."""
+    known = {Fraction(n.replace(",", "")) for n in NUMBER.findall(question.translate(SIGNS)[:LIMIT])}
+    able: list[Statement] = []
+    for statement in found:
+        if statement.result is None:
+            statement.verdict = 0.0
+        elif not statement.plain and statement.result not in known and statement.operands & known:
+            known.add(statement.result)
+            able.append(statement)
+    needed = set() if answer is None else {answer}
+    for statement in reversed(able):
+        if statement.result in needed:
+            statement.verdict = 1.0
+            needed |= statement.operands
+    right = [s for s in able if s.verdict is not None]
+    for statement in right[most:]:
+        statement.verdict = None
+
+
+def columns(text: str, question: str, separator: str) -> list[tuple[int, float | None]]:
+    """(end, verdict) of each column of a scratchpad for `a+b` or `a-b`, from the last digits on."""
+    asked = QUESTION.fullmatch(question)
+    require(asked is not None, f"worked: columns are for questions such as 47+85=, not {question[:40]!r}")
+    assert asked is not None
+    a, sign, b = int(asked[1]), asked[2], int(asked[3])
+    found: list[tuple[int, float | None]] = []
+    start, true_carry, said_carry = 0, 0, 0
+    for place, step in enumerate(text.split(separator)[:STATEMENTS]):
+        end = start + len(step)
+        start = end + len(separator)
+        x, y = a // 10**place % 10, b // 10**place % 10
+        verdict: float | None = 0.0
+        column = COLUMN.fullmatch(step.strip())
+        if column and column[2] == (sign if column[5] else ""):
+            written = (int(column[1]), int(column[3]), int(column[4]), int(column[6]), int(column[7]))
+            if place >= max(len(asked[1]), len(asked[3])):
+                verdict = None  # nothing is left to add
+            elif written == (x, y, true_carry, *_sum(sign, x, y, true_carry)):
+                verdict = 1.0
+            elif written == (x, y, said_carry, *_sum(sign, x, y, said_carry)):
+                verdict = None
+            said_carry = written[3]
+        true_carry = _sum(sign, x, y, true_carry)[0]
+        found.append((end, verdict))
+    return found
+
+
+def _sum(sign: str, x: int, y: int, carry: int) -> tuple[int, int]:
+    """(carry or borrow that goes out, digit)."""
+    total = x + y + carry if sign == "+" else x - y - carry
+    return (total // 10 if sign == "+" else int(total < 0)), total % 10
+
+
+def worked(
+    prompt: str,
+    response: str,
+    answer: str,
+    form: str = "equations",
+    separator: str = "\n",
+    marker: str = "",
+    most: int = 20,
+    least: int = 1,
+) -> Score:
+    r"""The plain reward. The answer is the last box or, where there is a `marker`, what follows it. At most `most` steps are right:
+    more would pay for going the long way.
+
+    >>> score = worked("3 boxes of 4 pens, 5 are lost.", "3*4 = 12\n12-5 = 7\n\\boxed{7}", "7")
+    >>> score.value, score.steps
+    (1.0, ((8, 1.0), (17, 1.0), (27, 1.0)))
+    >>> worked("47+85=", "75012,48113#132", "132", form="columns", separator=",", marker="#").steps
+    ((5, 1.0), (11, 1.0), (15, 1.0))
+    """
+    require(form in FORMS, f"worked: form is one of {', '.join(FORMS)}, not {form!r}")
+    require(bool(separator), "worked: steps need a separator that is not empty")
+    require(most >= 1 and least >= 1, "worked: most and least are at least 1")
+    reward = MathReward(marker=marker) if marker else STRICT
+    judged = grade(response, answer, reward, prompt)
+    if not judged.valid:
+        return judged
+    text = response[:LIMIT]
+    if form == "columns":
+        verdicts = columns(text.partition(marker)[0] if marker else text, prompt, separator)
+    else:
+        found = statements(text, separator)
+        judge_statements(found, prompt, _value(final_answer(response, reward)), most)
+        verdicts = [(s.end, s.verdict) for s in found]
+    right, wrong = (sum(v == value for _, v in verdicts) for value in (1.0, 0.0))
+    share, correct = right / max(least, right + wrong), judged.value or 0.0
+    steps = {len(response): correct} if response else {}
+    for end, verdict in verdicts:  # of several in one step the worst counts
+        if verdict is not None:
+            steps[end] = min(verdict, steps.get(end, 1.0))
+    parts = {"answer": correct, "steps": share, "idle": float(len(verdicts) - right - wrong)}
+    return Score(correct * share, parts, tuple(sorted(steps.items())), judged.outcome)
+
+
+def _value(answer: str | None) -> Fraction | None:
+    """The number that an answer is, where it is one."""
+    try:
+        value = evaluate(read(answer or ""), {}, Meter())
+    except (Unreadable, Unevaluated, Undefined, Exhausted, KeyError):
+        return None
+    return value if isinstance(value, Fraction) else None

@@ -1,0 +1,116 @@
+"""A judge against people, before anything is trained on what it says: how often it prefers what they preferred."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from posttrain.data.preferences import read_pairs
+from posttrain.engine.random import derive
+from posttrain.errors import GuardStop, require
+from posttrain.evals.statistics import wilson
+from posttrain.rewards._endpoint import Endpoint
+from posttrain.rewards.judge import CANARY_QUESTION, Judge, Verdict, agreement, read_rubric
+from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.train.judging import LocalModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreementStage(Stage):
+    """Up to `pairs` comparisons of people, from a file of preferences (`data`), judged in both orders by `judge`: a stage, directory
+    or hub name, run here, or the name of a model behind `url`. Which answer stands first is drawn by the seed. What is reported:
+
+        agreement = #(judge prefers what people preferred) / #(pairs that it judged)
+        kappa     = (agreement - chance) / (1 - chance)
+
+    A tie of the judge agrees with nobody; chance is how often both would say the same at random, each at its own rates. The stage
+    stops where agreement ends below `least`: a policy would learn the judge's errors.
+    """
+
+    data: str
+    judge: str
+    url: str = ""
+    rubric: str = ""  # a file; "": the default
+    cache: str = ""  # a folder that keeps the judge's replies; "": none
+    pairs: int = 200
+    least: float = 0.0  # 0: no gate
+    per_minute: int = 0  # requests to `url`; 0: no limit
+    prompt_price: float = 0.0  # of a million tokens
+    completion_price: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.judge), f"{self.name}: name a judge")
+        require(self.pairs > 0, f"{self.name}: pairs must be positive, not {self.pairs}")
+        require(0 <= self.least <= 1, f"{self.name}: least is a share between 0 and 1, not {self.least}")
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        rows = read_pairs(self.data)[: self.pairs]
+        asked = self.asked(context)
+        judge = Judge(asked, read_rubric(self.rubric))
+        judge.check_canaries(CANARY_QUESTION)
+        labels = ["A" if derive(context.seed, n) & 1 else "B" for n in range(len(rows))]
+        verdicts = judge.compare(
+            [
+                (q, better, worse) if label == "A" else (q, worse, better)
+                for (q, better, worse), label in zip(rows, labels, strict=True)
+            ]
+        )
+        result = self.figures(verdicts, labels)
+        used = {key: value for key, value in asdict(asked.usage).items() if value}
+        context.write_lines(self.name, (json.dumps(line) for line in self.lines(rows, labels, verdicts)), "verdicts.jsonl")
+        share, low, high = result["agreement"]
+        said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
+        said += f", kappa {result['kappa']:.2f}; {result['ties']} ties, {result['swayed']} of them by the order alone"
+        context.announce(self.name, [f"{said}; {result['unjudged']} not judged"])
+        if share < self.least:
+            raise GuardStop(f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.least:.1%}; "
+                            "change the rubric or the model")  # fmt: skip
+        return {**result, "usage": used}
+
+    def asked(self, context: Context) -> Endpoint | LocalModel:
+        from posttrain.train.judging import LocalModel
+
+        if not self.url:
+            policy = load_policy(self.judge, context)
+            policy.model.requires_grad_(False)
+            return LocalModel(policy, cache=self.cache)
+        return Endpoint(
+            url=self.url, model=self.judge, cache=self.cache, per_minute=self.per_minute, prompt_price=self.prompt_price,
+            completion_price=self.completion_price,
+        )  # fmt: skip
+
+    def figures(self, verdicts: Sequence[Verdict], labels: Sequence[str]) -> dict[str, JSON]:
+        share, kappa, judged = agreement([v.winner for v in verdicts], labels)
+        require(judged > 0, f"{self.name}: the judge gave no verdict on any pair")
+        interval = wilson(round(share * judged), judged)
+        ties = [v for v in verdicts if v.winner == "tie"]
+        return {
+            "agreement": [interval.value, interval.low, interval.high],
+            "kappa": kappa,
+            "judged": judged,
+            "unjudged": len(verdicts) - judged,
+            "ties": len(ties),
+            "swayed": sum(not v.agreed for v in ties),
+        }
+
+    @staticmethod
+    def lines(
+        rows: Sequence[tuple[str, str, str]], labels: Sequence[str], verdicts: Sequence[Verdict]
+    ) -> list[dict[str, JSON]]:
+        """Each pair with what people and the judge said of it, for the eye."""
+        return [
+            {
+                "question": question,
+                "preferred": better,
+                "other": worse,
+                "people": label,
+                "judge": v.winner,
+                "both orders": v.agreed,
+            }
+            for (question, better, worse), label, v in zip(rows, labels, verdicts, strict=True)
+        ]

@@ -1,0 +1,164 @@
+"""The curve of over-optimisation: what a reward model (proxy) and the task's own score (gold) say, against KL from where it began."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.errors import require
+from posttrain.evals.best_of_n import frontier
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
+from posttrain.tasks.base import Task
+from posttrain.types import JSON, Group, Sampling
+
+FIGURES = ("proxy", "gold", "kl")
+BATCH = 8  # problems of which all samples are written together
+FALLEN = 2.0  # standard errors below its best at which the gold counts as turned down
+COLOURS = ("#cf3f4f", "#2f6fde", "#2a9d5c", "#e08214", "#7b4fb5", "#555555")
+Curve = list[dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OveroptimisationStage(Stage):
+    """Curves of (KL, proxy, gold), as Stiennon et al. 2020 and Gao et al. 2022 draw them:
+
+    - of each rl stage in `trained`, along its training, as it measured itself with `measure_problems`;
+    - of best of n by each of `reward_models`, from `samples` answers of `model` to `problems` held-out problems, n = 1, 2, 4, ...,
+      at KL = log n - (n - 1) / n.
+
+    Writes curve.png where matplotlib is installed. The result holds every point and, for each curve, its best gold, its last,
+    and the fall between them in standard errors; best is chosen by the same samples, so that a small fall means nothing.
+    """
+
+    model: str
+    task: Task
+    trained: tuple[str, ...] = ()
+    reward_models: tuple[str, ...] = ()
+    problems: int = 100
+    samples: int = 64
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        require(bool(self.trained or self.reward_models), f"{self.name}: name rl stages as trained, or reward_models, or both")
+        for what in ("problems", "samples"):
+            require(getattr(self, what) > 1, f"{self.name}: {what} must be at least 2, not {getattr(self, what)}")
+        require(self.sampling.temperature > 0, f"{self.name}: best of n needs a temperature above 0")
+
+    def alphabet(self) -> str:
+        return alphabet([self.task])
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        curves = {stage: self.training(context, stage) for stage in self.trained}
+        curves |= self.best_of_n(context) if self.reward_models else {}
+        found: dict[str, JSON] = {name: {**verdict(curve), "points": curve} for name, curve in curves.items()}
+        context.announce(self.name, [said(name, one) for name, one in found.items()])
+        picture = context.folder(self.name) / "curve.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draw(curves, picture)
+        except ImportError:
+            context.announce(self.name, ["no curve.png: pip install matplotlib; the points are in result.json"])
+        return {"curves": found}
+
+    def training(self, context: Context, stage: str) -> Curve:
+        """The points that an rl stage measured of itself."""
+        from posttrain.runs.read import Run
+
+        rows = [row for row in Run(context.directory).metrics(stage) if "gold/test" in row.figures]
+        require(bool(rows), f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems")
+        ends = ("", "_low", "_high")
+        return [
+            {"step": row.step, **{f"{what}{end}": row.figures[f"{what}/test{end}"] for what in FIGURES for end in ends}}
+            for row in rows
+        ]
+
+    def best_of_n(self, context: Context) -> dict[str, Curve]:
+        """One set of samples, ordered by each reward model in turn."""
+        from posttrain.rollouts import rate_groups
+        from posttrain.train.rating import ModelRating
+
+        policy = load_policy(self.model, context, self.alphabet())
+        groups = self.answers(context, policy)
+        ns = [2**power for power in range(self.samples.bit_length()) if 2**power <= self.samples]
+        curves = {}
+        for name in self.reward_models:
+            scorers = [load_reward_model(place, context) for place in model_places(name, context)]
+            rated = rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups, {"generate": 0.0, "score": 0.0})
+            curves[f"best of n, {name}"] = [
+                {"n": p.n, "kl": p.kl, **{f"{what}{end}": value for what, one in (("proxy", p.proxy), ("gold", p.gold))
+                                          for end, value in (("", one.value), ("_low", one.low), ("_high", one.high))}}
+                for p in frontier(rated, ns=ns)
+            ]  # fmt: skip
+        return curves
+
+    def answers(self, context: Context, policy: object) -> list[Group]:
+        from posttrain.data.text import Decoder
+        from posttrain.engine.engine import Engine
+        from posttrain.engine.random import derive
+        from posttrain.models.policy import Policy
+        from posttrain.rollouts import rollout_groups
+
+        assert isinstance(policy, Policy)
+        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+        problems, groups = self.task.problems("test")[: self.problems], []
+        for first in range(0, len(problems), BATCH):
+            seed, part = derive(context.seed, 64, first) >> 1, problems[first : first + BATCH]
+            seconds = {"generate": 0.0, "score": 0.0}
+            groups += rollout_groups(
+                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
+            )
+        return groups
+
+
+def verdict(curve: Sequence[Mapping[str, float]]) -> dict[str, JSON]:
+    """The point of the best gold, the last one, and how far the gold has come down between them:
+    errors = (best - last) / sqrt(e_best^2 + e_last^2), e = half of a 95% interval / 1.96.
+
+    >>> point = {"kl": 1.0, "proxy": 0.0, "gold": 0.5, "gold_low": 0.402, "gold_high": 0.598}
+    >>> later = {"kl": 9.0, "proxy": 4.0, "gold": 0.2, "gold_low": 0.102, "gold_high": 0.298}
+    >>> found = verdict([point, later])
+    >>> found["best"]["kl"], round(found["errors"], 3), found["turned_down"]
+    (1.0, 4.243, True)
+    """
+    best, last = max(curve, key=lambda p: p["gold"]), curve[-1]
+    error = math.hypot(*((p["gold_high"] - p["gold_low"]) / 3.92 for p in (best, last)))
+    fall = best["gold"] - last["gold"]
+    errors = fall / error if error else math.copysign(1e6, fall) if fall else 0.0
+    down = errors > FALLEN and last["proxy"] > best["proxy"]
+    return {"best": dict(best), "last": dict(last), "errors": errors, "turned_down": down}
+
+
+def said(name: str, found: Mapping[str, JSON]) -> str:
+    best, last = found["best"], found["last"]
+    line = f"{name}: gold {found['points'][0]['gold']:.3f}, best {best['gold']:.3f} at a KL of {best['kl']:.1f}"
+    if not found["turned_down"]:
+        return f"{line}, {last['gold']:.3f} at the end ({last['kl']:.1f})"
+    proxies = f"the proxy rose from {best['proxy']:.2f} to {last['proxy']:.2f}"
+    return f"{line}, then down to {last['gold']:.3f} ({last['kl']:.1f}) while {proxies}: over-optimised"
+
+
+def draw(curves: Mapping[str, Curve], path: Path) -> None:
+    """Gold with its 95% interval, and proxy, against the square root of KL, in which both are simplest (Gao et al. 2022)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (what, title) in enumerate(
+        (("gold", "gold: the annotator"), ("proxy", "proxy: the reward model of that curve"))
+    ):
+        axes = figure.add_subplot(1, 2, number + 1)
+        for (name, curve), colour in zip(curves.items(), [*COLOURS] * (1 + len(curves) // len(COLOURS)), strict=False):
+            root = [math.sqrt(max(0.0, p["kl"])) for p in curve]
+            axes.plot(root, [p[what] for p in curve], "." + ("--" if "n" in curve[0] else "-"), color=colour, label=name)
+            low, high = ([p[f"{what}{end}"] for p in curve] for end in ("_low", "_high"))
+            axes.fill_between(root, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("square root of KL from the start, nats a response")
+        axes.spines[["top", "right"]].set_visible(False)
+        if number == 0:
+            axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)

@@ -1,0 +1,91 @@
+"""Rejection sampling into data: a model answers training problems, and its good answers become examples to imitate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from posttrain.data.text import Decoder
+from posttrain.errors import require
+from posttrain.rollouts import rollout_groups
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.tasks.base import Task
+from posttrain.types import JSON, Group, Rollout, Sampling
+
+KINDS = ("written", "rejected", "repeated", "truncated", "failed")  # what becomes of answers
+BATCH = 256  # problems answered together
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleStage(Stage):
+    """`prompts` training problems, `samples` answers to each. Those whose score is at least `least` are kept, no text twice and at most
+    `keep` a problem, best first, and written to `data.jsonl`, which an sft stage reads as `Data(file=NAME)`.
+
+    What is imitated is pi(y | x) restricted to {y: score(x, y) >= least}: the next model may say what this one can, without its errors.
+    """
+
+    model: str
+    task: Task
+    prompts: int = 1000
+    samples: int = 4
+    least: float = 1.0
+    keep: int = 1  # answers to one problem
+    skip: int = 0  # problems to pass over, so that another round sees fresh ones
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        for what in ("prompts", "samples", "keep"):
+            require(getattr(self, what) > 0, f"{self.name}: {what} must be positive, not {getattr(self, what)}")
+        require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
+        equal = self.samples > 1 and self.sampling.temperature == 0
+        require(not equal, f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature")
+
+    def alphabet(self) -> str:
+        return alphabet([self.task])
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        counts, answered, lines = dict.fromkeys(KINDS, 0), 0, []
+        for group in self.groups(context):
+            kept = self.chosen(group, counts)
+            answered += bool(kept)
+            prompt = [{"role": m.role, "content": m.content} for m in self.task.prompt(group.problem)]
+            for rollout in kept:
+                lines.append(json.dumps({"prompt": prompt, "completion": [{"role": "assistant", "content": rollout.response}]}))
+        require(
+            bool(lines), f"{self.name}: no answer of {self.model} scored {self.least} or more; lower least, or raise samples"
+        )
+        context.write_lines(self.name, lines, "data.jsonl")
+        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        context.announce(self.name, [f"answers of {self.model}: {said}; {answered:,} of {self.prompts:,} problems have one"])
+        return {**counts, "problems": self.prompts, "answered": answered}
+
+    def groups(self, context: Context) -> Iterator[Group]:
+        from posttrain.engine.engine import Engine
+        from posttrain.engine.random import derive
+
+        policy = load_policy(self.model, context, self.alphabet())
+        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+        source = self.task.problems("train")
+        problems = [source[n % len(source)] for n in range(self.skip, self.skip + self.prompts)]
+        for first in range(0, len(problems), BATCH):
+            seed, seconds = derive(context.seed, self.skip, first) >> 1, {"generate": 0.0, "score": 0.0}
+            part = problems[first : first + BATCH]
+            yield from rollout_groups(
+                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
+            )
+
+    def chosen(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
+        """The answers of a problem that are kept; what becomes of the others is counted."""
+        whole = [r for r in group.rollouts if r.finish != "length"]
+        counts["truncated"] += len(group.rollouts) - len(whole)
+        scored = [r for r in whole if r.score.value is not None]
+        counts["failed"] += len(whole) - len(scored)
+        good = [r for r in scored if r.score.value is not None and r.score.value >= self.least]
+        counts["rejected"] += len(scored) - len(good)
+        best = sorted(good, key=lambda r: -(r.score.value or 0.0))
+        kept = list({r.response: r for r in best}.values())[: self.keep]
+        counts["repeated"] += len(good) - len(kept)
+        counts["written"] += len(kept)
+        return kept

@@ -1,0 +1,120 @@
+"""Sums reasoned out in words, by a writer who may mix two languages: what R1's stages need, small enough for a CPU.
+
+47+85= is answered `<think>750 makes 12 then 481 makes 13</think>132`: 7+5+0 is 12, 4+8+1 is 13. The score has R1's three rewards:
+the answer, the format and the consistency of the language. Demonstrations can also be what people leave lying about, to pretrain on:
+without tags (`style="plain"`), every word in English or German by chance (`tongues="mixed"`), with forgotten carries (`slips`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from posttrain.errors import require
+from posttrain.rewards.answer import integer_answer, strict_integer
+from posttrain.rewards.format import match
+from posttrain.rewards.language import share
+from posttrain.tasks._procedural import Procedural, stable_hash
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.base import Task
+from posttrain.types import Problem, Score
+
+TEMPLATE = "<think>{text}</think>{integer}"
+TAGS, LETTERS = re.compile("</?think>"), re.compile("[a-z]")
+ENDS = {"tagged": "</think>", "plain": "#"}  # what the answer follows
+SAYS = {"en": ("makes", "then"), "de": ("macht", "dann")}
+TONGUES = ("one", "mixed")
+ALPHABET = "0123456789+-=#<>/ " + "".join(sorted(set("think" + "".join("".join(words) for words in SAYS.values()))))
+
+
+@dataclass(frozen=True)
+class Bilingual(Task):
+    """Sums of two numbers with `level` digits. value = sum of the weights of what is right; the answer has what the others leave.
+
+    `language` is the share of the reasoning's words that are of `target`; reasoning without a word has none.
+    """
+
+    level: int = 2
+    target: str = "en"
+    format_weight: float = 0.1
+    language_weight: float = 0.2
+    style: str = "tagged"  # of demonstrations: tagged, or plain
+    tongues: str = "one"  # of demonstrations: one (the target), or mixed word by word
+    slips: float = 0.0  # how often a demonstration forgets a carry
+    seed: int = 0  # which problems are drawn; never which side of the split a pair is on
+
+    def __post_init__(self) -> None:
+        require(self.target in SAYS, f"bilingual: target is one of {', '.join(SAYS)}, not {self.target!r}")
+        require(self.style in ENDS, f"bilingual: style is one of {', '.join(ENDS)}, not {self.style!r}")
+        require(self.tongues in TONGUES, f"bilingual: tongues is one of {', '.join(TONGUES)}, not {self.tongues!r}")
+        require(0 <= self.slips <= 1, f"bilingual: slips is a probability, not {self.slips}")
+        weights = (self.format_weight, self.language_weight)
+        require(
+            min(weights) >= 0 and sum(weights) <= 1,
+            "bilingual's format_weight and language_weight lie between 0 and 1 together",
+        )
+        self._sums()  # checks the level
+
+    def _sums(self) -> Arithmetic:
+        return Arithmetic(level=self.level, min_level=self.level, seed=self.seed)
+
+    @property
+    def alphabet(self) -> str:
+        return ALPHABET
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return (self.level,)
+
+    def problems(self, split: str, level: int | None = None) -> Procedural:
+        return self._sums().problems(split, level)
+
+    def demonstration(self, problem: Problem) -> str:
+        """A worked sum that depends on problem and settings alone. It scores 1 if it is tagged, in one language, without slips."""
+        a, b, coins = int(problem.facts["a"]), int(problem.facts["b"]), iter(_coins(self.tongues, problem))
+        carry, total, place, text = 0, 0, 1, ""
+        for step in range(problem.level):
+            (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
+            carry *= next(coins) >= self.slips
+            sum_ = x + y + carry
+            makes, then = (self._word(n, next(coins)) for n in range(2))
+            text += f"{f' {then} ' if step else ''}{x}{y}{carry} {makes} {sum_:02d}"
+            carry, total, place = sum_ // 10, total + sum_ % 10 * place, place * 10
+        opening = "<think>" if self.style == "tagged" else ""
+        return f"{opening}{text}{ENDS[self.style]}{total + carry * place}"
+
+    def _word(self, number: int, coin: float) -> str:
+        other = next(name for name in SAYS if name != self.target)
+        return SAYS[other if self.tongues == "mixed" and coin < 0.5 else self.target][number]
+
+    def final(self, response: str) -> str | None:
+        given = strict_integer(_split(response)[1].strip())
+        return None if given is None else str(given)
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """An answer counts after `</think>` or `#`, so that models without the format can be compared with those that have it."""
+        reasoning, said = _split(response)
+        judged = integer_answer("#" + said, int(problem.answer))
+        worded = bool(LETTERS.search(reasoning))
+        others = [name for name in SAYS if name != self.target]
+        parts = {
+            "answer": judged.value or 0.0,
+            "format": float(match(TEMPLATE, response) is not None),
+            "language": share(reasoning, self.target, others) if worded else 0.0,
+        }
+        lost = self.format_weight * (1 - parts["format"]) + self.language_weight * (1 - parts["language"])
+        lost += (1 - self.format_weight - self.language_weight) * (1 - parts["answer"])
+        return Score(1 - lost, parts=parts, outcome=judged.outcome)
+
+
+def _split(response: str) -> tuple[str, str]:
+    """(the reasoning without its tags, what follows the last end of it; nothing where it does not end)."""
+    place, end = max((response.rfind(end), end) for end in ENDS.values())
+    if place < 0:
+        return TAGS.sub(" ", response), ""
+    return TAGS.sub(" ", response[:place]), response[place + len(end) :]
+
+
+def _coins(purpose: str, problem: Problem) -> list[float]:
+    """Numbers in [0, 1) for a problem's demonstration: three a digit."""
+    return [stable_hash("bilingual", purpose, problem.id, n) / 2**128 for n in range(3 * problem.level)]

@@ -1,0 +1,139 @@
+"""Several tasks as one: problems of each in fixed shares, every response judged by the task that its problem came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from posttrain.errors import require
+from posttrain.tasks._procedural import Procedural, require_split
+from posttrain.tasks.base import Task
+from posttrain.types import Message, Problem, Rating, Rollout, Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A task with its name in the mixture. Of every sum of the weights problems, `weight` come from it."""
+
+    name: str
+    task: Task
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class Mixed(Task):
+    """A problem's id is that of its own task after the source's name, as in `sums/train/2/7`. Scores keep their parts and have one
+    more, named like the source, with the value: a curve for each. What is compared within a group stays within a source.
+
+    Each source gives problems of its target level; there is no curriculum over a mixture.
+    """
+
+    sources: tuple[Source, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [source.name for source in self.sources]
+        require(bool(names), "mixed: give at least one source, such as {name: sums, task: {name: arithmetic}}")
+        require(len(set(names)) == len(names), f"mixed: sources need different names: {', '.join(names)}")
+        for source in self.sources:
+            require(
+                bool(source.name) and "/" not in source.name,
+                f"mixed: {source.name!r} is no name of a source: it may not hold '/'",
+            )
+            require(
+                source.weight > 0, f"mixed: the weight of {source.name} must be a positive whole number, not {source.weight}"
+            )
+
+    @property
+    def alphabet(self) -> str | None:
+        """All characters of the sources; None where one does not say."""
+        inner = [getattr(source.task, "alphabet", None) for source in self.sources]
+        known = [each for each in inner if each is not None]
+        return "".join(sorted(set("".join(known)))) if len(known) == len(inner) else None
+
+    def problems(self, split: str, level: int | None = None) -> Procedural:
+        """Block after block of sum(weights) problems, each with its share of every source, as long as all sources last."""
+        require_split(split)
+        inner = tuple(source.task.problems(split) for source in self.sources)
+        blocks = min(len(problems) // source.weight for problems, source in zip(inner, self.sources, strict=True))
+        return Procedural(partial(self._problem, inner), range(blocks * sum(source.weight for source in self.sources)))
+
+    def _problem(self, inner: tuple[Sequence[Problem], ...], index: int) -> Problem:
+        block, place = divmod(index, sum(source.weight for source in self.sources))
+        for source, problems in zip(self.sources, inner, strict=True):
+            if place < source.weight:
+                found = problems[block * source.weight + place]
+                return replace(found, id=f"{source.name}/{found.id}")
+            place -= source.weight
+        raise AssertionError(f"problem {index} of a mixture belongs to no source")
+
+    def source(self, problem: Problem) -> tuple[Source, Problem]:
+        """Where a problem comes from, and what it is there."""
+        name, _, own = problem.id.partition("/")
+        found = next((source for source in self.sources if source.name == name), None)
+        require(found is not None, f"mixed: problem {problem.id} comes from none of {', '.join(s.name for s in self.sources)}")
+        assert found is not None
+        return found, replace(problem, id=own)
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        source, own = self.source(problem)
+        return source.task.prompt(own)
+
+    def demonstration(self, problem: Problem) -> str:
+        source, own = self.source(problem)
+        return source.task.demonstration(own)
+
+    def score(self, problem: Problem, response: str) -> Score:
+        source, own = self.source(problem)
+        return _named(source.name, source.task.score(own, response))
+
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
+        source, own = self.source(problem)
+        together = source.task.score_group(own, responses)
+        return None if together is None else [_named(source.name, score) for score in together]
+
+    def ready(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(line for source in self.sources for line in source.task.ready()))
+
+    @property
+    def isolated(self) -> bool:
+        return any(source.task.isolated for source in self.sources)
+
+    @property
+    def seconds(self) -> float:
+        return max(source.task.seconds for source in self.sources)
+
+
+def _named(name: str, score: Score) -> Score:
+    return score if score.value is None else replace(score, parts={**score.parts, name: score.value})
+
+
+@dataclass(frozen=True)
+class SourceRating:
+    """A model that scores the answers of one source; those of the others keep the score of their own task."""
+
+    source: str
+    rating: Rating
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """The networks behind it, for a checkpoint to name them by their weights."""
+        return tuple(getattr(self.rating, "models", ()))
+
+    def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        theirs = [rollout.problem.id.partition("/")[0] == self.source for rollout in rollouts]
+        rated = iter(self.rating.rate([rollout for rollout, own in zip(rollouts, theirs, strict=True) if own]))
+        return [next(rated) if own else rollout.score for rollout, own in zip(rollouts, theirs, strict=True)]
+
+
+def rating_of(source: str, rating: Rating | None) -> Rating | None:
+    """The rating for one source alone, where one is named."""
+    return SourceRating(source, rating) if rating is not None and source else rating
+
+
+def check_rated(stage: str, task: Task, source: str, models: bool) -> None:
+    """Refuse a source that is not there, or that no model rates."""
+    known = [each.name for each in task.sources] if isinstance(task, Mixed) else []
+    require(not source or (models and source in known), f"{stage}: rated is a source of a mixed task that reward models score, not "
+            f"{source!r}; the task has {', '.join(known) or 'none'}")  # fmt: skip

@@ -1,0 +1,73 @@
+"""Sums in words, for models that talk: "What is 47 + 85?", thought about between <think> tags, answered between <answer> tags.
+
+The numbers and their two sides are those of `arithmetic`. Solved sums before the question show the form; how to think is the policy's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from posttrain.errors import require
+from posttrain.rewards.answer import strict_integer
+from posttrain.rewards.format import THINK_ANSWER, match
+from posttrain.tasks._procedural import Procedural
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.base import Task
+from posttrain.types import Message, Problem, Score
+
+TAGGED = re.compile(r"<answer>([^<]*)</answer>")
+
+
+@dataclass(frozen=True)
+class Sums(Task):
+    """`level` is the target: how many digits both numbers have. A curriculum climbs from `min_level` to it."""
+
+    level: int = 2
+    min_level: int = 1
+    examples: int = 2  # solved sums of the target level shown before the question
+    format_weight: float = 0.1  # the share of the value that the form earns
+    seed: int = 0  # which problems are drawn; never which side of the split a pair is on
+
+    def __post_init__(self) -> None:
+        require(1 <= self.min_level <= self.level <= 9, "sums needs 1 <= min_level <= level <= 9")
+        require(self.examples >= 0, f"sums: examples must not be negative, not {self.examples}")
+        require(0 <= self.format_weight <= 1, f"sums: format_weight is a share between 0 and 1, not {self.format_weight}")
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return tuple(range(self.min_level, self.level + 1))
+
+    def problems(self, split: str, level: int | None = None) -> Procedural:
+        made = Arithmetic(level=self.level, min_level=self.min_level, seed=self.seed).problems(split, level)
+        return Procedural(lambda index: _asked(made.make(index)), made.indices)
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        shown: list[Message] = []
+        for number in range(self.examples + 1):
+            other = self.problems("train")[number]
+            if len(shown) < 2 * self.examples and other.question != problem.question:
+                shown += [Message("user", other.question), Message("assistant", self.demonstration(other))]
+        return (*shown, Message("user", problem.question))
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """`outcome` is correct where the last tagged number is, whatever the form around it."""
+        given = self.final(response)
+        right = given == problem.answer
+        parts = {"answer": float(right), "format": float(match(THINK_ANSWER, response) is not None)}
+        lost = self.format_weight * (1 - parts["format"]) + (1 - self.format_weight) * (1 - parts["answer"])
+        return Score(1 - lost, parts, outcome="correct" if right else "unparseable" if given is None else "wrong")
+
+    def final(self, response: str) -> str | None:
+        found = TAGGED.findall(response)
+        given = strict_integer(found[-1].strip()) if found else None
+        return None if given is None else str(given)
+
+    def demonstration(self, problem: Problem) -> str:
+        return (
+            f"<think>{problem.facts['a']} + {problem.facts['b']} = {problem.answer}</think>\n<answer>{problem.answer}</answer>"
+        )
+
+
+def _asked(problem: Problem) -> Problem:
+    return replace(problem, question=f"What is {problem.facts['a']} + {problem.facts['b']}?")

@@ -1,0 +1,212 @@
+"""A container runtime as the wall: what it is asked for, that it is proven before it is used, and that nothing stays behind.
+
+Where there is no runtime, a stand-in for `docker` records what it is asked for and runs the program: behind bubblewrap, or bare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.rewards._code_data import fenced
+from posttrain.rewards.code import CallTest, StdioTest, grade
+from posttrain.rewards.sandbox import container, isolation, mechanisms, pool
+from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
+from posttrain.rewards.sandbox.mechanisms import Bubblewrap
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sandboxes are for Linux")
+LIMITS = Limits(wall=0.6, memory=256 * MEGABYTE)
+DOUBLE = [CallTest("double", [n], 2 * n) for n in (3, 10, -4)]
+STAND_IN = """#!{python}
+import json, os, signal, sys
+folder, walls = {folder!r}, {walls!r}
+with open(folder + "/asked", "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+if sys.argv[1] == "kill":
+    os.kill(int(open(folder + "/" + sys.argv[2]).read()), signal.SIGKILL)
+    sys.exit(0)
+title = sys.argv[sys.argv.index("--name") + 1]
+with open(folder + "/" + title, "w") as file:
+    file.write(str(os.getpid()))
+inside = sys.argv[sys.argv.index("--entrypoint") + 3:]
+inside[inside.index("python3")] = {interpreter!r}
+line = [*walls, "/usr/bin/env", *inside]
+os.execv(line[0], line)
+"""
+
+
+def stand_in(folder: Path, walls: list[str]) -> None:
+    """A `docker` in the folder that puts the program behind these walls."""
+    file = folder / "docker"
+    interpreter = mechanisms.interpreter()
+    file.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), walls=walls, interpreter=interpreter))
+    file.chmod(0o755)
+
+
+def bubblewrap() -> list[str]:
+    """Walls of another make, with the two programs that an image must hold."""
+    walls = Bubblewrap(privileged=False).walls(0)[:-2]
+    at = walls.index("--remount-ro")
+    tools = ["--ro-bind", "/usr/bin/env", "/usr/bin/env", "--ro-bind", "/usr/bin/timeout", "/usr/bin/timeout"]
+    return [str(shutil.which("bwrap")), *walls[:at], "--perms", "0755", "--dir", "/usr/bin", *tools, *walls[at:], "--"]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+    """What the stand-in was asked for so far."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(isolation, "_chosen", {})
+    own = pool.Pool(spare=0)
+    monkeypatch.setattr(pool, "shared", lambda: own)
+    return lambda: [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+
+
+def usable() -> str:
+    try:
+        isolation.choose("bubblewrap")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+needs_bubblewrap = pytest.mark.skipif(bool(usable()), reason="the stand-in needs bubblewrap")
+
+
+@needs_bubblewrap
+def test_a_runtime_that_passes_the_self_test_grades(tmp_path: Path, asked: Callable[[], list[list[str]]]) -> None:
+    stand_in(tmp_path, bubblewrap())
+    chosen = isolation.choose("docker:python:3.13-slim")
+    assert (chosen.name, chosen.mechanism) == ("docker", container.Container("docker", "python:3.13-slim"))
+    assert "docker (a container of python:3.13-slim" in chosen.describe()
+    outcomes = [
+        grade(fenced(program), DOUBLE, limits=LIMITS, sandbox="docker:python:3.13-slim").outcome
+        for program in (
+            "def double(n):\n    return 2 * n",
+            "import os\nos._exit(0)",
+            "while True: pass",
+            "x = bytearray(1 << 33)",
+            "import os\nos.fork()",
+            "import socket\nsocket.socket()",
+        )
+    ]
+    assert outcomes == ["pass", "fail", "timeout", "memory", "crash", "crash"]
+    assert grade(fenced("print(2 * int(input()))"), [StdioTest("4", "8")], sandbox="docker:python:3.13-slim").value == 1.0
+    runs = [line for line in asked() if line[0] == "run"]
+    names = [line[line.index("--name") + 1] for line in runs]
+    assert len(set(names)) == len(names) and all(name.startswith("posttrain-") for name in names)
+    ended = {line[1] for line in asked() if line[0] == "kill"}
+    assert ended and ended <= set(names), "a loop does not end when its input does"
+    for name in names:
+        assert not Path("/proc", (tmp_path / name).read_text()).exists(), f"{name} is still there"
+
+
+def test_what_a_runtime_is_asked_for() -> None:
+    """Every limit by hand, and nothing of the host."""
+    limits = Limits(memory=128 * MEGABYTE, processes=2, threads=5, open_files=20)
+    line = container.Container("docker").walls(limits, "t")
+    pairs = {a: b for a, b in pairwise(line) if a.startswith("--") and not b.startswith("--")}
+    assert pairs == {
+        "--name": "t",
+        "--pull": "never",
+        "--log-driver": "none",
+        "--network": "none",
+        "--ipc": "none",
+        "--memory": f"{128 << 20}b",
+        "--memory-swap": f"{128 << 20}b",
+        "--pids-limit": "7",  # 2 + 5 - 1, and the clock
+        "--cpus": "1",
+        "--ulimit": "nofile=20:20",
+        "--user": "65534:65534",
+        "--cap-drop": "ALL",
+        "--security-opt": "no-new-privileges",
+        "--hostname": "sandbox",
+        "--workdir": "/",
+        "--tmpfs": "/tmp:rw,noexec,nosuid,nodev,size=1m",
+        "--entrypoint": "env",
+    }
+    assert {"--rm", "--interactive", "--read-only"} <= set(line) and "core=0:0" in line
+    assert not {"--env", "-e", "--env-file", "--volume", "-v", "--mount", "--privileged", "--device", "--gpus"} & set(line)
+    assert "--http-proxy=false" in container.Container("podman").walls(limits, "t")
+    inside = container.Container("docker").inside(limits)
+    assert inside[0] == "-i" and inside[inside.index("timeout") :][:5] == ["timeout", "-s", "KILL", "3600", "python3"]
+    settings = json.loads(inside[-1])
+    assert settings["limits"]["AS"] == 128 << 20 and settings["limits"]["CORE"] == 0 and len(settings["rules"]) > 100
+
+
+FEW = (
+    "runs a program",
+    "reading host files",
+    "network (TCP)",
+    "modes and times of host files",
+    "other processes",
+    "memory of a file",
+)
+
+
+def test_a_runtime_that_walls_nothing_is_refused(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, [])
+    monkeypatch.setattr(isolation, "PROBES", {name: isolation.PROBES[name] for name in FEW})
+    monkeypatch.setattr(isolation, "EXTRA", {})
+    with pytest.raises(UserError, match="does not stop .*reading host files.*have the image python:3.12-slim") as refused:
+        isolation.choose("docker")
+    # the filter that the child sets for itself holds even here
+    assert not any(way in str(refused.value) for way in ("network", "memory of a file", "other processes", "modes and times"))
+    assert len([line for line in asked() if line[0] == "run"]) >= len(FEW)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("echo 'Cannot connect to the Docker daemon' >&2; exit 125", "Cannot connect to the Docker daemon"),
+        ("echo 'No such image: python:3.12-slim' >&2; exit 125", "No such image"),
+        ("echo hello", "it said b'hello"),
+    ],
+)
+def test_a_runtime_that_does_not_work_is_refused_in_words(text: str, complaint: str, tmp_path: Path, asked: Any) -> None:
+    (tmp_path / "docker").write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path / "docker").chmod(0o755)
+    with pytest.raises(UserError, match=complaint):
+        isolation.choose("docker")
+
+
+def test_it_is_used_only_where_it_is_named(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, [])
+    assert not any(mechanism.name in container.RUNTIMES for mechanism, _ in mechanisms.candidates())
+    monkeypatch.setattr(isolation, "candidates", lambda: [])
+    with pytest.raises(UserError, match="no sandbox for code works here"):
+        isolation.choose("auto")
+    assert not (tmp_path / "asked").exists()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UserError, match="podman is not on PATH"):
+        isolation.choose("podman")
+    with pytest.raises(UserError, match="unknown sandbox"):
+        isolation.choose("lxc:image")
+
+
+def working(runtime: str) -> str:
+    """'' where this runtime runs our image, else why not."""
+    program = shutil.which(runtime)
+    if program is None:
+        return f"{runtime} is not installed"
+    line = [program, "run", "--rm", "--pull", "never", container.IMAGE, "true"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    return done.stderr.strip()[:200] if done.returncode else ""
+
+
+@pytest.mark.parametrize("runtime", container.RUNTIMES)
+def test_a_real_runtime(runtime: str) -> None:
+    if reason := working(runtime):
+        pytest.skip(reason)
+    assert isolation.choose(runtime).name == runtime
+    assert grade(fenced("def double(n):\n    return 2 * n"), DOUBLE, sandbox=runtime).outcome == "pass"
+    assert grade(fenced("while True: pass"), DOUBLE, limits=LIMITS, sandbox=runtime).outcome == "timeout"

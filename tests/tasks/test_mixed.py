@@ -1,0 +1,127 @@
+"""A mixture of tasks: shares, names, and that each response is judged by its own task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from posttrain import config
+from posttrain.errors import UserError
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.base import Task, validate
+from posttrain.tasks.mixed import Mixed, Source, rating_of
+from posttrain.tasks.reviews import Reviews
+from posttrain.types import Message, Problem, Rollout, Score, Segment
+
+SUMS, REVIEWS = Arithmetic(level=2), Reviews()
+BOTH = Mixed((Source(name="sums", task=SUMS, weight=2), Source(name="reviews", task=REVIEWS)))
+
+
+@dataclass(frozen=True)
+class Longest(Task):
+    """The longest response of a group wins; 7 problems; scored in other processes."""
+
+    isolated = True
+    seconds = 3.0
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        return [Problem(f"{split}/{n}", f"{n}?") for n in range(7)]
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        return (Message("system", problem.id), Message("user", problem.question))
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score.failed("alone")
+
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score]:
+        return [Score(float(len(r) == max(map(len, responses)))) for r in responses]
+
+
+def test_problems_come_in_their_shares_and_none_twice() -> None:
+    problems = BOTH.problems("train")
+    ids = [p.id for p in problems[:9]]
+    own = SUMS.problems("train"), REVIEWS.problems("train")
+    assert ids[:3] == [f"sums/{own[0][0].id}", f"sums/{own[0][1].id}", f"reviews/{own[1][0].id}"]
+    assert len(set(ids)) == 9 and sum(i.startswith("sums/") for i in ids) == 6
+    assert problems[3].question == own[0][2].question and problems[5].question == own[1][1].question
+    tests = BOTH.problems("test")
+    assert len(tests) == 3 * min(len(SUMS.problems("test")) // 2, len(REVIEWS.problems("test")))
+    assert len({p.id for p in tests}) == len(tests)
+
+
+def test_each_is_judged_by_its_own_task() -> None:
+    validate(BOTH)
+    a_sum, a_review = BOTH.problems("test")[0], BOTH.problems("test")[2]
+    kind = "the plot was very great and the cast was very warm."
+    assert BOTH.score(a_review, kind).parts == {"grammar": 1.0, "clauses": 2.0, "praise": 3.0, "reviews": 1.0}
+    assert BOTH.score(a_sum, kind).outcome == "unparseable" and BOTH.score(a_sum, kind).parts["sums"] == 0.0
+    assert BOTH.score(a_sum, BOTH.demonstration(a_sum)).parts["sums"] == 1.0
+    assert BOTH.prompt(a_sum) == (Message("user", a_sum.question),)
+    assert set(BOTH.alphabet or "") == set(SUMS.alphabet) | set(REVIEWS.alphabet)
+    with pytest.raises(UserError, match=r"poems/1 comes from none of sums, reviews"):
+        BOTH.score(Problem("poems/1", "?"), "x")
+
+
+def test_groups_processes_and_prompts_are_those_of_the_source() -> None:
+    task = Mixed((Source(name="long", task=Longest(), weight=3), Source(name="sums", task=SUMS)))
+    assert len(task.problems("train")) == 8, "two blocks of four: three problems of seven, twice"
+    long, a_sum = task.problems("train")[0], task.problems("train")[3]
+    assert [s.parts for s in task.score_group(long, ["a", "bc"]) or ()] == [{"long": 0.0}, {"long": 1.0}]
+    assert task.score_group(a_sum, ["#1"]) is None
+    assert task.score(long, "a").failure == "alone"
+    assert task.prompt(long)[0].content == "train/0"
+    assert task.isolated and task.seconds == 10.0 and not BOTH.isolated
+    assert task.alphabet is None
+
+
+class Louder:
+    """Rates a response by its length, and remembers what it was asked."""
+
+    models = ("network",)
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        self.asked += [r.problem.id for r in rollouts]
+        return [Score(float(len(r.response))) for r in rollouts]
+
+
+def test_a_model_rates_one_source_and_the_others_keep_their_own_score() -> None:
+    problems = BOTH.problems("train")[:6]
+    texts = ("#1", BOTH.demonstration(problems[1]), "abc", "", "", "x")
+    rollouts = [
+        Rollout(p, 0, (Segment(np.array([1]), text, True),), BOTH.score(p, text))
+        for p, text in zip(problems, texts, strict=True)
+    ]
+    louder = Louder()
+    rating = rating_of("reviews", louder)
+    assert rating is not None
+    assert [s.value for s in rating.rate(rollouts)] == [0.0, 1.0, 3.0, 0.0, 0.0, 1.0]
+    assert louder.asked == [rollouts[2].problem.id, rollouts[5].problem.id]
+    assert getattr(rating, "models", ()) == ("network",), "a checkpoint names them"
+    assert rating_of("", louder) is louder and rating_of("reviews", None) is None
+
+
+def test_an_rl_stage_rates_only_what_there_is() -> None:
+    few = {"name": "rl", "model": "tiny:nano", "reward_models": ("judge",)}
+    assert RLStage(**few, task=BOTH, rated="reviews").rated == "reviews"  # type: ignore[arg-type]
+    for task, models, rated in ((BOTH, ("judge",), "poems"), (SUMS, ("judge",), "sums"), (BOTH, (), "reviews")):
+        with pytest.raises(UserError, match=rf"rl: rated is a source of a mixed task that reward models score, not '{rated}'"):
+            RLStage(**(few | {"reward_models": models}), task=task, rated=rated)  # type: ignore[arg-type]
+
+
+def test_settings_are_checked_and_travel_as_plain_data() -> None:
+    for sources, words in (
+        ((), "at least one source"),
+        ((Source(name="a", task=SUMS), Source(name="a", task=REVIEWS)), "different names"),
+        ((Source(name="a/b", task=SUMS),), "may not hold"),
+        ((Source(name="a", task=SUMS, weight=0),), "positive"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Mixed(sources)
+    assert config.from_tree(config.to_tree(BOTH), Task, "task") == BOTH
