@@ -1,10 +1,15 @@
 """The reward-KL frontier: PPO, GRPO, DPO and best-of-N against one reward model of a taste that is known.
 
-    python benchmarks/frontier.py OUT [--steps 300] [--seed 0] [--processes 2]
+    python benchmarks/frontier.py OUT [--steps 120] [--seed 0] [--processes 2]    # writes OUT/frontier.json; goes on where it stopped
+    python benchmarks/frontier.py --draw FILE.json docs/frontier.png
 
 A small model is pretrained on tiny reviews, a reward model is fitted to 3,000 comparisons of its own samples by the annotator, and each
 method is set against that reward model with several strengths of the KL anchor. Proxy (reward model) and gold (annotator) reward are
-measured on held-out prompts against KL from the pretrained model, in nats a response. Draws OUT/frontier.png, prints one JSON line.
+measured on samples for held-out prompts against KL from the pretrained model, in nats a response:
+
+    PPO, GRPO     along training, beta = the price of KL
+    DPO           along training, on pairs of the pretrained model's samples ordered by the reward model; beta as in its loss
+    best of N     KL = log N - (N - 1) / N, N = 1 .. 64
 """
 
 from __future__ import annotations
@@ -13,19 +18,30 @@ import argparse
 import json
 import math
 import multiprocessing
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-SAMPLES, BEST = 64, 64  # of each of the prompts that best-of-N is measured on
-MEASURED = 400  # held-out responses of each trained model
+SAMPLES, PROBLEMS = 64, 100  # of best-of-N
+MEASURED = 500  # held-out responses of each point of a trained model
+PAIRS, PIECES = 3000, 5  # for DPO: pairs, and pieces of training with a measurement after each
+ARMS = (("best of n", 0.0), ("ppo", 0.1), ("grpo", 0.1), ("dpo", 0.3), ("ppo", 0.5), ("ppo", 0.02), ("grpo", 0.02), ("dpo", 0.1),
+        ("grpo", 0.5), ("dpo", 1.0), ("dpo", 0.03))  # fmt: skip
 
 
-def foundation(out: Path, seed: int) -> None:
-    """The pretrained model, the comparisons, the reward model, and pairs that the reward model labelled."""
+def run(folder: Path, stages: list[Any], seed: int) -> None:
     from posttrain.runs.write import RunWriter
-    from posttrain.stages._material import Data
     from posttrain.stages.base import Context, run_stages
+
+    with RunWriter.create(folder, {"name": "frontier", "seed": seed}) as writer:
+        run_stages(stages, Context(writer, seed=seed, threads=1, say=False))
+
+
+def foundation(folder: Path, seed: int) -> None:
+    """The pretrained model, comparisons of its samples by the annotator, and the reward model."""
+    from posttrain.stages._material import Data
     from posttrain.stages.comparisons import ComparisonsStage
     from posttrain.stages.pretrain import PretrainStage
     from posttrain.stages.reward_model import RewardModelStage
@@ -33,138 +49,106 @@ def foundation(out: Path, seed: int) -> None:
     from posttrain.train.optimizer import Optimization
     from posttrain.types import Sampling
 
-    stages = [
-        PretrainStage(
-            name="base", model="tiny:nano", data=(Data(task=Reviews("any"), counts={0: 20_000}),), steps=800, batch=32,
-            optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-        ),
+    data, rate = (Data(task=Reviews("any"), counts={0: 20_000}),), Optimization(lr=3e-3, warmup=20, schedule="cosine")
+    run(folder, [
+        PretrainStage(name="base", model="tiny:nano", data=data, steps=800, batch=32, optimizer=rate),
         ComparisonsStage(name="comparisons", model="base", task=Reviews(), prompts=3000, noise=0.1, sampling=Sampling(120)),
-        RewardModelStage(
-            name="reward", model="base", data=("comparisons",), steps=300, batch=32,
-            optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-        ),
-    ]  # fmt: skip
-    with RunWriter.create(out, {"seed": seed}) as writer:
-        run_stages(stages, Context(writer, seed=seed, threads=1))
+        RewardModelStage(name="reward", model="base", data=("comparisons",), steps=300, batch=32,
+                         optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine")),
+    ], seed)  # fmt: skip
 
 
-def models(out: Path, name: str = "base") -> Any:
+def place(root: Path, name: str) -> str:
+    return str((root / "foundation" / "stages" / name / "model").resolve())
+
+
+def policy_in(folder: str) -> Any:
     from posttrain.models.load import load
     from posttrain.models.policy import adopt
 
-    loaded = load(str(out / "stages" / name / "model"))
-    return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, name)
+    loaded = load(folder)
+    return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, folder)
 
 
-def rating(out: Path) -> Any:
-    from posttrain.models.scorer import load_scorer
-    from posttrain.train.rating import ModelRating
-
-    return ModelRating([load_scorer(str(out / "stages" / "reward" / "model"))])
-
-
-def sampled(policy: Any, judge: Any, split: str, prompts: int, group: int, seed: int) -> list[Any]:
+def sampled(root: Path, policy: Any, split: str, prompts: int, group: int, seed: int) -> list[Any]:
     """Groups of a policy's samples: the value is the proxy, the part `task` is the gold."""
     from posttrain.data.text import Decoder
     from posttrain.engine.engine import Engine
+    from posttrain.models.scorer import load_scorer
     from posttrain.rollouts import rate_groups, rollout_groups
     from posttrain.tasks.reviews import Reviews
+    from posttrain.train.rating import ModelRating
     from posttrain.types import Sampling
 
     seconds = {"generate": 0.0, "score": 0.0}
-    task = Reviews()
-    problems = task.problems(split)[:prompts]
-    decoder, engine = Decoder(policy.tokenizer), Engine(policy, processes=1)
+    task, decoder = Reviews(), Decoder(policy.tokenizer)
+    problems, engine = task.problems(split)[:prompts], Engine(policy, processes=1)
     groups = rollout_groups(task, engine, policy.tokenizer, decoder, problems, group, Sampling(120), seed, seconds)
-    return rate_groups(judge, groups, seconds)
+    return rate_groups(ModelRating([load_scorer(place(root, "reward"))]), groups, seconds)
 
 
-def measured(policy: Any, base: Any, judge: Any, seed: int = 77) -> dict[str, float]:
-    """Proxy, gold and KL of a policy on held-out prompts."""
-    import torch
-
-    from posttrain.train.forward import forward
-    from posttrain.train.pack import micro_batches, pack_groups
-
-    groups = sampled(policy, judge, "test", MEASURED, 1, seed)
-    batch = pack_groups(groups, 1.0)
-    with torch.no_grad():
-        reference_T = torch.cat([forward(base, piece).logprob_T for piece in micro_batches(batch, 8192)])
-    kl = float((batch.behaviour_T - reference_T).where(batch.mask_T, 0.0).sum()) / batch.sequences
-    scores = [r.score for g in groups for r in g.rollouts]
-    return {
-        "kl": kl,
-        "proxy": sum(s.value for s in scores) / len(scores),
-        "gold": sum(s.parts["task"] for s in scores) / len(scores),
-    }
-
-
-def online(out: Path, name: str, algorithm: Any, steps: int, seed: int) -> list[dict[str, float]]:
-    """Train against the reward model, measuring on the way."""
-    from posttrain.data.curriculum import Climb, Curriculum
-    from posttrain.engine.engine import Engine
-    from posttrain.models.scorer import from_policy
-    from posttrain.rollouts import Rollouts
+def online(root: Path, folder: Path, algorithm: Any, steps: int, seed: int) -> list[dict[str, float]]:
+    """Trained against the reward model, measured ten times on the way."""
+    from posttrain.runs.read import Run
+    from posttrain.stages.rl import RLStage
     from posttrain.tasks.reviews import Reviews
     from posttrain.train.optimizer import Optimization
-    from posttrain.train.pack import mini_batches
-    from posttrain.train.trainer import Trainer
-    from posttrain.types import Metric, Sampling
+    from posttrain.types import Sampling
 
-    policy, base, judge = models(out), models(out), rating(out)
-    critic = from_policy(policy) if "value" in algorithm.needs else None
-    trainer = Trainer(policy, algorithm, Optimization(lr=3e-4, warmup=10), base, critic, Optimization(lr=1e-3))
-    task, engine = Reviews(), Engine(policy, processes=1)
-    climb = Climb(task.levels, [len(task.problems("train"))], Curriculum(), seed)
-    prompts = 128 // algorithm.group_size
-    source = Rollouts(task, engine, policy.tokenizer, climb, prompts, Sampling(120), seed, policy.device, judge)
-    state, curve = algorithm.start(), [{"step": 0, **measured(policy, base, judge)}]
-    for step in range(steps):
-        collected = source.collect(step, algorithm, state)
-        filled = trainer.fill(collected.batch)
-        epochs, pieces = algorithm.reuse
-        metrics: list[Metric] = list(collected.metrics)
-        for piece in [p for _ in range(epochs) for p in mini_batches(filled, pieces)]:
-            update = trainer.update(algorithm.prepare(piece, state), 3e-4)
-            metrics += update.metrics
-        state = algorithm.finish(state, metrics)
-        if (step + 1) % max(1, steps // 10) == 0:
-            curve.append({"step": step + 1, **measured(policy, base, judge)})
-    return curve
+    stage = RLStage(
+        name="rl", model=place(root, "base"), task=Reviews(), steps=steps, prompts=128 // algorithm.group_size,
+        algorithm=algorithm, sampling=Sampling(120), reward_models=(place(root, "reward"),),
+        optimizer=Optimization(lr=3e-4, warmup=10),
+        critic_optimizer=Optimization(lr=1e-3) if "value" in algorithm.needs else None,
+        evaluate_every=max(1, steps // 10), evaluate_problems=0, measure_problems=MEASURED,
+        checkpoint_every=10**6, rollouts_every=10**6,
+    )  # fmt: skip
+    run(folder, [stage], seed)
+    names = {
+        "kl": "kl/test",
+        "proxy": "proxy/test",
+        "gold": "gold/test",
+        "gold_low": "gold/test_low",
+        "gold_high": "gold/test_high",
+    }
+    rows = [row for row in Run(folder).metrics("rl") if "gold/test" in row.figures]
+    return [{"step": row.step, **{name: row.figures[figure] for name, figure in names.items()}} for row in rows]
 
 
-def offline(out: Path, name: str, algorithm: Any, steps: int, seed: int) -> list[dict[str, float]]:
-    """DPO on pairs of the base model's samples that the reward model ordered by a Bradley-Terry draw."""
+def labelled(root: Path, seed: int) -> list[dict[str, Any]]:
+    """Pairs of the pretrained model's samples that the reward model ordered: a is chosen with probability sigmoid(r_a - r_b)."""
     import numpy as np
 
-    from posttrain.rollouts import Examples
-    from posttrain.train.optimizer import Optimization
-    from posttrain.train.trainer import Trainer
-    from posttrain.types import Example
-
-    policy, base, judge = models(out), models(out), rating(out)
-    coins = np.random.default_rng(seed)
-    units = []
-    for group in sampled(base, judge, "train", 3000, 2, seed + 1):
+    coins, rows = np.random.default_rng(seed), []
+    for group in sampled(root, policy_in(place(root, "base")), "train", PAIRS, 2, seed + 1):
         one, other = group.rollouts
-        if one.response == other.response:
-            continue
-        first = coins.random() < 1 / (1 + math.exp(other.score.value - one.score.value))
-        labels = (1.0, 0.0) if first else (0.0, 1.0)
-        units.append(
-            tuple(
-                Example(r.ids, np.concatenate([np.full(len(s.ids), s.sampled) for s in r.segments]), reward=label)
-                for r, label in zip((one, other), labels, strict=True)
-            )
-        )
-    trainer = Trainer(policy, algorithm, Optimization(lr=1e-4, warmup=10), base)
-    source = Examples([units], [1.0], 64, seed, policy.device)
-    curve = [{"step": 0, **measured(policy, base, judge)}]
-    for step in range(steps):
-        batch = trainer.fill(source.collect(step, algorithm, {}).batch)
-        trainer.update(algorithm.prepare(batch, {}), 1e-4)
-        if (step + 1) % max(1, steps // 6) == 0:
-            curve.append({"step": step + 1, **measured(policy, base, judge)})
+        if coins.random() >= 1 / (1 + math.exp(other.score.value - one.score.value)):
+            one, other = other, one
+        if one.response.strip() and other.response.strip() and one.response != other.response:
+            rows.append({"prompt": group.problem.question, "chosen": one.response, "rejected": other.response})
+    return rows
+
+
+def offline(root: Path, folder: Path, beta: float, steps: int, seed: int) -> list[dict[str, float]]:
+    """DPO in pieces, each from where the last one ended and all with the pretrained model as reference."""
+    from posttrain.algorithms.dpo import DPO
+    from posttrain.stages._measure import proxy_gold_kl
+    from posttrain.stages.preference import PreferenceStage
+    from posttrain.train.optimizer import Optimization
+    from posttrain.types import Sampling
+
+    base, file = place(root, "base"), root / "pairs.jsonl"
+    names = [f"dpo-{n}" for n in range(PIECES)]
+    run(folder, [
+        PreferenceStage(name=name, model=before, reference=base, data=(str(file.resolve()),), steps=max(1, steps // PIECES), batch=64,
+                        algorithm=DPO(beta=beta), optimizer=Optimization(lr=1e-4, warmup=5), evaluate_every=0, checkpoint_every=10**6)
+        for before, name in zip([base, *names], names, strict=False)
+    ], seed)  # fmt: skip
+    reference, curve = policy_in(base), []
+    for n, model in enumerate([base, *(str(folder / "stages" / name / "model") for name in names)]):
+        found = proxy_gold_kl(sampled(root, policy_in(model), "test", MEASURED, 1, seed), reference, Sampling(120))
+        gold = {"gold_low": found["gold"].low, "gold_high": found["gold"].high}
+        curve.append({"step": n * max(1, steps // PIECES), **{name: one.value for name, one in found.items()}, **gold})
     return curve
 
 
@@ -172,74 +156,105 @@ def arm(job: tuple[str, str, float, int, int]) -> tuple[str, Any]:
     out, name, beta, steps, seed = job
     import torch
 
-    from posttrain.algorithms.dpo import DPO
     from posttrain.algorithms.grpo import GRPO
     from posttrain.algorithms.ppo import PPO
+    from posttrain.evals.best_of_n import frontier
 
     torch.set_num_threads(1)
-    began, folder = time.perf_counter(), Path(out)
+    began, root = time.perf_counter(), Path(out)
+    label = label_of(name, beta)
+    folder, curve = root / label.replace(" ", "-"), []
     if name == "best of n":
-        from posttrain.evals.best_of_n import frontier
-
-        ns = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= BEST]
-        points = frontier(sampled(models(folder), rating(folder), "test", 60, SAMPLES, seed), ns=ns)
-        curve: Any = [{"n": p.n, "kl": p.kl, "proxy": p.proxy.value, "gold": p.gold.value} for p in points]
+        points = frontier(
+            sampled(root, policy_in(place(root, "base")), "test", PROBLEMS, SAMPLES, seed), ns=[2**k for k in range(7)]
+        )
+        for p in points:
+            gold = {"gold": p.gold.value, "gold_low": p.gold.low, "gold_high": p.gold.high}
+            curve.append({"n": p.n, "kl": p.kl, "proxy": p.proxy.value, **gold})
     elif name == "dpo":
-        curve = offline(folder, name, DPO(beta=beta), steps, seed)
+        curve = offline(root, folder, beta, steps, seed)
     elif name == "ppo":
-        curve = online(folder, name, PPO(beta=beta, epochs=2, mini_batches=2, critic_warmup=10), steps, seed)
+        curve = online(root, folder, PPO(beta=beta, epochs=2, mini_batches=2, critic_warmup=10), steps, seed)
     else:
-        curve = online(folder, name, GRPO(group=8, beta=beta, kl="corrected", scale="none"), steps, seed)
-    return f"{name} {beta:g}".strip(), {"method": name, "beta": beta, "curve": curve, "seconds": time.perf_counter() - began}
+        curve = online(root, folder, GRPO(group=8, beta=beta, kl="corrected", scale="none"), steps, seed)
+    return label, {"method": name, "beta": beta, "curve": curve, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def label_of(name: str, beta: float) -> str:
+    return f"{name} {beta:g}" if beta else name
+
+
+def finished(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """The arms that an earlier call with the same settings has left; the folders of half-done ones are thrown away."""
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    arms = dict(before.get("arms", {})) if all(before.get(key) == facts[key] for key in ("seed", "steps")) else {}
+    for name, beta in ARMS:
+        if label_of(name, beta) not in arms:
+            shutil.rmtree(path.parent / label_of(name, beta).replace(" ", "-"), ignore_errors=True)
+    return arms
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    import matplotlib
+    """Two panels over the square root of KL (Gao et al. 2022): what the reward model thinks, and what the annotator thinks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    colours = {"ppo": "#1f77b4", "grpo": "#d62728", "dpo": "#2ca02c", "best of n": "black"}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharex=True)
-    for one in found.values():
-        kl = [math.sqrt(max(0.0, p["kl"])) for p in one["curve"]]
-        for axis, what in ((left, "proxy"), (right, "gold")):
-            values = [p[what] for p in one["curve"]]
-            axis.plot(
-                kl, values, color=colours[one["method"]], alpha=0.8, lw=2.5 if one["method"] == "best of n" else 1.0, marker="."
-            )
-    for method, colour in colours.items():
-        left.plot([], [], color=colour, label=method)
-    left.set(xlabel="square root of KL from the pretrained model (nats a response)", ylabel="reward model (proxy)")
-    right.set(xlabel="square root of KL", ylabel="annotator (gold)")
-    left.legend(frameon=False)
-    for axis in (left, right):
+    colours = {"best of n": "black", "ppo": "#1f77b4", "grpo": "#d62728", "dpo": "#2ca02c"}
+    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (what, title) in enumerate((("proxy", "reward model (proxy)"), ("gold", "annotator (gold)"))):
+        axis = figure.add_subplot(1, 2, number + 1)
+        for method, colour in colours.items():
+            arms = sorted((one for one in found["arms"].values() if one["method"] == method), key=lambda one: -one["beta"])
+            for depth, one in enumerate(arms):
+                kl = [math.sqrt(max(0.0, p["kl"])) for p in one["curve"]]
+                label = f"{method}, beta {one['beta']:g}" if one["beta"] else "best of n, n = 1 to 64"
+                width = 2.5 if method == "best of n" else 1.2
+                alpha = 1.0 if len(arms) == 1 else 0.35 + 0.65 * depth / (len(arms) - 1)
+                axis.plot(kl, [p[what] for p in one["curve"]], ".-", color=colour, alpha=alpha, lw=width, label=label)
+        axis.set(xlabel="square root of KL from the pretrained model, nats a response", ylabel=title)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+        if number:
+            axis.legend(frameon=False, fontsize=7, ncols=2)
+    figure.savefig(path)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("runs/frontier"))
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("JSON", "PNG"))
     options = parser.parse_args()
-    began = time.perf_counter()
-    if not (options.out / "stages" / "reward" / "result.json").is_file():
-        foundation(options.out, options.seed)
-    jobs = [(str(options.out), name, beta, options.steps, options.seed) for name, betas in (
-        ("best of n", (0.0,)), ("ppo", (0.5, 0.2, 0.05, 0.01)), ("grpo", (0.5, 0.2, 0.05, 0.01)), ("dpo", (1.0, 0.3, 0.1, 0.03)),
-    ) for beta in betas]  # fmt: skip
+    if options.draw:
+        draw(json.loads(options.draw[0].read_text()), options.draw[1])
+        return 0
+    began, foot = time.perf_counter(), options.out / "foundation"
+    if not (foot / "stages" / "reward" / "result.json").is_file():
+        foundation(foot, options.seed)
+    accuracy = json.loads((foot / "stages" / "reward" / "result.json").read_text())["accuracy"]
+    facts = {"benchmark": "frontier", "date": time.strftime("%Y-%m-%d"), "seed": options.seed, "steps": options.steps,
+             "processes": options.processes, "reward_accuracy": accuracy}  # fmt: skip
+    if not (options.out / "pairs.jsonl").is_file():
+        rows = labelled(options.out, options.seed)
+        (options.out / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arms, found = finished(options.out / "frontier.json", facts), facts
+    jobs = [
+        (str(options.out), name, beta, options.steps, options.seed) for name, beta in ARMS if label_of(name, beta) not in arms
+    ]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        found = dict(pool.imap_unordered(arm, jobs))
-    draw(found, options.out / "frontier.png")
-    reward = json.loads((options.out / "stages" / "reward" / "result.json").read_text())
-    for label, one in sorted(found.items()):
-        last = one["curve"][-1]
-        print(f"{label:<12} KL {last['kl']:7.2f}  proxy {last['proxy']:6.2f}  gold {last['gold']:.3f}  {one['seconds']:.0f} s")
-    print(json.dumps({"date": time.strftime("%Y-%m-%d"), "seed": options.seed, "steps": options.steps,
-                      "reward_accuracy": reward["accuracy"], "seconds": time.perf_counter() - began, "arms": found}))  # fmt: skip
+        for label, one in pool.imap_unordered(arm, jobs):
+            last, arms[label] = one["curve"][-1], one
+            shown = f"KL {last['kl']:7.2f}  proxy {last['proxy']:6.2f}  gold {last['gold']:.3f}  {one['seconds']:.0f} s"
+            print(f"{label:<12} {shown}", file=sys.stderr)
+            found = {
+                **facts,
+                "seconds": round(time.perf_counter() - began, 1),
+                "arms": {name: arms[name] for name in sorted(arms)},
+            }
+            (options.out / "frontier.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(found))
     return 0
 
 
