@@ -1,6 +1,6 @@
 """Every recipe in its CPU size: does its one primary figure move by at least two standard errors on held-out prompts?
 
-    python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0,1,2]
+    python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0,1,2] [--processes 2]
 
 Each run is a directory in OUT; finished ones are not run again. Prints a table and one JSON line; exit code 1 where one did not move.
 """
@@ -12,12 +12,14 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
-          "iterative_dpo": "versus_sft_3"}  # fmt: skip
-BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after")}
+          "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3"}  # fmt: skip
+BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after"),
+                "r1": ("base_sums", "final_sums")}  # fmt: skip
 RECIPES = (*BEFORE_AFTER, *VERSUS)
 
 
@@ -51,24 +53,29 @@ def figure(recipe: str, out: Path) -> dict[str, Any]:
             "pass_at": [{k: v[0] for k, v in r["pass_at"].items()} for r in (before, after)]}  # fmt: skip
 
 
+def one(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Run it, and what came of it; told as soon as it is known."""
+    out = folder / f"{recipe}-{seed}"
+    seconds = run(recipe, seed, out)
+    row = {"recipe": recipe, "seed": seed, "seconds": seconds, **figure(recipe, out)}
+    numbers = f"{row['from']:>7.3f}{row['to']:>7.3f}{row['errors']:>13.1f}{seconds:>9.0f}"
+    print(f"{recipe:<20}{seed:>5}  {row['what']:<22}{numbers}", flush=True)
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--seeds", default="0")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="runs at the same time; with OMP_NUM_THREADS=1 each has one core"
+    )
     options = parser.parse_args()
-    rows = []
     print(f"{'recipe':<20}{'seed':>5}  {'figure':<22}{'from':>7}{'to':>7}{'std. errors':>13}{'seconds':>9}")
-    for recipe in options.recipes.split(","):
-        for seed in (int(s) for s in options.seeds.split(",")):
-            out = options.out / f"{recipe}-{seed}"
-            seconds = run(recipe, seed, out)
-            row = {"recipe": recipe, "seed": seed, "seconds": seconds, **figure(recipe, out)}
-            rows.append(row)
-            print(
-                f"{recipe:<20}{seed:>5}  {row['what']:<22}{row['from']:>7.3f}{row['to']:>7.3f}{row['errors']:>13.1f}{seconds:>9.0f}",
-                flush=True,
-            )
+    wanted = [(recipe, int(seed), options.out) for recipe in options.recipes.split(",") for seed in options.seeds.split(",")]
+    with ThreadPoolExecutor(options.processes) as pool:
+        rows = list(pool.map(lambda words: one(*words), wanted))
     print(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}))
     return 0 if all(row["errors"] >= 2 for row in rows) else 1
 

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 from posttrain.algorithms.dpo import DPO
+from posttrain.errors import require
 from posttrain.recipes._reviews import beginning, comparisons, versus
 from posttrain.recipes.base import Recipe
 from posttrain.stages.preference import PreferenceStage
 from posttrain.train.optimizer import Optimization
 
 
-def dpo(size: str = "nano", beta: float = 1.0, steps: int = 150) -> Recipe:
-    """Rafailov et al. 2023, on tiny reviews and comparisons by an annotator whose taste is known, on a CPU."""
+def dpo(
+    size: str = "nano",
+    beta: float | None = None,
+    steps: int | None = None,
+    model: str = "",
+    data: str = "",
+    lr: float | None = None,
+) -> Recipe:
+    """Rafailov et al. 2023, on tiny reviews and comparisons by an annotator whose taste is known, on a CPU.
+
+    With a `model` (a hub name, a directory, a GGUF file) and `data` (a JSONL file of pairs; data/preferences.py has the conventions)
+    the GPU size: that model learns from these preferences, and is measured on a quarter of the prompts, which are kept apart.
+    """
+    require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
+    if model:
+        return real(model, data, 0.1 if beta is None else beta, steps or 75, 2e-5 if lr is None else lr)
     stages = [
         *beginning(size),
         comparisons("comparisons", "sft", 2500),
         PreferenceStage(
-            name="dpo", model="sft", data=("comparisons",), steps=steps, batch=32, algorithm=DPO(beta=beta),
-            optimizer=Optimization(lr=1e-4, warmup=10, schedule="cosine"),
+            name="dpo", model="sft", data=("comparisons",), steps=steps or 150, batch=32,
+            algorithm=DPO(beta=1.0 if beta is None else beta),
+            optimizer=Optimization(lr=1e-4 if lr is None else lr, warmup=10, schedule="cosine"),
         ),
         versus("versus_sft", "dpo"),
     ]  # fmt: skip
     return Recipe(tuple(stages), next_command="posttrain run dpo beta=0.1")
+
+
+def real(model: str, data: str, beta: float, steps: int, lr: float) -> Recipe:
+    """A real model on people's preferences, on one GPU."""
+    stage = PreferenceStage(
+        name="dpo", model=model, data=(data,), steps=steps, batch=32, algorithm=DPO(beta=beta), held_out=0.25, evaluate_units=2000,
+        optimizer=Optimization(lr=lr, warmup=10, schedule="cosine", token_budget=16384), evaluate_every=25,
+    )  # fmt: skip
+    return Recipe((stage,), next_command=f"posttrain run dpo model={model} data={data} beta=0.3")

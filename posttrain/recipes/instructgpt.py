@@ -10,7 +10,7 @@ from posttrain.stages.rl import RLStage
 from posttrain.train.optimizer import Optimization
 
 
-def instructgpt(size: str = "nano", beta: float = 0.1, ptx: float = 0.2, steps: int = 120) -> Recipe:
+def instructgpt(size: str = "nano", beta: float = 0.1, ptx: float = 0.2, steps: int = 70) -> Recipe:
     """On tiny reviews with an annotator whose taste is known (tasks/reviews.py), on a CPU.
 
     Ouyang et al. 2022: a policy that pleases a Bradley-Terry model of people's comparisons, kept near the SFT model by

@@ -1,0 +1,103 @@
+"""R1's four stages on one model, as a table of what each did, from finished runs of the recipe `r1`; and whether each did its part.
+
+    posttrain run r1 seeds=0,1,2 out=runs/r1
+    python benchmarks/r1_table.py runs/r1/*/
+
+A change is compared problem by problem (paired), and counts from two standard errors on. Prints one JSON line last; exit code 1 where a
+stage failed its part.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.evals.statistics import compare, share_interval
+from posttrain.recipes.r1 import SUMS
+from posttrain.types import Problem
+
+MODELS = {"base": "pretrained", "cold_start": "1 cold start", "reasoning": "2 reasoning RL", "mixture": "3 sampled + general SFT",
+          "final": "4 final RL"}  # fmt: skip
+LEAST_LANGUAGE, MOST_LOST = 0.95, 0.03
+
+
+def lines(run: Path, stage: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "stages" / stage / "problems.jsonl").read_text().splitlines()]
+
+
+def read(run: Path) -> dict[str, dict[str, list[float]]]:
+    """Of each model, its figures problem by problem."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for model in MODELS:
+        rows = lines(run, f"{model}_sums")
+        scores = [SUMS.score(Problem(row["problem"], row["question"], row["answer"]), row["responses"][0]) for row in rows]
+        found[model] = {name: [score.parts[name] for score in scores] for name in ("format", "answer", "language")}
+        if model != "base":
+            pairs = [row["values"] for row in lines(run, f"{model}_reviews")]
+            found[model]["win"] = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in pairs]
+    found["base"]["win"] = [0.5] * len(found["final"]["win"])  # all others are compared with it
+    return found
+
+
+def change(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
+    """How far the second is above the first, also in standard errors; these are none where all problems moved alike."""
+    found = compare(first, second).difference
+    error = (found.high - found.low) / 3.92
+    return {"by": found.value, "errors": found.value / error if error > 0 else (0.0 if found.value == 0 else 99.0)}
+
+
+def parts(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """What each stage has to show, and whether it did."""
+
+    def moved(figure: str, before: str, after: str) -> dict[str, float]:
+        return change(found[before][figure], found[after][figure])
+
+    language = sum(found["reasoning"]["language"]) / len(found["reasoning"]["language"])
+    lost = -moved("answer", "reasoning", "mixture")["by"]
+    rows = [
+        ("1 format up", moved("format", "base", "cold_start"), True, ""),
+        (
+            "2 accuracy up",
+            moved("answer", "cold_start", "reasoning"),
+            language >= LEAST_LANGUAGE,
+            f"language {language:.3f}",
+        ),
+        ("3 win rate up", moved("win", "reasoning", "mixture"), lost <= MOST_LOST, f"accuracy down by {lost:.3f}"),
+        ("4 win rate up", moved("win", "mixture", "final"), True, ""),
+    ]
+    return [{"stage": what, **by, "and": more, "done": by["errors"] >= 2 and kept} for what, by, kept, more in rows]
+
+
+def percent(values: Sequence[float]) -> str:
+    one = share_interval(values)
+    return f"{100 * one.value:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]"
+
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        print(__doc__)
+        return 2
+    seeds = []
+    for run in map(Path, sys.argv[1:]):
+        found = read(run)
+        print(
+            f"\n{run}\n\n| model | format, % | accuracy, % | language, % | win rate against the base, % |\n|---|---|---|---|---|"
+        )
+        for model, name in MODELS.items():
+            cells = [percent(found[model][figure]) for figure in ("format", "answer", "language")]
+            print(f"| {name} | {' | '.join(cells)} | {'50' if model == 'base' else percent(found[model]['win'])} |")
+        rows = parts(found)
+        for row in rows:
+            told = f"{row['stage']}: by {100 * row['by']:.1f} points, {row['errors']:.1f} standard errors"
+            print(f"{'ok  ' if row['done'] else 'FAIL'} {told}{', ' if row['and'] else ''}{row['and']}")
+        means = {model: {k: sum(v) / len(v) for k, v in figures.items()} for model, figures in found.items()}
+        seeds.append({"run": str(run), "models": means, "stages": rows})
+    print(json.dumps({"runs": seeds}))
+    return 0 if all(row["done"] for seed in seeds for row in seed["stages"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""Fine-tuning from preferences: PPO against a reward model of few comparisons, over-optimised, then refitted in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.algorithms.ppo import PPO
+from posttrain.recipes import _reviews
+from posttrain.recipes.base import Recipe, repeat
+from posttrain.stages._material import Data
+from posttrain.stages.base import Stage
+from posttrain.stages.comparisons import ComparisonsStage
+from posttrain.stages.overoptimisation import OveroptimisationStage
+from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
+from posttrain.stages.versus import VersusStage
+from posttrain.tasks.base import Task
+from posttrain.tasks.reviews import Reviews
+from posttrain.tasks.sentiment import Sentiment
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+SKIP = 10_000  # problems from one round's first to the next one's: no round sees those of another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What differs between a model made here and a real one."""
+
+    start: str  # the model that is optimised, and that KL is measured from
+    task: Task
+    sampling: Sampling
+    fit: Optimization  # of the reward model
+    fit_steps: int
+    fit_more: int  # steps more in each further round, whose rankings are more
+    policy: Optimization
+    critic: Optimization
+    prompts: int
+    measured: int  # held-out problems of each point of the curve
+    problems: int  # and of best of n
+    text: tuple[Data, ...] = ()  # whose perplexity is what was paid
+
+
+def sentiment(
+    size: str = "nano", model: str = "", rounds: int = 3, comparisons: int = 40, fresh: int = 400, beta: float = 0.05, steps: int = 40,
+    prompts: int = 0, lr: float | None = None, style: str = "sentence", tokens: int = 64, problems: int = 500,
+) -> Recipe:  # fmt: skip
+    """Ziegler et al. 2019 and Stiennon et al. 2020 on tiny reviews, on a CPU: a model of what people write is made, an annotator
+    ranks four of its answers to each of `comparisons` prompts, a reward model is fitted to the rankings, and PPO pleases it at a KL
+    price `beta` too low for a reward model that weak. Each further round ranks two answers of what came out among two of the first
+    model, for `fresh` prompts more than the round before, and fits the reward model to all rankings so far (Christiano et al. 2017).
+
+    With a `model` (a directory, a GGUF file, a hub name) the GPU size: that model writes sentences (tasks/sentiment.py), `tokens` long
+    at most, and the annotator is the VADER lexicon.
+    """
+    if model:
+        scale = Scale(
+            start=model, task=Sentiment(style), sampling=Sampling(tokens), prompts=prompts or 256, measured=problems, problems=100,
+            fit=Optimization(lr=2e-5, warmup=5, schedule="cosine"), fit_steps=40, fit_more=40,
+            policy=Optimization(lr=lr or 1e-5, warmup=5), critic=Optimization(lr=2e-5),
+        )  # fmt: skip
+        return Recipe((*optimised(scale, rounds, comparisons, fresh, beta, steps, problems),),
+                      next_command=f"posttrain run sentiment model={model} beta=0.1")  # fmt: skip
+    scale = Scale(
+        start="sft", task=Reviews(strict=True), sampling=_reviews.SAMPLING, prompts=prompts or 64, measured=200, problems=40,
+        fit=Optimization(lr=1e-3, warmup=10, schedule="cosine"), fit_steps=60, fit_more=100,
+        policy=Optimization(lr=lr or 2e-4, warmup=5), critic=Optimization(lr=1e-3), text=(_reviews.UNSEEN,),
+    )  # fmt: skip
+    people = SFTStage(
+        name="sft", model=f"tiny:{size}", data=(_reviews.PEOPLE,), steps=600, batch=32,
+        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+    )  # fmt: skip
+    stages = [people, *optimised(scale, rounds, comparisons, fresh, beta, steps, problems)]
+    return Recipe(tuple(stages), next_command="posttrain run sentiment beta=0.2")
+
+
+def optimised(
+    scale: Scale, rounds: int, comparisons: int, fresh: int, beta: float, steps: int, problems: int
+) -> list[Stage]:  # fmt: skip
+    """Rounds of comparing, fitting and optimising, always from the first model, and the curves of all of it."""
+    start, task, sampling = scale.start, scale.task, scale.sampling
+    stages = repeat(
+        [
+            ComparisonsStage(
+                name="comparisons", model="previous rl", against=start, before="previous comparisons", task=task,
+                prompts=comparisons, samples=4, noise=0.1, sampling=sampling,
+            ),
+            RewardModelStage(
+                name="reward", model=start, data=("comparisons",), steps=scale.fit_steps, batch=16, optimizer=scale.fit,
+                evaluate_every=0,
+            ),
+            RLStage(
+                name="rl", model=start, task=task, steps=steps, prompts=scale.prompts, sampling=sampling,
+                algorithm=PPO(beta=beta, epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0),
+                reward_models=("reward",), critic="reward",
+                optimizer=scale.policy, critic_optimizer=scale.critic, evaluate_every=max(1, steps // 8), evaluate_problems=0,
+                measure_problems=scale.measured, checkpoint_every=100,
+            ),
+            VersusStage(
+                name="versus_sft", model="rl", against=start, task=task, problems=problems, sampling=sampling, text=scale.text
+            ),
+        ],
+        rounds,
+        first={"rl": start, "comparisons": ""},
+        advance={"comparisons.skip": SKIP, "comparisons.prompts": fresh, "reward.steps": scale.fit_more},
+    )  # fmt: skip
+    numbers = range(1, rounds + 1)
+    curves = OveroptimisationStage(
+        name="overoptimisation", model=start, task=task, trained=tuple(f"rl_{n}" for n in numbers),
+        reward_models=tuple(f"reward_{n}" for n in numbers), problems=scale.problems, sampling=sampling,
+    )  # fmt: skip
+    return [*stages, curves]
