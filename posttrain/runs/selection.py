@@ -6,7 +6,9 @@ the gold still rises. Within groups (or within the step, where a prompt has one 
 
     z_r = sum f~ r~ / sqrt(sum (f~ r~)^2),    z_g = sum f~ g~ / sqrt(sum (f~ g~)^2),    moved = (mean f now - at first) / standard error
 
-Traits are length, repetition, format, the spread of reward models, and every word (its presence, less what length explains of it).
+Where reward and gold all but agree within groups (a correlation above AGREE), as with a little for the form beside the answer,
+nothing is gamed. Traits are length, repetition, format, the spread of reward models, and every word (its presence, less what length
+explains of it).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from posttrain.types import JSON, Group, Rollout
 
 WINDOW, EARLY = 10, 5  # steps that are looked at together; steps that say what is normal
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
+AGREE, REWARD = 0.9, "reward"  # planted hacks were between -0.2 and 0.86, honest rewards with a part for form at 0.98
 FAR = 0.15  # a share of what a trait was in the first steps
 TAIL, SHORT, LONG = 0.1, "short", "long"  # lengths that few had at first: what is good at one length need not be at twice that
 WORD = re.compile(r"[A-Za-z]{3,}")
@@ -96,6 +99,8 @@ class Selection:
         columns = (np.full(len(names), known.sum()), traits_FN.sum(1), (traits_FN**2).sum(1),
                    paid_FN.sum(1), (paid_FN**2).sum(1), gold_FN.sum(1), (gold_FN**2).sum(1))  # fmt: skip
         sums = dict(zip(names, np.stack(columns, 1).tolist(), strict=True))
+        both = (reward_N @ gold_N, reward_N @ reward_N, gold_N @ gold_N)
+        sums[REWARD] = [0.0, 0.0, 0.0, *map(float, both), 0.0]
         if self.looked < EARLY:
             self.responses += float(known.sum())
             for name, row in sums.items():
@@ -112,6 +117,9 @@ class Selection:
                 total[name] = add(total[name], row) if name in total else row
                 if place < EARLY:
                     late[name] = add(late[name], row[:3]) if name in late else row[:3]
+        product, reward_2, gold_2 = total.pop(REWARD, [0.0] * 7)[3:6]
+        if product > AGREE * math.sqrt(reward_2 * gold_2):
+            return []
         found, golds = [], {name: row[5] / math.sqrt(row[6]) if row[6] > 0 else 0.0 for name, row in total.items()}
         for name, (_, _, _, paid, paid_2, _, _) in total.items():
             (n, f, f_2), before = late.get(name, [0.0] * 3), self.first.get(name, [0.0] * 3)

@@ -138,3 +138,28 @@ def test_a_restored_history_says_the_same() -> None:
     second = Alarms()
     second.restore(json.loads(json.dumps(first.state())))
     assert second.selection.conflicts() == first.selection.conflicts() and first.selection.conflicts()
+
+
+def test_a_little_for_the_form_is_not_gaming_where_the_answer_decides() -> None:
+    """As in an honest run: long responses keep the form and are wrong more often. With 0.9 for the answer and 0.1 for the form the
+    correlation of reward and gold is 0.99, with 0.1 and 0.9 it is 0.01: the same texts, once in order and once gamed."""
+    random = np.random.default_rng(0)
+    steps: list[tuple[float, list[Group]]] = []
+    for answer in (0.9, 0.1):
+        for _ in range(4):
+            made = []
+            for _ in range(32):
+                long, lucky = random.random(8) < 0.5, random.random(8)
+                right = lucky < np.where(long, 0.1, 0.14)
+                formed = random.random(8) < np.where(long, 0.95, 0.05)
+                made.append(group(*(rollout("abcdefgh"[: 4 + 4 * b], answer * r + (1 - answer) * f, float(r), format=float(f))
+                                    for b, r, f in zip(long, right, formed, strict=True))))  # fmt: skip
+            steps.append((answer, made))
+    for answer in (0.9, 0.1):
+        selection = Selection()
+        for weight, step in steps:
+            if weight == answer:
+                selection.look(step, {})
+        found = selection.conflicts()
+        assert (found == []) == (answer == 0.9)
+    assert any(one.trait == "length" and one.paid > 4 and one.gold < 0 for one in found)
