@@ -27,7 +27,9 @@ LEAVES = "types"
 MODELS = "types ops data models"
 BELOW_LOOP = "types catalogue ops rewards tasks algorithms data models engine train evals"
 # not runs.read
-TRAINING_RUNS = "runs.write runs.layout runs.metrics runs.guards runs.watchdog runs.alarms runs.trackers runs.console runs.report"
+TRAINING_RUNS = (
+    "runs.write runs.layout runs.metrics runs.guards runs.watchdog runs.alarms runs.trackers runs.console runs.report"
+)
 LOOP = f"{BELOW_LOOP} {TRAINING_RUNS}"
 MAY_IMPORT = {
     "errors": "",
