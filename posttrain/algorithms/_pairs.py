@@ -49,7 +49,7 @@ def mean_logprobs(outputs: Outputs, batch: Batch) -> Tensor:
 
 
 def pair_metrics(reward_N: Tensor, outputs: Outputs, batch: Batch) -> tuple[Metric, ...]:
-    """Over the pairs that count: how often the implicit reward of the preferred is the higher (equal counts as wrong), by how much,
+    """Over the pairs that count: how often the implicit reward of the preferred is the higher (equal is half right), by how much,
     both rewards, and the log-prob per token of each side: both may fall while the margin grows."""
     better_P, worse_P, weight_P = pairs_of(batch)
     counted_P, reward_N = weight_P > 0, reward_N.detach()
@@ -60,7 +60,7 @@ def pair_metrics(reward_N: Tensor, outputs: Outputs, batch: Batch) -> tuple[Metr
         return Metric(name, value_P.where(counted_P, 0.0).sum(), count)
 
     return (
-        Metric("accuracy", (margin_P > 0).sum(), count),
+        average("accuracy", (margin_P > 0).double() + 0.5 * (margin_P == 0).double()),
         average("margin", margin_P),
         average("reward/preferred", reward_N[better_P]),
         average("reward/rejected", reward_N[worse_P]),

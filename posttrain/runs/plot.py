@@ -140,14 +140,18 @@ def _panels(run: Run) -> list[Panel]:
             panels.append(Panel(title, subtitle, lambda axes: paint(axes, *[figures.get(name, []) for name in names])))
 
     add("Reward while training", "mean score of the samples it learns from", ("reward",), _rewards)
+    add("What the reward stands for", "the same samples, scored by the task itself", ("reward/task",), _rewards)
     interval = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
     add("Held-out accuracy", "problems it never trains on; band: 95% interval", interval, _accuracy)
+    add("Pairs told apart", "held-out pairs in which the better answer is rated higher", ("accuracy/held_out",), _rewards)
+    add("Margin", "by how much the better answer of a pair is rated higher", ("margin",), _lines(ORANGE))
     add("Supervised loss", "how surprised it is by worked examples; lower is better", ("sft loss",), _lines(ORANGE))
     add("Response length", "tokens a response", ("length",), _lines(PURPLE))
     words = {"kl": "KL: distance from the start", "entropy": "entropy: how undecided it is"}
     both = "; ".join(text for name, text in words.items() if name in figures)
     add("Drift and variety" if "kl" in figures else "Variety", both, ("kl", "entropy"), _drift)
-    add("Difficulty", "level of the problems it is given", ("level",), _levels)
+    if any(np.ptp(series.values) for series in figures.get("level", [])):
+        add("Difficulty", "level of the problems it is given", ("level",), _levels)
     return panels
 
 
@@ -157,7 +161,7 @@ def _collect(run: Run) -> dict[str, list[Series]]:
     figures: dict[str, list[Series]] = {}
     for stage in dict.fromkeys(row.stage for row in rows):
         of_stage = [row for row in rows if row.stage == stage]
-        online = any("reward" in row.figures for row in of_stage)
+        online, pairs = (any(name in row.figures for row in of_stage) for name in ("reward", "margin"))
         for name in dict.fromkeys(name for row in of_stage for name in row.figures):
             points = [(row.step, row.figures[name]) for row in of_stage if np.isfinite(row.figures.get(name, np.nan))]
             if not points:
@@ -165,7 +169,7 @@ def _collect(run: Run) -> dict[str, list[Series]]:
             steps, values = (np.array(axis, dtype=np.float64) for axis in zip(*points, strict=True))
             if name in ("entropy", "length") and not online:
                 continue  # of given text, not of what the model writes
-            name = "sft loss" if name in ("loss", "nll") and not online else name
+            name = "sft loss" if name in ("loss", "nll") and not online and not pairs else name
             if not any(series.stage == stage for series in figures.get(name, [])):
                 figures.setdefault(name, []).append(Series(stage, steps, values))
     return figures

@@ -29,7 +29,10 @@ def titles(run: Run) -> list[str]:
 def test_a_whole_run_is_drawn(tmp_path: Path) -> None:
     accuracy = {"accuracy/test": 0.5, "accuracy/test_low": 0.4, "accuracy/test_high": 0.6}
     rows = [("sft", {"loss": 2.0 / (step + 1), "entropy": 1.0}) for step in range(30)]
-    rows += [("rl", {**RL, "reward": step / 40, **(accuracy if step % 10 == 0 else {})}) for step in range(40)]
+    rows += [
+        ("rl", {**RL, "reward": step / 40, "level": 1.0 + step // 20, **(accuracy if step % 10 == 0 else {})})
+        for step in range(40)
+    ]
     run = make(tmp_path / "a$run$", rows)
     path = tmp_path / "pictures" / "run.png"
     plot.draw(run, path)
@@ -56,7 +59,9 @@ def test_a_whole_run_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", [*RL, "all but reward"])
 def test_missing_columns_leave_their_panel_out(tmp_path: Path, missing: str) -> None:
     figures = {"reward": 0.5} if missing == "all but reward" else {name: v for name, v in RL.items() if name != missing}
-    run = make(tmp_path / "run", [("rl", figures)] * 3)
+    run = make(
+        tmp_path / "run", [("rl", figures | ({"level": level} if "level" in figures else {})) for level in (1.0, 1.0, 2.0)]
+    )
     drawn = titles(run)
     panels = {"reward": "Reward while training", "length": "Response length", "level": "Difficulty", "kl": "Drift and variety"}
     for name, title in panels.items():
@@ -84,6 +89,13 @@ def test_a_run_without_metrics_is_one_clear_line(tmp_path: Path) -> None:
 def test_the_loss_of_an_rl_stage_is_not_called_supervised(tmp_path: Path) -> None:
     assert titles(make(tmp_path / "rl", [("rl", {"reward": 0.5, "loss": 0.1})])) == ["Reward while training"]
     assert titles(make(tmp_path / "sft", [("sft", {"loss": 0.1, "entropy": 1.0})])) == ["Supervised loss"]
+
+
+def test_what_pairs_and_a_gold_reward_say_has_panels(tmp_path: Path) -> None:
+    pairs = {"loss": 0.6, "accuracy/held_out": 0.7, "margin": 0.2}
+    assert titles(make(tmp_path / "dpo", [("dpo", pairs)] * 2)) == ["Pairs told apart", "Margin"]
+    gold = {"reward": 4.0, "reward/task": 0.5, "level": 0.0}  # a level that never changes says nothing
+    assert titles(make(tmp_path / "rl", [("rl", gold)] * 2)) == ["Reward while training", "What the reward stands for"]
 
 
 def axes_of(monkeypatch: pytest.MonkeyPatch) -> list:
