@@ -37,14 +37,20 @@ def right(prompt: tuple[int, ...], token: int) -> float:
 
 
 def train(
-    policy: Policy, algorithm: Algorithm, steps: int, reward: Callable[[tuple[int, ...], int], float] = right, lr: float = 1e-2
+    policy: Policy,
+    algorithm: Algorithm,
+    steps: int,
+    reward: Callable[[tuple[int, ...], int], float] = right,
+    lr: float = 1e-2,
+    seed: int = 0,
 ) -> State:
     """The loop in small: sample, select, fill, prepare, update, finish. Returns the algorithm's last State."""
     engine = Engine(policy)
     trainer = trainer_for(algorithm, policy, Optimization(lr=lr), shared_policy(1, torch.float32))
     state, (epochs, pieces) = algorithm.start(), algorithm.reuse
     for step in range(steps):
-        requests = [Request(p, algorithm.group_size, 1000 * step + i, Sampling(1)) for i, p in enumerate(PROMPTS)]
+        chances = [1_000_000 * seed + 1000 * step + i for i in range(len(PROMPTS))]
+        requests = [Request(p, algorithm.group_size, c, Sampling(1)) for p, c in zip(PROMPTS, chances, strict=True)]
         groups = []
         for request, completions in zip(requests, engine.generate(requests), strict=True):
             prompt = request.prompt_ids

@@ -57,6 +57,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"beta": 0.0, "clip_value": 0.0, "whiten_advantages": False, "reduction": "sequence_mean"},
         {"entropy": 0.01, "whiten_rewards": True, "missing_eos": 0.5, "gamma": 0.9, "lam": 0.5, "kl_target": 6.0},
         {"ptx": 0.5, "target_kl": 0.1, "mini_batches": 2},
+        {"correction": "token", "cap": 1.05, "drop": "mean", "bound": 0.12},
     ],
 }
 

@@ -1,4 +1,4 @@
-"""What the policy gradients without a critic share: KL and entropy, reduction, truncation, corrections for other samplers."""
+"""What the policy gradients without a critic share: KL and entropy, reduction, truncation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import require
+from posttrain.algorithms._off_policy import OffPolicy
+from posttrain.algorithms.base import State
 from posttrain.ops.advantages import group_advantages, process_advantages
 from posttrain.ops.kl import KINDS, kl_estimate
-from posttrain.ops.policy import (
-    clip_binds,
-    clipped_surrogate,
-    importance_ratio,
-    mismatch_weights,
-    near_sequences,
-    sequence_sums,
-)
+from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio, sequence_sums
 from posttrain.ops.weights import reduction
 from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
 
@@ -29,7 +22,7 @@ REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(Algorithm):
+class PolicyGradient(OffPolicy):
     """An algorithm says what its `advantages` are and, where they are not the usual ones, its `ratio` and its `surrogate`:
 
         L      = sum_i sum_t w_it [ c_it l(rho_it, A_it) + beta KL_it - entropy H_it ]
@@ -62,10 +55,6 @@ class PolicyGradient(Algorithm):
     constant: float = 0.0  # length normaliser of constant_mean
     entropy: float = 0.0  # coefficient of the entropy bonus
     truncated: str = "keep"
-    correction: str = "none"
-    cap: float = 2.0
-    drop: str = "none"
-    bound: float = 0.0
     epochs: int = 1
     mini_batches: int = 1
 
@@ -88,35 +77,13 @@ class PolicyGradient(Algorithm):
         together = self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0
         self.check(together, "constant (a length, in tokens) and reduction=constant_mean go together")
         self.choose("truncated", ("keep", "mask"))
-        self.choose("correction", ("none", "token", "sequence", "decoupled"))
-        self.check(self.cap > 0, f"cap must be positive, not {self.cap}")
-        cut = self.correction in ("token", "sequence")
-        self.check(cut or self.cap == type(self).cap, "cap cuts the weights of correction=token and sequence; there are none")
-        self.choose("drop", ("none", "mean", "sequence"))
-        self.check(
-            self.bound > 0 if self.drop != "none" else self.bound == 0, "drop=mean or sequence and a bound above 0 go together"
-        )
+        self.check_corrections()
         self.check(self.epochs >= 1 and self.mini_batches >= 1, "epochs and mini_batches must be at least 1")
-
-    def check(self, condition: bool, message: str) -> None:
-        """Refuse settings unless `condition` holds."""
-        require(condition, f"{self.name}: {message}")
-
-    def choose(self, field: str, options: Sequence[str]) -> None:
-        """Refuse a value of a field that is not among its options."""
-        value = getattr(self, field)
-        self.check(value in options, f"{field} must be one of {', '.join(options)}, not {value!r}")
-
-    @property
-    def name(self) -> str:
-        """What it is called in the catalogue; a user's own by its class."""
-        package, _, module = type(self).__module__.rpartition(".")
-        return module if package.startswith("posttrain.") else type(self).__name__
 
     @property
     def needs(self) -> frozenset[str]:
         reference = {"reference"} if self.beta > 0 else set()
-        return frozenset(reference | ({"proximal"} if self.correction != "none" or self.drop != "none" else set()))
+        return frozenset(reference | ({"proximal"} if self.corrects else set()))
 
     @property
     def reuse(self) -> tuple[int, int]:
@@ -193,20 +160,15 @@ class PolicyGradient(Algorithm):
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
-        old_T = behaviour_T
-        if self.correction != "none":
-            assert batch.proximal_T is not None
-            old_T = batch.proximal_T.where(mask_T, 0.0)
+        old_T = self.old(batch)
         policy_T, stopped_T = self.surrogate(self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T)
         count = mask_T.sum()
         metrics = [
             Metric("clip_fraction", stopped_T.sum(), count),
             Metric("mismatch", (logprob_T - behaviour_T).detach().abs().sum(), count),
         ]
-        if "proximal" in self.needs:
-            factor_T, more = self.corrections(batch)
-            policy_T = factor_T * policy_T
-            metrics += more
+        policy_T, more = self.corrected(policy_T, batch)
+        metrics += more
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.beta > 0:
             assert batch.reference_T is not None
@@ -221,21 +183,6 @@ class PolicyGradient(Algorithm):
             entropy_T = outputs.entropy_T.where(mask_T, 0.0)
             terms.append(Term("entropy", -entropy_T, self.entropy * batch.weight_T))
         return Terms(tuple(terms), tuple(metrics))
-
-    def corrections(self, batch: Batch) -> tuple[Tensor, list[Metric]]:
-        """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where its response is dropped."""
-        assert batch.proximal_T is not None
-        mask_T, sequence_T = batch.mask_T, batch.sequence_T
-        proximal_T, behaviour_T, count = batch.proximal_T, batch.behaviour_T, batch.sequences
-        factor_T, metrics = torch.ones_like(behaviour_T), []
-        if self.correction != "none":
-            factor_T = mismatch_weights(self.correction, proximal_T, behaviour_T, mask_T, sequence_T, count, self.cap)
-            metrics.append(Metric("correction", factor_T.where(mask_T, 0.0).sum(), mask_T.sum()))
-        if self.drop != "none":
-            near_N = near_sequences(self.drop, proximal_T, behaviour_T, mask_T, sequence_T, count, self.bound)
-            metrics.append(Metric("dropped", (~near_N).sum(), count))
-            factor_T = factor_T.where(near_N[sequence_T], 0.0)
-        return factor_T, metrics
 
     def group_relative(
         self,

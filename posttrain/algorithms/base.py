@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.types import JSON, Batch, Group, Metric, Outputs, Selection, Terms
+from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selection, Terms
 
 State = dict[str, JSON]  # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
 
@@ -57,6 +57,10 @@ class Algorithm:
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         """The losses of one micro-batch of a prepared step, per unit, with their weights."""
         raise NotImplementedError
+
+    def doubts(self, sampling: Sampling) -> tuple[str, ...]:
+        """What a person should hear before the first step of a run that samples like this: a term that cannot act, say."""
+        return ()
 
     def enough(self, metrics: Sequence[Metric]) -> bool:
         """After an optimizer step on a reused rollout, given its figures: whether to leave the rest of the reuse."""

@@ -12,7 +12,7 @@ from posttrain.algorithms._policy_gradient import PolicyGradient, flat
 from posttrain.algorithms.base import State
 from posttrain.ops.advantages import overlong_punishment
 from posttrain.ops.weights import sequence_lengths
-from posttrain.types import Batch, Group, Metric, Selection
+from posttrain.types import Batch, Group, Metric, Sampling, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,12 @@ class DAPO(PolicyGradient):
         super().__post_init__()
         fits = 0 < self.l_cache <= self.l_max or (self.l_cache == 0 and self.l_max == 0)
         self.check(fits, f"l_cache must lie in [1, l_max], not {self.l_cache} with l_max {self.l_max}; both 0 punish no length")
+
+    def doubts(self, sampling: Sampling) -> tuple[str, ...]:
+        free, limit = self.l_max - self.l_cache, sampling.max_new_tokens
+        acts = not self.l_max or limit > free
+        return () if acts else (f"no response of {limit} tokens or fewer is overlong: the punishment begins after l_max - l_cache = "
+                                f"{free}; set l_max to max_new_tokens, or both to 0",)  # fmt: skip
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         teaching = tuple(group for group in groups if not flat(group))

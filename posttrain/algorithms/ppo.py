@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms._off_policy import OffPolicy
+from posttrain.algorithms.base import State
 from posttrain.errors import require
 from posttrain.ops.gae import generalised_advantages, last_tokens, whiten
 from posttrain.ops.kl import kl_estimate
@@ -21,13 +22,13 @@ STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this shar
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO(Algorithm):
+class PPO(OffPolicy):
     """Each token is an action. Its reward is the price of leaving the reference; the score s comes with the last token:
 
         r_t = -beta (log mu(y_t) - log ref(y_t)) + [t last] (s - missing_eos [cut off]),    A, R = GAE(r, V; gamma, lam)
-        L   = sum_t w_t [ -min(rho_t A_t, clip(rho_t, 1 - clip, 1 + clip) A_t) - entropy H_t
+        L   = sum_t w_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip, 1 + clip) A_t) - entropy H_t
                           + value / 2 max((V_t - R_t)^2, (clip(V_t, V_t^old - clip_value, V_t^old + clip_value) - R_t)^2) ]
-              - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    w_t = 1 / T (token_mean)
+              - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    c_t = 1,    w_t = 1 / T (token_mean)
 
     with mu the policy that sampled and V^old the critic before the step. A rollout is used for `epochs` passes of `mini_batches`
     optimizer steps; the rest is left as soon as a step's KL from mu exceeds `target_kl` (0: never). With `kl_target` > 0, beta
@@ -35,6 +36,12 @@ class PPO(Algorithm):
     n responses (Ziegler et al. 2019). Advantages, and rewards where asked (keeping their mean), are whitened over each optimizer
     step, as in the code of Ziegler et al. For `critic_warmup` steps the critic alone learns. What could not be scored is out of
     the loss and of every figure. A response that was cut off ends there: nothing is bootstrapped.
+
+    gamma = 1.0 is the default, for text; 0.99, the textbooks' value for control, is set by name. For samplers whose policy mu is not
+    the policy pi_prox at the start of the step, `correction` has rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut
+    at `cap` by `token` or by `sequence`; `drop` leaves out (c = 0, denominators stay, the critic learns) responses whose `mean` or
+    `sequence` |log pi_prox / mu| exceeds `bound`.
+
     Use it where a reward model scores whole answers, or where credit must be shared out within long ones; it needs the most memory.
     """
 
@@ -77,12 +84,12 @@ class PPO(Algorithm):
         )
         require(self.target_kl == 0 or self.epochs * self.mini_batches > 1, "ppo: target_kl stops the reuse of a rollout, and one "
                 "epoch of one mini-batch has none; raise epochs or mini_batches")  # fmt: skip
-        kinds = ("token_mean", "sequence_mean")
-        require(self.reduction in kinds, f"ppo: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
+        self.choose("reduction", ("token_mean", "sequence_mean"))
+        self.check_corrections()
 
     @property
     def needs(self) -> frozenset[str]:
-        wanted = {"value": True, "reference": self.beta > 0, "pretraining": self.ptx > 0}
+        wanted = {"value": True, "reference": self.beta > 0, "pretraining": self.ptx > 0, "proximal": self.corrects}
         return frozenset(name for name, needed in wanted.items() if needed)
 
     @property
@@ -151,8 +158,9 @@ class PPO(Algorithm):
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
-        ratio_T = importance_ratio(logprob_T, behaviour_T)
-        terms = [Term("policy", clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch.weight_T)]
+        ratio_T = importance_ratio(logprob_T, self.old(batch))
+        policy_T, corrections = self.corrected(clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch)
+        terms = [Term("policy", policy_T, batch.weight_T)]
         if self.entropy > 0:
             terms.append(Term("entropy", -outputs.entropy_T.where(mask_T, 0.0), self.entropy * batch.weight_T))
         count = mask_T.sum()
@@ -160,6 +168,7 @@ class PPO(Algorithm):
         return terms, [
             Metric("clip_fraction", clip_binds(ratio_T, advantage_T, self.clip, self.clip).sum(), count),
             Metric("kl/update", moved_T.sum(), count),
+            *corrections,
         ]
 
     def value_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:

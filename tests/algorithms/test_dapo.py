@@ -130,9 +130,18 @@ def test_parity_with_an_independent_one(l_max: int, l_cache: int, seed: int) -> 
     parity(DAPO(l_max=l_max, l_cache=l_cache), formula, seed)
 
 
-def test_it_learns_from_rewards() -> None:
-    """From 0.31 of the mass on right tokens to above 0.95 (0.99 was measured over three seeds); solved prompts drop out."""
-    policy = small_policy(dtype=torch.float32)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_learns_from_rewards(seed: int) -> None:
+    """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed).
+
+    Solved prompts drop out."""
+    policy = small_policy(seed, torch.float32)
     assert chance_of_good(policy) < 0.6
-    train(policy, DAPO(group=16), 40)
+    train(policy, DAPO(group=16), 30, seed=seed)
     assert chance_of_good(policy) > 0.95
+
+
+def test_a_punishment_that_cannot_act_is_said() -> None:
+    (said,) = DAPO().doubts(Sampling(32))
+    assert "16384" in said and "l_max" in said
+    assert DAPO(l_max=32, l_cache=8).doubts(Sampling(32)) == () == DAPO(l_max=0, l_cache=0).doubts(Sampling(32))

@@ -83,10 +83,11 @@ def test_parity_with_an_independent_one(divergence: str, delta: float, seed: int
     parity(DPPO(divergence=divergence, delta=delta), formula, seed)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("settings", [{}, {"divergence": "kl", "delta": 0.05}])
-def test_it_learns_from_rewards(settings: dict) -> None:
-    """From 0.31 of the mass on right tokens to above 0.95 (0.99 was measured over three seeds)."""
-    policy = small_policy(dtype=torch.float32)
+def test_it_learns_from_rewards(settings: dict, seed: int) -> None:
+    """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed)."""
+    policy = small_policy(seed, torch.float32)
     assert chance_of_good(policy) < 0.6
-    train(policy, DPPO(group=16, **settings), 40)
+    train(policy, DPPO(group=16, **settings), 30, seed=seed)
     assert chance_of_good(policy) > 0.95

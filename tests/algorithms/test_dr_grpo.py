@@ -55,9 +55,10 @@ def test_parity_with_an_independent_one(seed: int) -> None:
     parity(DrGRPO(constant=20.0), formula, seed)
 
 
-def test_it_learns_from_rewards() -> None:
-    """From 0.31 of the mass on right tokens to above 0.95 (0.99 was measured over three seeds)."""
-    policy = small_policy(dtype=torch.float32)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_learns_from_rewards(seed: int) -> None:
+    """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed)."""
+    policy = small_policy(seed, torch.float32)
     assert chance_of_good(policy) < 0.6
-    train(policy, DrGRPO(group=16), 40)
+    train(policy, DrGRPO(group=16), 30, seed=seed)
     assert chance_of_good(policy) > 0.95

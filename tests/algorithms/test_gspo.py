@@ -103,10 +103,11 @@ def test_parity_of_the_token_form_with_process_supervision() -> None:
     parity(GSPO(form="token", supervision="process", clip_low=0.05, clip_high=0.1), formula, 0)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("form", ["sequence", "token"])
-def test_it_learns_from_rewards(form: str) -> None:
-    """From 0.31 of the mass on right tokens to above 0.95 (0.99 was measured over three seeds)."""
-    policy = small_policy(dtype=torch.float32)
+def test_it_learns_from_rewards(form: str, seed: int) -> None:
+    """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed)."""
+    policy = small_policy(seed, torch.float32)
     assert chance_of_good(policy) < 0.6
-    train(policy, GSPO(group=16, form=form), 40)
+    train(policy, GSPO(group=16, form=form), 30, seed=seed)
     assert chance_of_good(policy) > 0.95

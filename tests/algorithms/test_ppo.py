@@ -54,6 +54,9 @@ REFUSALS = [
     ({"mini_batches": 0}, "ppo: epochs and mini_batches must be at least 1"),
     ({"critic_warmup": -1}, "ppo: critic_warmup is a number of steps, not -1"),
     ({"reduction": "constant_mean"}, "ppo: reduction must be one of token_mean, sequence_mean, not 'constant_mean'"),
+    ({"correction": "tis"}, "ppo: correction must be one of none, token, sequence, decoupled, not 'tis'"),
+    ({"cap": 3.0}, "ppo: cap cuts the weights of correction=token and sequence; there are none"),
+    ({"drop": "mean"}, "ppo: drop=mean or sequence and a bound above 0 go together"),
 ]
 
 
@@ -67,6 +70,7 @@ def test_refusals(settings: dict, message: str) -> None:
 def test_contract() -> None:
     assert PPO().needs == {"reference", "value"}
     assert PPO(beta=0.0, ptx=0.1).needs == {"value", "pretraining"}
+    assert PPO(correction="token").needs == PPO(drop="mean", bound=0.1).needs == {"reference", "value", "proximal"}
     assert PPO(ptx=0.1).pretraining == 0.1 and PPO().pretraining == 0.0
     assert PPO().reuse == (4, 1) and PPO(epochs=2, mini_batches=3).reuse == (2, 3)
     assert PPO().group_size == 1
@@ -157,7 +161,7 @@ def test_figures_leave_out_what_could_not_be_scored() -> None:
 
 
 def sums(terms: Terms) -> dict[str, float]:
-    return {t.name: float((t.weight * t.loss).sum()) for t in terms.terms}
+    return {t.name: float((t.weight * t.loss).detach().sum()) for t in terms.terms}
 
 
 def test_terms_by_hand() -> None:
@@ -190,6 +194,47 @@ def test_terms_by_hand() -> None:
     assert metrics["kl/update"] == pytest.approx((2 * (1.5 - 1 - math.log(1.5)), 2.0))
     free = PPO(value=0.4, beta=0.0, clip_value=0.0).terms(outputs, prepared)
     assert sums(free)["value"] == pytest.approx(0.4 * 0.5 * (1.0 + 0.09) / 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "slopes", "figures"),
+    [
+        ({}, [-1.2, -1.2, 1.4], [0, 0, 1.4], {}),  # pi / mu = 2.2, 4.4 and 1.4: what learns up is beyond the clip
+        ({"correction": "decoupled"}, [-2.2, -4.4, 1.4], [-2.2, -4.4, 1.4], {"correction": 7 / 3}),
+        ({"correction": "token", "cap": 3.0}, [-2.2, -3.3, 1.4], [-2.2, -3.3, 1.4], {"correction": 6 / 3}),
+        ({"correction": "sequence", "cap": 7.0}, [-7.7, -7.7, 1.4], [-7.7, -7.7, 1.4], {"correction": 15 / 3}),
+        ({"drop": "mean", "bound": 1.0}, [0, 0, 1.4], [0, 0, 1.4], {"dropped": 1 / 2}),  # log 8 / 2 = 1.04
+        ({"drop": "mean", "bound": 1.1}, [-1.2, -1.2, 1.4], [0, 0, 1.4], {"dropped": 0.0}),
+        ({"drop": "sequence", "bound": 2.0}, [0, 0, 1.4], [0, 0, 1.4], {"dropped": 1 / 2}),  # log 8 = 2.08
+        (
+            {"correction": "token", "cap": 3.0, "drop": "sequence", "bound": 2.1},
+            [-2.2, -3.3, 1.4],
+            [-2.2, -3.3, 1.4],
+            {"correction": 6 / 3, "dropped": 0.0},
+        ),
+    ],
+)
+def test_corrections_by_hand(settings: dict, policy: list[float], slopes: list[float], figures: dict[str, float]) -> None:
+    """A response of two tokens with pi_prox / mu = 2 and 4, pi / pi_prox = 1.1 and A = 1; one of a token with 1, 1.4 and A = -1."""
+    algorithm = PPO(beta=0.0, value=0.4, **settings)
+    prepared = plain_batch([1.0, 0.0], [0, 1], [2, 1]).replace(
+        weight_T=torch.tensor([0, 0.25, 0.25, 0, 0.5], dtype=WIDE),
+        advantage_T=torch.tensor([0, 1.0, 1.0, 0, -1.0], dtype=WIDE),
+        return_T=torch.tensor([0, 1.0, 1.0, 0, 0], dtype=WIDE),
+        value_T=torch.zeros(5, dtype=WIDE),
+        behaviour_T=torch.tensor([math.nan, 0.1, 0.1, math.inf, 0.5], dtype=WIDE).log(),
+        proximal_T=torch.tensor([math.nan, 0.2, 0.4, math.inf, 0.5], dtype=WIDE).log(),
+    )
+    logprob_T = torch.tensor([0.3, 0.22, 0.44, 0.3, 0.7], dtype=WIDE).log().requires_grad_()
+    terms = algorithm.terms(Outputs(logprob_T, torch.zeros(5), value_T=torch.zeros(5, dtype=WIDE)), prepared)
+    first = terms.terms[0]
+    assert first.name == "policy" and first.loss[prepared.mask_T].tolist() == pytest.approx(policy)
+    (slope,) = torch.autograd.grad((first.weight * first.loss).sum(), logprob_T)
+    weighted = [weight * s for weight, s in zip([0.25, 0.25, 0.5], slopes, strict=True)]
+    assert slope.tolist() == pytest.approx([0, *weighted[:2], 0, weighted[2]])
+    assert sums(terms)["value"] == pytest.approx(0.4 * 0.5 * 0.5)  # the critic learns from all, whoever sampled it
+    shown = {m.name: m.value for m in terms.metrics if m.name in ("correction", "dropped")}
+    assert shown == pytest.approx(figures)
 
 
 @pytest.mark.parametrize(

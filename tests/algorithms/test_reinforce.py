@@ -102,12 +102,13 @@ def test_parity_with_an_independent_one(baseline: str, seed: int) -> None:
     parity(Reinforce(beta=0.1, baseline=baseline), formula, seed)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("settings", [{}, {"baseline": "running"}, {"baseline": "none"}])
-def test_it_learns_from_rewards(settings: dict) -> None:
-    """From 0.31 of the mass on right tokens to above 0.95 (0.99 was measured over three seeds)."""
-    policy = small_policy(dtype=torch.float32)
+def test_it_learns_from_rewards(settings: dict, seed: int) -> None:
+    """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (at least 0.98 was measured with each seed)."""
+    policy = small_policy(seed, torch.float32)
     assert chance_of_good(policy) < 0.6
-    state = train(policy, Reinforce(group=16, **settings), 40)
+    state = train(policy, Reinforce(group=16, **settings), 30, seed=seed)
     assert chance_of_good(policy) > 0.95
     if settings.get("baseline") == "running":
         assert state["baseline"] > 0.9

@@ -79,10 +79,11 @@ def test_parity_with_an_independent_one(baseline: str, seed: int) -> None:
     parity(ReinforcePlusPlus(beta=0.3, group=4, baseline=baseline), formula, seed)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.0, "baseline": "group"}])
-def test_it_learns_from_rewards(settings: dict) -> None:
-    """From 0.31 of the mass on right tokens to above 0.95 (0.99 was measured over three seeds)."""
-    policy = small_policy(dtype=torch.float32)
+def test_it_learns_from_rewards(settings: dict, seed: int) -> None:
+    """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed)."""
+    policy = small_policy(seed, torch.float32)
     assert chance_of_good(policy) < 0.6
-    train(policy, ReinforcePlusPlus(group=16, **settings), 40)
+    train(policy, ReinforcePlusPlus(group=16, **settings), 30, seed=seed)
     assert chance_of_good(policy) > 0.95

@@ -1,0 +1,94 @@
+"""What policy gradients share, with a critic or without: corrections for samples of another policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.errors import require
+from posttrain.ops.policy import mismatch_weights, near_sequences
+from posttrain.types import Batch, Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicy(Algorithm):
+    """The policy's loss of token t of response i is c_it l(rho_it, A_it), for a sampler whose policy mu may not be the policy
+    pi_prox at the start of the step (another engine, stale weights):
+
+        correction = none         rho = pi / mu,         c = 1
+        correction = decoupled    rho = pi / pi_prox,    c_it = pi_prox / mu
+        correction = token        rho = pi / pi_prox,    c_it = min(pi_prox / mu, cap)
+        correction = sequence     rho = pi / pi_prox,    c_it = min(prod_t pi_prox / mu, cap)
+
+    and c_i = 0, with denominators as they were, where |sum_t log pi_prox / mu| (drop=sequence), or that by token (drop=mean), exceeds
+    `bound`.
+    """
+
+    correction: str = "none"
+    cap: float = 2.0
+    drop: str = "none"
+    bound: float = 0.0
+
+    def check(self, condition: bool, message: str) -> None:
+        """Refuse settings unless `condition` holds."""
+        require(condition, f"{self.name}: {message}")
+
+    def choose(self, field: str, options: Sequence[str]) -> None:
+        """Refuse a value of a field that is not among its options."""
+        value = getattr(self, field)
+        self.check(value in options, f"{field} must be one of {', '.join(options)}, not {value!r}")
+
+    @property
+    def name(self) -> str:
+        """What it is called in the catalogue; a user's own by its class."""
+        package, _, module = type(self).__module__.rpartition(".")
+        return module if package.startswith("posttrain.") else type(self).__name__
+
+    def check_corrections(self) -> None:
+        """Refuse corrections that are none, and numbers without the choice that they belong to."""
+        self.choose("correction", ("none", "token", "sequence", "decoupled"))
+        self.check(self.cap > 0, f"cap must be positive, not {self.cap}")
+        cut = self.correction in ("token", "sequence")
+        self.check(cut or self.cap == type(self).cap, "cap cuts the weights of correction=token and sequence; there are none")
+        self.choose("drop", ("none", "mean", "sequence"))
+        self.check(
+            self.bound > 0 if self.drop != "none" else self.bound == 0, "drop=mean or sequence and a bound above 0 go together"
+        )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the policy at the start of the step is needed (`proximal`)."""
+        return self.correction != "none" or self.drop != "none"
+
+    def old(self, batch: Batch) -> Tensor:
+        """[T]: log-probs of the policy that the ratio is to and the clip is about, 0 outside the mask."""
+        if self.correction == "none":
+            return batch.behaviour_T.where(batch.mask_T, 0.0)
+        assert batch.proximal_T is not None
+        return batch.proximal_T.where(batch.mask_T, 0.0)
+
+    def corrected(self, policy_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
+        """c_it l_it, and the figures of c; l_it as it is where nothing is corrected."""
+        if not self.corrects:
+            return policy_T, []
+        factor_T, metrics = self.corrections(batch)
+        return factor_T * policy_T, metrics
+
+    def corrections(self, batch: Batch) -> tuple[Tensor, list[Metric]]:
+        """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where its response is dropped."""
+        assert batch.proximal_T is not None
+        mask_T, sequence_T = batch.mask_T, batch.sequence_T
+        proximal_T, behaviour_T, count = batch.proximal_T, batch.behaviour_T, batch.sequences
+        factor_T, metrics = torch.ones_like(behaviour_T), []
+        if self.correction != "none":
+            factor_T = mismatch_weights(self.correction, proximal_T, behaviour_T, mask_T, sequence_T, count, self.cap)
+            metrics.append(Metric("correction", factor_T.where(mask_T, 0.0).sum(), mask_T.sum()))
+        if self.drop != "none":
+            near_N = near_sequences(self.drop, proximal_T, behaviour_T, mask_T, sequence_T, count, self.bound)
+            metrics.append(Metric("dropped", (~near_N).sum(), count))
+            factor_T = factor_T.where(near_N[sequence_T], 0.0)
+        return factor_T, metrics
