@@ -23,7 +23,29 @@ PRELOAD = ["tests.faults.preload"]
 TIMES = ("seconds", "tokens_per_second", "elapsed", "time", "memory")
 LETTERS = str(Path(__file__).with_name("letters.py")) + ":Letters"
 INSIDE_A_SAVE = ("save_file", "_sync", "_digest", "_write_json", "prune", "rename")
-KINDS = ("sft", "reward_model", "ppo", "dapo", "dpo", "pipeline")
+KINDS = ("sft", "reward_model", "ppo", "dapo", "dpo", "pipeline", "quickstart")
+
+# The shipped recipe in seconds, by the keys a person would give it: few demonstrations of one-digit sums, learned well enough that
+# some samples of RL are right. A low threshold then opens the next level in the middle of the stage.
+QUICKSTART = {
+    "sft.data": [{"task": {"name": "arithmetic", "level": 1}, "counts": {1: 40}}],
+    "sft.steps": 36,
+    "sft.optimizer.lr": 5e-3,
+    "sft.optimizer.warmup": 4,
+    "sft.checkpoint_every": 12,
+    "before.problems": 8,
+    "after.problems": 8,
+    "rl.steps": 8,
+    "rl.prompts": 4,
+    "rl.curriculum.start": 1,
+    "rl.curriculum.window": 8,
+    "rl.curriculum.threshold": 0.05,
+    "rl.curriculum.review": 0.5,
+    "rl.evaluate_every": 3,
+    "rl.evaluate_problems": 4,
+    "rl.checkpoint_every": 2,
+    "rl.rollouts_every": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,14 @@ def settings(kind: str, directory: Path) -> Any:
     return Settings(Recipe(stages), kind, device="cpu", threads=1, out=str(directory), checkpoint_keep=keep)
 
 
+def shipped(directory: Path) -> Any:
+    """The recipe quickstart as it is shipped, SFT to evaluation, made small."""
+    from posttrain.config import build
+    from posttrain.recipes.quickstart import quickstart
+
+    return build("quickstart", quickstart, {**QUICKSTART, "device": "cpu", "threads": 1, "out": str(directory)})
+
+
 def write_pairs(path: Path) -> None:
     """Preferences for more of the letter z, as a file."""
     if not path.exists():
@@ -139,7 +169,7 @@ def child(kind: str, directory: str, fate: Fate, counted: Any, saves: Any) -> No
         if (folder / "config.yaml").is_file():
             pipeline.resume(folder, allow_code=True)
         else:
-            pipeline.start(settings(kind, folder))
+            pipeline.start(shipped(folder) if kind == "quickstart" else settings(kind, folder))
     except Interrupted:
         sys.exit(130)
 
