@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import shlex
 import typing
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"} 
 TOP = {"seed": 0, "device": "auto", "threads": 0, "out": "", "trackers": "", "checkpoint_hook": "", "checkpoint_sync": False,
        "checkpoint_keep": 2, "only": "", "again": False, "deterministic": False}  # fmt: skip
 
+KEY_VARIABLE = "OPENAI_API_KEY"  # the secret that a judge's server is sent where nothing else is said
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -44,6 +47,15 @@ class Settings:
     deterministic: bool = False  # on a GPU: the same bits every time, for some speed; on a CPU that is always so
     only: tuple[str, ...] = ()  # stages to run alone, on what is in the directory; never part of a run's configuration
     again: bool = False  # let the directory hold a run, and do again what has changed
+
+    def __post_init__(self) -> None:
+        """Refused before there is a directory."""
+        require(self.threads >= 0, f"threads is a number of threads, 0 for as many as pay, not {self.threads}")
+        require(self.checkpoint_keep >= 1, f"checkpoint_keep must be 1 or more, not {self.checkpoint_keep}")
+        places = "auto, cpu, mps, cuda or cuda:0"
+        require(
+            re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None, f"device must be {places}, not {self.device!r}"
+        )
 
 
 def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> Settings:
@@ -98,9 +110,26 @@ def _words(command: JSON) -> tuple[str, ...]:
 
 
 def _refuse_programs(tree: Mapping[str, JSON], where: str, allow_code: bool) -> None:
-    """A file may not name programs to run, as it may not name code, unless it is trusted."""
+    """Unless it is trusted, a file may not name programs to run, as it may not name code, nor take the walls around a model's
+    programs away, nor choose which of the user's secrets a judge's server is sent."""
     allowed = allow_code or not tree.get("checkpoint_hook")
     require(allowed, f"{where}: checkpoint_hook would run a program; pass --allow-code if you trust it")
+    left: list[JSON] = [] if allow_code else [{k: v for k, v in tree.items() if k != "recipe"}]
+    while left:  # options of rewards, and of rewards inside them, may be at any depth
+        value = left.pop()
+        # keys of a recipe are applied together with those of the command line, which may name code; of stages `from_tree` asks
+        code = "recipe" in tree and isinstance(value, str) and ".py:" in value
+        require(not code, f"{where}: {value!r} would run code from a file; pass --allow-code if you trust it")
+        inside = list(value.items()) if isinstance(value, Mapping) else []
+        left += [v for _, v in inside] + (value if isinstance(value, list) else [])
+        for key, setting in ((str(k).rpartition(".")[2], v) for k, v in inside):
+            open_sandbox = key == "sandbox" and setting == "unsafe"
+            require(
+                not open_sandbox, f"{where}: sandbox: unsafe runs a model's programs as you; pass --allow-code if you trust it"
+            )
+            other = key == "key_variable" and setting != KEY_VARIABLE
+            require(not other, f"{where}: key_variable: {setting} would send that variable to an address; pass --allow-code if you "
+                    "trust it")  # fmt: skip
 
 
 def pair(argument: str) -> tuple[str, JSON]:

@@ -30,7 +30,8 @@ class Unanswered(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """Where to ask. The key is read from an environment variable and appears nowhere else; prices are per million tokens. The server
-    is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked again without."""
+    is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked again without,
+    and from then on."""
 
     url: str
     model: str
@@ -46,6 +47,7 @@ class Endpoint:
     completion_price: float = 0.0
     constrain: bool = True  # ask the server to allow nothing but the form of the verdict
     usage: Usage = field(default_factory=Usage, compare=False, repr=False)
+    refused: list[int] = field(default_factory=list, init=False, compare=False, repr=False)  # statuses of refusing a form
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -94,9 +96,7 @@ class Endpoint:
         return body
 
     async def _ask_one(self, client: Any, messages: Messages, form: Form, pace: _Pace) -> str:
-        free, key = self.body(messages), [self.url, self.body(messages)]
-        body = self.body(messages, form) if self.constrain else free
-        replies = Replies(self.cache)
+        key, replies = [self.url, self.body(messages)], Replies(self.cache)
         known = replies.recall(key)
         if known is not None:
             self.usage.cached += 1
@@ -109,24 +109,34 @@ class Endpoint:
             await pace.turn()
             wait = min(LONGEST_WAIT, 0.25 * 2**attempt)
             try:
-                self.usage.requests += 1
-                reply = await client.post(self.url.rstrip("/") + "/chat/completions", json=body)
+                reply = await self._post(client, messages, form, pace)
                 if reply.status_code == 200:
                     text = self._read(reply.content)
                     replies.remember(key, text)
                     return text
                 last = f"status {reply.status_code}"
-                if reply.status_code in UNKNOWN_FIELD and body is not free:
-                    body, wait = free, 0.0
-                elif reply.status_code not in RETRY:
+                if reply.status_code not in RETRY:
                     break
-                else:
-                    wait = min(LONGEST_WAIT, _seconds(reply.headers.get("retry-after"), wait))
+                wait = min(LONGEST_WAIT, _seconds(reply.headers.get("retry-after"), wait))
             except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
                 last = f"{type(error).__name__}: {error}"
             if attempt + 1 < self.attempts:
                 await asyncio.sleep(wait)
         raise Unanswered(last)
+
+    async def _post(self, client: Any, messages: Messages, form: Form, pace: _Pace) -> Any:
+        """One attempt. A server that refuses the form is asked again without, and where that helped, never with one again."""
+        address, constrained = self.url.rstrip("/") + "/chat/completions", self.constrain and not self.refused
+        self.usage.requests += 1
+        reply = await client.post(address, json=self.body(messages, form if constrained else None))
+        if not constrained or reply.status_code not in UNKNOWN_FIELD:
+            return reply
+        await pace.turn()
+        self.usage.requests += 1
+        plain = await client.post(address, json=self.body(messages))
+        if plain.status_code == 200:
+            self.refused.append(reply.status_code)
+        return plain
 
     def _read(self, content: bytes) -> str:
         """The text of a reply; its tokens are counted. Anything else raises, and is tried again."""

@@ -62,9 +62,13 @@ class Judge:
 
     def points(self, question: JSON, responses: Sequence[str]) -> list[Score]:
         """Each response by itself, 1 to 10 points, as a value in [0, 1]."""
-        task = f'Answer with one JSON object and nothing else: {{"score": n}}, n from 1 (useless) to {HIGHEST} (could not be better).'
-        replies = self.model.ask([self._messages(question, {"ANSWER": r}, task) for r in responses], SCORE)
+        replies = self.model.ask([self.single(question, response) for response in responses], SCORE)
         return [_points(reply) for reply in replies]
+
+    def single(self, question: JSON, response: str) -> Messages:
+        """What is asked about one response by itself."""
+        task = f'Answer with one JSON object and nothing else: {{"score": n}}, n from 1 (useless) to {HIGHEST} (could not be better).'
+        return self._messages(question, {"ANSWER": response}, task)
 
     def pair(self, question: JSON, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Pairs of responses to one question, each in both orders."""

@@ -37,7 +37,9 @@ LENGTH = 200  # characters of one statement
 SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "$": " "})
 COMMANDS = re.compile(r"\\(times|cdot|div|left|right|[,;! ()\[\]])|(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
 BULLET = re.compile(r"\s*(?:step\s+[0-9]{1,3}\s*[:.)]|[0-9]{1,3}[.)]\s|[-*]\s)", re.IGNORECASE)
+EMPHASIS = re.compile(r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)")  # Markdown's bold, and no power
 RUN = re.compile(r"[-+*/().,0-9 \t=%]+")
+LABEL = re.compile(r"\S:$")  # with a space after it; 12:30 and 12 : 4 are something else
 BINDING = "^!:_{}|~\\"  # beside a number, these make it part of something else
 SCALE = re.compile(r"(?:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)", re.IGNORECASE)
 APART = re.compile(r",(?![0-9]{3}(?![0-9]))|;")  # a comma before three digits belongs to a number
@@ -69,6 +71,7 @@ def statements(text: str, separator: str) -> list[Statement]:
         line = COMMANDS.sub(_sign, step.translate(SIGNS))
         if bullet := BULLET.match(line):
             line = line[bullet.end() :]
+        line = EMPHASIS.sub("", line)
         for run in RUN.finditer(line):
             for sides in _equations(line, run):
                 tried += 1
@@ -86,12 +89,15 @@ def _sign(match: re.Match[str]) -> str:
 
 def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
     """The equations of a run of numbers and signs, as their sides. The first and the last side are left out where the text around goes
-    on with them: `x^2 = 4` says nothing of 2, nor `3 apples + 4 = 7` of 4, nor `= 3 dozen` of 3."""
+    on with them: `x^2 = 4` says nothing of 2, nor `3 apples + 4 = 7` of 4, nor `= 3 dozen` of 3. A label (`Total: 3+4 = 7`) ends
+    before them, and parentheses may stand around the whole."""
     pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH] if "=" in run[0] else []
     equations = [[side.strip(" \t.,") for side in sides] for sides in pieces if 2 <= len(sides) <= 8]
     if not equations:
         return []
     before, after = line[max(0, run.start() - 1) : run.start()], line[run.end() : run.end() + 12]
+    if LABEL.search(line[: run.start()]) and run[0][0] in " \t":
+        before = ""
     first, last = equations[0], equations[-1]
     glued = before.isalpha() and run[0][0] not in " \t"
     part = before and (
@@ -102,6 +108,10 @@ def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
     on = after[:1] in tuple(BINDING) or (after[:1].isalpha() and run[0][-1] not in " \t.,") or SCALE.match(after)
     if last and (on or not last[-1]):
         del last[-1]
+    if first and first[0].startswith("(") and first[0].count("(") > first[0].count(")"):
+        first[0] = first[0][1:]
+    if last and last[-1].endswith(")") and last[-1].count(")") > last[-1].count("("):
+        last[-1] = last[-1][:-1]
     return [sides for sides in equations if len(sides) > 1 and all(sides)]
 
 

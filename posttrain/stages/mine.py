@@ -121,6 +121,9 @@ class Chosen(Task):
     def isolated(self) -> bool:
         return self.task.isolated
 
+    def isolates(self, problem: Problem) -> bool:
+        return self.task.isolates(problem)
+
     @property
     def seconds(self) -> float:
         return self.task.seconds

@@ -89,7 +89,7 @@ class RLStage(Stage):
         require(self.steps > 0, f"{name}: steps must be positive, not {self.steps}")
         require(self.prompts > 0, f"{name}: prompts must be positive, not {self.prompts}")
         require(self.max_rows >= 0, f"{name}: max_rows must be 0 or a number of responses, not {self.max_rows}")
-        require(self.algorithm.online, f"{name}: this algorithm learns from given examples; use an sft stage")
+        require(self.algorithm.online, f"{name}: this algorithm learns from given examples; use an sft or preference stage")
         require(self.sampling.temperature > 0, f"{name}: training needs a temperature above 0, not {self.sampling.temperature}: "
                 "argmax explores nothing")  # fmt: skip
         require(not self.sampling.truncated, f"{name}: top_k and top_p are refused in training: the tokens they cut off make every "
@@ -132,6 +132,9 @@ class RLStage(Stage):
         require(judging or (self.judge_mode, self.judge_rubric) == ("points", ""), f"{name}: judge_mode and judge_rubric are for "
                 "reward_models with reward_kind=judge")  # fmt: skip
         check_mode(self.judge_mode)
+        lonely = self.judge_mode == "tournament" and (self.algorithm.group_size < 2 or self.measure_problems > 0)
+        require(not lonely, f"{name}: judge_mode=tournament compares the responses to one problem, and there is one alone in a group "
+                "of 1 and for each of measure_problems; use judge_mode=points")  # fmt: skip
         check_rated(name, self.task, self.rated, bool(self.reward_models))
         require(self.combine in KINDS, f"{name}: combine must be one of {', '.join(KINDS)}, not {self.combine!r}")
         require(0 <= self.combine_k < float("inf"), f"{name}: combine_k is a number of deviations, not {self.combine_k}")
@@ -183,6 +186,7 @@ class RLStage(Stage):
             guards=self.guards,
             alarms=self.alarms,
         )
+        context.announce(self.name, [f"warning: {doubt}" for doubt in self.algorithm.doubts(self.sampling)])
         loop.run()
         if self.lora is not None:
             merge_adapters(policy.model)

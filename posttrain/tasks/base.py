@@ -41,6 +41,10 @@ class Task(ABC):
         """Whether to score in worker processes with a time limit: for rewards that are slow, or that might hang or crash."""
         return False
 
+    def isolates(self, problem: Problem) -> bool:
+        """The same of one problem, where they differ in it."""
+        return self.isolated
+
     @property
     def seconds(self) -> float:
         """The time limit of one isolated score."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import isawaitable
 from typing import Any
 
 from posttrain.errors import require
@@ -86,7 +87,8 @@ class Mixed(Task):
 
     def score(self, problem: Problem, response: str) -> Score:
         source, own = self.source(problem)
-        return _named(source.name, source.task.score(own, response))
+        found: Any = source.task.score(own, response)  # a user's reward may be asynchronous
+        return _later(source.name, found) if isawaitable(found) else _named(source.name, found)  # type: ignore[return-value]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         source, own = self.source(problem)
@@ -100,6 +102,10 @@ class Mixed(Task):
     def isolated(self) -> bool:
         return any(source.task.isolated for source in self.sources)
 
+    def isolates(self, problem: Problem) -> bool:
+        source, own = self.source(problem)
+        return source.task.isolates(own)
+
     @property
     def seconds(self) -> float:
         return max(source.task.seconds for source in self.sources)
@@ -107,6 +113,10 @@ class Mixed(Task):
 
 def _named(name: str, score: Score) -> Score:
     return score if score.value is None else replace(score, parts={**score.parts, name: score.value})
+
+
+async def _later(name: str, score: Awaitable[Score]) -> Score:
+    return _named(name, await score)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from posttrain.errors import require
 from posttrain.models.policy import Policy
@@ -32,6 +33,11 @@ class ImplicitRating:
             "the policy was trained from",
         )
         self.policy, self.reference, self.beta, self.token_budget = policy, reference, beta, token_budget
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The networks, for a checkpoint to name them by their weights."""
+        return (self.policy.model, self.reference.model)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout, with both log-probs as its parts."""

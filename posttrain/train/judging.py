@@ -15,13 +15,14 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from torch import nn
 
 from posttrain.data.chat import render_prompt, special_texts
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
 from posttrain.ops.preference import sequence_sums
 from posttrain.rewards._asking import Form, Messages, Replies, Usage
-from posttrain.rewards.judge import CANARY_QUESTION, Judge, check_mode, read_rubric
+from posttrain.rewards.judge import CANARY_QUESTION, SCORE, Judge, check_mode, read_rubric
 from posttrain.train.forward import forward
 from posttrain.train.pack import micro_batches, pack_examples
 from posttrain.types import Example, Message, Rollout, Score
@@ -44,6 +45,9 @@ class LocalModel:
         fresh = [n for n, known in enumerate(found) if known is None]
         self.usage.requests += len(fresh)
         self.usage.cached += len(prompts) - len(fresh)
+        long = {n for n in fresh if self.too_long(prompts[n], form)}  # no verdict: the others still have theirs
+        self.usage.failures += len(long)
+        fresh = [n for n in fresh if n not in long]
         for n, reply in zip(fresh, self.decide([prompts[n] for n in fresh], form), strict=True):
             found[n] = reply
             if reply is None:
@@ -61,6 +65,16 @@ class LocalModel:
             require(isinstance(content, str), "a judge in this process reads text; ask one behind an address about images")
             turns.append(Message(message["role"], harmless(content, special_texts(self.policy.tokenizer))))
         return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
+
+    def too_long(self, prompt: Sequence[int], form: Form) -> str:
+        """Why a prompt with the longest reply to it is more than the model can read, or ''."""
+        encode = self.policy.tokenizer
+        reply = sum(max(len(encode(t, add_special_tokens=False)["input_ids"]) for t in texts) for texts in form.places())
+        try:
+            self.policy.check_length(len(prompt) + reply)
+        except UserError as error:
+            return f"too_long: {error}"
+        return ""
 
     def decide(self, prompts: Sequence[tuple[int, ...]], form: Form) -> list[str | None]:
         """The likeliest reply to each prompt; None where its probability is not a number."""
@@ -124,13 +138,28 @@ class JudgeRating:
 
     def __init__(self, model: LocalModel, mode: str = "points", rubric: str = ""):
         check_mode(mode)
-        self.mode, self.judge = mode, Judge(model, read_rubric(rubric))
+        self.mode, self.model, self.judge = mode, model, Judge(model, read_rubric(rubric))
+        if reason := model.too_long(model.prompt(self.judge.single(CANARY_QUESTION, "")), SCORE):
+            raise UserError(f"the model cannot judge: its questions are {reason}")
         self.judge.check_canaries(CANARY_QUESTION)
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The network, for a checkpoint to name it by its weights."""
+        return (self.model.policy.model,)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout, in order. Neighbours of one problem are a group."""
         scores: list[Score] = []
         for _, group in groupby(rollouts, key=lambda rollout: rollout.problem.id):
             members = list(group)
-            scores += self.judge.scores(self.mode, members[0].problem.question, [r.response for r in members])
+            scores += self.rate_group(members[0].problem.question, [rollout.response for rollout in members])
         return scores
+
+    def rate_group(self, question: str, responses: Sequence[str]) -> list[Score]:
+        """What the judge cannot read even by itself fails alone; the others are judged together."""
+        reasons = [self.model.too_long(self.model.prompt(self.judge.single(question, r)), SCORE) for r in responses]
+        readable = [response for response, reason in zip(responses, reasons, strict=True) if not reason]
+        self.model.usage.failures += len(responses) - len(readable)
+        judged = iter(self.judge.scores(self.mode, question, readable) if readable else [])
+        return [Score.failed(reason, "infrastructure") if reason else next(judged) for reason in reasons]

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -177,6 +178,19 @@ def test_a_runtime_that_does_not_work_is_refused_in_words(text: str, complaint: 
     (tmp_path / "docker").chmod(0o755)
     with pytest.raises(UserError, match=complaint):
         isolation.choose("docker")
+
+
+def test_a_client_that_nobody_listens_to_ends_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its container is gone, and it still has output to hand over, into a pipe that is full."""
+    runtime = tmp_path / "docker"
+    runtime.write_text(f"#!/bin/sh\necho $* > {tmp_path}/asked\n")
+    runtime.chmod(0o755)
+    line, pipe = [sys.executable, "-c", "while True: print('x' * 1000)"], subprocess.PIPE
+    process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+    began = time.monotonic()
+    assert container.ContainerChild(process, str(runtime), "mine", several=False).finish(0.5).ended
+    assert time.monotonic() - began < container.PATIENCE / 2 and not caplog.records
+    assert (tmp_path / "asked").read_text() == "kill mine\n"
 
 
 def test_it_is_used_only_where_it_is_named(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,11 @@ def test_a_server_that_knows_no_forms_is_asked_without(serve: Any, status: int) 
     server, endpoint = serve(old)
     assert Judge(endpoint).points("q", ["r"])[0].value == pytest.approx(6 / 9)
     assert len(server.bodies) == 2
+    assert endpoint.usage.retries == 0, "it is part of the attempt"
+    Judge(endpoint).points("q", ["s", "t"])
+    assert ["response_format" in body for body in server.bodies] == [True, False, False, False], "it is remembered"
+    _, once = serve(old, attempts=1)
+    assert Judge(once).points("q", ["r"])[0].value == pytest.approx(6 / 9)
     _, plain = serve(old, constrain=False)
     Judge(plain).points("q", ["r"])
     assert plain.usage.requests == 1

@@ -51,6 +51,29 @@ def test_by_hand(response: str, expected: list[float], value: float) -> None:
     assert worked(PENS, response, "14").value == pytest.approx(value)
 
 
+FORMS = [
+    "Total: {}",
+    "Total:\t{}",
+    "**Total:** {}",
+    "- Total: {}",
+    "**Total: {}**",
+    "**{}**",
+    "Day 2: {}",
+    "({})",
+    "Total: ({}).",
+    "= ({})",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_bold_type_and_parentheses_around_a_statement(form: str) -> None:
+    def value(statement: str, more: str = "") -> float | None:
+        return worked("One costs 10, the other 20. Both?", f"{form.format(statement)}\n{more}\n\\boxed{{30}}", "30").value
+
+    assert value("10+20 = 30") == value("(10 + 20)*1 = 30") == 1.0
+    assert value("10+20 = 31", "10+20 = 30") == 0.5, "a false one is punished there too"
+
+
 HONEST = "3*4 = 12\n12-5 = 7\n7*2 = 14\n\\boxed{14}"
 PADDING = [
     "7 = 7\n" * 50,
@@ -63,6 +86,7 @@ PADDING = [
     "two and two = four\n= 7\n7 =\n= =\n((( = )))\n2**3 = 8\n7//2 = 3\n",  # cannot be read
     # parts of something else:
     "12:30 = 4\nx^2 = 4\n5! = 120\n2x = 6\nx2 = 4\n3 apples + 4 = 7\n3 and 4 = 7\n12*3 = 3 dozen\n= 7\\%\nx_1 = 5\n2 = 2x\n",
+    "12 : 4 = 3\n2 ^ 3 = 8\nx ^ 2 = 4\n2 ** 3 = 8\nx**2 + 1 = 5\nf(3 = 4)\n(3+4 = 8)*2\n",
     "because of this, we go on\n",
 ]
 

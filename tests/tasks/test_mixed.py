@@ -15,7 +15,7 @@ from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task, validate
 from posttrain.tasks.mixed import Mixed, Source, rating_of
 from posttrain.tasks.reviews import Reviews
-from posttrain.types import Message, Problem, Rollout, Score, Segment
+from posttrain.types import Message, Problem, Rollout, Sampling, Score, Segment
 
 SUMS, REVIEWS = Arithmetic(level=2), Reviews()
 BOTH = Mixed((Source(name="sums", task=SUMS, weight=2), Source(name="reviews", task=REVIEWS)))
@@ -125,3 +125,61 @@ def test_settings_are_checked_and_travel_as_plain_data() -> None:
         with pytest.raises(UserError, match=words):
             Mixed(sources)
     assert config.from_tree(config.to_tree(BOTH), Task, "task") == BOTH
+
+
+@dataclass(frozen=True)
+class Later(Longest):
+    """Scored one by one, by a coroutine, in this process."""
+
+    isolated = False
+
+    async def score(self, problem: Problem, response: str) -> Score:  # type: ignore[override]
+        return Score(float(len(response)))
+
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> None:  # type: ignore[override]
+        return None
+
+
+@dataclass(frozen=True)
+class Here(Longest):
+    """Compared within the group, in this process."""
+
+    isolated = False
+
+
+def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
+    from posttrain.rollouts import rollout_groups
+    from posttrain.scoring import score_one
+    from posttrain.types import Completion
+
+    mixture = Mixed((Source(name="code", task=SUMS), Source(name="judge", task=Here()), Source(name="later", task=Later())))
+    problems = [mixture.problems("train")[n] for n in range(6)]
+    assert [mixture.isolates(p) for p in problems] == [False] * 6
+    assert score_one(mixture, problems[2], "abc") == Score(3.0, {"later": 3.0})
+
+    class Apart(Arithmetic):
+        isolated = True  # type: ignore[assignment]
+
+    mixture = Mixed((Source(name="code", task=Apart(level=1)), Source(name="judge", task=Here())))
+    problems = [mixture.problems("train")[n] for n in range(4)]
+    assert mixture.isolated and [mixture.isolates(p) for p in problems] == [True, False, True, False]
+
+    class Says:
+        """Answers the first sample of a group in one token, the second in two."""
+
+        def generate(self, requests: Sequence[object]) -> Sequence[tuple[Completion, ...]]:
+            rows = [Completion(np.arange(n), np.zeros(n, np.float32), "stop", 0) for n in (1, 2)]
+            return [tuple(rows)] * len(requests)
+
+    class Letters:
+        def decode(self, ids: Sequence[int]) -> tuple[str, np.ndarray]:
+            return "x" * len(ids), np.arange(len(ids) + 1)
+
+    from posttrain.models.tiny import character_tokenizer
+
+    groups = rollout_groups(
+        mixture, Says(), character_tokenizer("0123456789+=?x/train "), Letters(), problems, 2, Sampling(2), 0,
+        {"generate": 0.0, "score": 0.0},
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert [[r.score.parts.get("judge") for r in g.rollouts] for g in groups[1::2]] == [[0.0, 1.0]] * 2
+    assert [[r.score.value for r in g.rollouts] for g in groups[::2]] == [[0.0, 0.0]] * 2

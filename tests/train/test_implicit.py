@@ -68,6 +68,11 @@ def test_what_is_not_finite_is_a_failure() -> None:
     assert not score.valid and score.failure is not None and "nan" in score.failure
 
 
+def test_a_checkpoint_can_name_both_models() -> None:
+    policy, reference = shared_policy(0), shared_policy(1)
+    assert ImplicitRating(policy, reference, 0.1).models == (policy.model, reference.model)
+
+
 def test_refusals() -> None:
     with pytest.raises(UserError, match="beta must be positive, not 0"):
         ImplicitRating(shared_policy(), shared_policy(), 0)

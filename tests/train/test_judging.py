@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain import config, pipeline
 from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
 from posttrain.errors import GuardStop, UserError
 from posttrain.models.policy import Policy, adopt
 from posttrain.models.save import save
@@ -21,6 +22,7 @@ from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.rewards._asking import Form
 from posttrain.rewards.judge import CANARIES, SCORE, VERDICT, Judge, Verdict
+from posttrain.rollouts import failure_kind
 from posttrain.runs.read import Run
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.rl import RLStage
@@ -32,6 +34,7 @@ from posttrain.types import Problem, Rollout, Sampling, Score, Segment
 torch.set_num_threads(1)
 TOKENIZER = character_tokenizer(string.printable)
 MARK = "#"
+TOURNAMENT = {"reward_models": ("a",), "reward_kind": "judge", "judge_mode": "tournament"}
 
 
 def number(token: str) -> int:
@@ -165,8 +168,6 @@ def test_what_is_no_number_is_a_failure(able: LocalModel) -> None:
         model.lm_head.weight[number("0"), 0] = float("nan")
     (score,) = Judge(local).points("q", ["a"])
     assert score.value is None and local.usage.failures == 1
-    with pytest.raises(UserError, match="positions"):
-        Judge(able).points("q", ["x" * 3000])
 
 
 def rollout(problem: str, text: str) -> Rollout:
@@ -182,6 +183,31 @@ def test_rollouts_are_judged_by_problem(able: LocalModel) -> None:
         JudgeRating(able, "votes")
     with pytest.raises(UserError, match="rubric file"):
         JudgeRating(able, rubric="nowhere.txt")
+
+
+def test_what_is_too_long_to_read_fails_alone(able: LocalModel) -> None:
+    long, failures = "x" * 3000, able.usage.failures
+    rollouts = [rollout("1", "a"), rollout("1", long), rollout("1", MARK * 3), rollout("2", long)]
+    scores = JudgeRating(able).rate(rollouts)
+    assert [s.value for s in scores] == [0.0, None, 1.0, None] and able.usage.failures == failures + 2
+    assert [failure_kind(s) for s in scores if not s.valid] == ["too_long"] * 2 and "2048 positions" in str(scores[1].failure)
+    for mode, values in (("group", [1.0, None, 1.0]), ("tournament", [0.5, None, 0.5])):
+        assert [s.value for s in JudgeRating(able, mode).rate(rollouts[:3])] == values
+    # each of these can be read, and both together cannot: no verdict, and no end of the run
+    assert Judge(able).pair("q", [("x" * 800, "y" * 800), ("x", "y")])[0] == Verdict(None, False)
+    room = 2048 - len('{"score": 10}')
+    assert [bool(able.too_long([1] * n, SCORE)) for n in (room, room + 1)] == [False, True]
+
+
+def test_a_judge_without_room_for_its_questions_is_refused() -> None:
+    model = judging_model()
+    model.config.max_position_embeddings = 300
+    with pytest.raises(UserError, match="cannot judge: its questions are too_long: .*300 positions"):
+        JudgeRating(LocalModel(adopt(model, TOKENIZER, (TOKENIZER.eos_token_id,))))
+
+
+def test_a_checkpoint_can_name_the_judge(able: LocalModel) -> None:
+    assert JudgeRating(able).models == (able.policy.model,)
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +256,8 @@ def test_agreement_with_people_is_reported(saved: str, tmp_path: Path) -> None:
         ({"reward_models": ("a", "b"), "reward_kind": "judge"}, "one model judges, not 2"),
         ({"judge_mode": "group"}, "judge_mode and judge_rubric are for"),
         ({"reward_models": ("a",), "reward_kind": "judge", "judge_mode": "x"}, "mode is one of"),
+        ({**TOURNAMENT, "algorithm": PPO(group=1)}, "tournament compares the responses to one problem"),
+        ({**TOURNAMENT, "measure_problems": 5, "watch_kl": True}, "tournament compares the responses to one problem"),
     ],
 )
 def test_refusals(settings: dict[str, Any], complaint: str) -> None:

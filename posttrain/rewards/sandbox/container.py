@@ -48,6 +48,9 @@ class ContainerChild(PopenChild):
             with suppress(OSError):
                 self.close_input()
             if not self._waited(GRACE):
+                for stream in self.streams:  # nobody reads any more, and a client that still has something to say would not end
+                    with suppress(OSError):
+                        stream.close()
                 self._stop()
         found = super().finish(0.0)
         memory = self.several and not running and found.signal == signal.SIGKILL  # nobody else ends it so
