@@ -10,11 +10,11 @@ from posttrain.types import JSON
 # Settings that decide how the work is done, or what is looked at, but not what is learned. Threads and devices may change the last
 # bits of a number; a micro-batch budget does not change a batch.
 HARMLESS = frozenset({
-    "name", "device", "deterministic", "threads", "trackers", "next_command", "before", "after", "checkpoint_hook",
-    "checkpoint_sync", "checkpoint_keep", "token_budget", "checkpointing", "release_cache", "max_rows", "checkpoint_every",
-    "evaluate_every", "evaluate_problems", "evaluate_units", "rollouts_every", "measure_problems", "reference_device",
-    "reward_device", "watch_kl", "guards", "alarms",
+    "name", "device", "deterministic", "threads", "trackers", "checkpoint_hook", "checkpoint_sync", "checkpoint_keep", "token_budget",
+    "checkpointing", "release_cache", "max_rows", "checkpoint_every", "evaluate_every", "evaluate_problems", "evaluate_units",
+    "rollouts_every", "reference_device", "reward_device", "watch_kl", "guards", "alarms",
 })  # fmt: skip
+SUMMARY = frozenset({"next_command", "before", "after"})  # of the recipe; a stage may have fields of these names that matter
 ABSENT = object()
 
 
@@ -45,7 +45,9 @@ def compare(before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collec
         stage, *rest = key.split(".")
         # a run's name is harmless; that of an algorithm or a task within a stage is which one it is
         parts = [part for part in rest if part != "name"] or ([stage] if not rest else [])
-        harmless = any(part in HARMLESS for part in parts) or bool(rest and stage not in begun) or was is ABSENT
+        harmless = (
+            any(part in HARMLESS for part in parts) or bool(rest and stage not in begun) or was is ABSENT or key in SUMMARY
+        )
         text = f"{key}: {_words(was)} -> {_words(now)}"
         (named if harmless else refused).append(text)
     return Changes(tuple(named), tuple(refused))

@@ -50,10 +50,25 @@ def start(settings: Settings) -> Path:
             writer.event("config", {"config": tree})
             _run(settings, writer)
         return directory
-    with RunWriter.create(directory, tree) as writer:
-        writer.event("config", {"config": tree})
-        _run(settings, writer)
+    existed, made = directory.exists(), False
+    try:
+        with RunWriter.create(directory, tree) as writer:
+            made = True
+            writer.event("config", {"config": tree})
+            _run(settings, writer)
+    except UserError:
+        if made:
+            forget(directory, existed)
+        raise
     return directory
+
+
+def forget(directory: Path, existed: bool) -> None:
+    """Take back a run that was refused before it had learned or measured anything, so that the corrected command may have its place."""
+    if Run(directory).metrics() or any((directory / "stages").glob(f"*/{RESULT}")):
+        return
+    for path in list(directory.iterdir()) if existed else [directory]:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:
@@ -236,7 +251,8 @@ def conclude(settings: Settings, context: Context) -> None:
     if pass_at_k(context, recipe.stages):
         write_text(f"pass@k:   {context.directory / 'pass_at_k.png'}\n", sys.stdout)
     write_text(f"model:    {context.directory / 'export'} (a plain transformers checkpoint)\n", sys.stdout)
-    write_text(f"rollouts: posttrain show {context.directory}\n", sys.stdout)
+    if any((context.directory / "rollouts").glob("*/*")):
+        write_text(f"rollouts: posttrain show {context.directory}\n", sys.stdout)
     summary = run.summary or {}
     write_text(f"took {duration(float(summary.get('seconds', 0)))}\n", sys.stdout)
     if recipe.next_command:

@@ -170,28 +170,29 @@ def rollout_groups(
     prompts = [render_prompt(tokenizer, task.prompt(p), f"problem {p.id}") for p in problems]
     requests = [Request(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
     written: list[list[tuple[Segment, Segment]]] = []
-    scores: list[Score] = []
+    scores: list[Sequence[Score] | None] = []  # of each problem; None while workers have it
     scoring = 0.0
     with Workers(task, seconds=task.seconds) as workers:
         for problem, request, completions in zip(problems, requests, sampler.generate(requests), strict=True):
             now = time.perf_counter()
             written.append(segments(decoder, request, completions))
             responses = [response.text for _, response in written[-1]]
-            if task.isolated:
+            if task.isolates(problem):
                 workers.submit(problem, responses)
+                scores.append(None)
             else:
-                scores += score_group(task, problem, responses)
+                scores.append(score_group(task, problem, responses))
             scoring += time.perf_counter() - now
         now = time.perf_counter()
-        scores += workers.results()
+        late = iter(workers.results())
         scoring += time.perf_counter() - now
     seconds["score"] += scoring
     seconds["generate"] += time.perf_counter() - began - scoring
-    given = iter(scores)
-    return [
-        Group(problem, tuple(Rollout(problem, number, parts, next(given)) for number, parts in enumerate(members)))
-        for problem, members in zip(problems, written, strict=True)
-    ]
+    groups = []
+    for problem, members, found in zip(problems, written, scores, strict=True):
+        given = late if found is None else iter(found)
+        groups.append(Group(problem, tuple(Rollout(problem, n, parts, next(given)) for n, parts in enumerate(members))))
+    return groups
 
 
 def segments(decoder: Decoder, request: Request, completions: Sequence[Completion]) -> list[tuple[Segment, Segment]]:

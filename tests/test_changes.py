@@ -76,3 +76,9 @@ def test_a_stage_that_has_begun_may_not_go_and_new_ones_may_come() -> None:
 def test_nothing_changed() -> None:
     assert compare(BASE, BASE, ["sft", "rl"]) == compare(BASE, changed("seed", 0), [])
     assert compare(BASE, BASE, []).named == ()
+
+
+def test_a_stage_may_have_a_field_that_is_called_as_one_of_the_recipe() -> None:
+    old, new = ({"before": a, "stages": [{"name": "compare", "before": a}]} for a in ("x", "y"))
+    found = compare(old, new, ["compare"])
+    assert found.named == ("before: x -> y",) and found.refused == ("compare.before: x -> y",)

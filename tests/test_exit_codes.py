@@ -85,3 +85,30 @@ def test_the_codes_are_documented() -> None:
     table = [line.split("|")[1].strip() for line in page[: page.index("## Guards")].splitlines() if line.startswith("| ")]
     assert table == ["code", "0", "1", "2", "3", "130"]
     assert {str(code) for code in CODES.values()} <= set(table)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("threads=-3", "threads is a number"), ("device=cudaa", "device must be auto"), ("checkpoint_keep=0", "checkpoint_keep must"),
+        ("trackers=wanb", "did you mean 'wandb'"), ("size=huge", "unknown tiny model size"), ("rl.lr=.inf", "lr must be a positive"),
+        ("sft.data=[{file: none.jsonl}]", "none.jsonl"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_at_the_start_leaves_nothing(
+    setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for out in ("new", "mine"):
+        assert cli.main(["run", "quickstart", f"out={out}", "threads=1", setting]) == 2
+        assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine"]  # the folder that was there stays, empty
+
+
+def test_what_was_learned_is_not_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "small.yaml"
+    second = "- {stage: sft, name: sft, model: nobody, data: [{file: none.jsonl}], steps: 1}"
+    recipe.write_text(f"{SMALL}{second}\n")
+    assert cli.main(["run", str(recipe), f"out={tmp_path / 'run'}"]) == 2
+    assert len(Run(tmp_path / "run").metrics("rl")) == 5

@@ -32,6 +32,7 @@ from posttrain.errors import UserError
 from posttrain.models.load import load
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.rewards._endpoint import Endpoint
 from posttrain.runs import layout
 from posttrain.runs.console import printable
 from posttrain.runs.read import Run
@@ -359,6 +360,45 @@ def test_x03_code_and_programs_named_by_a_run_directory_do_not_run(change: dict[
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match="pass --allow-code if you trust it"):
         pipeline.resume(tmp_path / "run")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize(("reward", "options"), [("code", {"sandbox": "unsafe"}), ("judge", {"key_variable": "AWS_SECRET"})])
+def test_x03_a_file_does_not_lower_walls_or_choose_a_secret(
+    reward: str, options: dict[str, str], depth: int, tmp_path: Path
+) -> None:
+    for _ in range(depth):
+        reward, options = "compose", {"parts": [{"reward": "format"}, {"reward": reward, "options": options}]}
+    task = {"name": "jsonl", "file": "rows.jsonl", "reward": reward, "options": options}
+    stage = {"stage": "rl", "name": "rl", "model": "tiny:nano", "task": task}
+    for tree in ({"stages": [stage]}, {"recipe": "quickstart", "rl": {"task": task}}):
+        (tmp_path / "evil.yaml").write_text(yaml.safe_dump(tree))
+        with pytest.raises(
+            UserError, match=r"(sandbox: unsafe|key_variable: AWS_SECRET).*pass --allow-code if you trust it"
+        ) as caught:
+            config.parse(str(tmp_path / "evil.yaml"), [])
+        assert "\n" not in str(caught.value)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"stages": [stage]}))
+    assert config.parse(str(tmp_path / "mine.yaml"), [], allow_code=True).recipe.stages[0].task.options == options
+    assert Endpoint(url="http://x", model="m").key_variable == config.KEY_VARIABLE
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rl": {"task": {"name": "MARK.py:Evil"}}},
+        {"rl.algorithm": "MARK.py:Evil"},
+        {"rl.task": {"name": "jsonl", "file": "x", "reward": "MARK.py:f"}},
+    ],
+)
+def test_x03_keys_of_a_recipe_in_a_file_do_not_run_code(keys: dict[str, Any], tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass Evil: ...\n")
+    tree = json.loads(json.dumps({"recipe": "quickstart", **keys}).replace("MARK.py", str(tmp_path / "evil.py")))
+    (tmp_path / "evil.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match="pass --allow-code if you trust it"):
+        config.parse(str(tmp_path / "evil.yaml"), [])
     assert not mark.exists()
 
 

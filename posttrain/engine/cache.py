@@ -99,14 +99,15 @@ class Decode:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         stores, heads, width = self.cache.layer(layer, key), key.shape[1], key.shape[3]
         for store, fresh in zip(stores, (key, value), strict=True):
-            if self.even:
-                store[: self.count, :, self.longest - 1].copy_(fresh[:, :, 0])
+            if self.even:  # by methods: an index of several slices takes longer to read than the copy
+                store.select(2, self.longest - 1).narrow(0, 0, self.count).copy_(fresh.squeeze(2))
             else:
                 store.view(-1, width).index_copy_(0, self.place(heads), fresh.reshape(-1, width))
         rows, grouped = query.shape[0], query.shape[1] // heads
         mask = self.mask(rule.sliding_window)
         if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
-            keys, values = (store.view(-1, *store.shape[2:])[: rows * heads, : self.longest] for store in stores)
+            whole, size = (-1, self.cache.length, width), rows * heads
+            keys, values = (store.view(whole).narrow(0, 0, size).narrow(1, 0, self.longest) for store in stores)
             return _by_products(query, keys, values, mask, rule.scaling).view(rows, 1, -1, width)
         keys, values = (store[: self.count, :, : self.longest] for store in stores)
         if rule.softcap is None:  # heads of a group become query rows: keys are read once and never repeated

@@ -149,7 +149,7 @@ class _Layer:
             mixed[:, :, :heads] = self.query_norm(mixed[:, :, :heads])
             mixed[:, :, heads:turned] = self.key_norm(mixed[:, :, heads:turned])
         # the module's x cos + rotate_half(x) sin is a product of complex numbers
-        torch.view_as_complex(mixed.view(*shape, -1, self.width // 2, 2)[:, :, :turned]).mul_(turn)
+        torch.view_as_complex(mixed.view(*shape, -1, self.width // 2, 2).narrow(2, 0, turned)).mul_(turn)
         query, key, value = mixed.transpose(1, 2).split_with_sizes((heads, self.keys, self.keys), 1)
         seen = layout.attend(self.number, query, key, value, self.rule)
         x = self.out.plus(seen.reshape(x.shape[0], -1), x)

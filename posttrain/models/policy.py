@@ -65,9 +65,13 @@ class Policy(Network):
 
 
 def silence_dropout(model: nn.Module) -> None:
+    """Turn it off wherever it may be: in modules of its own, and in rates that others hand to the function (OPT)."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and type(value) is float:
+                setattr(module, name, 0.0)
 
 
 def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
