@@ -91,7 +91,7 @@ def test_the_codes_are_documented() -> None:
     ("setting", "said"),
     [
         ("threads=-3", "threads is a number"), ("device=cudaa", "device must be auto"), ("checkpoint_keep=0", "checkpoint_keep must"),
-        ("trackers=wanb", "did you mean 'wandb'"), ("size=huge", "unknown tiny model size"), ("rl.lr=.inf", "lr must be positive and finite"),
+        ("trackers=wanb", "did you mean 'wandb'"), ("size=huge", "unknown tiny model size"), ("rl.lr=.inf", "lr must be finite"),
         ("sft.data=[{file: none.jsonl}]", "none.jsonl"),
     ],
 )  # fmt: skip

@@ -34,7 +34,8 @@ class Optimization:
     checkpointing: str = "auto"  # never, layer (compute activations again in backward), or auto: where memory asks for it
 
     def __post_init__(self) -> None:
-        require(0 < self.lr < math.inf, f"lr must be positive and finite, not {self.lr}")
+        require(self.lr > 0, f"lr must be positive, not {self.lr}")
+        require(self.lr < math.inf, f"lr must be finite, not {self.lr}")
         require(self.warmup >= 0, f"warmup is a number of steps, not {self.warmup}")
         require(self.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
         require(0 <= self.final <= 1, f"final is a share of lr between 0 and 1, not {self.final}")
