@@ -50,7 +50,7 @@ def start(settings: Settings) -> Path:
             writer.event("config", {"config": tree})
             _run(settings, writer)
         return directory
-    existed, made = directory.exists(), False
+    there, made = frozenset(directory.iterdir()) if directory.is_dir() else None, False
     try:
         with RunWriter.create(directory, tree) as writer:
             made = True
@@ -58,16 +58,17 @@ def start(settings: Settings) -> Path:
             _run(settings, writer)
     except UserError:
         if made:
-            forget(directory, existed)
+            forget(directory, there)
         raise
     return directory
 
 
-def forget(directory: Path, existed: bool) -> None:
-    """Take back a run that was refused before it had learned or measured anything, so that the corrected command may have its place."""
+def forget(directory: Path, there: frozenset[Path] | None) -> None:
+    """Take back a run that was refused before it had learned or measured anything, so that the corrected command may have its place.
+    What was `there` before (None: not even the directory) is not ours and stays."""
     if Run(directory).metrics() or any((directory / "stages").glob(f"*/{RESULT}")):
         return
-    for path in list(directory.iterdir()) if existed else [directory]:
+    for path in [directory] if there is None else [path for path in directory.iterdir() if path not in there]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

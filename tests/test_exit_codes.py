@@ -99,11 +99,13 @@ def test_what_is_refused_at_the_start_leaves_nothing(
     setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").mkdir(parents=True)
+    (tmp_path / "mine" / "keep").write_text("of the user")
     for out in ("new", "mine"):
         assert cli.main(["run", "quickstart", f"out={out}", "threads=1", setting]) == 2
         assert said in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine"]  # the folder that was there stays, empty
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["keep", "mine", "notes"]  # what was there stays
+    assert (tmp_path / "mine" / "keep").read_text() == "of the user"
 
 
 def test_what_was_learned_is_not_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
