@@ -10,10 +10,11 @@ import transformers
 from posttrain.models.attention import Packed, Rule
 from posttrain.models.fused_body import fused_body, packed
 from posttrain.models.policy import Policy, adopt
+from posttrain.models.scorer import from_policy
 from posttrain.ops import fused
 from posttrain.ops.logprobs import Head, token_logprobs
 from posttrain.train import forward as forward_module
-from posttrain.train.forward import forward
+from posttrain.train.forward import forward, scores
 from posttrain.train.pack import pack_examples
 from posttrain.types import Batch, Example
 
@@ -119,3 +120,15 @@ def test_the_fused_pass_against_the_module_in_float32(checkpointing: bool, monke
         logprob, gradient = gradients(policy)
         assert float((logprob - expected[0]).abs().mean()) < 0.01
         assert relative(gradient, expected[1]) < 0.03
+
+
+def test_the_fused_pass_of_a_scorer_against_its_module_in_float32() -> None:
+    """A reward model or a critic takes the same way as a policy: its scores and their gradient."""
+    batch, found = groups(), []
+    for dtype in (torch.bfloat16, torch.float32):
+        scorer = from_policy(make(dtype), zero=False)
+        assert (fused_body(scorer) is None) == (dtype == torch.float32)
+        score_T = scores(scorer, batch)
+        (score_T * torch.linspace(-1, 1, batch.tokens, device="cuda")).sum().backward()
+        found.append((score_T.detach(), torch.cat([p.grad.flatten().float() for p in scorer.model.parameters()])))
+    assert all(relative(mine, exact) < 0.03 for mine, exact in zip(*found, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.models.attention import LAYOUT, Packed, Rule
 from posttrain.models.lora import adapter_of
-from posttrain.models.policy import Policy
+from posttrain.models.policy import Network
 
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -21,11 +21,11 @@ STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend o
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.01}  # of a layer's largest output: rounding alone
 
 
-def strangeness(policy: Policy) -> str | None:
+def strangeness(network: Network) -> str | None:
     """What keeps a model from the fused decoder, in words, or None: the parts of a Llama, each of the plain kind."""
-    body = policy.body
-    if policy.dtype not in TOLERANCE:
-        return f"weights of type {policy.dtype}"
+    body = network.body
+    if network.dtype not in TOLERANCE:
+        return f"weights of type {network.dtype}"
     if not isinstance(getattr(body, "layers", None), nn.ModuleList) or set(dict(body.named_children())) != BODY:
         return f"{type(body).__name__} is not built like a Llama"
     if any(m._forward_hooks or m._forward_pre_hooks for m in body.modules()):
@@ -55,20 +55,20 @@ def activation(module: nn.Module) -> bool | None:
 
 
 def rules_of(
-    policy: Policy, ids_T: Tensor, position_T: Tensor, starts: tuple[int, ...]
+    network: Network, ids_T: Tensor, position_T: Tensor, starts: tuple[int, ...]
 ) -> tuple[tuple[Rule, ...] | None, Tensor, Packed]:
     """What each layer asks of its attention, the module's own hidden states of packed ids, and the layout they were packed in. No
     rules: the layers do not call our attention once each."""
-    watch = _Watch(Packed(starts, policy.device), {})
-    hidden_TH = policy.hidden(ids_T[None], position_T[None], **{LAYOUT: watch})[0].float()
-    count = len(policy.body.layers)
+    watch = _Watch(Packed(starts, network.device), {})
+    hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: watch})[0].float()
+    count = len(network.body.layers)
     complete = sorted(watch.rules) == list(range(count))
     return tuple(watch.rules[n] for n in range(count)) if complete else None, hidden_TH, watch.packed
 
 
 @torch.no_grad()
 def distance(
-    policy: Policy, ids_T: Tensor, position_T: Tensor, packed: Packed, embed: Callable[[], Tensor],
+    network: Network, ids_T: Tensor, position_T: Tensor, packed: Packed, embed: Callable[[], Tensor],
     layer: Callable[[int, Tensor], Tensor], norm: Callable[[Tensor], Tensor],
 ) -> float:  # fmt: skip
     """How far another way through a model is from the module: the largest difference of any layer's output, in parts of the largest
@@ -77,14 +77,14 @@ def distance(
     Each layer is given the module's own stream. From end to end, rounding adds up: two right ways through 28 layers in bf16 differ by
     5%, as much as a wrong one may.
     """
-    body, streams = policy.body, []
+    body, streams = network.body, []
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         streams.append(inputs[0][0])
 
     hooks = [part.register_forward_pre_hook(note) for part in (*body.layers, body.norm)]
     try:
-        hidden_TH = policy.hidden(ids_T[None], position_T[None], **{LAYOUT: packed})[0]
+        hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: packed})[0]
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.models.attention import Packed, Rule
 from posttrain.models.familiar import TOLERANCE, activation, distance, rules_of, strangeness
 from posttrain.models.lora import ADAPTER, adapter_of, stirred
-from posttrain.models.policy import Policy
+from posttrain.models.policy import Network
 from posttrain.models.varlen import available, offsets, varlen
 from posttrain.ops.fused import add_norm, gated, rotate, spread
 
@@ -28,8 +28,8 @@ SAID: WeakSet[nn.Module] = WeakSet()
 class FusedBody:
     """Final hidden states of flat tokens, differentiable in the module's parameters."""
 
-    def __init__(self, policy: Policy, rules: tuple[Rule, ...]):
-        self._body, self.rules = ref(policy.body), rules  # weak: `PROVED` would keep the model alive for ever
+    def __init__(self, network: Network, rules: tuple[Rule, ...]):
+        self._body, self.rules = ref(network.body), rules  # weak: `PROVED` would keep the model alive for ever
         self.angles: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -48,7 +48,7 @@ class FusedBody:
         return add_norm(x, y, *_norm(self.body.norm))[1]
 
     @torch.no_grad()
-    def proved(self, policy: Policy, ids_T: Tensor, position_T: Tensor, layout: Packed, attend: Attend) -> bool:
+    def proved(self, network: Network, ids_T: Tensor, position_T: Tensor, layout: Packed, attend: Attend) -> bool:
         """Whether each layer gives what the module's gives, on these tokens."""
         body = self.body
         angles = self._angles(body.embed_tokens(ids_T[:1]), int(position_T.max()) + 1)
@@ -62,8 +62,8 @@ class FusedBody:
         def norm(x: Tensor) -> Tensor:
             return add_norm(x, None, *_norm(body.norm))[1]
 
-        worst = distance(policy, ids_T, position_T, layout, lambda: body.embed_tokens(ids_T), through, norm)
-        return worst <= TOLERANCE[policy.dtype]
+        worst = distance(network, ids_T, position_T, layout, lambda: body.embed_tokens(ids_T), through, norm)
+        return worst <= TOLERANCE[network.dtype]
 
     def _angles(self, x: Tensor, positions: int) -> tuple[Tensor, Tensor]:
         if self.angles is None or self.angles[0].shape[0] < positions or self.angles[0].device != x.device:
@@ -129,40 +129,40 @@ def _norm(module: Any) -> tuple[Tensor, float, bool]:
     return module.weight, module.variance_epsilon if llama else module.eps, not llama
 
 
-def fused_body(policy: Policy) -> FusedBody | None:
-    """The fused way through a policy on CUDA in half precision, where its layers are the module's own; else None. That a model there
-    has to do without is said once."""
-    body = policy.body
-    if not available(next(policy.model.parameters()), 64, None):
+def fused_body(network: Network) -> FusedBody | None:
+    """The fused way through a policy or a scorer on CUDA in half precision, where its layers are the module's own; else None. That a
+    model there has to do without is said once."""
+    body = network.body
+    if not available(next(network.model.parameters()), 64, None):
         return None
-    reason = strangeness(policy)
+    reason = strangeness(network)
     if reason is None:
         adapted = any(ADAPTER in name for name, _ in body.named_parameters())
         if PROVED.get(body, (None,))[0] != adapted:
             with stirred(body):
-                PROVED[body] = adapted, _prove(policy)
+                PROVED[body] = adapted, _prove(network)
         found = PROVED[body][1]
         if found is not None:
             return found
         reason = "layers that attend in another way, or whose outputs differ from the module's own"
     if body not in SAID:
         SAID.add(body)
-        name = policy.source or type(policy.model).__name__
+        name = network.source or type(network.model).__name__
         sys.stderr.write(f"training: {name} takes the plain pass through its own module, about 1.5 times slower: {reason}\n")
     return None
 
 
 @torch.no_grad()
-def _prove(policy: Policy) -> FusedBody | None:
-    device = policy.device
-    ids = torch.arange(1, 12, device=device) % policy.model.config.get_text_config().vocab_size
+def _prove(network: Network) -> FusedBody | None:
+    device = network.device
+    ids = torch.arange(1, 12, device=device) % network.model.config.get_text_config().vocab_size
     position = torch.cat([torch.arange(7), torch.arange(4)]).to(device)
-    rules, _, layout = rules_of(policy, ids, position, (0, 7, 11))
-    width = policy.body.layers[0].self_attn.head_dim
-    if rules is None or not all(available(policy.body.embed_tokens.weight, width, rule.softcap) for rule in rules):
+    rules, _, layout = rules_of(network, ids, position, (0, 7, 11))
+    width = network.body.layers[0].self_attn.head_dim
+    if rules is None or not all(available(network.body.embed_tokens.weight, width, rule.softcap) for rule in rules):
         return None
-    mine = FusedBody(policy, rules)
-    return mine if mine.proved(policy, ids, position, layout, packed((7, 4), device)) else None
+    mine = FusedBody(network, rules)
+    return mine if mine.proved(network, ids, position, layout, packed((7, 4), device)) else None
 
 
 def packed(

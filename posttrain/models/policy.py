@@ -18,6 +18,7 @@ class Network:
 
     model: Any
     body: Any
+    source: str
 
     @property
     def device(self) -> torch.device:

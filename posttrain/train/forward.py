@@ -51,7 +51,7 @@ def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]
     What follows equal beginnings is computed once: the prompt of a group, and samples of it as far as they agree.
     """
     device = batch.ids_T.device
-    body = fused_body(model) if isinstance(model, Policy) else None  # before what follows, which waits for the device
+    body = fused_body(model)  # before what follows, which waits for the device
     kept_K, source_T = shared_beginnings(batch)
     if body is not None:
         return _fused(body, batch, kept_K, source_T)

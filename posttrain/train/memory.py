@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import require
 from posttrain.models.fused_body import fused_body
-from posttrain.models.policy import Network, Policy
+from posttrain.models.policy import Network
 from posttrain.ops.logprobs import CHUNK_LOGITS, CHUNK_LOGITS_CUDA
 
 MARGIN = 0.08  # of the device's memory that an estimate leaves alone
@@ -41,7 +41,7 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
     named = (getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))  # Llama, GPT-2, OPT
     inner = next((width for width in named if width), 4 * text.hidden_size)
     hidden, keys, layers = text.hidden_size, heads * head_width, text.num_hidden_layers
-    fused = isinstance(policy, Policy) and fused_body(policy) is not None
+    fused = fused_body(policy) is not None
     layer = (6 if fused else 9) * hidden + (3 if fused else 4) * inner + 2 * keys
     kept = layers * (2 if fused else 1) * hidden + layer if checkpointed else layers * layer
     working = 0 if fused else 4 * (hidden + inner)

@@ -16,6 +16,7 @@ from posttrain.models.familiar import rules_of, strangeness
 from posttrain.models.fused_body import PROVED, FusedBody, fused_body
 from posttrain.models.lora import Lora, add_adapters, stirred
 from posttrain.models.policy import Policy, adopt
+from posttrain.models.scorer import Scorer, from_policy
 
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -49,7 +50,12 @@ def test_hidden_states_and_gradients_are_the_modules(family: str, checkpointing:
         compare(policy, family, checkpointing)
 
 
-def compare(policy: Policy, family: str, checkpointing: bool) -> None:
+def test_a_scorer_takes_the_same_way() -> None:
+    """A reward model's or a critic's body is a policy's."""
+    compare(from_policy(make("llama"), zero=False), "llama", False)
+
+
+def compare(policy: Policy | Scorer, family: str, checkpointing: bool) -> None:
     assert strangeness(policy) is None
     rules, _, packed = rules_of(policy, IDS, POSITION, STARTS)
     assert rules is not None and (family != "qwen2-window" or {r.sliding_window for r in rules} == {6, None})
