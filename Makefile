@@ -27,7 +27,7 @@ $(BASE):
 
 $(READY): $(BASE) pyproject.toml constraints.txt
 	@echo "installing posttrain and its tools into $(VENV) (a few minutes the first time)"
-	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data]'
+	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data,int8]'
 	@touch $@
 
 $(PEERS): $(READY)

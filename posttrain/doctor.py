@@ -20,7 +20,8 @@ OK, NOTE, BROKEN = "ok", "note", "broken"
 PYTHON = ((3, 11), (3, 14))  # from, and before
 NEEDED = {"torch": "2.11", "transformers": "5.16", "safetensors": "0", "numpy": "0", "rich": "0", "pyyaml": "0", "pydantic": "2",
           "jinja2": "3.1.6"}  # fmt: skip
-EXTRAS = {"gguf": "GGUF files", "peft": "LoRA", "datasets": "hub data sets", "httpx": "judges", "sandlock": "the sandbox"}
+EXTRAS = {"gguf": "GGUF files", "peft": "LoRA", "torchao": "8-bit moments", "datasets": "hub data sets", "httpx": "judges",
+          "sandlock": "the sandbox"}  # fmt: skip
 LEAST_DISK = 5e9  # bytes; a small model's checkpoints and export
 LEAST_MEMORY = 2e9
 

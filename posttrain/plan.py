@@ -19,6 +19,7 @@ from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.train.memory import activation_bytes, at_hand, checkpointing_pays, learning_bytes, logits_bytes, weight_bytes
+from posttrain.train.optimizer import Optimization
 
 if TYPE_CHECKING:
     from posttrain.config import Settings
@@ -54,13 +55,13 @@ def size_text(size: float) -> str:
 
 
 def training_memory(
-    policy: Policy, tokens: int, cache: float = 0.0, lora: Lora | None = None, checkpointed: bool = False
+    policy: Policy, tokens: int, optimizer: Optimization, lora: Lora | None = None, cache: float = 0.0
 ) -> Memory:
     """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`."""
     adapters = 0 if lora is None else lora.parameters(policy.body)
-    learning = learning_bytes(policy, adapters or policy.parameters)
+    learning = learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes)
     weights = ("weights", weight_bytes(policy) + policy.dtype.itemsize * adapters)
-    kept = ("activations", activation_bytes(policy, tokens, checkpointed))
+    kept = ("activations", activation_bytes(policy, tokens, optimizer.checkpointing == "layer"))
     logits = ("logits", logits_bytes(policy, tokens))
     return Memory((weights, *learning, kept, logits, ("key-value cache", cache)))
 
@@ -70,7 +71,7 @@ def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, judges:
     rests on the CPU is not counted; it comes when the gradients are not yet there. A cache that is given back before training counts
     where it is larger than the gradients and activations that come in its place."""
     checkpointed = stage.optimizer.checkpointing == "layer"
-    own = training_memory(policy, tokens, cache, stage.lora, checkpointed)
+    own = training_memory(policy, tokens, stage.optimizer, stage.lora, cache)
     if stage.release_cache:
         sizes = dict(own.items)
         left = max(0.0, cache - sizes["gradients"] - sizes["activations"])
@@ -84,7 +85,8 @@ def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, judges:
         trained = policy.parameters if stage.lora is None else stage.lora.parameters(policy.body)
         trunk = 0.0 if stage.lora is not None and not stage.critic else body
         adapters = 0.0 if stage.lora is None else float(policy.dtype.itemsize * trained)
-        critic = trunk + adapters + sum(size for _, size in learning_bytes(policy, trained))
+        learns = (stage.critic_optimizer or stage.optimizer).moment_bytes
+        critic = trunk + adapters + sum(size for _, size in learning_bytes(policy, trained, learns))
         critic += activation_bytes(policy, tokens, checkpointed)
     others = (("reference", reference), ("critic", critic), ("reward models", judges if stage.reward_device == "same" else 0.0))
     return Memory((*own.items, *others))
@@ -251,7 +253,7 @@ def sft_lines(stage: SFTStage, policy: Policy, context: Context, before: Mapping
         f"{stage.steps * stage.batch / total:.1f} passes over {total:,} examples",
         *reports,
         *later,
-        training_memory(policy, tokens, lora=stage.lora, checkpointed=stage.optimizer.checkpointing == "layer").line(),
+        training_memory(policy, tokens, stage.optimizer, stage.lora).line(),
     ]
 
 
@@ -279,7 +281,7 @@ def preference_lines(
     units = stage.read(*given, stage.data) if isinstance(stage, PreferenceStage) else stage.read(*given)
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
     tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
-    memory = training_memory(policy, tokens)
+    memory = training_memory(policy, tokens, stage.optimizer)
     if "reference" in stage.algorithm.needs and getattr(stage, "reference_device", "same") == "same":
         memory = Memory((*memory.items, ("reference", weight_bytes(policy))))
     passes = stage.steps * stage.batch / len(units) / (1 - stage.held_out)

@@ -213,3 +213,18 @@ def test_a_run_that_gives_its_cache_back_samples_the_same(tmp_path: Path) -> Non
     assert [f["tokens"] for f in kept] == [f["tokens"] for f in given]
     assert [f["mismatch"] for f in kept] == pytest.approx([f["mismatch"] for f in given], rel=0.3)
     assert kept[0]["entropy"] == pytest.approx(given[0]["entropy"], rel=1e-5)
+
+
+def test_moments_of_8_bits_take_a_quarter_and_move_the_weights_alike() -> None:
+    pytest.importorskip("torchao")
+    moved, held = [], []
+    start = torch.cat([p.detach().float().flatten() for p in make().model.parameters()])
+    for moments in ("float32", "int8"):
+        trainer, _, before, _ = trained(8192, moments=moments)
+        held.append(torch.cuda.memory_allocated() - before)  # what a step leaves behind
+        for _ in range(4):
+            trainer.update(step(), 1e-3)
+        moved.append(torch.cat([m.flatten() for m in trainer.optimizer.masters.values()]) - start)
+        del trainer
+    assert held[1] < 0.3 * held[0]
+    assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 0.1

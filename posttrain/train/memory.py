@@ -21,10 +21,10 @@ def weight_bytes(policy: Network) -> float:
     return float(policy.dtype.itemsize * policy.parameters)
 
 
-def learning_bytes(policy: Network, count: int) -> tuple[tuple[str, float], ...]:
-    """What `count` weights need besides themselves in order to learn."""
+def learning_bytes(policy: Network, count: int, moments: float) -> tuple[tuple[str, float], ...]:
+    """What `count` weights need besides themselves in order to learn, with `moments` bytes of the optimizer for each."""
     masters = 0.0 if policy.dtype.itemsize == 4 else 4.0 * count
-    return ("gradients", 4.0 * count), ("float32 master weights", masters), ("optimizer", 8.0 * count)
+    return ("gradients", 4.0 * count), ("float32 master weights", masters), ("optimizer", moments * count)
 
 
 def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -> float:
@@ -72,9 +72,10 @@ def at_hand(device: torch.device) -> float | None:
     return max(0.0, float(free + unused) - MARGIN * total)
 
 
-def step_bytes(models: Sequence[Network], learning: int, tokens: int, checkpointed: bool) -> float:
-    """What a step takes beyond what is there once the optimizers are made: gradients, moments, activations, a chunk of logits."""
-    return 12.0 * learning + logits_bytes(models[0], tokens) + sum(activation_bytes(m, tokens, checkpointed) for m in models)
+def step_bytes(models: Sequence[Network], learning: float, tokens: int, checkpointed: bool) -> float:
+    """What a step takes beyond what is there once the optimizers are made: gradients and moments, which are `learning`, activations,
+    a chunk of logits."""
+    return learning + logits_bytes(models[0], tokens) + sum(activation_bytes(m, tokens, checkpointed) for m in models)
 
 
 def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:

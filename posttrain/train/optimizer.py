@@ -1,19 +1,21 @@
-"""AdamW on float32 weights, a learning-rate schedule, and global-norm clipping."""
+"""AdamW on float32 weights with moments of 32 or 8 bits, a learning-rate schedule, and global-norm clipping."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 
-SCHEDULES, CHECKPOINTING = ("constant", "linear", "cosine"), ("auto", "never", "layer")
+SCHEDULES, CHECKPOINTING, MOMENTS = ("constant", "linear", "cosine"), ("auto", "never", "layer"), ("float32", "int8")
+BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
 COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()  # one optimizer at a time takes gradients
 
 
@@ -32,6 +34,7 @@ class Optimization:
     clip_norm: float = 1.0
     token_budget: int = 8192  # tokens in a micro-batch; changes memory, never the gradient
     checkpointing: str = "auto"  # never, layer (compute activations again in backward), or auto: where memory asks for it
+    moments: str = "float32"  # Adam's, or int8: a quarter of the memory, rounded (needs torchao)
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
@@ -45,6 +48,12 @@ class Optimization:
         require(self.token_budget > 0, f"token_budget must be positive, not {self.token_budget}")
         ways = ", ".join(CHECKPOINTING)
         require(self.checkpointing in CHECKPOINTING, f"checkpointing must be one of {ways}, not {self.checkpointing!r}")
+        require(self.moments in MOMENTS, f"moments must be one of {', '.join(MOMENTS)}, not {self.moments!r}")
+
+    @property
+    def moment_bytes(self) -> float:
+        """Of both moments of one weight."""
+        return 8.0 if self.moments == "float32" else 2.0 * (1 + 4 / BLOCK)
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of step 0, 1, ..., steps - 1.
@@ -81,10 +90,11 @@ class Optimizer:
             ]
         decay = [m for m in self.masters.values() if m.ndim >= 2]
         plain = [m for m in self.masters.values() if m.ndim < 2]
-        self.adam = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
-        )  # fmt: skip
+        groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        common = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+        self.adam = (
+            _narrow_adam(groups, common) if settings.moments == "int8" else torch.optim.AdamW(groups, **common, fused=True)
+        )
 
     @staticmethod
     def _collect(master: Tensor):  # type: ignore[no-untyped-def]
@@ -117,7 +127,7 @@ class Optimizer:
         if norm > self.settings.clip_norm:
             torch._foreach_mul_(list(self.gradients()), self.settings.clip_norm / norm)
         for group in self.adam.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         self.adam.step()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -137,7 +147,8 @@ class Optimizer:
             if master is not self.parameters[name]:
                 tensors[f"master.{name}"] = master
             for key, value in self.adam.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
+                parts = {"": value} if not hasattr(value, "codes") else {"_codes": value.codes, "_scale": value.scale}
+                tensors |= {f"{key}{part}.{name}": tensor for part, tensor in parts.items()}
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -146,7 +157,27 @@ class Optimizer:
             for name, master in self.masters.items():
                 if f"master.{name}" in tensors:
                     master.copy_(tensors[f"master.{name}"])
-                keys = ("step", "exp_avg", "exp_avg_sq")
                 if f"step.{name}" in tensors:
-                    device = master.device
-                    self.adam.state[master] = {k: tensors[f"{k}.{name}"].clone().to(device) for k in keys}
+                    self.adam.state[master] = {
+                        key: self._moment(tensors, key, name) for key in ("step", "exp_avg", "exp_avg_sq")
+                    }
+
+    def _moment(self, tensors: dict[str, Tensor], key: str, name: str) -> Tensor:
+        master, narrow = self.masters[name], self.settings.moments == "int8"
+        if f"{key}.{name}" in tensors:  # torchao counts steps on the CPU
+            return tensors[f"{key}.{name}"].clone().to("cpu" if narrow and key == "step" else master.device)
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        moment = OptimState8bit.zeros(master.shape, key == "exp_avg", BLOCK, master.device, master.dtype)
+        moment.codes.copy_(tensors[f"{key}_codes.{name}"])
+        moment.scale.copy_(tensors[f"{key}_scale.{name}"])
+        return moment  # type: ignore[no-any-return]
+
+
+def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:
+    """AdamW whose moments are kept in 8 bits, in blocks with a scale each, where a tensor has 4,096 numbers or more."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise UserError("optimizer.moments=int8 needs torchao: pip install 'posttrain[int8]'") from None
+    return AdamW8bit(groups, **common, block_size=BLOCK)  # type: ignore[no-any-return]

@@ -72,7 +72,7 @@ class Trainer:
     def _choose_checkpointing(self, beside: float) -> bool:
         models: list[Policy | Scorer] = [self.policy, *([self.critic] if self.critic is not None else [])]
         optimizers = [self.optimizer, *([self.critic_optimizer] if self.critic_optimizer is not None else [])]
-        learning = sum(p.numel() for optimizer in optimizers for p in optimizer.parameters.values())
+        learning = sum((4 + o.settings.moment_bytes) * p.numel() for o in optimizers for p in o.parameters.values())
         have, chosen = at_hand(self.policy.device), self.settings.checkpointing
         need = beside
         if chosen == "auto" and have is not None:

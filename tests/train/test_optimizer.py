@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -249,3 +250,68 @@ def test_the_state_names_every_tensor() -> None:
     optimizer.step(0.1)
     kinds = ("master", "step", "exp_avg", "exp_avg_sq")
     assert set(optimizer.state()) == {f"{kind}.{name}" for kind in kinds for name in ("matrix", "vector", "number")}
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao compiles its update; here that would take a minute, and the same code runs uncompiled."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def wide_module(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(128, 64, dtype=dtype)  # 8,192 weights, which are quantised, and 64 biases, which are not
+
+
+def moved(optimizer: Optimizer, module: nn.Module, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for master in optimizer.masters.values():
+            master.grad = torch.randn(master.shape, generator=generator) * (1 + torch.arange(master.shape[-1]) % 7)
+        optimizer.step(1e-2)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_of_8_bits_move_weights_nearly_as_those_of_32(dtype: torch.dtype) -> None:
+    found = []
+    for moments in ("float32", "int8"):
+        module = wide_module(dtype)
+        optimizer = Optimizer(module, Optimization(lr=1e-2, weight_decay=0.1, moments=moments))
+        before = [m.detach().clone() for m in optimizer.masters.values()]
+        moved(optimizer, module, range(20))
+        found.append([m.detach() - b for m, b in zip(optimizer.masters.values(), before, strict=True)])
+    (exact, exact_bias), (narrow, narrow_bias) = found
+    assert torch.allclose(exact_bias, narrow_bias, rtol=1e-4, atol=1e-7)  # below 4,096 numbers nothing is rounded
+    distance = float((exact - narrow).norm() / exact.norm())
+    assert 1e-4 < distance < 0.05, "rounded, and by little"
+
+
+@pytest.mark.usefixtures("eager")
+def test_moments_of_8_bits_go_on_bit_for_bit_and_take_a_quarter() -> None:
+    settings = Optimization(lr=1e-2, moments="int8")
+    module = wide_module(torch.bfloat16)
+    optimizer = Optimizer(module, settings)
+    moved(optimizer, module, range(3))
+    saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    assert all(type(tensor) is Tensor for tensor in saved.values()), "plain tensors, as safetensors keeps them"
+    size = sum(
+        t.numel() * t.element_size() for name, t in saved.items() if name.startswith("exp_avg") and name.endswith("weight")
+    )
+    assert size == settings.moment_bytes * 8192
+    other_module = wide_module(torch.bfloat16)
+    other = Optimizer(other_module, settings)
+    other.restore(saved)
+    for one, its in ((optimizer, module), (other, other_module)):
+        moved(one, its, range(3, 6))
+    for name, tensor in optimizer.state().items():
+        assert torch.equal(tensor, other.state()[name]), name
+
+
+def test_moments_of_8_bits_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UserError, match=r"optimizer.moments=int8 needs torchao: pip install 'posttrain\[int8\]'"):
+        Optimizer(Small(torch.float32), Optimization(moments="int8"))
+    with pytest.raises(UserError, match="moments must be one of float32, int8, not 'int4'"):
+        Optimization(moments="int4")
