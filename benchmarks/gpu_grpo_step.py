@@ -101,9 +101,13 @@ def mismatch(metrics: tuple[Any, ...]) -> float:
 
 
 def gate(ours: Ours, batch: Batch) -> dict[str, float]:
-    """Loss gradient of one micro-batch by the fused way against the plain module with float32 weights: relative error, cosine."""
+    """Loss gradient of one micro-batch by the fused way against the plain module with float32 weights: relative error, cosine; and how
+    far the sampled log-probs are from that module's, mean and largest."""
+    sequences = 2 if ours.case.lora else 8  # the large model's activations in float32 must fit
     piece = next(
-        iter(micro_batches(ours.algorithm.prepare(batch, ours.algorithm.start()), (ours.case.prompt + ours.case.new) * 8))
+        iter(
+            micro_batches(ours.algorithm.prepare(batch, ours.algorithm.start()), (ours.case.prompt + ours.case.new) * sequences)
+        )
     )
     ours.trainer.optimizer.zero()
     ours.trainer.forward_backward(piece)
@@ -117,9 +121,10 @@ def gate(ours: Ours, batch: Batch) -> dict[str, float]:
     # at the point of sampling the ratio's gradient is that of the log-prob: no clipping by rounding differences
     loss = -(outputs.logprob_T * piece.advantage_T * piece.weight_T).where(piece.mask_T, 0.0).sum()
     loss.backward()
+    apart_M = (outputs.logprob_T.detach() - piece.behaviour_T)[piece.mask_T].abs()
     dot = error = norm = other = 0.0
-    for name, parameter in exact.model.named_parameters():
-        found, expected = fast[name], parameter.grad
+    for name, found in fast.items():
+        expected = exact.model.get_parameter(name).grad
         dot += float((found * expected).sum())
         error += float((found - expected).pow(2).sum())
         norm, other = norm + float(expected.pow(2).sum()), other + float(found.pow(2).sum())
@@ -127,6 +132,8 @@ def gate(ours: Ours, batch: Batch) -> dict[str, float]:
         "relative_error": (error / norm) ** 0.5,
         "cosine": dot / (norm * other) ** 0.5,
         "norm_ratio": (other / norm) ** 0.5,
+        "logprob_mean": float(apart_M.mean()),
+        "logprob_max": float(apart_M.max()),
     }
     assert result["cosine"] > 0.98, result
     return result
