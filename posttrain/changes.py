@@ -15,6 +15,7 @@ HARMLESS = frozenset({
     "rollouts_every", "reference_device", "reward_device", "watch_kl", "guards", "alarms",
 })  # fmt: skip
 SUMMARY = frozenset({"next_command", "before", "after"})  # of the recipe; a stage may have fields of these names that matter
+WHOLE = "options"  # a mapping whose keys are a user's own: one more of them is a change, not a setting of a later version
 ABSENT = object()
 
 
@@ -35,6 +36,9 @@ def compare(before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collec
     Changes(named=('threads: 1 -> 2',), refused=('rl.lr: 0.1 -> 0.2',))
     >>> compare(old, new, []).refused
     ()
+    >>> old, new = ({"stages": [{"name": "rl", "task": {"options": o}}]} for o in ({"mark": 1}, {"mark": 1, "case": 0}))
+    >>> compare(old, new, ["rl"]).refused
+    ("rl.task.options: {'mark': 1} -> {'mark': 1, 'case': 0}",)
     """
     ours, theirs = flatten(before), flatten(after)
     named, refused = [], []
@@ -62,7 +66,7 @@ def flatten(tree: Mapping[str, JSON]) -> dict[str, JSON]:
     flat: dict[str, JSON] = {}
 
     def walk(prefix: str, value: JSON) -> None:
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and prefix.rpartition(".")[2] != WHOLE:
             for key, inner in value.items():
                 walk(f"{prefix}.{key}" if prefix else str(key), inner)
         else:

@@ -1,7 +1,8 @@
 """Where a stage's result comes from: its settings and the content of its inputs. Only what changed is done again.
 
-Inputs are found, not declared: every string in a stage's settings that names an earlier stage, or a file or directory that exists, and
-the files of a user's own classes. They are compared by content: a stage done again with the same outcome changes nothing below it.
+Inputs are found, not declared: every string in a stage's settings that names an earlier stage, a file, or a directory (one with a
+slash in its name, a model's, or one of data files), and the files of a user's own classes and functions. They are compared by content:
+a stage done again with the same outcome changes nothing below it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from posttrain.types import JSON
 NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
 CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")  # of a result: true, and no reason to do anything again
-SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gguf", ".safetensors", ".yaml", ".yml")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".safetensors", ".gz")  # what a directory of data or of a model holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,22 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     config = flatten({"seed": seed, "stage": Path(catalogue.name_of(stage)).name, **_plain(stage)})
     inputs = {name: content(folders[name]) for name in references(stage, folders) if (folders[name] / RESULT).is_file()}
     for word in dict.fromkeys(_words(stage)):
-        path = Path(word)
-        if word not in folders and (os.sep in word or word.endswith(SUFFIXES)) and path.exists():
+        if word not in folders and (path := _place(word)) is not None:
             inputs[word] = sha256(path) if path.is_file() else content(path)
     inputs |= {f"{path.name} (code)": sha256(path) for path in _code(stage)}
     return Lineage(json.loads(dump_line(config)), inputs)
+
+
+def _place(word: str) -> Path | None:
+    """The file or directory that a word names. Most words are no paths: a directory that happens to be called like one is none."""
+    path = Path(word)
+    try:
+        if path.is_file():
+            return path
+        named = os.sep in word or any(inner.name.endswith(SUFFIXES) for inner in path.iterdir())
+        return path if path.is_dir() and named else None
+    except (OSError, ValueError):  # not there, may not be read, or no path at all: too long, with a null
+        return None
 
 
 def references(stage: object, names: Collection[str]) -> list[str]:
@@ -141,9 +153,10 @@ def _words(stage: object) -> Iterator[str]:
 
 
 def _code(stage: object) -> list[Path]:
-    """Files that a user's own classes were taken from."""
-    names = (catalogue.name_of(value) for value in _inside(stage) if is_dataclass(value))
-    return [Path(name.rsplit(":", 1)[0]) for name in dict.fromkeys(names) if ".py:" in name]
+    """Files that a user's own classes were taken from, and those of functions that are named FILE.py:FUNCTION."""
+    names = [catalogue.name_of(value) for value in _inside(stage) if is_dataclass(value)]
+    files = (Path(name.rsplit(":", 1)[0]) for name in dict.fromkeys([*names, *_words(stage)]) if ".py:" in name)
+    return list(dict.fromkeys(path for path in files if path.is_file()))
 
 
 def _short(value: JSON) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,7 @@ class Note(Stage):
     skip: int = 0
     score: float = 0.0
     checkpoint_every: int = 25
+    options: Mapping[str, JSON] = field(default_factory=dict)
 
     def run(self, context: Context) -> dict[str, JSON]:
         RAN.append(self.name)
@@ -116,6 +117,39 @@ def test_seed_and_kind_of_stage_are_part_of_it(tmp_path: Path) -> None:
     best = BestStage(name="a", models=("m",), measured=("n",))
     with pytest.raises(UserError, match="measured nothing"):
         ran(tmp_path, (best,), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("word", "file", "seen"),
+    [
+        ("pairs.jsonl.gz", "pairs.jsonl.gz", True),  # a file, whatever it is called
+        ("words", "words", True),
+        ("model", "model/model.safetensors", True),  # a model's directory, or one of data
+        ("linear", "linear/notes.md", False),  # a directory that happens to be called like a setting
+        ("score.py:polite", "score.py", True),  # a function of the user's own
+    ],
+)
+def test_inputs_are_found_by_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, file: str, seen: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("one")
+    stages = (Note(name="a", word=word),)
+    assert ran(tmp_path / "run", stages) == ["a"] and ran(tmp_path / "run", stages) == []
+    path.write_text("two")
+    assert ran(tmp_path / "run", stages) == (["a"] if seen else [])
+
+
+def test_one_more_of_a_users_own_options_is_a_change(tmp_path: Path) -> None:
+    def stages(**options: JSON) -> tuple[Stage, ...]:
+        return (Note(name="a", word="x", options=options),)
+
+    assert ran(tmp_path, stages(marker="#")) == ["a"]
+    assert ran(tmp_path, stages(marker="#")) == []
+    assert ran(tmp_path, stages(marker="#", ignore_case=True)) == ["a"]
+    assert ran(tmp_path, stages()) == ["a"] and ran(tmp_path, stages(marker="#")) == ["a"]
 
 
 def test_files_are_compared_by_content(tmp_path: Path) -> None:
