@@ -12,6 +12,8 @@ from posttrain.errors import UserError
 from posttrain.models.attention import LAYOUT, Packed, install
 from posttrain.ops.logprobs import Head, head_logits
 
+HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
+
 
 class Network:
     """What a policy and a scorer have in common: a transformers module whose body gives hidden states."""
@@ -57,12 +59,13 @@ class Policy(Network):
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return Head(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))
 
-    def check_length(self, tokens: int) -> None:
+    def check_length(self, tokens: int, advice: str = "lower max_new_tokens or shorten the prompts") -> None:
         """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and tokens > limit:
-            raise UserError(f"prompt and response may reach {tokens} tokens, but {self.source or 'the model'} has {limit} positions; "
-                            "lower max_new_tokens or shorten the prompts")  # fmt: skip
+            raise UserError(
+                f"prompt and response may reach {tokens} tokens, but {self.source or 'the model'} has {limit} positions; {advice}"
+            )
 
 
 def silence_dropout(model: nn.Module) -> None:
@@ -73,6 +76,16 @@ def silence_dropout(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if "drop" in name and type(value) is float:
                 setattr(module, name, 0.0)
+
+
+def disagreement(found_TV: Tensor, expected_TV: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """How far outputs are from what they should be, and how far rounding can bring them. In float32: the largest difference, in parts
+    of the largest output. In half precision, where single outputs of deep models are off by as much as a wrong attention would bring
+    them: the largest distance of a row, in parts of the row's own spread."""
+    if dtype in (torch.float32, torch.float64):
+        return float((found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1.0)), 2e-4
+    own_TV, apart_TV = (x - x.mean(-1, keepdim=True) for x in (expected_TV.float(), found_TV.float() - expected_TV.float()))
+    return float((apart_TV.norm(dim=-1) / own_TV.norm(dim=-1)).max()), HALF
 
 
 def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
@@ -100,13 +113,10 @@ def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "
                 f"{source or type(model).__name__}: this architecture does not work with packed attention: {error}"
             ) from None
     model.train(was_training)
-    expected = torch.cat(alone)
-    scale = float(expected.abs().max().clamp(min=1.0))
-    worst = float((packed - expected).abs().max())
-    tolerance = 2e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
-    if not worst <= tolerance * scale:
+    worst, most = disagreement(packed, torch.cat(alone), model.dtype)
+    if not worst <= most:
         raise UserError(
-            f"{source or type(model).__name__}: logits with our attention differ from the model's own by {worst:.2g}; this "
-            "architecture is not supported"
+            f"{source or type(model).__name__}: logits with our attention differ from the model's own by {worst:.2g} (at most {most:g} "
+            "is rounding); this architecture is not supported"
         )
     return policy

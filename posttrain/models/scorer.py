@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
 from posttrain.models.attention import LAYOUT, Packed, install
-from posttrain.models.policy import Network, Policy, silence_dropout
+from posttrain.models.policy import Network, Policy, disagreement, silence_dropout
 
 HEADS = ("linear", "mlp")
-TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4}
 
 
 @dataclass(eq=False)
@@ -72,11 +71,6 @@ def from_policy(policy: Policy, head: str = "linear", zero: bool = True, seed: i
     return Scorer(model, policy.tokenizer, policy.source)
 
 
-def from_scorer(scorer: Scorer) -> Scorer:
-    """A copy to be trained as a critic: it starts where the reward model is, as in InstructGPT."""
-    return Scorer(copy.deepcopy(scorer.model), scorer.tokenizer, scorer.source)
-
-
 def make_head(kind: str, width: int, zero: bool, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """`linear`: one row of weights, as transformers has it. `mlp`: a hidden layer of the same width before it."""
     with torch.random.fork_rng(devices=[]):
@@ -105,11 +99,8 @@ def adopt_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
         scorer = Scorer(model, tokenizer, source)
         position = torch.cat([torch.arange(7), torch.arange(4)]).to(model.device)
         found = scorer.hidden(ids[None], position[None], **{LAYOUT: Packed((0, 7, 11), model.device)})[0]
-    worst = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
-    require(
-        worst <= TOLERANCE.get(model.dtype, 0.05),
-        f"{where}: this architecture does not work with packed attention ({worst:.2g})",
-    )
+    worst, most = disagreement(found, expected, model.dtype)
+    require(worst <= most, f"{where}: this architecture does not work with packed attention ({worst:.2g})")
     return scorer
 
 

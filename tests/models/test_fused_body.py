@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from posttrain.errors import UserError
 from posttrain.models.attention import LAYOUT, Packed, Rule
 from posttrain.models.familiar import rules_of, strangeness
 from posttrain.models.fused_body import PROVED, FusedBody, fused_body
@@ -159,3 +161,15 @@ def test_rules_need_every_layer() -> None:
     policy = make("llama")
     rules, hidden, layout = rules_of(policy, IDS, POSITION, STARTS)
     assert rules is not None and len(rules) == 2 and hidden.shape == (20, 32) and isinstance(layout, Packed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_half_precision_is_told_from_a_wrong_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 layers in bf16, where single logits are far off by rounding: taken. One whose second sequence sees the first: refused."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**(SHAPE | {"num_hidden_layers": 24}))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    adopt(copy.deepcopy(model), None, (1,))
+    monkeypatch.setattr("posttrain.models.policy.Packed", lambda starts, device: Packed((0, starts[-1]), device))
+    with pytest.raises(UserError, match="logits with our attention differ from the model's own"):
+        adopt(model, None, (1,))
