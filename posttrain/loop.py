@@ -31,6 +31,9 @@ from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer
 from posttrain.types import JSON, Batch, Group, Metric, Sampler
 
+# what a checkpoint of another stage may raise
+FOREIGN = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+
 
 class Source(Protocol):
     """Where the material of a step comes from; see rollouts.py."""
@@ -93,8 +96,7 @@ class Loop:
     guarding: Guarding = field(init=False)
 
     def __post_init__(self) -> None:
-        where = self.checkpoints.directory
-        self.guarding = Guarding(self.stage, self.trainer, self.writer, where, self.guards, self.alarms)
+        self.guarding = Guarding(self.stage, self.trainer, self.writer, self.checkpoints, self.guards, self.alarms)
 
     def run(self) -> None:
         """Go from the newest good checkpoint, or from the start, to the end."""
@@ -167,7 +169,8 @@ class Loop:
                 break
             metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
             if number == 0 and len(reuse) > 1:  # later ones are meant to differ from what sampled
-                metrics += [replace(m, name="mismatch/start") for m in update.metrics if m.name == "mismatch"]
+                metrics += [replace(m, name=m.name.replace("mismatch", "mismatch/start")) for m in update.metrics
+                            if m.name.startswith("mismatch")]  # fmt: skip
             if len(reuse) > 1 and algorithm.enough(update.metrics):
                 break
         if not alarms:
@@ -276,14 +279,7 @@ class Loop:
         saved = checkpoint.load(path)
         try:
             self.restore(saved, path)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            RuntimeError,
-        ) as error:  # it is whole, but not ours
+        except FOREIGN as error:  # it is whole, but not ours
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise UserError(f"{path} is not of this stage ({what}); remove it, then resume") from error
         self.writer.resumed(self.stage, self.step)

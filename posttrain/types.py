@@ -212,9 +212,8 @@ class Example:
     ids: np.ndarray  # int64 [T]
     mask: np.ndarray  # bool [T]
     unit: int = -1  # examples of one unit (a pair, a ranking) stay together; -1: a unit of its own
-    reward: float = float(
-        "nan"
-    )  # what people said of it: in a pair or ranking the higher is preferred, by so much; 1 good, 0 bad
+    # what people said of it: in a pair or ranking the higher is preferred, by so much; 1 good, 0 bad
+    reward: float = float("nan")
     steps: np.ndarray | None = None  # float32 [T]: the label of the step that ends at a token, NaN elsewhere
 
 
@@ -276,7 +275,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """A figure that merges: total over count, or a plain sum where count is None. Means of means cannot arise by accident.
+    """A figure that merges: total over count, or a plain sum where count is None; or the `largest` of all. Means of means cannot
+    arise by accident.
 
     >>> Metric("reward", 3.0, 4).value
     0.75
@@ -285,6 +285,7 @@ class Metric:
     name: str
     total: Tensor | float
     count: Tensor | float | None
+    largest: bool = False
 
     @property
     def value(self) -> float:

@@ -39,11 +39,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 PROMPTS = [(5,), (7, 8, 9), tuple(range(3, 90)), (20, 19, 18, 17)]
 
 
-@pytest.fixture(autouse=True)
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def models(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Policy]:
     name, changes = FAMILIES[family]
     torch.manual_seed(1)

@@ -14,8 +14,8 @@ from posttrain.algorithms._off_policy import OffPolicy
 from posttrain.algorithms.base import State
 from posttrain.ops.advantages import group_advantages, process_advantages
 from posttrain.ops.kl import KINDS, kl_estimate
-from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio, sequence_sums
-from posttrain.ops.weights import reduction
+from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
+from posttrain.ops.weights import reduction, sequence_sums
 from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
 
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
@@ -84,14 +84,6 @@ class PolicyGradient(OffPolicy):
     def needs(self) -> frozenset[str]:
         reference = {"reference"} if self.beta > 0 else set()
         return frozenset(reference | ({"proximal"} if self.corrects else set()))
-
-    @property
-    def reuse(self) -> tuple[int, int]:
-        return self.epochs, self.mini_batches
-
-    @property
-    def group_size(self) -> int:
-        return self.group
 
     @property
     def kl_in_loss(self) -> bool:
@@ -163,12 +155,8 @@ class PolicyGradient(OffPolicy):
         old_T = self.old(batch)
         policy_T, stopped_T = self.surrogate(self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T)
         count = mask_T.sum()
-        metrics = [
-            Metric("clip_fraction", stopped_T.sum(), count),
-            Metric("mismatch", (logprob_T - behaviour_T).detach().abs().sum(), count),
-        ]
-        policy_T, more = self.corrected(policy_T, batch)
-        metrics += more
+        policy_T, corrections = self.corrected(policy_T, batch)
+        metrics = [Metric("clip_fraction", stopped_T.sum(), count), *corrections]
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.beta > 0:
             assert batch.reference_T is not None

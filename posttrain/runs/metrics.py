@@ -17,23 +17,24 @@ class Figures(Mapping[str, float]):
     2.0
     >>> merge([Metric("clip", 1.0, 10), Metric("clip", 3.0, 2)])["clip"]  # 4 / 12, not the mean of 0.1 and 1.5
     0.3333333333333333
+    >>> merge([Metric("worst", 1.0, None, largest=True), Metric("worst", 0.5, None, largest=True)])["worst"]
+    1.0
     """
 
-    sums: Mapping[str, tuple[float, float | None]]  # name -> total, count
+    merged: Mapping[str, Metric]
 
     def __getitem__(self, name: str) -> float:
-        total, count = self.sums[name]
-        return Metric(name, total, count).value
+        return self.merged[name].value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.sums)
+        return iter(self.merged)
 
     def __len__(self) -> int:
-        return len(self.sums)
+        return len(self.merged)
 
     def metrics(self) -> tuple[Metric, ...]:
         """The same, as metrics that merge with others."""
-        return tuple(Metric(name, total, count) for name, (total, count) in self.sums.items())
+        return tuple(self.merged.values())
 
 
 def merge(metrics: Iterable[Metric]) -> Figures:
@@ -42,14 +43,18 @@ def merge(metrics: Iterable[Metric]) -> Figures:
     A count of None marks a plain sum. A name whose counts are all 0 is NaN: nothing was measured, which is not a
     measurement of 0.
     """
-    sums: dict[str, tuple[float, float | None]] = {}
+    merged: dict[str, Metric] = {}
     for metric in metrics:
-        total, count = sums.get(metric.name, (0.0, None if metric.count is None else 0.0))
-        if (count is None) != (metric.count is None):
-            raise ValueError(f"metric {metric.name!r} is a sum in one place and a mean in another")
-        added = None if count is None or metric.count is None else count + float(metric.count)
-        sums[metric.name] = (total + float(metric.total), added)
-    return Figures(sums)
+        total, count = float(metric.total), None if metric.count is None else float(metric.count)
+        before = merged.get(metric.name)
+        if before is not None:
+            if (before.count is None) != (count is None) or before.largest != metric.largest:
+                raise ValueError(f"metric {metric.name!r} is a sum in one place and a mean or a maximum in another")
+            both = float(before.total) + total
+            total = max(float(before.total), total) if metric.largest and both == both else both  # NaN stays NaN
+            count = None if count is None or before.count is None else float(before.count) + count
+        merged[metric.name] = Metric(metric.name, total, count, metric.largest)
+    return Figures(merged)
 
 
 SCORES = {"accuracy/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}  # the first one measured; -1: lower is better

@@ -15,6 +15,7 @@ from posttrain.errors import GuardStop
 from posttrain.models.cast import visiting
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
+from posttrain.ops.kl import kl_estimate
 from posttrain.train import checkpoint
 from posttrain.train.forward import forward, scores, values
 from posttrain.train.memory import at_hand, checkpointing_pays, set_checkpointing, step_bytes
@@ -202,9 +203,8 @@ class Trainer:
         if algorithm is None:
             outputs = self.outputs(piece)
             terms = self.algorithm.terms(outputs, piece)
-            if self.algorithm.online and all(metric.name != "mismatch" for metric in terms.metrics):
-                apart_T = (outputs.logprob_T.detach() - piece.behaviour_T).abs().where(piece.mask_T, 0.0)
-                more.append(Metric("mismatch", apart_T.sum(), piece.mask_T.sum()))
+            if self.algorithm.online:
+                more = mismatch(outputs.logprob_T.detach(), piece)
         else:
             assert isinstance(self.policy, Policy)
             terms = algorithm.terms(forward(self.policy, piece), piece)
@@ -254,6 +254,19 @@ class Trainer:
         if self.critic is not None and self.critic_optimizer is not None:
             checkpoint.restore_weights(self.critic.model, _only(weights, CRITIC))
             self.critic_optimizer.restore(_only(moments, CRITIC))
+
+
+def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
+    """How far the trainer's log-probs are from those that were sampled with: the mean and the largest |log pi - log mu|, and
+    KL(mu || pi) by its k3 estimate, e^d - 1 - d with d = log pi - log mu."""
+    mask_T, count = piece.mask_T, piece.mask_T.sum()
+    logprob_T, behaviour_T = logprob_T.where(mask_T, 0.0), piece.behaviour_T.where(mask_T, 0.0)
+    apart_T = (logprob_T - behaviour_T).abs()
+    return [
+        Metric("mismatch", apart_T.sum(), count),
+        Metric("mismatch/max", apart_T.max(), None, largest=True),
+        Metric("mismatch/kl", kl_estimate("k3", behaviour_T, logprob_T).sum(), count),
+    ]
 
 
 def _only(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

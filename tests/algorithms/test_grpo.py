@@ -120,7 +120,6 @@ def test_terms_by_hand() -> None:
     assert sums["entropy"] == pytest.approx(-0.1 * (1.0 + 2.0) / 2)
     metrics = {m.name: (float(m.total), float(m.count)) for m in terms.metrics}
     assert metrics["clip_fraction"] == (1.0, 2.0)
-    assert metrics["mismatch"] == pytest.approx((2 * log(1.5), 2.0))
     assert metrics["kl"] == pytest.approx((0.5 + log(2) - 1, 2.0))
 
 

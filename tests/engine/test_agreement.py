@@ -67,6 +67,7 @@ def test_t02_the_first_update_sees_no_mismatch() -> None:
     update = trainer.update(algorithm.prepare(sampled(policy, Sampling(24)), {}), 1e-2)
     figures = {m.name: m.value for m in update.metrics}
     assert update.moved and figures["mismatch"] < 1e-5 and figures["clip_fraction"] == 0.0
+    assert 0 < figures["mismatch"] <= figures["mismatch/max"] < 1e-4 and 0 <= figures["mismatch/kl"] < 1e-9
 
 
 def test_t04_the_next_token_comes_from_the_new_weights() -> None:

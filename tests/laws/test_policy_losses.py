@@ -45,7 +45,6 @@ def test_i13_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) ->
     terms = algorithm.terms(outputs, prepared)
     metrics = {m.name: m.value for m in terms.metrics}
     assert metrics.get("clip_fraction", 0.0) == 0.0
-    assert metrics.get("mismatch", 0.0) <= 1e-14
     (slope,) = torch.autograd.grad(total(terms, "policy"), outputs.logprob_T)
     assert prepared.weight_T is not None and prepared.advantage_T is not None
     by_hand = (-prepared.weight_T.to(WIDE) * prepared.advantage_T).where(prepared.mask_T, 0.0)

@@ -27,6 +27,18 @@ from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Example, Outputs, Terms
 
 
+def test_sampler_and_trainer_are_compared_in_three_figures() -> None:
+    """Two tokens with p = 0.3 and 0.6 now that were sampled at 0.2 and 0.75; what is outside the mask may hold anything."""
+    batch = pack_examples([Example(np.arange(4), np.array([False, True, False, True]))])
+    log, odd = math.log, float("nan")
+    batch = batch.replace(behaviour_T=torch.tensor([odd, log(0.2), math.inf, log(0.75)], dtype=torch.float64))
+    logprob_T = torch.tensor([odd, log(0.3), 5.0, log(0.6)], dtype=torch.float64)
+    figures = merge(trainer_module.mismatch(logprob_T, batch))
+    assert figures["mismatch"] == pytest.approx((log(1.5) + log(1.25)) / 2)
+    assert figures["mismatch/max"] == pytest.approx(log(1.5))
+    assert figures["mismatch/kl"] == pytest.approx(((1.5 - 1 - log(1.5)) + (0.8 - 1 - log(0.8))) / 2)
+
+
 class Held:
     """A saved tensor whose end can be noticed."""
 
