@@ -1,4 +1,5 @@
-"""Two runs side by side: their held-out results problem by problem, their curves in one picture, and the settings that differ."""
+"""Two runs side by side: their held-out results problem by problem, what else their stages measured, their curves in one picture, and
+the settings that differ."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 from posttrain.changes import flatten
@@ -16,7 +18,7 @@ from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
 from posttrain.types import JSON
 
-PROBLEMS = "problems.jsonl"
+PROBLEMS, RESULT = "problems.jsonl", "result.json"
 ROUTINE = ("out", "next_command", "trackers")  # settings that say nothing of what was learned
 
 
@@ -31,6 +33,16 @@ class Matched:
     first: Interval
     second: Interval
     paired: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A figure with an interval that a stage of both runs found, each on its own: a win rate, an accuracy on held-out pairs."""
+
+    stage: str
+    figure: str
+    first: Interval
+    second: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,8 @@ class Report:
     first: str
     second: str
     evaluations: tuple[Matched, ...]
+    measured: tuple[Measured, ...]
+    notes: tuple[str, ...]  # what could not be compared
     settings: tuple[Difference, ...]
     figures: tuple[str, ...]  # titles of the panels that were drawn
     picture: str  # "" where no figure was recorded by both
@@ -59,11 +73,29 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
     runs = Run(first), Run(second)
     require(first.resolve() != second.resolve(), f"{first} and {second} are the same run")
     results = tuple(evaluations(run) for run in runs)
-    matched = tuple(_match(runs, results, one, other) for one, other in _pairs(runs, results, stage))
+    matched, notes = [], []
+    for one, other in _pairs(runs, results, stage):
+        both = results[0][one].keys() & results[1][other].keys()
+        words = (
+            f"{one} and {other} are about different problems" if one != other else f"{one} is about different problems in each"
+        )
+        require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
+        if both:
+            matched.append(_match(results[0][one], results[1][other], one, other))
+        else:
+            notes.append(f"{words}, and cannot be compared in pairs")
+    notes += [
+        f"{run.directory} has no held-out answers of an evaluate stage"
+        for run, have in zip(runs, results, strict=True)
+        if not have
+    ]
     target = picture or Path(f"compare-{_plain(runs[0].name)}-{_plain(runs[1].name)}.png")
     drawn = draw_together(runs, target)
     differ = tuple(differences(runs[0].config, runs[1].config))
-    return Report(str(first), str(second), matched, differ, tuple(drawn), str(target) if drawn else "")
+    measured = _measured(runs, [found.stage for found in matched if found.stage == found.other_stage])
+    return Report(
+        str(first), str(second), tuple(matched), measured, tuple(notes), differ, tuple(drawn), str(target) if drawn else ""
+    )
 
 
 def evaluations(run: Run) -> dict[str, dict[tuple[str, str], float]]:
@@ -75,8 +107,24 @@ def evaluations(run: Run) -> dict[str, dict[tuple[str, str], float]]:
         rows = [_row(line, file) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
         if rows and all("outcomes" in row for row in rows):
             found[name] = {(str(row["problem"]), str(row["question"])): solved_share(row) for row in rows}
-    require(bool(found), f"{run.directory} has no held-out results: no evaluate stage of it has finished")
     return found
+
+
+def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]:
+    """Figures with intervals in the results of stages that both runs have finished, but for those that are compared in pairs."""
+    found = []
+    for stage in runs[0].config.get("stages", []):
+        name = str(stage.get("name"))
+        files = [run.directory / "stages" / name / RESULT for run in runs]
+        if name not in known and all(file.is_file() for file in files):
+            first, second = (_row(file.read_text("utf-8"), file) for file in files)
+            found += [Measured(name, key, Interval(*first[key]), Interval(*second[key])) for key in first
+                      if _bounded(first[key]) and _bounded(second.get(key))]  # fmt: skip
+    return tuple(found)
+
+
+def _bounded(value: JSON) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(isinstance(part, int | float) for part in value)
 
 
 def _row(line: str, file: Path) -> dict[str, JSON]:
@@ -97,7 +145,7 @@ def _pairs(runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: st
                 raise unknown(f"evaluation in {run.directory}:", name, have)
         return [(one, other or one)]
     both = [(name, name) for name in results[0] if name in results[1]]
-    if both:
+    if both or not all(results):
         return both
     last = [str(run.config.get("after") or list(have)[-1]) for run, have in zip(runs, results, strict=True)]
     if all(name in have for name, have in zip(last, results, strict=True)):
@@ -106,16 +154,14 @@ def _pairs(runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: st
     raise UserError(f"the runs have no evaluation of the same name ({named}); say which with --stage ONE:OTHER")
 
 
-def _match(
-    runs: Sequence[Run], results: Sequence[Mapping[str, Mapping[tuple[str, str], float]]], one: str, other: str
-) -> Matched:
-    first, second = results[0][one], results[1][other]
-    both = [key for key in first if key in second]
-    require(bool(both), f"{runs[0].directory} {one} and {runs[1].directory} {other} answered different problems: they cannot be "
-            "compared in pairs")  # fmt: skip
-    ours, theirs = [first[key] for key in both], [second[key] for key in both]
-    left = len(first) + len(second) - 2 * len(both)
-    return Matched(one, other, len(both), left, share_interval(ours), share_interval(theirs), compare(ours, theirs))
+def _match(first: Mapping[tuple[str, str], float], second: Mapping[tuple[str, str], float], one: str, other: str) -> Matched:
+    pairs = [(first[key], second[key]) for key in first if key in second]
+    ours, theirs = ([pair[side] for pair in pairs if not any(map(isnan, pair))] for side in (0, 1))
+    require(bool(ours), f"{one} and {other}: no problem was scored in both runs")
+    left = len(first) + len(second) - 2 * len(pairs)
+    return Matched(
+        one, other, len(ours), left, share_interval(ours), share_interval(theirs), compare(*zip(*pairs, strict=True))
+    )
 
 
 def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[Difference]:
@@ -140,6 +186,8 @@ def lines(report: Report) -> list[str]:
         more = f"; {found.left_out} that only one run answered are left out" if found.left_out else ""
         said.append(f"{name}: share solved of {found.problems} held-out problems{more}")
         said += [f"  A        {found.first}", f"  B        {found.second}", f"  B less A {found.paired}"]
+    said += [f"{one.stage}: {one.figure.replace('_', ' ')}  A {one.first}  B {one.second}" for one in report.measured]
+    said += report.notes
     said += ["", "settings that differ:" if report.settings else "the settings are the same"]
     width = max((len(d.key) for d in report.settings), default=0)
     said += [f"  {d.key:<{width}}  {_short(d.first)} | {_short(d.second)}" for d in report.settings]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from posttrain.runs.console import show as show_table
 from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
 from posttrain.runs.report import figures_table
-from posttrain.types import Message, Request, Sampling
+from posttrain.types import JSON, Message, Request, Sampling
 
 
 def open_policy(name: str, device: str = "auto") -> Any:
@@ -37,14 +38,53 @@ def open_policy(name: str, device: str = "auto") -> Any:
     return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `posttrain eval` is told beside the settings of an evaluate stage."""
+
+    seed: int = 0
+    device: str = "auto"
+    against: str = ""
+    save: str = ""
+
+    def __post_init__(self) -> None:
+        config.check_machine(self.seed, self.device)
+        place = Path(self.save)
+        writable = (
+            place.parent.is_dir() and os.access(place if place.exists() else place.parent, os.W_OK) and not place.is_dir()
+        )
+        require(not self.save or writable, f"save={self.save}: no file can be written there")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What `posttrain sample` is told beside how to sample."""
+
+    seed: int = 0
+    device: str = "auto"
+    plain: bool = False
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        config.check_machine(self.seed, self.device)
+        require(self.group >= 1, f"group must be at least 1, not {self.group}")
+
+
+def take(pairs: dict[str, JSON], kind: Any, where: str) -> Any:
+    """The settings of a kind, taken out of the others and checked. A name may be a number."""
+    taken = {field.name: (field.type, pairs.pop(field.name)) for field in fields(kind) if field.name in pairs}
+    return config.from_tree({name: str(v) if of == "str" else v for name, (of, v) in taken.items()}, kind, where)
+
+
 def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = False) -> None:
     """Print a model's held-out figures on a task; with `against`, also those of another model on the same problems, compared in pairs.
     `save` names a file for the per-problem results."""
-    from posttrain.stages.evaluate import EvaluateStage, rows
+    from posttrain.stages._contamination import made_by, noted
+    from posttrain.stages.evaluate import EvaluateStage, rows, seen
 
     pairs = dict(config.pair(argument) for argument in settings)
-    seed, device = int(pairs.pop("seed", 0)), str(pairs.pop("device", "auto"))
-    against, save = str(pairs.pop("against", "")), str(pairs.pop("save", ""))
+    asked = take(pairs, Asked, "eval")
+    against = asked.against
     tree = {"stage": "evaluate", "name": "eval", "model": model, "task": {"name": task}, "sampling": {"temperature": 0.0}}
     keys = {f"eval.{key}": value for key, value in pairs.items()}
     # a task may need its settings to be made at all, so they go into the tree before it is read
@@ -55,20 +95,24 @@ def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = Fal
     require(isinstance(stage, EvaluateStage), "eval: model and task cannot be changed by settings")
     measured = []
     for name in [model, against] if against else [model]:
-        evaluation, figures = stage.measure(open_policy(name, device), lambda: open_policy(stage.reference, device), seed)
-        measured.append((name, evaluation, {"model": name, "task": task, **figures}))
-    if save:
-        Path(save).write_text("".join(json.dumps(row) + "\n" for row in rows(measured[0][1])), "utf-8")
-    paired = compare(*(evaluation.solved() for _, evaluation, _ in reversed(measured))) if against else None
+        policy = open_policy(name, asked.device)
+        evaluation, figures = stage.measure(policy, lambda: open_policy(stage.reference, asked.device), asked.seed)
+        counted, said = seen(evaluation, name, noted(made_by(name)))
+        measured.append((name, evaluation, {"model": name, "task": task, **figures, **counted}, said))
+    if asked.save:
+        Path(asked.save).write_text("".join(json.dumps(row) + "\n" for row in rows(measured[0][1])), "utf-8")
+    paired = compare(*(evaluation.solved() for _, evaluation, _, _ in reversed(measured))) if against else None
     if as_json:
         written = measured[0][2] | ({"against": measured[1][2], "paired": asdict(paired)} if paired else {})
         write_text(json.dumps(encode(written)) + "\n", sys.stdout)
         return
-    for name, evaluation, figures in measured:
+    for name, evaluation, figures, said in measured:
         many = f"{evaluation.problems} held-out problems of {task}, {stage.samples} sample(s) each"
         write_text(f"{name} on {many}\n", sys.stdout)
         show_table(figures_table(figures))
         write_text(f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored\n", sys.stdout)
+        if said:
+            write_text(f"  contamination: {printable(said)}\n", sys.stdout)
     if paired:
         write_text(f"  {model} less {against}: {paired}\n", sys.stdout)
 
@@ -80,18 +124,16 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> None:
     from posttrain.engine.engine import Engine
 
     pairs = dict(config.pair(argument) for argument in settings)
-    plain, group, seed = bool(pairs.pop("plain", False)), int(pairs.pop("group", 1)), int(pairs.pop("seed", 0))
-    device = str(pairs.pop("device", "auto"))
+    asked = take(pairs, Drawn, "sample")
     sampling = config.from_tree(pairs, Sampling, "sample")
-    require(group >= 1, f"group must be at least 1, not {group}")
-    policy = open_policy(model, device)
-    if plain or not policy.tokenizer.chat_template:
+    policy = open_policy(model, asked.device)
+    if asked.plain or not policy.tokenizer.chat_template:
         ids = tuple(policy.tokenizer(prompt)["input_ids"])
     else:
         ids = render_prompt(policy.tokenizer, (Message("user", prompt),))
     require(bool(ids), "the prompt has no tokens")
     decoder = Decoder(policy.tokenizer)
-    for completions in Engine(policy).generate([Request(ids, group, seed, sampling)]):
+    for completions in Engine(policy).generate([Request(ids, asked.group, asked.seed, sampling)]):
         for number, completion in enumerate(completions):
             text, _ = decoder.decode(completion.ids)
             note = f"{len(completion.ids)} tokens, {completion.finish}, mean log-prob {completion.logprobs.mean():.3f}"

@@ -52,7 +52,7 @@ def test_the_paired_difference_by_hand(tmp_path: Path) -> None:
     assert (before.stage, before.paired.p_value, before.paired.difference.value) == ("before", 1.0, 0.0)
     assert (after.paired.wins, after.paired.losses, after.paired.ties) == (5, 1, 2)
     assert after.paired.p_value == 2 * (1 + 6) / 64 and after.paired.difference.value == 0.5
-    assert isclose(after.paired.difference.high - 0.5, 1.96 * sqrt(4 / 7 / 8))
+    assert isclose(after.paired.difference.high, 0.4 + 1.96 * sqrt(7 - 16 / 10) / 10)
     assert (after.first.value, after.second.value, after.problems, after.left_out) == (0.25, 0.75, 8, 0)
     assert [(d.key, d.first, d.second) for d in found.settings] == [("rl.optimizer.lr", 0.1, 0.2)]
     assert found.figures == ("Held-out accuracy", "Reward while training", "KL from the start")
@@ -97,6 +97,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "example: posttrain compare runs/quickstart-1 runs/quickstart-2" in capsys.readouterr().out
 
 
+def test_what_cannot_be_paired_is_said_and_the_rest_shown(tmp_path: Path) -> None:
+    one = make(tmp_path / "one", {"e": single("01")})
+    other, none = make(tmp_path / "other", {"e": single("01")}, question="r", lr=0.2), make(tmp_path / "none", {}, lr=0.3)
+    for run, rate in ((one, 0.8), (other, 0.7), (none, 0.6)):
+        (run / "stages" / "rl").mkdir(parents=True)
+        (run / "stages" / "rl" / "result.json").write_text(
+            json.dumps({"win_rate": [rate, rate - 0.1, rate + 0.1], "data": [1, 2]})
+        )
+    text = "\n".join(lines(compare_runs(one, other, tmp_path / "a.png")))
+    assert "e is about different problems in each, and cannot be compared in pairs" in text
+    assert "rl: win rate  A 0.800 [0.700, 0.900]  B 0.700 [0.600, 0.800]" in text and "rl.optimizer.lr  0.1 | 0.2" in text
+    text = "\n".join(lines(compare_runs(one, none, tmp_path / "b.png")))
+    assert f"{none} has no held-out answers of an evaluate stage" in text and "B 0.600 [0.500, 0.700]" in text
+
+
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one, none = make(tmp_path / "one", {"e": single("01")}), make(tmp_path / "none", {})
@@ -105,8 +120,8 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     cases = {
         ("one", "nowhere"): "no run in nowhere",
         ("one", "one"): "are the same run",
-        ("one", "none"): "has no held-out results",
-        ("one", "other"): "answered different problems",
+        ("one", "none", "--stage", "e"): "unknown evaluation in none: 'e'",
+        ("one", "other", "--stage", "e"): "e is about different problems in each: they cannot be compared in pairs",
         ("one", "damaged"): "is damaged",
         ("one", "other", "--stage", "f"): "unknown evaluation in one: 'f'",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 
 from posttrain.errors import require
 from posttrain.evals.statistics import Interval, majority_at_k, mean_interval, pass_at_k, share_interval, wilson
@@ -86,8 +87,8 @@ class Evaluation:
         return tuple(sorted({name for g in self.groups for r in g.rollouts for name in r.score.parts}))
 
     def solved(self) -> list[float]:
-        """The share of solved samples of each problem, for a paired comparison."""
-        return [sum(solved(g)) / len(g.rollouts) for g in self.groups]
+        """The share of solved samples of each problem, for a paired comparison; NaN where one could not be scored."""
+        return [sum(solved(g)) / len(g.rollouts) if scored(g) else nan for g in self.groups]
 
 
 def solved(group: Group) -> Sequence[bool]:
@@ -108,11 +109,18 @@ def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
     return majority_at_k(named, right, len(named))
 
 
+def solved_marks(row: Mapping[str, JSON]) -> list[bool]:
+    """Which samples of a saved row of per-problem results are solved."""
+    return [bool(mark) for mark in row.get("solved") or [outcome in ("correct", "pass") for outcome in row["outcomes"]]]
+
+
 def solved_share(row: Mapping[str, JSON]) -> float:
-    """The share of solved samples in a saved row of per-problem results.
+    """The share of solved samples in a saved row of per-problem results; NaN where one could not be scored.
 
     >>> solved_share({"outcomes": ["correct", "wrong"]}), solved_share({"outcomes": ["", ""], "solved": [True, True]})
     (0.5, 1.0)
+    >>> solved_share({"outcomes": ["correct", "timeout"], "solved": [True, False], "values": [1.0, None]})
+    nan
     """
-    marks = row.get("solved") or [outcome in ("correct", "pass") for outcome in row["outcomes"]]
-    return sum(map(bool, marks)) / len(marks)
+    marks = solved_marks(row)
+    return nan if None in row.get("values", ()) else sum(marks) / len(marks)

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import comb, isfinite, sqrt
+from math import comb, isfinite, isnan, sqrt
 
 import numpy as np
+
+from posttrain.errors import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,14 @@ class Interval:
     value: float
     low: float
     high: float
+
+    def row(self) -> list[float]:
+        """As a stage's result keeps it."""
+        return [self.value, self.low, self.high]
+
+    def figures(self, name: str) -> dict[str, float]:
+        """As a row of metrics keeps it."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -83,11 +93,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return float(1 - Fraction(comb(n - c, k), comb(n, k)))
 
 
-def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Interval:
-    """pass@k over problems, each given as (samples, right ones), with an interval over problems."""
-    return mean_interval([pass_at_k(n, c, k) for n, c in counts])
-
-
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
     """Whether the most frequent of the first k answers is right. None (unparseable) has no vote; m tied ones share 1/m each.
 
@@ -115,29 +120,59 @@ class Comparison:
     ties: int
     difference: Interval
     p_value: float
+    left_out: int = 0  # that could not be scored on one side at least
 
     def __str__(self) -> str:
-        return f"{self.difference}, p = {self.p_value:.3g} ({self.wins} better, {self.losses} worse, {self.ties} equal)"
+        more = f"; {self.left_out} left out, which could not be scored" if self.left_out else ""
+        return f"{self.difference}, p = {self.p_value:.3g} ({self.wins} better, {self.losses} worse, {self.ties} equal{more})"
 
 
 def compare(first: Sequence[float], second: Sequence[float], z: float = 1.96) -> Comparison:
     """The second against the first on paired scores: an exact sign test, which on scores of 0 and 1 is McNemar's exact test.
 
     Without a difference each of the w + l problems that tell them apart is a fair coin, so the two-sided
-    p = min(1, 2 P[Binomial(w + l, 1/2) <= min(w, l)]). The difference of means has a paired normal interval. The order of
-    problems must be the same in both.
+    p = min(1, 2 P[Binomial(w + l, 1/2) <= min(w, l)]). The interval is `paired_interval`'s. The order of problems must be the
+    same in both; a pair with a NaN, which is a problem that could not be scored, is left out and counted.
 
     >>> result = compare([0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1])
     >>> result.wins, result.losses, result.p_value
     (5, 0, 0.0625)
     """
-    if len(first) != len(second) or not first:
+    if len(first) != len(second):
         raise ValueError(f"a paired comparison needs scores of the same problems, not {len(first)} and {len(second)}")
-    if not all(isfinite(value) for value in (*first, *second)):
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if not (isnan(a) or isnan(b))]
+    require(bool(pairs), "a paired comparison needs a problem that was scored on both sides, and there is none")
+    if not all(isfinite(a) and isfinite(b) for a, b in pairs):
         raise ValueError("scores must be finite")
-    differences = [b - a for a, b in zip(first, second, strict=True)]
+    differences = [b - a for a, b in pairs]
     wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return Comparison(wins, losses, len(differences) - wins - losses, mean_interval(differences, z), sign_test(wins, losses))
+    shares = all(0 <= a <= 1 and 0 <= b <= 1 for a, b in pairs)
+    interval = paired_interval(differences, z) if shares else mean_interval(differences, z)
+    ties = len(pairs) - wins - losses
+    return Comparison(wins, losses, ties, interval, sign_test(wins, losses), len(first) - len(pairs))
+
+
+def paired_interval(differences: Sequence[float], z: float = 1.96) -> Interval:
+    """The mean difference of paired shares, within [-1, 1].
+
+    Where each is -1, 0 or 1 (w problems won, l lost of n), half a problem is added to each of the four cells (Agresti and Min 2005):
+
+        d = (w - l) / (n + 2),    half-width = z sqrt((w + l + 1) - (w - l)^2 / (n + 2)) / (n + 2)
+
+    so that equal results have a width too. Shares of several samples have the normal interval, unless all of them are equal.
+
+    >>> print(paired_interval([0.0] * 20), paired_interval([1.0] * 5 + [0.0]))
+    0.000 [-0.089, 0.089] 0.833 [0.210, 1.000]
+    """
+    n, mean = len(differences), sum(differences) / len(differences)
+    if set(differences) <= {-1.0, 0.0, 1.0}:
+        more = n + 2
+        centre = n * mean / more
+        half = z * sqrt(sum(abs(d) for d in differences) + 1 - (n * mean) ** 2 / more) / more
+    else:
+        found = mean_interval(differences, z)
+        centre, half = found.value, found.high - found.value
+    return Interval(mean, max(-1.0, centre - half), min(1.0, centre + half))
 
 
 def sign_test(wins: int, losses: int) -> float:

@@ -8,11 +8,13 @@ other problems is reported beside the whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from posttrain.data.demonstrations import read_jsonl
 from posttrain.evals.contamination import content_hash, require_clean, sample, text
+from posttrain.records import read_jsonl
+from posttrain.runs.layout import CONFIG
 from posttrain.stages._material import Data
-from posttrain.stages.base import Context
+from posttrain.stages.base import Context, exported
 from posttrain.tasks.base import Task
 from posttrain.types import JSON
 
@@ -49,9 +51,27 @@ def file_questions(file: str) -> Iterable[str]:
 
 
 def trained_on(context: Context, model: str) -> frozenset[str]:
-    """Hashes of what a model of this run has been trained on; of a stage that noted none, what any stage has."""
+    """Hashes of what a model of this run, or of another, has been trained on; of a stage that noted none, what any stage of its run
+    has. Of models from elsewhere nothing is known."""
     own = context.folder(model)
-    if "/" in model or model.startswith(".") or not own.is_dir():
-        return frozenset()
-    files = [own / FILE] if (own / FILE).is_file() else sorted(own.parent.glob(f"*/{FILE}"))
+    inside = "/" not in model and not model.startswith(".") and own.is_dir()
+    return noted(own if inside else made_by(model))
+
+
+def made_by(place: str) -> Path | None:
+    """The folder of the stage that made the model at `place`: a run, its export, or a stage's model; None of a model from elsewhere."""
+    from posttrain.runs.read import Run
+
+    path = Path(place).expanduser().resolve()
+    if path.is_dir() and path.parent.parent.name == "stages":
+        return path.parent
+    run = next((one for one in (path, path.parent) if (one / "export").is_dir() and (one / CONFIG).is_file()), None)
+    if run is None or path not in (run, run / "export"):
+        return None
+    return exported(run, [str(stage["name"]) for stage in Run(run).config.get("stages", [])])
+
+
+def noted(stage: Path | None) -> frozenset[str]:
+    """The hashes that a stage left."""
+    files = [] if stage is None else [stage / FILE] if (stage / FILE).is_file() else sorted(stage.parent.glob(f"*/{FILE}"))
     return frozenset(line for file in files for line in file.read_text().split())

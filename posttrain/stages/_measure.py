@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from posttrain.errors import require
 from posttrain.evals.statistics import Interval, mean_interval
 from posttrain.stages._material import Data, gather
-from posttrain.types import Group, Sampling
+from posttrain.types import Example, Group, Sampling
 
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
 
-LONGEST = 4096  # tokens of a text whose perplexity is taken
+WINDOW = 4096  # tokens of a text that are predicted together; fewer where the model has fewer positions
 BUDGET = 8192  # tokens in one forward pass
 
 
@@ -52,14 +55,27 @@ def proxy_gold_kl(groups: Sequence[Group], reference: Policy, sampling: Sampling
 
 
 def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
-    """exp(-mean log p) over every token of the sources but the first of each text."""
+    """exp(-mean log p) over every token of the sources but the first of each text. A long text is cut into windows that share one
+    token, which the next begins with and the one before predicts."""
     import torch
 
     from posttrain.train.forward import forward
     from posttrain.train.pack import micro_batches, pack_examples
 
-    material = gather(sources, policy.tokenizer, seed, LONGEST, all_tokens=True)
-    batch = pack_examples([e for examples in material.sets for e in examples], policy.device)
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or WINDOW
+    material = gather(sources, policy.tokenizer, seed, sys.maxsize, all_tokens=True)
+    texts = [e.ids for examples in material.sets for e in examples]
+    pieces = [window for ids in texts for window in windows(ids, min(WINDOW, positions))]
+    batch = pack_examples([Example(ids, np.arange(len(ids)) > 0) for ids in pieces], policy.device)
     with torch.no_grad():
         logprob = sum(float(forward(policy, piece).logprob_T.sum()) for piece in micro_batches(batch, BUDGET))
     return float(torch.tensor(-logprob / int(batch.mask_T.sum())).exp())
+
+
+def windows(ids: np.ndarray, size: int) -> list[np.ndarray]:
+    """Pieces of at most `size` tokens in which each token but the first is predicted once.
+
+    >>> [piece.tolist() for piece in windows(np.arange(6), 3)]
+    [[0, 1, 2], [2, 3, 4], [4, 5]]
+    """
+    return [ids[start : start + size] for start in range(0, max(1, len(ids) - 1), size - 1)]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
 from posttrain.errors import GuardStop, require
 from posttrain.evals.statistics import wilson
+from posttrain.rewards._asking import Usage
 from posttrain.rewards._endpoint import Endpoint
 from posttrain.rewards.judge import CANARY_QUESTION, Judge, Verdict, agreement, read_rubric
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.types import JSON
-
-if TYPE_CHECKING:
-    from posttrain.train.judging import LocalModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +42,13 @@ class AgreementStage(Stage):
 
     def __post_init__(self) -> None:
         require(bool(self.judge), f"{self.name}: name a judge")
-        require(self.pairs > 0, f"{self.name}: pairs must be positive, not {self.pairs}")
+        self.check_positive("pairs")
         require(0 <= self.least <= 1, f"{self.name}: least is a share between 0 and 1, not {self.least}")
 
     def run(self, context: Context) -> dict[str, JSON]:
         rows = read_pairs(self.data)[: self.pairs]
-        asked = self.asked(context)
-        judge = Judge(asked, read_rubric(self.rubric))
-        judge.check_canaries(CANARY_QUESTION)
+        prices = self.prompt_price, self.completion_price
+        judge, usage = open_judge(context, self.judge, self.url, self.rubric, self.cache, self.per_minute, prices)
         labels = ["A" if derive(context.seed, n) & 1 else "B" for n in range(len(rows))]
         verdicts = judge.compare(
             [
@@ -61,7 +57,6 @@ class AgreementStage(Stage):
             ]
         )
         result = self.figures(verdicts, labels)
-        used = {key: value for key, value in asdict(asked.usage).items() if value}
         context.write_lines(self.name, (json.dumps(line) for line in self.lines(rows, labels, verdicts)), "verdicts.jsonl")
         share, low, high = result["agreement"]
         said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
@@ -70,19 +65,7 @@ class AgreementStage(Stage):
         if share < self.least:
             raise GuardStop(f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.least:.1%}; "
                             "change the rubric or the model")  # fmt: skip
-        return {**result, "usage": used}
-
-    def asked(self, context: Context) -> Endpoint | LocalModel:
-        from posttrain.train.judging import LocalModel
-
-        if not self.url:
-            policy = load_policy(self.judge, context)
-            policy.model.requires_grad_(False)
-            return LocalModel(policy, cache=self.cache)
-        return Endpoint(
-            url=self.url, model=self.judge, cache=self.cache, per_minute=self.per_minute, prompt_price=self.prompt_price,
-            completion_price=self.completion_price,
-        )  # fmt: skip
+        return {**result, "usage": usage.row()}
 
     def figures(self, verdicts: Sequence[Verdict], labels: Sequence[str]) -> dict[str, JSON]:
         share, kappa, judged = agreement([v.winner for v in verdicts], labels)
@@ -90,7 +73,7 @@ class AgreementStage(Stage):
         interval = wilson(round(share * judged), judged)
         ties = [v for v in verdicts if v.winner == "tie"]
         return {
-            "agreement": [interval.value, interval.low, interval.high],
+            "agreement": interval.row(),
             "kappa": kappa,
             "judged": judged,
             "unjudged": len(verdicts) - judged,
@@ -114,3 +97,23 @@ class AgreementStage(Stage):
             }
             for (question, better, worse), label, v in zip(rows, labels, verdicts, strict=True)
         ]
+
+
+def open_judge(
+    context: Context, name: str, url: str, rubric: str, cache: str, per_minute: int, prices: tuple[float, float]
+) -> tuple[Judge, Usage]:
+    """The judge that a stage names, who has passed the canaries, and what asking it takes: a model in this process or, with a `url`,
+    one behind an address. `prices` are those of a million tokens, asked and said."""
+    from posttrain.train.judging import JudgeRating, LocalModel
+
+    if not url:
+        policy = load_policy(name, context)
+        policy.model.requires_grad_(False)
+        model = LocalModel(policy, cache=cache)
+        return JudgeRating(model, rubric=rubric).judge, model.usage
+    endpoint = Endpoint(
+        url=url, model=name, cache=cache, per_minute=per_minute, prompt_price=prices[0], completion_price=prices[1]
+    )
+    judge = Judge(endpoint, read_rubric(rubric))
+    judge.check_canaries(CANARY_QUESTION)
+    return judge, endpoint.usage

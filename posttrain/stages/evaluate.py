@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,9 @@ from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
 from posttrain.evals.contamination import known
 from posttrain.evals.evaluate import Evaluation
-from posttrain.evals.statistics import Interval
 from posttrain.rollouts import rollout_groups
 from posttrain.stages._contamination import trained_on
-from posttrain.stages._material import Data, alphabet
+from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.tasks.base import Task
@@ -31,8 +30,7 @@ def answer_problems(
     task: Task, sampler: Sampler, tokenizer: object, problems: Sequence[Problem], samples: int, sampling: Sampling, seed: int
 ) -> Evaluation:
     """Sample answers to problems and score them; where there are several of each, find their final answers."""
-    seconds = {"generate": 0.0, "score": 0.0}
-    groups = rollout_groups(task, sampler, tokenizer, Decoder(tokenizer), problems, samples, sampling, seed, seconds)
+    groups = rollout_groups(task, sampler, tokenizer, Decoder(tokenizer), problems, samples, sampling, seed)
     finals = tuple(tuple(task.final(r.response) for r in g.rollouts) for g in groups) if samples > 1 else ()
     evaluation = Evaluation(tuple(groups), finals)
     if evaluation.failed == len(problems) * samples:
@@ -54,8 +52,7 @@ class EvaluateStage(Stage):
     text: tuple[Data, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.problems > 0, f"{self.name}: problems must be positive, not {self.problems}")
-        require(self.samples > 0, f"{self.name}: samples must be positive, not {self.samples}")
+        self.check_positive("problems", "samples")
         argmax = self.sampling.temperature == 0 and self.samples > 1
         require(not argmax, f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature")
         self.check_spread(self.problems)
@@ -71,13 +68,17 @@ class EvaluateStage(Stage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy = load_policy(self.model, context, self.alphabet())
-        evaluation, result = self.measure(
+        evaluation, result = replace(self, text=placed(self.text, context)).measure(
             policy, lambda: load_policy(self.reference, context, self.alphabet()), context.seed, context.threads
         )
         context.announce(
             self.name, [f"{self.model}: accuracy {evaluation.accuracy} on {evaluation.problems} held-out problems"]
         )
-        result |= self.seen(context, evaluation)
+        counted, said = seen(evaluation, self.model, trained_on(context, self.model))
+        if said:
+            context.announce(self.name, [said])
+            context.writer.event("alarm", {"stage": self.name, "guard": "contamination", "text": said, "stop": False})
+        result |= counted
         context.write_lines(self.name, (json.dumps(row) for row in rows(evaluation)))
         return {"model": self.model, **result}
 
@@ -100,22 +101,22 @@ class EvaluateStage(Stage):
 
             other = reference()
             same_vocabulary(self.name, policy, other)
-            result["kl"] = _interval(kl_to(evaluation.groups, other, self.sampling))
+            result["kl"] = kl_to(evaluation.groups, other, self.sampling).row()
         if self.text:
             result["perplexity"] = perplexity(policy, self.text, seed)
         return evaluation, result
 
-    def seen(self, context: Context, evaluation: Evaluation) -> dict[str, JSON]:
-        """How many of the problems the model was trained on, and its accuracy on the others."""
-        marks = known([g.problem for g in evaluation.groups], trained_on(context, self.model))
-        if not any(marks):
-            return {"contaminated": 0}
-        clean = evaluation.without(marks)
-        told = f"accuracy on the other {clean.problems}: {clean.accuracy}" if clean else "no other problem is left"
-        text = f"{sum(marks)} of {len(marks)} held-out problems are among what {self.model} was trained on; {told}"
-        context.announce(self.name, [text])
-        context.writer.event("alarm", {"stage": self.name, "guard": "contamination", "text": text, "stop": False})
-        return {"contaminated": sum(marks), "accuracy_clean": None if clean is None else _interval(clean.accuracy)}
+
+def seen(evaluation: Evaluation, model: str, hashes: Collection[str]) -> tuple[dict[str, JSON], str]:
+    """How many of the problems the model was trained on, by the hashes of that, and its accuracy on the others; and a line to say
+    so, "" where there are none."""
+    marks = known([g.problem for g in evaluation.groups], hashes)
+    if not any(marks):
+        return {"contaminated": 0}, ""
+    clean = evaluation.without(marks)
+    told = f"accuracy on the other {clean.problems}: {clean.accuracy}" if clean else "no other problem is left"
+    said = f"{sum(marks)} of {len(marks)} held-out problems are among what {model} was trained on; {told}"
+    return {"contaminated": sum(marks), "accuracy_clean": None if clean is None else clean.accuracy.row()}, said
 
 
 def summarise(evaluation: Evaluation) -> dict[str, JSON]:
@@ -126,12 +127,12 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
     majorities = {k: evaluation.majority(k) for k in ks if k > 2} if evaluation.has_finals else {}
     return {
         "problems": evaluation.problems,
-        "accuracy": _interval(evaluation.accuracy),
-        "pass_at": {str(k): _interval(evaluation.passed(k)) for k in ks},
-        "avg_at": {str(samples): _interval(evaluation.accuracy)},
-        "majority_at": {str(k): _interval(value) for k, value in majorities.items() if value is not None},
-        "parts": {name: _interval(value) for name, value in parts.items() if value is not None and isfinite(value.low)},
-        "reward": None if evaluation.reward is None or evaluation.problems == 1 else _interval(evaluation.reward),
+        "accuracy": evaluation.accuracy.row(),
+        "pass_at": {str(k): evaluation.passed(k).row() for k in ks},
+        "avg_at": {str(samples): evaluation.accuracy.row()},
+        "majority_at": {str(k): value.row() for k, value in majorities.items() if value is not None},
+        "parts": {name: value.row() for name, value in parts.items() if value is not None and isfinite(value.low)},
+        "reward": None if evaluation.reward is None or evaluation.problems == 1 else evaluation.reward.row(),
         "length": evaluation.length,
         "failed": evaluation.failed,
     }
@@ -149,11 +150,8 @@ def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
             "values": [r.score.value for r in group.rollouts],
             "outcomes": [r.score.outcome or r.score.failure for r in group.rollouts],
             "solved": [r.score.solved for r in group.rollouts],
+            "parts": [dict(r.score.parts) for r in group.rollouts],
             **({"finals": list(found)} if evaluation.has_finals else {}),
         }
         for group, found in zip(evaluation.groups, finals, strict=True)
     ]
-
-
-def _interval(interval: Interval) -> list[float]:
-    return [interval.value, interval.low, interval.high]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from posttrain.data.text import Decoder
 from posttrain.errors import require
-from posttrain.evals.statistics import Interval, mean_interval
-from posttrain.rollouts import rate_groups, rollout_groups
-from posttrain.stages._material import Data, alphabet
+from posttrain.evals.statistics import Interval, mean_interval, paired_interval, wilson
+from posttrain.rewards.judge import Verdict
+from posttrain.rollouts import group_metrics, rate_groups, rollout_groups
+from posttrain.runs.alarms import ADVICE, GOLD, SYMPTOMS, Alarms, Change, change
+from posttrain.runs.guards import rollout_figures
+from posttrain.runs.metrics import merge
+from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
+from posttrain.stages.agreement import open_judge
 from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Sampling
@@ -19,12 +28,18 @@ from posttrain.types import JSON, Group, Sampling
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
 
+SHARES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of a win, by verdict; the model is A
+PARTS = 10  # of the problems, whose figures tell the spread of the whole
+ERRORS = 5.0  # standard errors that a figure must have moved by
+
 
 @dataclass(frozen=True, kw_only=True)
 class VersusStage(Stage):
     """`model` against `against`, one answer each to `problems` held-out problems, judged by the task's own score or, where one is
-    named, by a reward model. A tie is half a win. KL(model || against) is in nats a response, estimated on the model's answers; there
-    is none where they are not samples (temperature 0).
+    named, by a reward model or by a `judge`, who is asked in both orders as in an agreement stage: where they disagree it is a tie. A
+    tie is half a win; what could not be judged is counted, and left out. Where the model wins and its answers have changed far
+    beside those of `against`, an alarm says so, as in training. KL(model || against) is in nats a response, estimated on the model's
+    answers; there is none where they are not samples (temperature 0), or where the two have different vocabularies.
     `text` gives the perplexity of both on data that neither was tuned for: the alignment tax.
     """
 
@@ -34,70 +49,143 @@ class VersusStage(Stage):
     problems: int = 500
     sampling: Sampling = field(default_factory=Sampling)
     reward_model: str = ""
+    judge: str = ""  # a stage, directory or hub name, run here, or the name of a model behind `url`
+    url: str = ""
+    rubric: str = ""  # a file; "": the default
+    cache: str = ""  # a folder that keeps the judge's replies; "": none
+    per_minute: int = 0  # requests to `url`; 0: no limit
+    prompt_price: float = 0.0  # of a million tokens
+    completion_price: float = 0.0
     text: tuple[Data, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.problems > 1, f"{self.name}: problems must be at least 2, not {self.problems}")
+        require(not (self.judge and self.reward_model), f"{self.name}: a judge or a reward_model decides, not both")
+        idle = (self.url or self.rubric or self.cache) and not self.judge
+        require(not idle, f"{self.name}: url, rubric and cache are a judge's; name the model as judge")
 
     def alphabet(self) -> str:
         return alphabet([self.task])
 
     def run(self, context: Context) -> dict[str, JSON]:
+        prices = self.prompt_price, self.completion_price
+        settings = (self.judge, self.url, self.rubric, self.cache, self.per_minute, prices)
+        judge, usage = open_judge(context, *settings) if self.judge else (None, None)
         policies = [load_policy(name, context, self.alphabet()) for name in (self.model, self.against)]
+        alike = policies[0].tokenizer.get_vocab() == policies[1].tokenizer.get_vocab()
         ours, theirs = (self.answers(context, policy) for policy in policies)
-        wins = [_win(a, b) for a, b in zip(ours, theirs, strict=True)]
-        decided = [w for w in wins if w is not None]
-        require(len(decided) > 1, f"{self.name}: hardly any answer could be judged")
-        rate = mean_interval(decided)
+        pairs = list(zip(ours, theirs, strict=True))
+        texts = [(a.problem.question, a.rollouts[0].response, b.rollouts[0].response) for a, b in pairs]
+        verdicts = judge.compare(texts) if judge else [_scored(a, b) for a, b in pairs]
+        won = [SHARES[v.winner] for v in verdicts if v.winner is not None]
+        require(len(won) > 1, f"{self.name}: hardly any answer could be judged")
+        rate = win_rate(won)
         result: dict[str, JSON] = {
-            "problems": len(decided),
-            "win_rate": _row(rate),
-            "ties": sum(w == 0.5 for w in decided),
-            "reward": _row(mean_interval([g.rewards[0] for g in ours if g.rewards])),
-            "reward_against": _row(mean_interval([g.rewards[0] for g in theirs if g.rewards])),
-            "kl": kl_to(ours, policies[1], self.sampling).value if kl_known(self.sampling) else None,
+            "problems": len(won),
+            "unjudged": len(verdicts) - len(won),
+            "win_rate": rate.row(),
+            "ties": won.count(0.5),
+            "reward": _reward(ours),
+            "reward_against": _reward(theirs),
+            "kl": kl_to(ours, policies[1], self.sampling).value if kl_known(self.sampling) and alike else None,
         }
+        if usage is not None:
+            swayed = sum(v.winner == "tie" and not v.agreed for v in verdicts)  # ties by the order alone
+            result |= {"swayed": swayed, "usage": usage.row()}
         if self.text:
             result["perplexity"], result["perplexity_against"] = (
-                perplexity(policy, self.text, context.seed) for policy in policies
+                perplexity(policy, placed(self.text, context), context.seed) for policy in policies
             )
-        context.write_lines(self.name, (json.dumps(_line(a, b)) for a, b in zip(ours, theirs, strict=True)))
-        said = f"{self.model} wins {rate} of {len(decided)} against {self.against}"
+        context.write_lines(self.name, (json.dumps(_line(a, b, v)) for (a, b), v in zip(pairs, verdicts, strict=True)))
+        said = f"{self.model} wins {rate} of {len(won)} against {self.against}"
+        said += f" ({result['unjudged']} more could not be judged)" if result["unjudged"] else ""
         said += "" if result["kl"] is None else f", at a KL of {result['kl']:.2f} nats"
         context.announce(self.name, [said])
+        if alike:  # else their tokens cannot be compared
+            self.warn(context, ours, theirs, rate)
         return result
+
+    def warn(self, context: Context, ours: Sequence[Group], theirs: Sequence[Group], rate: Interval) -> None:
+        """Raise an alarm for what has changed far in answers that win: the win may be of that alone."""
+        # a judge leaves the task's own score as it is, which then stands beside its verdicts
+        changed = drifts(ours, theirs, (*GOLD, "reward") if self.judge else GOLD) if rate.low > 0.5 else {}
+        for alarm, seen in changed.items():
+            text = f"{self.model} wins {rate} against {self.against} with {seen}; {ADVICE[alarm]}"
+            context.announce(self.name, [f"warning: {alarm}: {text}"])
+            context.writer.event("alarm", {"stage": self.name, "guard": alarm, "text": text, "stop": False})
 
     def answers(self, context: Context, policy: Policy) -> list[Group]:
         from posttrain.engine.engine import Engine
         from posttrain.train.rating import ModelRating
 
-        seconds = {"generate": 0.0, "score": 0.0}
         problems = self.task.problems("test")[: self.problems]
         engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
-        groups = rollout_groups(self.task, engine, policy.tokenizer, decoder, problems, 1, self.sampling, context.seed, seconds)
+        groups = rollout_groups(self.task, engine, policy.tokenizer, decoder, problems, 1, self.sampling, context.seed)
         if not self.reward_model:
             return groups
         scorers = [load_reward_model(place, context) for place in model_places(self.reward_model, context)]
-        return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups, seconds)
+        return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
 
 
-def _win(ours: Group, theirs: Group) -> float | None:
-    """1, 0 or, of a tie, one half; None where one of the two has no score."""
+def win_rate(won: Sequence[float]) -> Interval:
+    """The mean of wins (1), ties (1/2) and losses (0). Without ties it is a proportion, with Wilson's interval; else (1 + d) / 2 of the
+    paired difference d of wins (1), ties (0) and losses (-1), whose interval has a width also where all are ties.
+
+    >>> print(win_rate([0.5] * 20), win_rate([1.0] * 20))
+    0.500 [0.455, 0.545] 1.000 [0.839, 1.000]
+    """
+    if 0.5 not in won:
+        return wilson(won.count(1.0), len(won))
+    found = paired_interval([2 * share - 1 for share in won])
+    return Interval(*((1 + bound) / 2 for bound in found.row()))
+
+
+def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str]) -> dict[str, str]:
+    """What has changed from their answers to ours, by the alarms of training: figure by figure, with PARTS of the problems in place of
+    steps. Nothing where a gold, the first of `golds` that was measured, has risen; without one, only what has moved very far."""
+    if len(ours) < 2 * PARTS:
+        return {}
+    alarms, rows = Alarms(), []
+    for groups in (theirs, ours):
+        for part in (groups[n::PARTS] for n in range(PARTS)):
+            rows.append({**merge(group_metrics(part)), **rollout_figures(part), **alarms.texts(part)})
+
+    def moved(figure: str) -> Change | None:
+        values = np.array([row.get(figure, nan) for row in rows])
+        return change(values, PARTS, PARTS) if np.isfinite(values).all() else None
+
+    gold = next((name for name in golds if moved(name)), "")
+    real = moved(gold)
+    if real is not None and real.now > real.then:
+        return {}
+    found = {}
+    for alarm, symptom in SYMPTOMS.items():
+        drift, enough = moved(symptom.figure), symptom.moved if real else symptom.far
+        if drift is not None and enough(drift.then, drift.now) and abs(drift.z) >= ERRORS:
+            found[alarm] = f"{drift} {symptom.words}, and {f'{gold} {real}' if real else 'nothing measures the gold'}"
+    return found
+
+
+def _scored(ours: Group, theirs: Group) -> Verdict:
+    """The verdict of scores; None where one of the two has none."""
     if not ours.rewards or not theirs.rewards:
-        return None
+        return Verdict(None)
     difference = ours.rewards[0] - theirs.rewards[0]
-    return 0.5 if difference == 0 else float(difference > 0)
+    return Verdict("tie" if difference == 0 else "A" if difference > 0 else "B")
 
 
-def _line(ours: Group, theirs: Group) -> dict[str, JSON]:
+def _reward(groups: Sequence[Group]) -> list[float] | None:
+    """The mean score; None where hardly any answer has one, as with a judge for a task that cannot tell."""
+    values = [g.rewards[0] for g in groups if g.rewards]
+    return mean_interval(values).row() if len(values) > 1 else None
+
+
+def _line(ours: Group, theirs: Group, verdict: Verdict) -> dict[str, JSON]:
     one, other = ours.rollouts[0], theirs.rollouts[0]
     return {
         "problem": ours.problem.id,
         "question": ours.problem.question,
         "responses": [one.response, other.response],
         "values": [one.score.value, other.score.value],
+        "won": None if verdict.winner is None else SHARES[verdict.winner],
     }
-
-
-def _row(interval: Interval) -> list[float]:
-    return [interval.value, interval.low, interval.high]

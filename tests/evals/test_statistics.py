@@ -5,15 +5,16 @@ from __future__ import annotations
 from itertools import combinations, product
 from math import inf, isclose, sqrt
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.errors import UserError
 from posttrain.evals.statistics import (
     compare,
     majority_at_k,
     mean_interval,
-    mean_pass_at_k,
     pass_at_k,
     share_interval,
     sign_test,
@@ -83,10 +84,6 @@ def test_pass_at_k_refuses_what_it_cannot_know(case: tuple[int, int, int]) -> No
         pass_at_k(*case)
 
 
-def test_mean_pass_at_k_is_a_mean_over_problems() -> None:
-    assert isclose(mean_pass_at_k([(4, 2), (4, 0), (2, 2)], 2).value, (5 / 6 + 0 + 1) / 3)
-
-
 @pytest.mark.parametrize(
     ("answers", "k", "expected"),
     [
@@ -126,8 +123,39 @@ def test_comparison_by_hand() -> None:
     assert (result.wins, result.losses, result.ties) == (5, 1, 2)
     assert result.p_value == 2 * (1 + 6) / 64
     assert result.difference.value == 0.5
-    # differences 0 -1 1 1 1 1 1 0: sum of squares 6 - 8 * 0.25 = 4, variance 4/7, over 8
-    assert isclose(result.difference.high - 0.5, sqrt(4 / 7 / 8))
+    # with half a problem more in each of four cells: (5 - 1) / 10, and sqrt(7 - 16 / 10) / 10
+    assert isclose(result.difference.low, 0.4 - sqrt(5.4) / 10) and isclose(result.difference.high, 0.4 + sqrt(5.4) / 10)
+
+
+def test_shares_of_several_samples_have_the_normal_interval_within_bounds() -> None:
+    # differences 0.5, 0, 1: mean 0.5, variance 0.25, over 3
+    found = compare([0.5, 0.5, 0.0], [1.0, 0.5, 1.0], z=1.0).difference
+    assert isclose(found.low, 0.5 - sqrt(0.25 / 3)) and isclose(found.high, 0.5 + sqrt(0.25 / 3))
+    assert compare([0.5, 0.5, 0.0], [1.0, 0.5, 1.0]).difference.high == 1.0, "not beyond what shares can differ by"
+    rewards = compare([5.0, 1.0, 3.0], [9.0, 1.0, 4.0], z=1.0).difference  # no shares: differences 4, 0, 1, variance 13 / 3
+    assert isclose(rewards.high, 5 / 3 + sqrt(13 / 9))
+
+
+def test_equal_results_say_how_little_they_know() -> None:
+    few, many = (compare([1.0] * n, [1.0] * n).difference for n in (5, 500))
+    assert few.value == many.value == 0.0 and few.high > 0.25 and 0 < many.high < 0.01 and few.low == -few.high
+
+
+def test_the_paired_interval_holds_what_it_promises() -> None:
+    """Simulated: of 2,000 comparisons of 40 problems, the true difference lies within about 95%."""
+    generator, inside = np.random.default_rng(0), 0
+    for _ in range(2000):
+        cells = generator.choice(4, size=40, p=[0.5, 0.2, 0.05, 0.25])  # both, only the second, only the first, neither
+        found = compare(np.isin(cells, (0, 2)).astype(float).tolist(), np.isin(cells, (0, 1)).astype(float).tolist()).difference
+        inside += found.low <= 0.15 <= found.high
+    assert 0.93 < inside / 2000 < 0.98
+
+
+def test_what_could_not_be_scored_is_left_out_of_both_sides() -> None:
+    nan = float("nan")
+    found, plain = compare([1, nan, 0, 0], [1, 1, nan, 1]), compare([1, 0], [1, 1])
+    assert (found.wins, found.losses, found.ties, found.left_out) == (1, 0, 1, 2) and found.difference == plain.difference
+    assert "; 2 left out, which could not be scored" in str(found) and "left out" not in str(plain)
 
 
 def test_a_long_comparison_does_not_overflow() -> None:
@@ -135,7 +163,15 @@ def test_a_long_comparison_does_not_overflow() -> None:
     assert isclose(sign_test(5_000, 5_000), 1.0)
 
 
-@pytest.mark.parametrize("pair", [([], []), ([1], [1, 0]), ([float("nan")], [1.0])])
-def test_comparison_refuses_what_is_not_paired(pair: tuple[list[float], list[float]]) -> None:
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ("pair", "error"),
+    [
+        (([], []), UserError),
+        (([float("nan")], [1.0]), UserError),
+        (([1], [1, 0]), ValueError),
+        (([float("inf")], [1.0]), ValueError),
+    ],
+)
+def test_comparison_refuses_what_is_not_paired(pair: tuple[list[float], list[float]], error: type[Exception]) -> None:
+    with pytest.raises(error):
         compare(*pair)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from posttrain import config, pipeline
@@ -25,7 +26,10 @@ from posttrain.rewards._endpoint import Endpoint
 from posttrain.rewards.judge import CANARIES, Judge, Verdict, agreement, judge, judged
 from posttrain.scoring import score_group
 from posttrain.stages.agreement import AgreementStage
+from posttrain.stages.versus import VersusStage
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.jsonl import Jsonl
+from posttrain.types import Group, Problem, Rollout, Sampling, Score, Segment
 
 ASKS_FOR_A_VERDICT = 'nothing else: {"verdict"'
 Reply = tuple[int, Any] | None  # status and message text; None: hang
@@ -370,6 +374,38 @@ def test_agreement_is_measured_on_a_file_of_preferences(serve: Any, tmp_path: Pa
     assert result["usage"] == {"cached": 2 * 5 + len(CANARIES)} and len(server.bodies) == 2 * 5 + len(CANARIES)
     said = (directory / "events.jsonl").read_text()
     assert "m agrees with people on 60.0%" in said
+
+
+def test_two_models_are_compared_by_a_judge(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A win, a loss, a tie that is said, one by the order alone, and one without a verdict: (1 + 0 + 1/2 + 1/2) / 4 by hand."""
+
+    def moody(body: dict[str, Any], number: int) -> Reply:
+        text = str(body["messages"][1]["content"])
+        if ASKS_FOR_A_VERDICT in text and "first!" in text:
+            return 200, '{"verdict": "A"}'
+        return (200, "no idea") if ASKS_FOR_A_VERDICT in text and "riddle" in text else sober(body, number)
+
+    _, endpoint = serve(moody)
+    pairs = [("good one", "good"), ("bad", "good"), ("bad", "worse"), ("first!", "good"), ("riddle", "good")]
+    ids = np.array([1], dtype=np.int64)
+
+    def answer(text: str) -> Group:
+        problem = Problem("p", "q")
+        return Group(problem, (Rollout(problem, 0, (Segment(ids, text, True, np.zeros(1)),), Score.failed("timeout")),))
+
+    sides = iter([[answer(pair[side]) for pair in pairs] for side in (0, 1)])
+    monkeypatch.setattr(VersusStage, "answers", lambda *_: next(sides))
+    stage = VersusStage(
+        name="v", model="tiny:nano", against="tiny:nano", task=Arithmetic(level=1), judge="m", url=endpoint.url,
+        sampling=Sampling(4, temperature=0.0), cache=str(tmp_path / "cache"),
+    )  # fmt: skip
+    directory = pipeline.start(config.Settings(Recipe((stage,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))
+    result = json.loads((directory / "stages" / "v" / "result.json").read_text())
+    assert [result[key] for key in ("problems", "unjudged", "ties", "swayed")] == [4, 1, 2, 1]
+    assert result["win_rate"][0] == 0.5 and result["reward"] is None
+    assert result["usage"]["requests"] == 2 * len(pairs) + len(CANARIES)
+    rows = [json.loads(line) for line in (directory / "stages" / "v" / "problems.jsonl").read_text().splitlines()]
+    assert [row["won"] for row in rows] == [1.0, 0.0, 0.5, 0.5, None]
 
 
 def test_pairs_of_people_are_read_in_every_convention(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from posttrain.errors import UserError
 from posttrain.models.policy import Policy, adopt
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.recipes.base import Recipe
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._contamination import file_questions
@@ -92,6 +93,21 @@ def test_perplexity_against_plain_transformers(tmp_path: Path) -> None:
     values = np.concatenate([logprobs(policy, [*policy.tokenizer(t)["input_ids"], end]) for t in ("1+2=3", "12-7=5")])
     found = perplexity(policy, [Data(file=str(tmp_path / "text.jsonl"))], 0)
     assert math.isclose(found, math.exp(-values.mean()), rel_tol=1e-5)
+
+
+def test_a_long_text_is_cut_into_windows_and_no_token_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "1+2=3-12"}) + "\n")
+    policy, source = model(0), Data(file=str(tmp_path / "text.jsonl"))
+    ids = [*policy.tokenizer("1+2=3-12")["input_ids"], policy.tokenizer.eos_token_id]
+    monkeypatch.setattr("posttrain.stages._measure.WINDOW", 4)
+    values = np.concatenate([logprobs(policy, ids[start : start + 4]) for start in range(0, len(ids) - 1, 3)])
+    assert len(values) == len(ids) - 1
+    assert math.isclose(perplexity(policy, [source], 0), math.exp(-values.mean()), rel_tol=1e-5)
+    monkeypatch.setattr("posttrain.stages._measure.WINDOW", 4096)
+    policy.model.config.max_position_embeddings = 4
+    assert math.isclose(perplexity(policy, [source], 0), math.exp(-values.mean()), rel_tol=1e-5), (
+        "as many as the model has positions"
+    )
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -204,6 +220,44 @@ def test_eval_of_a_task_that_needs_a_setting(tmp_path: Path, capsys: pytest.Capt
     assert "2 held-out problems of jsonl" in capsys.readouterr().out
     assert cli.main(asked) == 2
     assert "missing file" in capsys.readouterr().err
+
+
+def test_eval_of_a_run_says_what_it_was_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Questions 0 to 3 were learned, and a control that is not exported learned 4 too; held out are 2 to 5."""
+
+    def file(name: str, numbers: range) -> str:
+        rows = [{"prompt": f"{n}+0=", "completion": str(n), "question": f"{n}+0=", "answer": str(n)} for n in numbers]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    learned, more = (Data(file=file(f"{n}.jsonl", range(n))) for n in (4, 5))
+    small: dict[str, Any] = {"model": "tiny:nano", "steps": 1, "batch": 2}
+    sft, control = (SFTStage(name=name, data=(data,), **small) for name, data in (("sft", learned), ("control", more)))
+    directory = pipeline.start(
+        config.Settings(Recipe((sft, control)), "test", device="cpu", threads=1, out=str(tmp_path / "run"))
+    )
+    asked = ["--task", "jsonl", f"task.file={file('other', range(7, 9))}", f"task.test_file={file('held', range(2, 6))}"]
+    asked += ["max_new_tokens=2", "device=cpu"]
+    for place, count in (("run", 2), ("run/export", 2), ("run/stages/sft/model", 2), ("run/stages/control/model", 3)):
+        capsys.readouterr()
+        assert cli.main(["eval", str(tmp_path / place), *asked]) == 0
+        assert (
+            f"{count} of 4 held-out problems are among what {tmp_path / place} was trained on; accuracy on the other"
+            in " ".join(capsys.readouterr().out.split())
+        )
+    assert cli.main(["eval", str(directory), *asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["contaminated"] == 2 and len(found["accuracy_clean"]) == 3
+    (directory / "export").rename(tmp_path / "elsewhere")
+    assert cli.main(["eval", str(tmp_path / "elsewhere"), *asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["contaminated"] == 0
+
+
+def test_a_run_of_evaluations_alone_names_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = EvaluateStage(name="e", model="tiny:nano", task=Given(), problems=4, sampling=Sampling(2, temperature=0.0))
+    directory = pipeline.start(config.Settings(Recipe((stage,)), "test", device="cpu", threads=1, out=str(tmp_path / "run")))
+    shown = capsys.readouterr().out
+    assert "took" in shown and "model:" not in shown and not (directory / "export").exists()
 
 
 def test_a_run_with_two_evaluations_of_several_samples_draws_pass_at_k(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import cli, config
+from posttrain import cli, config, pipeline
 from posttrain.errors import UserError
 from posttrain.runs.read import Run
 
@@ -41,6 +41,20 @@ def test_a_run_leaves_what_the_design_promises(run: Path) -> None:
     assert [row.step for row in rows] == list(range(9))
     assert {"reward", "loss", "kl", "entropy", "length", "grad_norm", "reward/answer", "reward/format"} <= set(rows[1].figures)
     assert {"accuracy/test", "accuracy/test_low", "accuracy/test_high"} <= set(rows[0].figures)
+
+
+def test_the_problems_shown_at_the_end_say_what_was_solved() -> None:
+    """A reward that runs tests says `pass`; one without outcomes solves by its full value."""
+
+    def row(problem: str, outcome: str, **solved: list[bool]) -> dict[str, object]:
+        return {"question": problem, "answer": "", "responses": ["r"], "outcomes": [outcome], **solved}
+
+    before = [row("same", "wrong"), row("code", "fail"), row("praise", "", solved=[False])]
+    after = [row("same", "wrong"), row("code", "pass"), row("praise", "", solved=[True])]
+    shown = pipeline.chosen(before, after)
+    assert [(a.question, a.before_correct, a.after_correct) for a in shown] == [
+        ("code", False, True), ("praise", False, True), ("same", False, False),
+    ]  # fmt: skip
 
 
 def test_the_export_is_a_plain_transformers_model(run: Path) -> None:
@@ -100,6 +114,14 @@ BAD = {
     "eval nowhere --task arithmetic": "nowhere",
     "sample nowhere hello": "nowhere",
     "eval nowhere --task arithmetics": "did you mean 'arithmetic'",
+    "eval nowhere --task arithmetic seed=abc": "eval.seed: input should be a valid integer",
+    "eval nowhere --task arithmetic seed=-1": "eval: seed is a whole number, 0 or more",
+    "eval nowhere --task arithmetic device=tpu": "eval: device must be auto, cpu",
+    "eval nowhere --task arithmetic save=no/such/place": "eval: save=no/such/place: no file can be written there",
+    "eval nowhere --task arithmetic save=.": "eval: save=.: no file can be written there",
+    "sample nowhere hello group=x": "sample.group: input should be a valid integer",
+    "run quickstart seed=-1": "seed is a whole number, 0 or more",
+    "run quickstart seeds=-1": "seeds=-1: seeds are whole numbers, 0 or more",
     "run quickstart --fast": "unknown argument '--fast'",
 }
 

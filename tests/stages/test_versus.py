@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from material_for_tests import group, rollout, segment
 
 from posttrain.errors import UserError
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.runs.alarms import ADVICE
+from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._material import Data
 from posttrain.stages.base import Context, run_stages
 from posttrain.stages.sft import SFTStage
-from posttrain.stages.versus import VersusStage, _win
+from posttrain.stages.versus import VersusStage, _scored, win_rate
 from posttrain.tasks.reviews import Reviews
 from posttrain.train.optimizer import Optimization
-from posttrain.types import Group, Sampling
+from posttrain.types import Group, Sampling, Score
 
 
 def scored(value: float | None) -> Group:
@@ -24,9 +31,17 @@ def scored(value: float | None) -> Group:
 
 
 def test_wins_ties_and_failures() -> None:
-    assert [_win(scored(a), scored(b)) for a, b in ((1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (None, 1.0), (1.0, None))] == [
-        1.0, 0.0, 0.5, None, None,
-    ]  # fmt: skip
+    pairs = ((1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (None, 1.0), (1.0, None))
+    assert [_scored(scored(a), scored(b)).winner for a, b in pairs] == ["A", "B", "tie", None, None]
+
+
+def test_the_interval_of_a_win_rate_by_hand() -> None:
+    """Two wins, a tie, a loss: d = 1/6 of n + 2 = 6, half-width 1.96 sqrt(3 + 1 - 1/6) / 6, and a win rate is (1 + d) / 2."""
+    half = 1.96 * math.sqrt(4 - 1 / 6) / 6
+    assert win_rate([1.0, 0.5, 1.0, 0.0]).row() == pytest.approx([0.625, (7 / 6 - half) / 2, (7 / 6 + half) / 2])
+    ties = win_rate([0.5] * 20)
+    assert ties.value == 0.5 and ties.high - ties.low == pytest.approx(1.96 / 22), "a width also where all are ties"
+    assert win_rate([1.0, 1.0]).row() == pytest.approx([1.0, 1 / (1 + 1.96**2 / 2), 1.0]), "Wilson's without ties"
 
 
 def test_a_model_against_itself_and_against_a_kinder_one(tmp_path: Path) -> None:
@@ -51,6 +66,62 @@ def test_a_model_against_itself_and_against_a_kinder_one(tmp_path: Path) -> None
     assert len((tmp_path / "run" / "stages" / "kinder" / "problems.jsonl").read_text().splitlines()) == 40
 
 
-def test_one_problem_is_too_few() -> None:
-    with pytest.raises(UserError, match="at least 2"):
-        VersusStage(name="v", model="a", against="b", task=Reviews(), problems=1)
+def test_models_of_different_vocabularies_have_no_kl(tmp_path: Path) -> None:
+    """The ids of one are other text to the other: a number there would be about nothing."""
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ,.:"[::-1])
+    save(tiny_model(tokenizer, "nano", 1), tokenizer, tmp_path / "other")
+    one = VersusStage(
+        name="v", model="tiny:nano", against=str(tmp_path / "other"), task=Reviews(), problems=4, sampling=Sampling(5)
+    )
+    with RunWriter.create(tmp_path / "run", {}) as writer:
+        result = one.run(Context(writer, seed=0, say=False))
+    assert result["kl"] is None and result["win_rate"][0] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"problems": 1}, "at least 2"),
+        ({"judge": "j", "reward_model": "r"}, "a judge or a reward_model decides"),
+        ({"url": "http://x"}, "name the model as judge"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        VersusStage(name="v", model="a", against="b", task=Reviews(), **settings)
+
+
+def answers(length: int, value: float, gold: float | None = None) -> list[Group]:
+    """40 answers of about so many tokens, no two of them alike, with a value and what it stands for."""
+    made = []
+    for n in range(40):
+        said = segment(np.random.default_rng((length, n)).integers(3, 10_000, length + n % 4), True)
+        parts = {} if gold is None else {"gold": gold + 0.01 * (n % 3)}
+        made.append(group([replace(rollout([segment([1], False), said], value), score=Score(value, parts))]))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ours", "heard"),
+    [
+        (answers(80, 1.0), True),  # four times as long, and nothing else is measured
+        (answers(40, 1.0), False),  # twice as long: it may be better for it
+        (answers(80, 0.4), False),  # it does not win
+        (answers(40, 1.0, gold=0.2), True),  # twice as long, and the gold fell
+        (answers(40, 1.0, gold=0.9), False),  # the gold rose
+    ],
+)
+def test_answers_that_win_and_have_changed_far_are_an_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: list[Group], heard: bool
+) -> None:
+    sides = iter([ours, answers(20, 0.5, None if not ours[0].rollouts[0].score.parts else 0.5)])
+    monkeypatch.setattr(VersusStage, "answers", lambda *_: next(sides))
+    stage = VersusStage(name="v", model="tiny:nano", against="tiny:nano", task=Reviews(), sampling=Sampling(4, temperature=0.0))
+    with RunWriter.create(tmp_path / "run", {}) as writer:
+        stage.run(Context(writer, seed=0, say=False))
+    alarms = [e.details for e in Run(tmp_path / "run").events() if e.kind == "alarm"]
+    assert [a["guard"] for a in alarms] == (["length"] if heard else [])
+    if heard:
+        assert alarms[0]["stage"] == "v" and not alarms[0]["stop"]
+        assert "with 21.5 -> " in alarms[0]["text"] and "tokens a response" in alarms[0]["text"]
+        assert alarms[0]["text"].endswith(ADVICE["length"])
