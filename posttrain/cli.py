@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from posttrain.errors import GuardStop, Interrupted, UserError
+from posttrain.errors import GuardStop, Interrupted, UserError, unknown
 from posttrain.version import VERSION
 
 EXAMPLES = {
@@ -28,7 +30,11 @@ EXAMPLES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 a crash (with its traceback) or a doctor who found something, 2 bad input, 3 stopped by a guard,
     130 interrupted."""
-    options, rest = parser().parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options, rest = parser().parse_known_args(words)
+    except UserError as error:
+        return complain(str(error), 2)
     # argparse does not take key=value after an option; they are settings wherever they stand
     if rest and not (hasattr(options, "settings") and all("=" in word and not word.startswith("-") for word in rest)):
         return complain(f"unknown argument {rest[0]!r}; see 'posttrain {options.command or ''} --help'", 2)
@@ -52,13 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command in one line, with the nearest name where one was mistyped."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if found is None:
+            raise UserError(f"{message.replace(', key=value', '')}; see '{self.prog} --help'")
+        kind, name, choices = found.groups()
+        known = [choice.strip(" '") for choice in choices.split(",")]
+        raise unknown("command" if kind == "COMMAND" else f"{kind} of '{self.prog}'", name, known)
+
+
 def complain(text: str, code: int) -> int:
     sys.stderr.write(f"posttrain: {' '.join(text.split())}\n")
     return code
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="posttrain", description="Reinforcement learning for language models, from a laptop up.")
+    top = Parser(prog="posttrain", description="Reinforcement learning for language models, from a laptop up.")
     top.add_argument("--version", action="version", version=f"posttrain {VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
 

@@ -24,7 +24,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     >>> str(unknown("recipe", "quickstrat", ["quickstart"]))
     "unknown recipe 'quickstrat'; did you mean 'quickstart'?"
     """
-    choices = sorted(known)
+    choices = sorted(set(known))
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     if near:
         hint = "did you mean " + " or ".join(repr(n) for n in near) + "?"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,9 +22,9 @@ from posttrain.runs.guards import Alarm, Guards, Watch, rollout_figures
 from posttrain.runs.layout import ALARMS
 from posttrain.runs.watchdog import Watchdog
 from posttrain.runs.write import RunWriter
-from posttrain.train import checkpoint
 from posttrain.train.coefficients import dead_coefficients
 from posttrain.train.pack import micro_batches
+from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer
 from posttrain.types import JSON, Batch, Group, Metric
 
@@ -37,7 +36,7 @@ class Guarding:
     stage: str
     trainer: Trainer
     writer: RunWriter
-    checkpoints: Path
+    checkpoints: Store
     guards: Guards
     hearing: AlarmSettings
     watch: Watch = field(init=False)
@@ -136,7 +135,7 @@ class Guarding:
                 self.console.event(f"{'stop' if alarm.stop else 'warning'}: {alarm.guard}: {alarm.text}")
         for alarm in alarms:
             if alarm.stop:
-                past = checkpoint.steps(self.checkpoints)
+                past = self.checkpoints.published()
                 left = f"the checkpoint {past[0].name} is intact" if past else "there is no checkpoint yet"
                 raise GuardStop(f"{self.stage}: {alarm.guard}: {alarm.text}; {left}")
 

@@ -16,7 +16,7 @@ from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.mine import MineStage
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
-from posttrain.stages.rl import RLStage
+from posttrain.stages.rl import RLStage, same_vocabulary
 from posttrain.stages.sft import SFTStage
 from posttrain.train.memory import activation_bytes, at_hand, checkpointing_pays, learning_bytes, logits_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
@@ -186,6 +186,7 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
     if model not in policies:
         policies[model] = load_policy(model, context, stage.alphabet())
     policy = policies[stage.name] = policies[model]
+    check_vocabularies(stage, policy, policies)
     said = [f"model {model}: {policy.parameters:,} parameters, {str(policy.dtype).removeprefix('torch.')}"]
     if isinstance(stage, MineStage):
         again = f", after those that {stage.again} kept" if stage.again else ""
@@ -203,6 +204,35 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
         return [*said, f"{stage.problems} held-out problems x {stage.samples} = {stage.problems * stage.samples} answers of at most "
                 f"{stage.sampling.max_new_tokens} tokens"]  # fmt: skip
     return said
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What is asked of a model that is not loaded: how it reads."""
+
+    tokenizer: Any
+    source: str
+
+
+def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Policy]) -> None:
+    """Refuse a reference, critic or reward model that the run would refuse for its vocabulary. Of those that lie on the disk or the hub
+    only the tokenizer is read; a judge is asked in words, and may be of any family."""
+    names = [getattr(stage, "reference", ""), getattr(stage, "critic", "")]
+    if isinstance(stage, RLStage) and stage.reward_kind != "judge":
+        names += [*stage.reward_models, stage.reward_reference]
+    for name in dict.fromkeys(name for name in names if name):
+        same_vocabulary(stage.name, policy, policies.get(name) or read_reader(name, stage.alphabet()))
+
+
+def read_reader(name: str, alphabet: str) -> Reader:
+    from posttrain.models.load import load, locate
+    from posttrain.models.load_directory import read_tokenizer
+    from posttrain.models.tiny import character_tokenizer
+
+    if name.startswith("tiny:"):
+        return Reader(character_tokenizer(alphabet), name)
+    path = locate(name)
+    return Reader(load(name).tokenizer if path.suffix.lower() == ".gguf" else read_tokenizer(path), name)
 
 
 def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list[str]:

@@ -42,6 +42,56 @@ def test_each_end_has_its_code_and_one_line(
     assert said.startswith("posttrain: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evall", "m"], "unknown command 'evall'; did you mean 'eval'?"),
+        (["list", "algoritms"], "unknown kind of 'posttrain list' 'algoritms'; did you mean 'algorithms'?"),
+        (["list", "recipies", "--json"], "unknown kind of 'posttrain list' 'recipies'; did you mean 'recipes'?"),
+        (["run"], "the following arguments are required: recipe; see 'posttrain run --help'"),
+        (["eval", "m"], "the following arguments are required: --task; see 'posttrain eval --help'"),
+        (["doctor", "--jsn"], "unknown argument '--jsn'; see 'posttrain doctor --help'"),
+    ],
+)
+def test_a_mistyped_command_is_one_line_with_the_nearest_name(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"posttrain: {said}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rl.lr=-1", "rl.optimizer: lr must be positive, not -1.0"),
+        ("rl.sampling.max_new_tokens=0", "rl.sampling: max_new_tokens must be at least 1, not 0"),
+        ("rl.guards.kl=-1", "rl.guards: guards: kl must be positive"),
+        ("rl.task.level=99", "rl.task: arithmetic needs 1 <= min_level <= level <= 18"),
+        ("rl.stps=1", "unknown key 'rl.stps': no 'stps'; did you mean 'steps' or"),
+        ("rl.steps=0", "rl: steps must be positive, not 0"),
+        ("rl.evaluate_every=-1", "rl: evaluate_every must be 0 (never) or a number of steps, not -1"),
+        ("sft.checkpoint_every=-1", "sft: checkpoint_every must be 0 (never) or a number of steps, not -1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_stage_it_is_of(
+    setting: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "quickstart", setting]) == 2
+    assert capsys.readouterr().err.startswith(f"posttrain: {said}")
+
+
+@pytest.mark.parametrize("place", ["x" * 300, "file/run", "/proc/run"])
+def test_a_place_that_cannot_be_made_is_one_line(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "small.yaml").write_text(SMALL)
+    assert cli.main(["run", "small.yaml", f"out={place}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("posttrain: cannot write the run directory ") and said.count("\n") == 1
+
+
 def test_a_crash_keeps_its_traceback_and_has_code_1() -> None:
     program = (
         "import sys; from posttrain import catalogue, cli\n"

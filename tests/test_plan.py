@@ -13,7 +13,10 @@ from material_for_tests import small_policy
 from posttrain import config, plan
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.errors import UserError
 from posttrain.models.lora import Lora
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
@@ -165,3 +168,34 @@ def test_stages_that_learn_from_preferences_count_their_data(tmp_path: Path) -> 
     assert "40 of 41" in lines, "the one that is too long is counted"
     assert "reference " in lines
     assert "preferences written by dpo: not there yet" in lines and "steps, 2 times over" in lines
+
+
+def other_model(folder: Path) -> str:
+    tokenizer = character_tokenizer("0123456789abc")
+    return str(save(tiny_model(tokenizer, "nano", 0), tokenizer, folder))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"stage": "rl", "task": {"name": "arithmetic"}, "algorithm": {"name": "grpo", "beta": 0.1}, "reference": "OTHER"},
+        {"stage": "rl", "task": {"name": "arithmetic"}, "algorithm": {"name": "ppo"}, "critic": "OTHER"},
+        {"stage": "rl", "task": {"name": "arithmetic"}, "reward_models": ["OTHER"]},
+        {"stage": "preference", "data": ["pairs.jsonl"], "reference": "OTHER"},
+        {"stage": "evaluate", "task": {"name": "arithmetic"}, "reference": "OTHER", "sampling": {"temperature": 1.0}},
+    ],
+    ids=["reference", "critic", "reward model", "preference", "evaluation"],
+)
+def test_a_model_with_another_vocabulary_is_refused_before_the_run(stage: dict[str, Any], tmp_path: Path) -> None:
+    """As the run itself would, but perhaps hours earlier."""
+    tree = json.loads(
+        json.dumps({"name": "one", "model": "tiny:nano", **stage}).replace("OTHER", other_model(tmp_path / "other"))
+    )
+    with pytest.raises(UserError, match=r"one: .*other has another vocabulary than tiny:nano .* use models of one family"):
+        plan.describe(config.from_config({"stages": [tree]}, "test"))
+
+
+def test_a_judge_may_have_another_vocabulary(tmp_path: Path) -> None:
+    tree = {"stage": "rl", "name": "one", "model": "tiny:nano", "task": {"name": "arithmetic"}, "reward_kind": "judge",
+            "reward_models": [other_model(tmp_path / "other")]}  # fmt: skip
+    assert plan.describe(config.from_config({"stages": [tree]}, "test"))

@@ -53,7 +53,7 @@ SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 AUDITED = {
     "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "rewards/sandbox/container.py", "doctor.py"},
     "ctypes": {
-        "scoring.py",
+        "children.py",
         "engine/forked.py",
         "rewards/sandbox/pool.py",
         "rewards/sandbox/child.py",
@@ -230,6 +230,16 @@ def test_x02_code_that_comes_with_a_model_is_not_run(file: str, model: Path, tmp
     assert not (tmp_path / "mark").exists()
 
 
+def test_x02_a_model_of_a_billion_layers_is_refused_before_they_are_made(model: Path) -> None:
+    path = model / "config.json"
+    tree = json.loads(path.read_text())
+    path.write_text(json.dumps(tree | {"num_hidden_layers": 10**9, "layer_types": None}))
+    began = time.monotonic()
+    with pytest.raises(UserError, match="config.json asks for 1000000000 layers, and the weights are .* tensors"):
+        load(str(model))
+    assert time.monotonic() - began < 20
+
+
 ESCAPES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.popen('touch MARK').read() }}",
@@ -263,8 +273,8 @@ def test_x02_a_chat_template_does_not_leave_its_sandbox(template: str, model: Pa
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.models.load.RENDER_SECONDS", 1.0)
-    monkeypatch.setattr(untrusted, "TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr("posttrain.models.load.RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(untrusted, "TEMPLATE_SECONDS", 0.5)
     monkeypatch.setattr(untrusted, "TEMPLATE_BYTES", 1 << 28)
 
 
@@ -314,7 +324,7 @@ CONFIGS = {
     "a million laughs": (LAUGHS + "stages: *a9", "stands for more than 200,000 values"),
     "itself": ("stages: &s [*s]", "refers to itself"),
     "a key given twice": ("seed: 1\nseed: 2\nstages: []", "the key 'seed' is given twice"),
-    "depth": ("stages: " + "[" * 5000, "not valid YAML"),
+    "depth": ("stages: " + "[\n  " * 2000, "not valid YAML"),
     "no mapping": ("[1, 2]", "must hold keys|does not hold a configuration"),
     "an unknown key": ("seeed: 1\nstages: []", "did you mean 'seed'"),
     "bytes": ("\0", "not valid YAML"),
@@ -410,7 +420,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint and without an end."""
     directory = tmp_path_factory.mktemp("stopped") / "run"
     threads = torch.get_num_threads()
-    pipeline.start(settings("sft", directory))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "draw", lambda *_: None)  # pictures take longer than this training
+        pipeline.start(settings("sft", directory))
     torch.set_num_threads(threads)
     (directory / "summary.json").unlink()
     shutil.rmtree(directory / "stages")
@@ -418,7 +430,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(stopped: Path, tmp_path: Path) -> Iterator[Path]:
+def run(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(pipeline, "draw", lambda *_: None)
     threads = torch.get_num_threads()
     yield Path(shutil.copytree(stopped, tmp_path / "run"))
     torch.set_num_threads(threads)

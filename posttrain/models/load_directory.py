@@ -47,6 +47,7 @@ def read_directory(
     tokenizer = read_tokenizer(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **safe)
+        check_depth(folder, config.get_text_config())
         kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
         model, report = kind.from_pretrained(
             folder,
@@ -58,6 +59,8 @@ def read_directory(
             ignore_mismatched_sizes=True,  # reported, and refused below with their names; the error names none
             **safe,
         )
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{folder}: the model cannot be read ({first_line(error)}); check config.json") from error
     check_report(str(folder), report)
@@ -144,6 +147,20 @@ def check_weights(folder: Path) -> None:
         "safetensors first (load the model where you trust it and call save_pretrained)",
     )
     raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}; copy the weight files there")
+
+
+def check_depth(folder: Path, config: PretrainedConfig) -> None:
+    """Refuse more layers than there are tensors: layers are made before weights are read, and a billion of them would eat the host."""
+    from safetensors import safe_open
+
+    layers, tensors = getattr(config, "num_hidden_layers", 0), 0
+    for name in [WEIGHTS] if (folder / WEIGHTS).is_file() else shards(folder):
+        with safe_open(folder / name, framework="np") as file:
+            tensors += len(file.keys())
+    require(
+        layers <= tensors,
+        f"{folder / 'config.json'} asks for {layers} layers, and the weights are {tensors} tensors; copy it anew",
+    )
 
 
 def shards(folder: Path) -> list[str]:

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 LOADING_SETTINGS = ("is_local", "local_files_only", "trust_remote_code")
 # Names of one class: version 5 of transformers writes the first, and version 4 knows only the second.
 NEW_TOKENIZER, KNOWN_TOKENIZER = "TokenizersBackend", "PreTrainedTokenizerFast"
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+FULL_DISK = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file may not be that large here (ulimit -f)",
+}
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path, replace: bool = False) -> Path:
@@ -151,11 +155,12 @@ def one_line_when_unwritable(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL_DISK:
-            raise UserError(f"the disk is full: {target} could not be written; {advice}") from error
+            raise UserError(f"{FULL_DISK[error.errno]}: {target} could not be written; {advice}") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             raise UserError(f"{target} cannot be written ({error.strerror}); give another place to save the model") from error
         raise
     except SafetensorError as error:
-        if any(f"os error {number}" in str(error) for number in FULL_DISK):
-            raise UserError(f"the disk is full: {target} could not be written; {advice}") from error
+        for number, reason in FULL_DISK.items():
+            if f"os error {number})" in str(error):
+                raise UserError(f"{reason}: {target} could not be written; {advice}") from error
         raise

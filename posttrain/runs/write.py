@@ -32,7 +32,7 @@ from posttrain.runs.lock import Lock
 from posttrain.types import JSON, Rollout
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class RunWriter:
     @classmethod
     def create(cls, directory: Path, config: Mapping[str, JSON], retention: Retention | None = None) -> RunWriter:
         """Start a new run and write its configuration. Refuses a directory that holds one."""
-        _refuse_used(Path(directory))  # before the lock: "already holds a run" says more than "is being written"
+        with _explained(Path(directory)):
+            _refuse_used(Path(directory))  # before the lock: "already holds a run" says more than "is being written"
         return cls(directory, retention, config)
 
     @classmethod
@@ -248,6 +249,11 @@ def _explained(directory: Path) -> Iterator[None]:
         if error.errno in FULL:
             raise UserError(
                 f"no space left on the disk of {directory}; free some, then 'posttrain resume {directory}'"
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise UserError(
+                f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), then "
+                f"'posttrain resume {directory}'"
             ) from error
         if error.errno in REFUSED:
             raise UserError(f"cannot write the run directory {directory}: {error.strerror}; choose another") from error

@@ -98,7 +98,8 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2, spare: Collecti
         _sync(directory)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk in words of its own
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot write a checkpoint to {directory}: {reason}; free some space and resume") from error
+        advice = "raise the largest size of a file (ulimit -f)" if "File too large" in str(error) else "free some space"
+        raise UserError(f"cannot write a checkpoint to {directory}: {reason}; {advice} and resume") from error
     finally:
         _recover(directory)
         sweep(directory)

@@ -124,6 +124,12 @@ class Store:
         checkpoint.sweep(self.directory)
         return found
 
+    def published(self) -> list[Path]:
+        """The checkpoints there are, newest first, with the one being written; whether that goes wrong is for `check` to say."""
+        if self._thread is not None:
+            self._thread.join(LONGEST_WRITE)
+        return checkpoint.steps(self.directory)
+
     def _write(self, made: Checkpoint, report: Report, waited: float) -> None:
         """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, byte_level, word_marks
 
-from posttrain.data.preferences import Preferences, read_preferences
+from posttrain.data.preferences import Preferences, read_pairs, read_preferences
 from posttrain.errors import UserError
 
 ASK, YES, NO = ({"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "hello"), ("assistant", "the fox")))
@@ -54,6 +55,15 @@ def test_every_convention_of_pairs_gives_the_same_unit(tmp_path: Path, record: d
     assert begin == int(rejected.mask.argmax()) > 0 and (chosen.ids[:begin] == rejected.ids[:begin]).all()
     whole = byte_level(CHATML).decode(chosen.ids)
     assert whole == f"<|im_start|>user\nhi{END}\n<|im_start|>assistant\nhello{END}\n"
+
+
+def test_a_packed_file_is_the_same_file(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "pairs.jsonl", tmp_path / "pairs.jsonl.gz"
+    plain.write_text(json.dumps(PAIRS[0]) + "\n")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    one, other = (read_preferences(path, byte_level(CHATML), 100) for path in (plain, packed))
+    assert said(one) == said(other) == [[("hello" + END, 1.0), ("the fox" + END, 0.0)]]
+    assert read_pairs(packed) == [("hi", "hello", "the fox")]
 
 
 def test_the_prompt_inside_a_conversation_reaches_to_the_last_common_turn(tmp_path: Path) -> None:

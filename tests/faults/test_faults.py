@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,16 @@ import torch
 
 from posttrain import cli, pipeline
 from posttrain.errors import Interrupted, UserError
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.read import Run
 from posttrain.runs.trackers import KINDS as TRACKERS
+from posttrain.runs.write import RunWriter
 from posttrain.train import checkpoint
 from posttrain.train.trainer import Trainer
 from tests.faults.harness import fingerprint, settings
+
+LARGEST = 300_000  # bytes that a file may have, where there is a limit: less than the weights of these models
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and mounts as Linux has them")
 
@@ -63,9 +70,10 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def run(kind: str, directory: Path, **changes: Any) -> Path:
-    """A tiny run; `changes` are of its last stage's task, or of the settings."""
+    """A tiny run; `changes` are of its last stage's task or steps, or of the settings."""
     made = settings(kind, directory)
     *before, last = made.recipe.stages
+    last = replace(last, steps=changes.pop("steps", last.steps))
     if "task" in changes:
         last = replace(last, task=replace(last.task, **changes.pop("task")))
     return pipeline.start(replace(made, recipe=replace(made.recipe, stages=(*before, last)), **changes))
@@ -128,7 +136,7 @@ def test_killed_while_a_reward_hangs_nobody_is_left_and_the_run_is_free(
     monkeypatch.setenv("LETTERS_ORDERS", str(orders))
     orders.write_text("hang")
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=run, args=("dapo", directory), kwargs={"task": {"limit": 60.0}})
+    process = context.Process(target=run, args=("dapo", directory), kwargs={"task": {"limit": 60.0}, "steps": 2})
     process.start()
     deadline = time.monotonic() + 60
     while orders.exists() and time.monotonic() < deadline:
@@ -160,8 +168,9 @@ def alive(pid: int) -> bool:
 # --- disks -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_a_disk_that_fills_up_stops_the_run_which_goes_on_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_alone: dict[str, Any]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -171,11 +180,12 @@ def test_a_disk_that_fills_up_stops_the_run_which_goes_on_later(
         with pytest.raises(
             UserError, match="cannot write a checkpoint to .*: No space left on device; free some space and"
         ) as stop:
-            run("dapo", tmp_path / "run")
+            run(kind, tmp_path / "run")
     assert "\n" not in str(stop.value)
-    assert checkpoint.newest(tmp_path / "run/checkpoints/rl") == (tmp_path / "run/checkpoints/rl/step-2", [])
+    (folder,) = (tmp_path / "run/checkpoints").iterdir()
+    assert checkpoint.newest(folder) == (folder / "step-2", [])
     pipeline.resume(tmp_path / "run", allow_code=True)
-    assert fingerprint(tmp_path / "run") == left_alone
+    assert fingerprint(tmp_path / "run") == fingerprint(run(kind, tmp_path / "alone"))
 
 
 def test_a_disk_that_is_really_full(mounted: Callable[[str], Path]) -> None:
@@ -193,6 +203,39 @@ def test_a_disk_that_is_really_full(mounted: Callable[[str], Path]) -> None:
 def test_a_read_only_disk_is_one_line_before_anything_is_trained(mounted: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match="cannot write the run directory .*: Read-only file system; choose another"):
         run("sft", mounted("ro") / "run")
+
+
+def save_a_model(folder: Path) -> None:
+    tokenizer = character_tokenizer("0123456789+= ")
+    save(tiny_model(tokenizer, "mini", 0), tokenizer, folder)
+
+
+def write_much(folder: Path) -> None:
+    with RunWriter.create(folder, {}) as writer:
+        writer.event("say", {"text": "x" * 2 * LARGEST})
+
+
+@pytest.mark.parametrize(
+    ("write", "line"),
+    [
+        (
+            partial(run, "sft"),
+            "cannot write a checkpoint to .*File too large.*; raise the largest size of a file .ulimit -f. and",
+        ),
+        (save_a_model, "a file may not be that large here .ulimit -f.: .* could not be written"),
+        (write_much, "has reached the largest size allowed here; raise it .ulimit -f., then 'posttrain resume "),
+    ],
+    ids=["checkpoint", "model", "line"],
+)
+def test_a_limit_on_the_size_of_files_is_one_line(write: Callable[[Path], Any], line: str, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, before[1]))
+    try:
+        with pytest.raises(UserError, match=line) as stop:
+            write(tmp_path / "place")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(stop.value)
 
 
 @pytest.mark.slow
@@ -226,7 +269,7 @@ def test_a_reward_that_fails_costs_its_limit_and_is_counted(
     monkeypatch.setenv("LETTERS_ORDERS", str(tmp_path / "orders"))
     at_call(monkeypatch, Trainer, "update", 1, lambda: (tmp_path / "orders").write_text(order))
     began = time.monotonic()
-    run("dapo", tmp_path / "run", task={"limit": 1.0})
+    run("dapo", tmp_path / "run", task={"limit": 1.0}, steps=2)
     assert time.monotonic() - began < 60
     assert sum(row.figures["failed"] > 0 for row in Run(tmp_path / "run").metrics("rl") if "failed" in row.figures) == 1
 

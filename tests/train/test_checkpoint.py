@@ -176,15 +176,15 @@ def test_leftovers_of_a_killed_save_are_ignored_and_swept(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("bytes_allowed", [100, 700])
-def test_a_full_disk_is_one_clear_line(bytes_allowed: int, tmp_path: Path) -> None:
-    """A limit on file size stands for it: first the weights do not fit, then the optimizer. What was there stays as it was."""
+def test_a_file_that_may_not_be_that_large_is_one_clear_line(bytes_allowed: int, tmp_path: Path) -> None:
+    """First the weights do not fit, then the optimizer. What was there stays as it was."""
     checkpoint.save(tmp_path, made(1))
     large = Checkpoint(2, {"a": torch.zeros(8)}, {"m": torch.zeros(10_000)}, STATE)
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_allowed, hard))
     try:
-        with pytest.raises(UserError, match="cannot write a checkpoint to .*; free some space and resume") as refusal:
+        with pytest.raises(UserError, match=r"cannot write a checkpoint to .*; raise .* \(ulimit -f\) and resume") as refusal:
             checkpoint.save(tmp_path, large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

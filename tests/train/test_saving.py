@@ -87,6 +87,20 @@ def test_size_and_time_are_told_once(tmp_path: Path, events: Events) -> None:
     assert store.news() == ""
 
 
+def test_what_is_being_written_counts_as_there_for_whoever_names_the_last(
+    tmp_path: Path, events: Events, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    store.save(made(1), events)
+    threading.Timer(0.2, slow.set).start()
+    assert [path.name for path in store.published()] == ["step-1"]
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_: 1 / 0)
+    store.save(made(2), events)
+    assert [path.name for path in store.published()] == ["step-1"], "one that failed does not; why, `check` says"
+    with pytest.raises(ZeroDivisionError):
+        store.check()
+
+
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, events: Events, slow: threading.Event) -> None:
     store = Store(tmp_path)
     store.save(made(1), events)
