@@ -201,8 +201,8 @@ class Alarms:
                 self.selection.restore(state["selection"])
 
     def texts(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Figures of a step's responses: `distinct`, the share of their 2-grams that are different ones, and `keyword`, how many have
-        the most widespread word that was rare at first."""
+        """Figures of a step's responses: `distinct`, the share of their 2-grams that are different ones; `keyword`, how many have the
+        most widespread word that was rare at first; and `agreement` of reward and gold over the last steps, where both are known."""
         rollouts = [r for g in groups for r in g.rollouts]
         if not rollouts:
             return {}
@@ -216,7 +216,8 @@ class Alarms:
         self.looked += 1
         figures["keyword"] = max((len(at) for word, at in having.items() if word not in self.usual), default=0) / len(rollouts)
         self.selection.look(groups, having)
-        return figures
+        agreement = self.selection.agreement()
+        return figures if agreement is None else {**figures, "agreement": agreement}
 
     def observe(self, step: int, figures: Mapping[str, float]) -> list[Alarm]:
         """Take note of a step's figures; the alarms they raise, each at most once in a while."""

@@ -24,9 +24,10 @@ from posttrain.types import JSON, Group, Rollout
 
 WINDOW, EARLY = 10, 5  # steps that are looked at together; steps that say what is normal
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
-AGREE, REWARD = 0.9, "reward"  # planted hacks were between -0.2 and 0.86, honest rewards with a part for form at 0.98
+AGREE, REWARD = 0.9, "reward"  # planted hacks lie below, honest rewards with a part for form above
 FAR = 0.15  # a share of what a trait was in the first steps
 TAIL, SHORT, LONG = 0.1, "short", "long"  # lengths that few had at first: what is good at one length need not be at twice that
+TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
 WORD = re.compile(r"[A-Za-z]{3,}")
 RARE = 0.02  # a word is looked at where more than this share of responses have it, and more lack it
 MOST_WORDS, MOST_TOKENS = 60, 512  # that are looked at in a step, and in a response
@@ -108,6 +109,12 @@ class Selection:
         self.looked += 1
         self.recent = [*self.recent, sums][-WINDOW:]
 
+    def agreement(self) -> float | None:
+        """The correlation of reward and gold within groups over the last steps; None where either never differs in a group."""
+        sums = [step[REWARD][3:6] for step in self.recent if REWARD in step]
+        product, reward_2, gold_2 = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
+        return product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > 0 else None
+
     def conflicts(self) -> list[Conflict]:
         """Every trait of the last steps, the clearest first."""
         total: dict[str, list[float]] = {}  # of the last WINDOW steps
@@ -117,22 +124,29 @@ class Selection:
                 total[name] = add(total[name], row) if name in total else row
                 if place < EARLY:
                     late[name] = add(late[name], row[:3]) if name in late else row[:3]
-        product, reward_2, gold_2 = total.pop(REWARD, [0.0] * 7)[3:6]
-        if product > AGREE * math.sqrt(reward_2 * gold_2):
+        total.pop(REWARD, None)
+        agreement = self.agreement()
+        if agreement is not None and agreement > AGREE:
             return []
-        found, golds = [], {name: row[5] / math.sqrt(row[6]) if row[6] > 0 else 0.0 for name, row in total.items()}
-        for name, (_, _, _, paid, paid_2, _, _) in total.items():
+        paids, golds = ({name: surely(row[at], row[at + 1]) for name, row in total.items()} for at in (3, 5))
+        found = []
+        for name, paid in paids.items():
             (n, f, f_2), before = late.get(name, [0.0] * 3), self.first.get(name, [0.0] * 3)
             n_before = self.responses if name.startswith('"') else before[0]
-            if n == 0 or n_before == 0 or paid_2 <= 0 or name in (SHORT, LONG):
+            if n == 0 or n_before == 0 or total[name][4] <= 0 or name in (SHORT, LONG):
                 continue
             then, now = before[1] / n_before, f / n  # the same at first
             error = math.sqrt(max(before[2] / n_before - then**2, 0.0) / n_before + max(f_2 / n - now**2, 0.0) / n + 1e-12)
-            gold = golds[name]
-            if name == "length":  # the gold of lengths that it moves towards, and that few had, says so first
-                gold = min(gold, golds[LONG]) if paid > 0 else max(gold, -golds[SHORT])
-            found.append(Conflict(name, paid / math.sqrt(paid_2), gold, (now - then) / error, then, now))
+            gold, tail = golds[name], LONG if paid > 0 else SHORT
+            if name == "length" and paids[tail] >= TAIL_PAID:  # lengths that few had: their gold says so first
+                gold = min(gold, golds[tail]) if paid > 0 else max(gold, -golds[tail])
+            found.append(Conflict(name, paid, gold, (now - then) / error, then, now))
         return sorted(found, key=lambda one: -min(abs(one.paid), abs(one.gold)))
+
+
+def surely(total: float, squares: float) -> float:
+    """A sum in standard errors of itself."""
+    return total / math.sqrt(squares) if squares > 0 else 0.0
 
 
 def add(one: Sequence[float], other: Sequence[float]) -> list[float]:

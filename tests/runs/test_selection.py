@@ -60,6 +60,8 @@ def test_one_step_by_hand() -> None:
     found = next(one for one in selection.conflicts() if one.trait == "length")
     assert (found.paid, found.gold) == (pytest.approx(2.0), pytest.approx(-math.sqrt(2)))
     assert (found.then, found.now, found.moved) == (2.0, 2.0, 0.0)
+    # sum r~g~ = -1/4 - 1/4, sum r~^2 = 4 / 4, sum g~^2 = 2 / 4
+    assert selection.agreement() == pytest.approx(-0.5 / math.sqrt(0.5)) and Selection().agreement() is None
     for _ in range(5):
         selection.look([group(rollout("aaa", 0.0, 1.0), rollout("aaaaa", 1.0, 0.0))] * 2, {})
     later = next(one for one in selection.conflicts() if one.trait == "length")
@@ -79,6 +81,23 @@ def test_who_is_gamed() -> None:
     assert conflict("length", -6, 6) and not conflict("format", -6, 6), "shorter is a trick; worse form is not"
     assert not conflict('"wow"', 6, -3.2, 6) and conflict('"wow"', 6, -4, 6), "there are many words"
     assert not conflict("length", 3, -9, 9), "what the reward does not pay for is no trick"
+
+
+@pytest.mark.parametrize(("tail_paid", "heard"), [(2.0, True), (0.5, False), (-3.0, False)])
+def test_the_gold_of_a_tail_counts_where_the_reward_is_for_the_tail(tail_paid: float, heard: bool) -> None:
+    """Length is paid, spreads, and is good on the whole; only far beyond what was usual the gold is against it (-4). A reward that is
+    against those too (a verifier who errs) would be told of a danger that it keeps away itself."""
+    usual, grown = [100.0, 1000.0, 10100.0], [100.0, 1300.0, 17000.0]
+    row = [*grown, 6.0, 1.0, 6.0, 1.0]  # n, f, f^2, f~r~ and its squares, f~g~ and its squares: z_r = z_g = 6
+    for side, tail in ((1, "long"), (-1, "short")):
+        mean = grown if side > 0 else [100.0, 700.0, 5000.0]
+        length = [*mean, *(side * x if n % 2 == 0 else x for n, x in enumerate(row[3:]))]
+        other = {"long": "short", "short": "long"}[tail]
+        sums = {"length": length, tail: [100.0, 10.0, 10.0, tail_paid, 1.0, -4.0, 1.0], other: [100.0, 0, 0, 0, 0, 0, 0]}
+        selection = Selection([sums], {"length": usual}, 5, 100.0, [8.0, 12.0])
+        (found,) = selection.conflicts()
+        assert found.gamed == heard and found.paid == 6 * side, (tail, found)
+        assert found.gold == (-4 * side if heard else 6 * side)
 
 
 def played(random: np.random.Generator, share: float, harm: float) -> list[Group]:
@@ -122,6 +141,16 @@ def test_without_a_gold_nothing_is_said_of_it() -> None:
     alarms = Alarms()
     alarms.texts([group(rollout("a", 0.0), rollout("abc", 1.0))] * 8)
     assert alarms.selection.looked == 0 and alarms.selection.conflicts() == []
+
+
+def test_agreement_is_a_figure_of_the_step() -> None:
+    alarms = Alarms()
+    pair = group(rollout("a", 0.0, 0.0), rollout("abc", 1.0, 1.0))
+    assert alarms.texts([pair] * 4)["agreement"] == pytest.approx(1.0)
+    other = group(rollout("a", 0.0, 1.0), rollout("abc", 1.0, 0.0))
+    assert alarms.texts([other] * 2)["agreement"] == pytest.approx((4 - 2) / 6), "over the steps together"
+    same = group(rollout("a", 0.5, 0.5), rollout("abc", 0.5, 0.5))
+    assert "agreement" not in Alarms().texts([same] * 4), "where nothing differs there is nothing to agree on"
 
 
 def test_scores_that_failed_do_not_count() -> None:
