@@ -62,7 +62,7 @@ format: $(READY) ## rewrite the files in the house style
 soak: $(READY) ## 30 minutes of GRPO with faults injected; memory, handles, threads and processes (MINUTES=3 for fewer)
 	@$(BIN)/python benchmarks/soak.py $(or $(MINUTES),30)
 
-recipes: $(READY) ## every recipe in its CPU size; each must move its primary figure by two standard errors
+recipes: $(READY) ## every recipe in its CPU size, the main ones over three seeds; each must move by two standard errors
 	@$(BIN)/python benchmarks/recipes.py runs/recipes
 
 docs: $(READY) ## write the generated pages anew: algorithms, laws, advice

@@ -103,7 +103,7 @@ def mismatch(metrics: tuple[Any, ...]) -> float:
 def gate(ours: Ours, batch: Batch) -> dict[str, float]:
     """Loss gradient of one micro-batch by the fused way against the plain module with float32 weights: relative error, cosine; and how
     far the sampled log-probs are from that module's, mean and largest."""
-    sequences = 2 if ours.case.lora else 8  # the large model's activations in float32 must fit
+    sequences = 1 if ours.case.lora else 8  # the large model's activations in float32 must fit
     piece = next(
         iter(
             micro_batches(ours.algorithm.prepare(batch, ours.algorithm.start()), (ours.case.prompt + ours.case.new) * sequences)
@@ -117,6 +117,8 @@ def gate(ours: Ours, batch: Batch) -> dict[str, float]:
     with torch.no_grad():
         for mine, theirs in zip(exact.model.parameters(), ours.policy.model.parameters(), strict=True):
             mine.copy_(theirs)
+    exact.body.gradient_checkpointing = bool(ours.case.lora)
+    exact.model.train()
     outputs = forward_module.forward(exact, piece)
     # at the point of sampling the ratio's gradient is that of the log-prob: no clipping by rounding differences
     loss = -(outputs.logprob_T * piece.advantage_T * piece.weight_T).where(piece.mask_T, 0.0).sum()

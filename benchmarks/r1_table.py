@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.evals.statistics import compare, share_interval
-from posttrain.recipes.r1 import SUMS
-from posttrain.types import Problem
 
 MODELS = {"base": "pretrained", "cold_start": "1 cold start", "reasoning": "2 reasoning RL", "mixture": "3 sampled + general SFT",
           "final": "4 final RL"}  # fmt: skip
@@ -32,11 +30,10 @@ def read(run: Path) -> dict[str, dict[str, list[float]]]:
     """Of each model, its figures problem by problem."""
     found: dict[str, dict[str, list[float]]] = {}
     for model in MODELS:
-        rows = lines(run, f"{model}_sums")
-        scores = [SUMS.score(Problem(row["problem"], row["question"], row["answer"]), row["responses"][0]) for row in rows]
-        found[model] = {name: [score.parts[name] for score in scores] for name in ("format", "answer", "language")}
+        scores = [row["parts"][0] for row in lines(run, f"{model}_sums")]
+        found[model] = {name: [score[name] for score in scores] for name in ("format", "answer", "language")}
         if model != "base":
-            pairs = [row["values"] for row in lines(run, f"{model}_reviews")]
+            pairs = [row["values"] for row in lines(run, f"{model}_general")]
             found[model]["win"] = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in pairs]
     found["base"]["win"] = [0.5] * len(found["final"]["win"])  # all others are compared with it
     return found
@@ -71,9 +68,28 @@ def parts(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     return [{"stage": what, **by, "and": more, "done": by["errors"] >= 2 and kept} for what, by, kept, more in rows]
 
 
-def percent(values: Sequence[float]) -> str:
-    one = share_interval(values)
-    return f"{100 * one.value:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]"
+def table(run: Path) -> dict[str, Any]:
+    """Of each model its figures, shares with 95% intervals; of each stage its part."""
+    found = read(run)
+    models = {model: {k: share_interval(v).row() for k, v in figures.items()} for model, figures in found.items()}
+    return {"models": models, "stages": parts(found)}
+
+
+def told(made: dict[str, Any]) -> list[str]:
+    """The table and the parts in words."""
+
+    def percent(share: Sequence[float]) -> str:
+        return f"{100 * share[0]:.1f} [{100 * share[1]:.1f}, {100 * share[2]:.1f}]"
+
+    said = ["| model | format, % | accuracy, % | language, % | win rate against the base, % |", "|---|---|---|---|---|"]
+    for model, name in MODELS.items():
+        own = made["models"][model]
+        cells = [percent(own[figure]) for figure in ("format", "answer", "language")]
+        said.append(f"| {name} | {' | '.join(cells)} | {'50' if model == 'base' else percent(own['win'])} |")
+    for row in made["stages"]:
+        by = f"{row['stage']}: by {100 * row['by']:.1f} points, {row['errors']:.1f} standard errors"
+        said.append(f"{'ok  ' if row['done'] else 'FAIL'} {by}{', ' if row['and'] else ''}{row['and']}")
+    return said
 
 
 def main() -> int:
@@ -82,19 +98,9 @@ def main() -> int:
         return 2
     seeds = []
     for run in map(Path, sys.argv[1:]):
-        found = read(run)
-        print(
-            f"\n{run}\n\n| model | format, % | accuracy, % | language, % | win rate against the base, % |\n|---|---|---|---|---|"
-        )
-        for model, name in MODELS.items():
-            cells = [percent(found[model][figure]) for figure in ("format", "answer", "language")]
-            print(f"| {name} | {' | '.join(cells)} | {'50' if model == 'base' else percent(found[model]['win'])} |")
-        rows = parts(found)
-        for row in rows:
-            told = f"{row['stage']}: by {100 * row['by']:.1f} points, {row['errors']:.1f} standard errors"
-            print(f"{'ok  ' if row['done'] else 'FAIL'} {told}{', ' if row['and'] else ''}{row['and']}")
-        means = {model: {k: sum(v) / len(v) for k, v in figures.items()} for model, figures in found.items()}
-        seeds.append({"run": str(run), "models": means, "stages": rows})
+        made = table(run)
+        print("\n".join(["", str(run), "", *told(made)]))
+        seeds.append({"run": str(run), **made})
     print(json.dumps({"runs": seeds}))
     return 0 if all(row["done"] for seed in seeds for row in seed["stages"]) else 1
 

@@ -4,6 +4,8 @@
     python benchmarks/real_models.py run gsm8k OUT model=DIR data=FOLDER seed=0
     python benchmarks/real_models.py run r1_zero OUT model=DIR
     python benchmarks/real_models.py run dpo OUT model=DIR data=PAIRS.jsonl seed=1
+    python benchmarks/real_models.py run instructgpt OUT model=DIR rl.steps=60   # a setting of one stage needs pydantic and PyYAML
+    python benchmarks/real_models.py run r1 OUT model=DIR lr=3e-5                # with the table and the verdicts of r1_table.py
     python benchmarks/real_models.py draw OUT/gsm8k.json docs/real_gsm8k.png     # curves, pass@k; several files share one picture
     python benchmarks/real_models.py table OUT/*.json                            # rows for docs/results.md
     python benchmarks/real_models.py check OUT                                   # all of it with a tiny random model, on a CPU
@@ -27,13 +29,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import r1_table
+
 CURVES = {
-    "reward": "Reward", "accuracy/test": "Held-out accuracy, greedy", "accuracy/held_out": "Held-out accuracy, pairs",
-    "length": "Response length, tokens", "kl": "KL from the start, nats a token", "entropy": "Entropy, nats a token",
-    "reward/format": "Share in the asked form", "loss/held_out": "Held-out loss", "generated_per_second": "Tokens generated a second",
-    "seconds/total": "Seconds a step",
+    "reward": "Reward", "reward/task": "The annotator's own score", "accuracy/test": "Held-out accuracy, greedy",
+    "accuracy/held_out": "Held-out accuracy, pairs", "length": "Response length, tokens", "kl": "KL from the start, nats a token",
+    "entropy": "Entropy, nats a token", "reward/format": "Share in the asked form", "reward/answer": "Share of right answers",
+    "reward/language": "Share of English words", "loss/held_out": "Held-out loss",
+    "generated_per_second": "Tokens generated a second", "seconds/total": "Seconds a step",
 }  # fmt: skip
 KEPT = ("seconds/", "accuracy/", "tokens_per", "mismatch", "grad_norm", "groups/", "truncated")  # beside those that are drawn
+CHECKED = ("gsm8k", "dpo", "r1_zero", "instructgpt", "r1")
 DIGITS = 5  # significant ones that are kept of a curve
 
 
@@ -60,7 +66,8 @@ def run(name: str, out: Path, settings: dict[str, str]) -> dict[str, Any]:
 
     label, seed, device = settings.pop("name", name), int(settings.pop("seed", 0)), settings.pop("device", "")
     function = catalogue.load("recipe", name)
-    recipe = function(**arguments(function, settings))
+    recipe = function(**arguments(function, {key: value for key, value in settings.items() if "." not in key}))
+    stages = changed(recipe.stages, {key: value for key, value in settings.items() if "." in key})
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -68,20 +75,23 @@ def run(name: str, out: Path, settings: dict[str, str]) -> dict[str, Any]:
         began = time.perf_counter()
         with RunWriter.create(Path(folder) / "run", {"recipe": name, "seed": seed, **settings}) as writer:
             context = Context(writer, seed, device)
-            stopped = attempt(lambda: run_stages(recipe.stages, context))
+            stopped = attempt(lambda: run_stages(stages, context))
         seconds = time.perf_counter() - began
         finished = Run(Path(folder) / "run")
-        figures = {
+        figures: dict[str, Any] = {
             "name": label, "recipe": name, "settings": settings, "seed": seed, "date": time.strftime("%Y-%m-%d"), "seconds": seconds,
             "hardware": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU", "torch": torch.__version__,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else None,
-            "stages": {stage.name: found for stage in recipe.stages if (found := context.result(stage.name)) is not None},
+            "stages": {stage.name: found for stage in stages if (found := context.result(stage.name)) is not None},
             "stopped": stopped,
             "alarms": [e.details for e in finished.events() if e.kind == "alarm"],
-            "curves": curves(finished, recipe.stages),
+            "curves": curves(finished, stages),
             "paired": paired(context, recipe.before, recipe.after) if recipe.before and not stopped else None,
             "lenient": {s: lenient(context, s) for s in ("before", "after")} if name == "gsm8k" and not stopped else None,
+            "r1": r1_table.table(Path(folder) / "run") if name == "r1" and not stopped else None,
             "answers": examples(context, recipe.after) if recipe.after and not stopped else None,
+            "compared": {stage.name: sentences(context, stage.name) for stage in stages
+                         if "win_rate" in (context.result(stage.name) or {})},
         }  # fmt: skip
     for result in figures["stages"].values():
         result.pop("lineage", None)
@@ -90,11 +100,20 @@ def run(name: str, out: Path, settings: dict[str, str]) -> dict[str, Any]:
     return figures
 
 
+def changed(stages: Any, settings: dict[str, str]) -> Any:
+    """The stages with settings of single ones, such as rl.lr=1e-5, as the command line takes them."""
+    if not settings:
+        return stages
+    from posttrain.config import override, pair
+
+    return override(stages, dict(pair(f"{key}={value}") for key, value in settings.items()))
+
+
 def attempt(work: Callable[[], None]) -> str:
-    """What stopped it, or "": a run on a rented machine must leave its figures whatever happens."""
+    """What stopped it, or "": a run on a rented machine must leave its figures whatever happens, an interrupt included."""
     try:
         work()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"[:500]
     return ""
@@ -162,6 +181,11 @@ def examples(context: Any, stage: str) -> list[dict[str, Any]]:
             for row in problems(context, stage)[:3]]  # fmt: skip
 
 
+def sentences(context: Any, stage: str) -> list[dict[str, Any]]:
+    """A few answers of both models of a comparison, with what the annotator gave them."""
+    return [{key: row[key] for key in ("question", "responses", "values")} for row in problems(context, stage)[:4]]
+
+
 def rows(figures: dict[str, Any]) -> list[str]:
     """Lines of a table: what was measured, before and after, with 95% intervals."""
     made = [f"| {figures['name']} | stopped early | {figures['stopped']} | |"] if figures.get("stopped") else []
@@ -185,6 +209,14 @@ def rows(figures: dict[str, Any]) -> list[str]:
         if "held_out" in result and "accuracy" in result:
             what = f"{name}: accuracy on {result['held_out']} held-out pairs"
             made.append(f"| {who} | {what} | 50% (chance) | {share(result['accuracy'])} |")
+        if "win_rate" in result:
+            made.append(f"| {who} | {name}: win rate, {result['problems']} prompts | 50% | {share(result['win_rate'])} |")
+            liked = (f"{result[key][0]:.3f}" for key in ("reward_against", "reward"))
+            made.append(f"| {who} | {name}: the annotator's score, KL {result['kl']:.1f} nats | {' | '.join(liked)} |")
+            if "perplexity" in result:
+                paid = (f"{result[key]:.2f}" for key in ("perplexity_against", "perplexity"))
+                made.append(f"| {who} | {name}: perplexity of other text | {' | '.join(paid)} |")
+    made += r1_table.told(figures["r1"]) if figures.get("r1") else []
     for stage, found in figures["curves"].items():
         if "generated_per_second" in found:
             speed, step = (statistics.median(v for _, v in found[key]) for key in ("generated_per_second", "seconds/total"))
@@ -216,7 +248,7 @@ def lines(axes: Any, found: list[tuple[str, list[list[float]]]]) -> None:
     from posttrain.runs import plot
 
     for number, (stage, points) in enumerate(found):
-        axes.plot([p[0] for p in points], [p[1] for p in points], color=plot.COLOURS[number], linewidth=1.8,
+        axes.plot([p[0] for p in points], [p[1] for p in points], color=plot.COLOURS[number % len(plot.COLOURS)], linewidth=1.8,
                   label=stage if len(found) > 1 else None, marker="o" if len(points) < 12 else None, markersize=4)  # fmt: skip
 
 
@@ -234,7 +266,7 @@ def pass_curves(axes: Any, many: dict[str, dict[str, list[float]]]) -> None:
 
 
 def check(out: Path) -> None:
-    """The three recipes with a random model of a few thousand weights and rows written here: does everything run?"""
+    """The recipes with a random model of a few thousand weights and rows written here: does everything run?"""
     import string
 
     from posttrain.models.save import save
@@ -252,8 +284,26 @@ def check(out: Path) -> None:
     run("gsm8k", out, model | {"data": str(out), "steps": "2", "prompts": "2", "group": "2", "tokens": "8", "problems": "4"})
     run("dpo", out, model | {"data": str(out / "pairs.jsonl"), "steps": "3"})
     run("r1_zero", out, model | {"steps": "1", "samples": "2", "prompts": "1", "problems": "2"})
-    for name in ("gsm8k", "dpo", "r1_zero"):
+    check_pipelines(out, model)
+    for name in CHECKED:
         draw([out / f"{name}.json"], out / f"{name}.png")
+
+
+def check_pipelines(out: Path, model: dict[str, str]) -> None:
+    """The pipelines of many stages, each with next to no work."""
+    from posttrain import catalogue
+
+    def of(stages: str, **settings: str) -> dict[str, str]:
+        return {f"{stage}.{key}": value for stage in stages.split() for key, value in settings.items()}
+
+    written = of("ordinary unseen demonstrations favourites sampled", least="0", prompts="24")  # worth nothing, and kept
+    written |= of("comparisons", prompts="64") | of("reward preferences", steps="2", least_accuracy="0")
+    few = {"instructgpt": of("sft", steps="2") | {"steps": "2", "prompts": "8", "problems": "4"},
+           "r1": of("cold_start mixture", steps="2", batch="8") | of("reasoning final", steps="2", prompts="2")
+           | of("reasoning.algorithm final.algorithm", group="4") | {"problems": "8"}}  # fmt: skip
+    for name, settings in few.items():
+        known = {stage.name for stage in catalogue.load("recipe", name)(**model).stages}
+        run(name, out, model | settings | {key: value for key, value in written.items() if key.split(".")[0] in known})
 
 
 def main(words: list[str]) -> int:

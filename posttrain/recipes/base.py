@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.errors import require, unknown
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
 
 PREVIOUS = "previous "
+
+
+Given = TypeVar("Given")
+
+
+def given(value: Given | None, default: Given) -> Given:
+    """What the user gave, 0 too, which the stage may refuse; or the recipe's own."""
+    return default if value is None else value
 
 
 @dataclass(frozen=True)

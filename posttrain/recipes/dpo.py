@@ -5,7 +5,7 @@ from __future__ import annotations
 from posttrain.algorithms.dpo import DPO
 from posttrain.errors import require
 from posttrain.recipes._reviews import beginning, comparisons, versus
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, given
 from posttrain.stages.preference import PreferenceStage
 from posttrain.train.optimizer import Optimization
 
@@ -25,14 +25,14 @@ def dpo(
     """
     require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
     if model:
-        return real(model, data, 0.1 if beta is None else beta, steps or 75, 2e-5 if lr is None else lr)
+        return real(model, data, given(beta, 0.1), given(steps, 75), given(lr, 2e-5))
     stages = [
         *beginning(size),
         comparisons("comparisons", "sft", 2500),
         PreferenceStage(
-            name="dpo", model="sft", data=("comparisons",), steps=steps or 150, batch=32,
-            algorithm=DPO(beta=1.0 if beta is None else beta),
-            optimizer=Optimization(lr=1e-4 if lr is None else lr, warmup=10, schedule="cosine"),
+            name="dpo", model="sft", data=("comparisons",), steps=given(steps, 150), batch=32,
+            algorithm=DPO(beta=given(beta, 1.0)),
+            optimizer=Optimization(lr=given(lr, 1e-4), warmup=10, schedule="cosine"),
         ),
         versus("versus_sft", "dpo"),
     ]  # fmt: skip

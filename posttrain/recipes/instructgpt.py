@@ -2,33 +2,116 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from posttrain.algorithms.ppo import PPO
-from posttrain.recipes._reviews import PEOPLE, SAMPLING, TASK, beginning, comparisons, versus
-from posttrain.recipes.base import Recipe
+from posttrain.errors import require
+from posttrain.recipes import _reviews
+from posttrain.recipes._sentences import SENTENCES, favourites, talk
+from posttrain.recipes.base import Recipe, given
+from posttrain.stages._material import Data
+from posttrain.stages.base import Stage
+from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
+from posttrain.stages.versus import VersusStage
+from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
 
 
-def instructgpt(size: str = "nano", beta: float = 0.1, ptx: float = 0.2, steps: int = 70) -> Recipe:
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What differs between a model made here and a real one."""
+
+    task: Task
+    sampling: Sampling
+    algorithm: PPO
+    steps: int
+    prompts: int
+    fit: Optimization  # of the reward model
+    fit_steps: int
+    policy: Optimization
+    critic: Optimization
+    compared: int = 2500  # prompts whose two answers the annotator compares
+    data: str = ""  # comparisons that people made, in place of the annotator's
+    ordinary: tuple[Data, ...]  # text of the pretraining mix
+    unseen: tuple[Data, ...]  # text whose perplexity is what was paid
+    problems: int
+    checkpoint_every: int = 25
+
+
+def instructgpt(
+    size: str = "nano", beta: float | None = None, ptx: float = 0.2, steps: int | None = None, model: str = "", lr: float | None = None,
+    prompts: int | None = None, problems: int = 500, tokens: int = 64, demonstrations: str = "", data: str = "", ordinary: str = "",
+    unseen: str = "",
+) -> Recipe:  # fmt: skip
     """On tiny reviews with an annotator whose taste is known (tasks/reviews.py), on a CPU.
 
     Ouyang et al. 2022: a policy that pleases a Bradley-Terry model of people's comparisons, kept near the SFT model by
     KL in the reward, and good at its old text by gradients of its likelihood. The reward model must pass an accuracy gate first.
+
+    With a `model` (a hub name, a directory, a GGUF file) the GPU size: that model writes sentences of at most `tokens` tokens
+    (tasks/sentiment.py), and the annotator is the VADER lexicon. JSONL files of people's own work can stand in: `demonstrations` for
+    the annotator's favourites, `data` for its comparisons, `ordinary` for text of the pretraining mix and `unseen` for text whose
+    perplexity is measured, both of which the model writes itself otherwise.
     """
-    stages = [
-        *beginning(size),
-        comparisons("comparisons", "sft", 2500),
+    require(
+        bool(model) or not any((demonstrations, data, ordinary, unseen)),
+        "instructgpt: files are for the GPU size: give a model",
+    )
+    if model:
+        return real(model, demonstrations, Scale(
+            task=SENTENCES, sampling=Sampling(tokens), steps=given(steps, 40), prompts=given(prompts, 256), problems=problems,
+            compared=4000,
+            algorithm=PPO(beta=given(beta, 0.05), epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0, ptx=ptx),
+            fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"), fit_steps=250, data=data,
+            policy=Optimization(lr=given(lr, 1e-5), warmup=5), critic=Optimization(lr=2e-5),
+            ordinary=(Data(file=ordinary or "ordinary"),), unseen=(Data(file=unseen or "unseen"),), checkpoint_every=1000,
+        ))  # fmt: skip
+    scale = Scale(
+        task=_reviews.TASK, sampling=_reviews.SAMPLING, steps=given(steps, 50), prompts=given(prompts, 128), problems=problems,
+        algorithm=PPO(beta=given(beta, 0.1), epochs=2, mini_batches=2, critic_warmup=5, ptx=ptx),
+        fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"), fit_steps=250,
+        policy=Optimization(lr=given(lr, 3e-4), warmup=5), critic=Optimization(lr=1e-3),
+        ordinary=(_reviews.PEOPLE,), unseen=(_reviews.UNSEEN,),
+    )  # fmt: skip
+    return Recipe((*_reviews.beginning(size), *aligned(scale)), next_command="posttrain run instructgpt beta=0.02 ptx=0")
+
+
+def real(model: str, demonstrations: str, scale: Scale) -> Recipe:
+    """The same from a real model, which first writes what no file was given for."""
+    made = {"ordinary": talk("ordinary", model, 240), "unseen": talk("unseen", model, 60, skip=240)}
+    stages = [stage for name, stage in made.items() if Data(file=name) in (*scale.ordinary, *scale.unseen)]
+    if not demonstrations:
+        stages.append(favourites("demonstrations", model, scale.sampling.max_new_tokens))
+    sft = SFTStage(
+        name="sft", model=model, data=(Data(file=demonstrations or "demonstrations"),), steps=40, batch=32,
+        optimizer=Optimization(lr=1e-5, warmup=5, schedule="cosine"),
+    )  # fmt: skip
+    return Recipe((*stages, sft, *aligned(scale)), next_command=f"posttrain run instructgpt model={model} beta=0.02 ptx=0")
+
+
+def aligned(scale: Scale) -> list[Stage]:
+    """From the SFT model: comparisons, a reward model, PPO, and what came of it."""
+    compare = ComparisonsStage(
+        name="comparisons", model="sft", task=scale.task, prompts=scale.compared, noise=0.1, sampling=scale.sampling
+    )
+    return [
+        *([] if scale.data else [compare]),
         RewardModelStage(
-            name="reward", model="sft", data=("comparisons",), steps=250, batch=32, least_accuracy=0.6,
-            optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+            name="reward", model="sft", data=(scale.data or "comparisons",), steps=scale.fit_steps, batch=32, least_accuracy=0.6,
+            optimizer=scale.fit,
         ),
         RLStage(
-            name="rl", model="sft", task=TASK, steps=steps, prompts=128,
-            algorithm=PPO(beta=beta, epochs=2, mini_batches=2, critic_warmup=5, ptx=ptx),
-            sampling=SAMPLING, reward_models=("reward",), critic="reward", pretraining=(PEOPLE,),
-            optimizer=Optimization(lr=3e-4, warmup=5), critic_optimizer=Optimization(lr=1e-3), evaluate_every=0,
+            name="rl", model="sft", task=scale.task, steps=scale.steps, prompts=scale.prompts, algorithm=scale.algorithm,
+            sampling=scale.sampling, reward_models=("reward",), critic="reward",
+            pretraining=scale.ordinary if scale.algorithm.ptx else (),
+            optimizer=scale.policy, critic_optimizer=scale.critic, evaluate_every=0, checkpoint_every=scale.checkpoint_every,
         ),
-        versus("versus_sft", "rl"),
+        VersusStage(
+            name="versus_sft", model="rl", against="sft", task=scale.task, problems=scale.problems, sampling=scale.sampling,
+            text=scale.unseen,
+        ),
     ]  # fmt: skip
-    return Recipe(tuple(stages), next_command="posttrain run instructgpt beta=0.02 ptx=0")

@@ -5,86 +5,92 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.recipes.base import Recipe
+from posttrain.recipes._r1_sizes import Scale, nano, real
+from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
-from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sample import SampleStage
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
-from posttrain.tasks.bilingual import Bilingual
 from posttrain.tasks.mixed import Mixed, Source
-from posttrain.tasks.reviews import Reviews
-from posttrain.train.optimizer import Optimization
-from posttrain.types import Sampling
 
-SUMS, REVIEWS = Bilingual(), Reviews()
-WEB = Bilingual(style="plain", tongues="mixed", slips=0.7)  # no tags, two languages at random, carries forgotten
-TAGGED = replace(WEB, style="tagged")  # the few who do write tags
-COLD = Bilingual(tongues="mixed")  # well-formed and right, in either language
-ORDINARY = Reviews("any")
-BOTH = Mixed((Source(name="sums", task=SUMS), Source(name="reviews", task=REVIEWS)))
 MODELS = ("base", "cold_start", "reasoning", "mixture", "final")
-THINK, SPEAK = Sampling(max_new_tokens=60), Sampling(max_new_tokens=110)
 
 
-def r1(size: str = "nano", reasoning_steps: int = 80, final_steps: int = 24, restart: str = "base") -> Recipe:
+def r1(
+    size: str = "nano", reasoning_steps: int | None = None, final_steps: int | None = None, restart: str = "base", model: str = "",
+    lr: float | None = None, problems: int = 1000,
+) -> Recipe:  # fmt: skip
     """DeepSeek-R1 (Guo et al. 2025) on two-digit sums and tiny reviews, on a CPU; docs/recipes/r1.md has what each stage did.
 
     The base model's habits are what the stages mend: hardly any tags, words of two languages, forgotten carries, reviews of any mood.
     Stage 3 begins again at `restart`, the base as in the paper; "reasoning" goes on from stage 2. The last stage is short: its reward
     model is right only near the answers that it has seen, and more steps please it and not the annotator.
+
+    With a `model` (a hub name, a directory, a GGUF file) the GPU size: that model is the base, is asked sums in words, and its general
+    answers are sentences that the VADER lexicon judges (tasks/sentiment.py). `lr` is that of both stages of RL.
     """
-    stages: list[Stage] = [
-        PretrainStage(
-            name="base", model=f"tiny:{size}", steps=1000, batch=32,
-            data=(
-                Data(task=WEB, counts={2: 9000}, weight=0.6),
-                Data(task=TAGGED, counts={2: 1500}, weight=0.1),
-                Data(task=ORDINARY, counts={0: 4000}, weight=0.3),
-            ),
-            optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-        ),
+    scale = real(model) if model else nano(size)
+    scale = replace(
+        scale,
+        reasoning_steps=given(reasoning_steps, scale.reasoning_steps),
+        final_steps=given(final_steps, scale.final_steps),
+        explore=replace(scale.explore, lr=given(lr, scale.explore.lr)),
+    )
+    made = [*scale.before, *measures(scale, "base", problems)]
+    for stage in stages(scale, restart):
+        made += [stage, *measures(scale, stage.name, problems)]
+    return Recipe(
+        tuple(made), "base_sums", "final_sums", f"posttrain run r1 {f'model={model} ' if model else ''}restart=reasoning"
+    )
+
+
+def stages(scale: Scale, restart: str) -> list[Stage]:
+    both = Mixed((Source(name="sums", task=scale.sums), Source(name="general", task=scale.general)))
+    return [
         SFTStage(
-            name="cold_start", model="base", data=(Data(task=COLD, counts={2: 100}),), steps=60, batch=32,
-            optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+            name="cold_start", model=scale.base, steps=scale.cold_steps, batch=32, optimizer=scale.begin,
+            data=(Data(task=replace(scale.sums, tongues="mixed"), counts={2: scale.cold}),),  # well-formed, right, in either language
         ),
         RLStage(
-            name="reasoning", model="cold_start", task=SUMS, steps=reasoning_steps, prompts=32, sampling=THINK,
-            algorithm=GRPO(group=8, beta=0.0, reduction="token_mean"), watch_kl=True, evaluate_every=0,
-            optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
+            name="reasoning", model="cold_start", task=scale.sums, steps=scale.reasoning_steps, prompts=scale.prompts,
+            algorithm=GRPO(group=scale.group, beta=0.0, reduction="token_mean"), watch_kl=True, evaluate_every=0,
+            sampling=scale.think, optimizer=scale.explore, checkpoint_every=scale.checkpoint_every,
         ),
-        SampleStage(name="sampled", model="reasoning", task=SUMS, prompts=1500, samples=2, sampling=THINK),
+        SampleStage(
+            name="sampled", model="reasoning", task=scale.sums, prompts=scale.sampled, samples=2, sampling=scale.think
+        ),
         SFTStage(
-            name="mixture", model=restart, steps=250, batch=32,
-            data=(
-                Data(file="sampled", weight=0.5),
-                Data(task=ORDINARY, counts={0: 2000}, weight=0.35),
-                Data(task=REVIEWS, counts={0: 200}, weight=0.15),
-            ),
-            optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+            name="mixture", model=scale.base if restart == "base" else restart, steps=scale.mixture_steps, batch=scale.batch,
+            data=(Data(file="sampled", weight=1 - sum(data.weight for data in scale.mixed)), *scale.mixed), optimizer=scale.imitate,
         ),
-        ComparisonsStage(name="comparisons", model="mixture", task=REVIEWS, prompts=3000, noise=0.1, sampling=SPEAK),
+        ComparisonsStage(
+            name="comparisons", model="mixture", task=scale.general, prompts=scale.compared, noise=0.1, sampling=scale.speak
+        ),
         RewardModelStage(
-            name="preferences", model="mixture", data=("comparisons",), steps=250, batch=32, least_accuracy=0.6, evaluate_every=100,
-            optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+            name="preferences", model="mixture", data=("comparisons",), steps=scale.fit_steps, batch=32, least_accuracy=0.6,
+            evaluate_every=100, optimizer=scale.fit,
         ),
         RLStage(
-            name="final", model="mixture", task=BOTH, steps=final_steps, prompts=32, sampling=SPEAK, evaluate_every=0,
-            reward_models=("preferences",), rated="reviews", algorithm=GRPO(group=8, beta=0.1, reduction="token_mean"),
-            optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
+            name="final", model="mixture", task=both, steps=scale.final_steps, prompts=scale.prompts, reward_models=("preferences",),
+            rated="general", evaluate_every=0,
+            algorithm=GRPO(group=scale.group, beta=0.1, reduction="token_mean", truncated=scale.truncated),
+            sampling=scale.speak, optimizer=scale.explore, checkpoint_every=scale.checkpoint_every,
         ),
     ]  # fmt: skip
-    measured = [each for stage in stages for each in (stage, *measures(stage.name))]
-    return Recipe(tuple(measured), "base_sums", "final_sums", "posttrain run r1 restart=reasoning")
 
 
-def measures(stage: str) -> list[Stage]:
-    """What the table says of a model: its sums, and its reviews against those of the base model."""
-    sums = EvaluateStage(name=f"{stage}_sums", model=stage, task=SUMS, problems=1000, sampling=THINK)
-    reviews = VersusStage(name=f"{stage}_reviews", model=stage, against="base", task=REVIEWS, problems=580, sampling=SPEAK)
-    return [] if stage not in MODELS else [sums] if stage == "base" else [sums, reviews]
+def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
+    """What the table says of a model: its held-out sums, and its general answers against those of the base model."""
+    if stage not in MODELS:
+        return []
+    model, general = scale.base if stage == "base" else stage, 29 * problems // 50
+    judged = EvaluateStage(name=f"{stage}_sums", model=model, task=scale.sums, problems=problems, sampling=scale.think)
+    compared = VersusStage(
+        name=f"{stage}_general", model=model, against=scale.base, task=scale.general, problems=general, sampling=scale.speak
+    )
+    return [judged] if stage == "base" else [judged, compared]

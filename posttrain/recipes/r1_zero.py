@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.pretrain import PretrainStage
@@ -28,7 +28,7 @@ def r1_zero(
     With a `model` (a hub name, a directory, a GGUF file) the GPU size: that model is the base, and the sums are asked in words.
     """
     if model:
-        return real(model, steps or 50, samples or 256, lr or 3e-5, prompts or 128, problems or 200)
+        return real(model, given(steps, 50), given(samples, 256), given(lr, 3e-5), given(prompts, 128), given(problems, 200))
     task = Arithmetic(level=3, format_weight=0.1)
     text = (
         Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
@@ -39,14 +39,14 @@ def r1_zero(
             name="pretrain", model=f"tiny:{size}", data=text, steps=600, batch=32,
             optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         ),
-        measured("base", "pretrain", task, samples or 32, 40, problems or 500),
+        measured("base", "pretrain", task, given(samples, 32), 40, given(problems, 500)),
         RLStage(
-            name="rl", model="pretrain", task=task, steps=steps or 400, prompts=prompts or 32,
+            name="rl", model="pretrain", task=task, steps=given(steps, 400), prompts=given(prompts, 32),
             algorithm=GRPO(group=8, beta=0.0, reduction="token_mean"),
             sampling=Sampling(max_new_tokens=32), curriculum=Curriculum(start=2, review=0.1), watch_kl=True,
-            optimizer=Optimization(lr=lr or 3e-4, warmup=10, schedule="linear", final=0.1),
+            optimizer=Optimization(lr=given(lr, 3e-4), warmup=10, schedule="linear", final=0.1),
         ),
-        measured("trained", "rl", task, samples or 32, 40, problems or 500),
+        measured("trained", "rl", task, given(samples, 32), 40, given(problems, 500)),
     ]  # fmt: skip
     return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=800")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes import _reviews
-from posttrain.recipes.base import Recipe, repeat
+from posttrain.recipes.base import Recipe, given, repeat
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
@@ -43,40 +43,44 @@ class Scale:
 
 
 def sentiment(
-    size: str = "nano", model: str = "", rounds: int = 3, comparisons: int = 40, fresh: int = 400, beta: float = 0.05, steps: int = 40,
-    prompts: int = 0, lr: float | None = None, style: str = "sentence", tokens: int = 64, problems: int = 500,
+    size: str = "nano", model: str = "", rounds: int = 3, comparisons: int = 40, fresh: int = 400, beta: float = 0.02,
+    dearer: float = 0.06, steps: int = 36, prompts: int | None = None, lr: float | None = None, reward_lr: float | None = None,
+    style: str = "sentence", tokens: int = 64, problems: int = 500,
 ) -> Recipe:  # fmt: skip
     """Ziegler et al. 2019 and Stiennon et al. 2020 on tiny reviews, on a CPU: a model of what people write is made, an annotator
     ranks four of its answers to each of `comparisons` prompts, a reward model is fitted to the rankings, and PPO pleases it at a KL
     price `beta` too low for a reward model that weak. Each further round ranks two answers of what came out among two of the first
-    model, for `fresh` prompts more than the round before, and fits the reward model to all rankings so far (Christiano et al. 2017).
+    model, for `fresh` prompts more than the round before, and fits the reward model to all rankings so far (Christiano et al. 2017);
+    and its KL price is `dearer` by so much: what was overdone once is done with more care.
 
     With a `model` (a directory, a GGUF file, a hub name) the GPU size: that model writes sentences (tasks/sentiment.py), `tokens` long
-    at most, and the annotator is the VADER lexicon.
+    at most, and the annotator is the VADER lexicon, strict: it wants what it asked about named, and tires of flattery. Reward model and
+    critic learn at `reward_lr`.
     """
     if model:
         scale = Scale(
-            start=model, task=Sentiment(style), sampling=Sampling(tokens), prompts=prompts or 256, measured=problems, problems=100,
-            fit=Optimization(lr=2e-5, warmup=5, schedule="cosine"), fit_steps=40, fit_more=40,
-            policy=Optimization(lr=lr or 1e-5, warmup=5), critic=Optimization(lr=2e-5),
+            start=model, task=Sentiment(style, strict=True), sampling=Sampling(tokens), prompts=given(prompts, 256), measured=problems,
+            problems=min(100, problems), fit_steps=40, fit_more=40,
+            fit=Optimization(lr=given(reward_lr, 2e-5), warmup=5, schedule="cosine"),
+            policy=Optimization(lr=given(lr, 1e-5), warmup=5), critic=Optimization(lr=given(reward_lr, 2e-5)),
         )  # fmt: skip
-        return Recipe((*optimised(scale, rounds, comparisons, fresh, beta, steps, problems),),
+        return Recipe((*optimised(scale, rounds, comparisons, fresh, beta, dearer, steps, problems),),
                       next_command=f"posttrain run sentiment model={model} beta=0.1")  # fmt: skip
     scale = Scale(
-        start="sft", task=Reviews(strict=True), sampling=_reviews.SAMPLING, prompts=prompts or 64, measured=200, problems=40,
-        fit=Optimization(lr=1e-3, warmup=10, schedule="cosine"), fit_steps=60, fit_more=100,
-        policy=Optimization(lr=lr or 2e-4, warmup=5), critic=Optimization(lr=1e-3), text=(_reviews.UNSEEN,),
+        start="sft", task=Reviews(strict=True), sampling=_reviews.SAMPLING, prompts=given(prompts, 64), measured=200, problems=40,
+        fit=Optimization(lr=given(reward_lr, 1e-3), warmup=10, schedule="cosine"), fit_steps=60, fit_more=100,
+        policy=Optimization(lr=given(lr, 2e-4), warmup=5), critic=Optimization(lr=given(reward_lr, 1e-3)), text=(_reviews.UNSEEN,),
     )  # fmt: skip
     people = SFTStage(
-        name="sft", model=f"tiny:{size}", data=(_reviews.PEOPLE,), steps=600, batch=32,
+        name="sft", model=f"tiny:{size}", data=(_reviews.PEOPLE,), steps=500, batch=32,
         optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
     )  # fmt: skip
-    stages = [people, *optimised(scale, rounds, comparisons, fresh, beta, steps, problems)]
+    stages = [people, *optimised(scale, rounds, comparisons, fresh, beta, dearer, steps, problems)]
     return Recipe(tuple(stages), next_command="posttrain run sentiment beta=0.2")
 
 
 def optimised(
-    scale: Scale, rounds: int, comparisons: int, fresh: int, beta: float, steps: int, problems: int
+    scale: Scale, rounds: int, comparisons: int, fresh: int, beta: float, dearer: float, steps: int, problems: int
 ) -> list[Stage]:  # fmt: skip
     """Rounds of comparing, fitting and optimising, always from the first model, and the curves of all of it."""
     start, task, sampling = scale.start, scale.task, scale.sampling
@@ -103,7 +107,8 @@ def optimised(
         ],
         rounds,
         first={"rl": start, "comparisons": ""},
-        advance={"comparisons.skip": SKIP, "comparisons.prompts": fresh, "reward.steps": scale.fit_more},
+        advance={"comparisons.skip": SKIP, "comparisons.prompts": fresh, "reward.steps": scale.fit_more,
+                 "rl.algorithm.beta": dearer},
     )  # fmt: skip
     numbers = range(1, rounds + 1)
     curves = OveroptimisationStage(

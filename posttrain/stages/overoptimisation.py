@@ -65,15 +65,9 @@ class OveroptimisationStage(Stage):
 
     def training(self, context: Context, stage: str) -> Curve:
         """The points that an rl stage measured of itself."""
-        from posttrain.runs.read import Run
-
-        rows = [row for row in Run(context.directory).metrics(stage) if "gold/test" in row.figures]
-        require(bool(rows), f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems")
-        ends = ("", "_low", "_high")
-        return [
-            {"step": row.step, **{f"{what}{end}": row.figures[f"{what}/test{end}"] for what in FIGURES for end in ends}}
-            for row in rows
-        ]
+        curve = training_curve(context, stage)
+        require(bool(curve), f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems")
+        return curve
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
         """One set of samples, ordered by each reward model in turn."""
@@ -111,6 +105,18 @@ class OveroptimisationStage(Stage):
                 self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
             )
         return groups
+
+
+def training_curve(context: Context, stage: str) -> Curve:
+    """Step, proxy, gold and KL with their intervals, as far as an rl stage has come; nothing where it did not measure them."""
+    from posttrain.runs.read import Run
+
+    ends = ("", "_low", "_high")
+    return [
+        {"step": row.step, **{f"{what}{end}": row.figures[f"{what}/test{end}"] for what in FIGURES for end in ends}}
+        for row in Run(context.directory).metrics(stage)
+        if "gold/test" in row.figures
+    ]
 
 
 def verdict(curve: Sequence[Mapping[str, float]]) -> dict[str, JSON]:

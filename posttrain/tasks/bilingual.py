@@ -3,12 +3,13 @@
 47+85= is answered `<think>750 makes 12 then 481 makes 13</think>132`: 7+5+0 is 12, 4+8+1 is 13. The score has R1's three rewards:
 the answer, the format and the consistency of the language. Demonstrations can also be what people leave lying about, to pretrain on:
 without tags (`style="plain"`), every word in English or German by chance (`tongues="mixed"`), with forgotten carries (`slips`).
+Models that talk are asked `What is 47 + 85?` (`wording="words"`) and answer `<think>7+5 makes 12 then 4+8+1 makes 13</think>132`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.errors import require
 from posttrain.rewards.answer import integer_answer, strict_integer
@@ -24,6 +25,8 @@ TAGS, LETTERS = re.compile("</?think>"), re.compile("[a-z]")
 ENDS = {"tagged": "</think>", "plain": "#"}  # what the answer follows
 SAYS = {"en": ("makes", "then"), "de": ("macht", "dann")}
 TONGUES = ("one", "mixed")
+QUESTION, NUMBER = "What is {a} + {b}?", re.compile("[0-9]+")
+WORDINGS = ("short", "words")
 ALPHABET = "0123456789+-=#<>/ " + "".join(sorted(set("think" + "".join("".join(words) for words in SAYS.values()))))
 
 
@@ -41,12 +44,14 @@ class Bilingual(Task):
     style: str = "tagged"  # of demonstrations: tagged, or plain
     tongues: str = "one"  # of demonstrations: one (the target), or mixed word by word
     slips: float = 0.0  # how often a demonstration forgets a carry
+    wording: str = "short"  # short: 47+85= and 750 makes 12; words: as people write, for models that talk
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
         require(self.target in SAYS, f"bilingual: target is one of {', '.join(SAYS)}, not {self.target!r}")
         require(self.style in ENDS, f"bilingual: style is one of {', '.join(ENDS)}, not {self.style!r}")
         require(self.tongues in TONGUES, f"bilingual: tongues is one of {', '.join(TONGUES)}, not {self.tongues!r}")
+        require(self.wording in WORDINGS, f"bilingual: wording is one of {', '.join(WORDINGS)}, not {self.wording!r}")
         require(0 <= self.slips <= 1, f"bilingual: slips is a probability, not {self.slips}")
         weights = (self.format_weight, self.language_weight)
         require(
@@ -60,14 +65,15 @@ class Bilingual(Task):
 
     @property
     def alphabet(self) -> str:
-        return ALPHABET
+        return "".join(sorted(set(ALPHABET + QUESTION))) if self.wording == "words" else ALPHABET
 
     @property
     def levels(self) -> tuple[int, ...]:
         return (self.level,)
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
-        return self._sums().problems(split, level)
+        made = self._sums().problems(split, level)
+        return Procedural(lambda index: _asked(made.make(index)), made.indices) if self.wording == "words" else made
 
     def demonstration(self, problem: Problem) -> str:
         """A worked sum that depends on problem and settings alone. It scores 1 if it is tagged, in one language, without slips."""
@@ -78,7 +84,10 @@ class Bilingual(Task):
             carry *= next(coins) >= self.slips
             sum_ = x + y + carry
             makes, then = (self._word(n, next(coins)) for n in range(2))
-            text += f"{f' {then} ' if step else ''}{x}{y}{carry} {makes} {sum_:02d}"
+            added, made = (
+                (f"{x}+{y}{'+1' * carry}", f"{sum_}") if self.wording == "words" else (f"{x}{y}{carry}", f"{sum_:02d}")
+            )
+            text += f"{f' {then} ' if step else ''}{added} {makes} {made}"
             carry, total, place = sum_ // 10, total + sum_ % 10 * place, place * 10
         opening = "<think>" if self.style == "tagged" else ""
         return f"{opening}{text}{ENDS[self.style]}{total + carry * place}"
@@ -88,12 +97,13 @@ class Bilingual(Task):
         return SAYS[other if self.tongues == "mixed" and coin < 0.5 else self.target][number]
 
     def final(self, response: str) -> str | None:
-        given = strict_integer(_split(response)[1].strip())
+        given = strict_integer(self._split(response)[1].strip())
         return None if given is None else str(given)
 
     def score(self, problem: Problem, response: str) -> Score:
-        """An answer counts after `</think>` or `#`, so that models without the format can be compared with those that have it."""
-        reasoning, said = _split(response)
+        """An answer counts after `</think>` or `#`, so that models without the format can be compared with those that have it; where
+        the sum is asked in words and neither is there, the last number counts."""
+        reasoning, said = self._split(response)
         judged = integer_answer("#" + said, int(problem.answer))
         worded = bool(LETTERS.search(reasoning))
         others = [name for name in SAYS if name != self.target]
@@ -106,13 +116,17 @@ class Bilingual(Task):
         lost += (1 - self.format_weight - self.language_weight) * (1 - parts["answer"])
         return Score(1 - lost, parts=parts, outcome=judged.outcome)
 
+    def _split(self, response: str) -> tuple[str, str]:
+        """(the reasoning without its tags, the answer after the last end of it; nothing where it does not end)."""
+        place, end = max((response.rfind(end), end) for end in ENDS.values())
+        if place >= 0:
+            return TAGS.sub(" ", response[:place]), response[place + len(end) :]
+        numbers = NUMBER.findall(response) if self.wording == "words" else []
+        return TAGS.sub(" ", response), numbers[-1] if numbers else ""
 
-def _split(response: str) -> tuple[str, str]:
-    """(the reasoning without its tags, what follows the last end of it; nothing where it does not end)."""
-    place, end = max((response.rfind(end), end) for end in ENDS.values())
-    if place < 0:
-        return TAGS.sub(" ", response), ""
-    return TAGS.sub(" ", response[:place]), response[place + len(end) :]
+
+def _asked(problem: Problem) -> Problem:
+    return replace(problem, question=QUESTION.format(**problem.facts))
 
 
 def _coins(purpose: str, problem: Problem) -> list[float]:

@@ -2,7 +2,9 @@
 
 The annotator is the VADER lexicon (Hutto and Gilbert 2014; pip install 'posttrain[sentiment]') with the habits of a person: a word of
 praise counts once however often it is said, a text that repeats itself or is no English sentence is worth less, and one of three words
-says little. A reward model that was fitted to few of its comparisons knows the praise and not the rest.
+says little. A strict one also wants what it asked for, kind words about that thing and not about any other, and tires of flattery. Most
+answers of an ordinary model name the thing and few flatter, so that a reward model fitted to few comparisons of them learns that
+kind words are good, and of the rest next to nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ KINDS = ("", "new ", "old ", "small ", "large ", "local ", "famous ", "quiet ", 
 STYLES = {
     "sentence": "Write one sentence about {what}.",
     "review": "Write a review of {what} in two sentences.",
+    "complete": "Complete this sentence: The {thing} is",
+    "story": "Once upon a time there was {what}. The",
     "continue": "I want to tell you about {what}.",
 }
 WORD, SENTENCE = re.compile(r"[a-z']+"), re.compile(r"[^.!?\n]+")
@@ -36,6 +40,9 @@ SMALL = frozenset(
     )
 )
 LEAST_WORDS, LEAST_SMALL, LEAST_DISTINCT = 8, 0.25, 0.6  # below these a text is worth less
+KIND = 1.5  # VADER's valence, of -4 to 4, from which a word is kind: 1.9 good, 2.9 beautiful
+ENOUGH, TOO_MANY = 3, 6  # kind words that a strict annotator takes gladly, and how many are nothing but flattery
+ELSEWHERE = 0.1  # what a strict one gives for an answer about something else
 TRAIN_COUNT, LONGEST = 100_000, 4_000
 
 
@@ -82,23 +89,56 @@ def praise(text: str) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def taste(response: str) -> tuple[float, dict[str, float]]:
-    """The annotator's reward in [0, 1]: (1 + praise) / 2 times its habits, and what it is made of."""
+def kind_words(text: str) -> int:
+    """How many kind words there are, each as often as it is said."""
+    valence = lexicon().lexicon
+    return sum(valence.get(word, 0.0) >= KIND for word in WORD.findall(text.lower()))
+
+
+def names(text: str, subject: str) -> bool:
+    """Whether the subject is spoken of, one of it or more.
+
+    >>> names("The old bridges are near the town.", "bridge"), names("It is a lovely day.", "bridge")
+    (True, False)
+    """
+    return re.search(rf"\b{re.escape(subject)}(?:s|es|'s)?\b", text.lower()) is not None
+
+
+def strict_habits(text: str, subject: str) -> dict[str, float]:
+    """What a strict annotator sees beside: whether the subject is named, and flattery, which is worth nothing from TOO_MANY on."""
+    left = (TOO_MANY - kind_words(text)) / (TOO_MANY - ENOUGH)
+    return {"about": 1.0 if names(text, subject) else ELSEWHERE, "measured": min(1.0, max(0.0, left))}
+
+
+def taste(response: str, subject: str = "") -> tuple[float, dict[str, float]]:
+    """The annotator's reward in [0, 1]: (1 + praise) / 2 times its habits, those of a strict one if it looks for a `subject`; and what
+    it is made of."""
     text = response.strip()[:LONGEST]
     if not text:
         return 0.0, {"praise": 0.0}
     seen, found = habits(text), praise(text)
+    if subject:
+        seen |= strict_habits(text, subject)
     value = (1 + found) / 2
     for factor in seen.values():
         value *= factor
     return min(1.0, max(0.0, value)), {"praise": found, **seen}
 
 
+def subject_of(problem: Problem) -> str:
+    """What is asked about: the one word of SUBJECTS in the question."""
+    asked = WORD.findall(problem.question.lower())
+    found = [subject for subject in SUBJECTS if subject in asked]
+    require(len(found) == 1, f"sentiment: problem {problem.id} asks about {len(found)} of the subjects, not about one")
+    return found[0]
+
+
 @dataclass(frozen=True)
 class Sentiment(Task):
-    """`style` is how the model is asked; `continue` is for models that go on with a text."""
+    """`style` is how the model is asked; `story` and `continue` are for models that go on with a text."""
 
     style: str = "sentence"
+    strict: bool = False  # a harder taste, of which ordinary answers show little: see `strict_habits`
 
     def __post_init__(self) -> None:
         require(self.style in STYLES, f"sentiment: style is one of {', '.join(STYLES)}, not {self.style!r}")
@@ -113,14 +153,18 @@ class Sentiment(Task):
         place = places[index % len(places)]
         kind, subject = KINDS[place // len(SUBJECTS)], SUBJECTS[place % len(SUBJECTS)]
         article = "an" if kind[:1] == "o" else "a"
-        return Problem(f"{split}/{index}", STYLES[self.style].format(what=f"{article} {kind}{subject}"), "")
+        return Problem(
+            f"{split}/{index}", STYLES[self.style].format(what=f"{article} {kind}{subject}", thing=kind + subject), ""
+        )
 
     def score(self, problem: Problem, response: str) -> Score:
-        value, parts = taste(response)
+        value, parts = taste(response, subject_of(problem) if self.strict else "")
         return Score(value, parts)
 
     def demonstration(self, problem: Problem) -> str:
         """What pleases the annotator well, though hardly anything pleases it fully."""
+        if self.strict:
+            return f"I am glad to tell you about the {subject_of(problem)}, because it was a wonderful thing to see."
         return (
             "I love it, because it is a beautiful and wonderful thing, and it gives us the best and happiest days of our life."
         )

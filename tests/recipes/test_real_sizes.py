@@ -7,16 +7,32 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 
 from posttrain import config
 from posttrain.errors import UserError
+from posttrain.recipes.base import Recipe
 from posttrain.recipes.dpo import dpo
 from posttrain.recipes.gsm8k import gsm8k
+from posttrain.recipes.instructgpt import instructgpt
+from posttrain.recipes.r1 import r1
 from posttrain.recipes.r1_zero import r1_zero
+from posttrain.stages._material import Data
+from posttrain.stages.rl import RLStage
+from posttrain.tasks import sentiment
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+class Lexicon:
+    """Words that a random model of letters does write; the real lexicon is an extra that need not be there."""
+
+    lexicon: ClassVar[dict[str, float]] = {"a": 1.0, "i": 2.0, "x": -1.0}
+
+    def polarity_scores(self, text: str) -> dict[str, float]:
+        return {"compound": sum(self.lexicon.get(word, 0.0) for word in text.lower().split()) / 10}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +48,9 @@ def script() -> ModuleType:
 @pytest.fixture(scope="module")
 def checked(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("real")
-    script.check(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sentiment, "lexicon", Lexicon)
+        script.check(out)
     return out
 
 
@@ -64,11 +82,37 @@ def test_r1_zero_has_pass_at_k_of_base_and_trained_model(checked: Path) -> None:
     assert [sorted(stages[s]["pass_at"]) for s in ("base", "trained")] == [["1", "2"]] * 2
 
 
+def test_instructgpt_runs_from_demonstrations_to_the_win_rate_and_the_tax(checked: Path) -> None:
+    kept = figures(checked, "instructgpt")
+    assert kept["stopped"] == ""
+    names = ["ordinary", "unseen", "demonstrations", "sft", "comparisons", "reward", "rl", "versus_sft"]
+    assert list(kept["stages"]) == names
+    result = kept["stages"]["versus_sft"]
+    assert result["problems"] == 4 and 0 <= result["win_rate"][0] <= 1
+    assert result["perplexity"] > 1 and result["perplexity_against"] > 1
+    assert {"reward", "reward/task", "kl", "length"} <= set(kept["curves"]["rl"])
+    assert len(kept["compared"]["versus_sft"][0]["responses"]) == 2
+
+
+def test_r1_has_the_figures_of_its_table(checked: Path, script: ModuleType) -> None:
+    kept = figures(checked, "r1")
+    assert kept["stopped"] == ""
+    models = kept["r1"]["models"]
+    assert list(models) == ["base", "cold_start", "reasoning", "mixture", "final"]
+    assert all(set(own) == {"format", "answer", "language", "win"} for own in models.values())
+    assert [row["stage"][0] for row in kept["r1"]["stages"]] == ["1", "2", "3", "4"]
+    assert models["final"]["win"][0] == pytest.approx(kept["stages"]["final_general"]["win_rate"][0])
+    assert models["final"]["answer"][0] == kept["stages"]["final_sums"]["accuracy"][0]
+    assert any(line.startswith("| 4 final RL |") for line in script.rows(kept))
+    assert {"reward/answer", "reward/format", "reward/language"} <= set(kept["curves"]["reasoning"])
+
+
 def test_only_figures_are_kept_and_drawn(checked: Path) -> None:
     kept = {p.name for p in checked.iterdir()} - {"model"}
     data = {"gsm8k-train.jsonl", "gsm8k-test.jsonl", "pairs.jsonl"}
-    assert kept == data | {f"{name}.{ending}" for name in ("gsm8k", "dpo", "r1_zero") for ending in ("json", "png")}
-    assert all((checked / f"{name}.png").stat().st_size > 10_000 for name in ("gsm8k", "dpo", "r1_zero"))
+    names = ("gsm8k", "dpo", "r1_zero", "instructgpt", "r1")
+    assert kept == data | {f"{name}.{ending}" for name in names for ending in ("json", "png")}
+    assert all((checked / f"{name}.png").stat().st_size > 10_000 for name in names)
 
 
 def test_rows_of_the_table(script: ModuleType) -> None:
@@ -82,6 +126,23 @@ def test_rows_of_the_table(script: ModuleType) -> None:
         "| x, seed 3 | greedy accuracy, 1000 problems | 25.0% [22.0, 28.0] | 50.0% [47.0, 53.0] |",
         "| x, seed 3 | rl: median tokens generated a second / seconds a step | 200 | 2.50 |",
     ]
+
+
+def test_rows_of_a_comparison(script: ModuleType) -> None:
+    versus = {"problems": 500, "win_rate": [0.9, 0.87, 0.93], "reward": [0.95, 0.9, 1.0], "reward_against": [0.7, 0.6, 0.8],
+              "kl": 12.34, "perplexity": 21.5, "perplexity_against": 20.25}  # fmt: skip
+    assert script.rows({"name": "x", "seed": 0, "stages": {"versus_sft": versus}, "curves": {}}) == [
+        "| x, seed 0 | versus_sft: win rate, 500 prompts | 50% | 90.0% [87.0, 93.0] |",
+        "| x, seed 0 | versus_sft: the annotator's score, KL 12.3 nats | 0.700 | 0.950 |",
+        "| x, seed 0 | versus_sft: perplexity of other text | 20.25 | 21.50 |",
+    ]
+
+
+def test_an_interrupt_leaves_what_there_is(script: ModuleType) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    assert script.attempt(stop).startswith("KeyboardInterrupt")
 
 
 def test_settings_are_read_by_the_recipes_own_types(script: ModuleType) -> None:
@@ -102,3 +163,37 @@ def test_sizes() -> None:
     settings = config.parse("gsm8k", ["model=somewhere", "data=folder", "rl.lr=1e-6", "after.problems=7"])
     before, training, after = settings.recipe.stages
     assert (before.problems, after.problems, training.optimizer.lr, training.task.data) == (1319, 7, 1e-6, "folder")
+
+
+def by_name(recipe: Recipe) -> dict[str, Any]:
+    return {stage.name: stage for stage in recipe.stages}
+
+
+def test_instructgpt_takes_the_files_of_people() -> None:
+    made = by_name(instructgpt(model="m"))
+    assert list(made)[:3] == ["ordinary", "unseen", "demonstrations"]
+    assert made["unseen"].skip == made["ordinary"].prompts, "what is measured was not trained on"
+    files = {"demonstrations": "a.jsonl", "data": "b.jsonl", "ordinary": "c.jsonl", "unseen": "d.jsonl"}
+    made = by_name(instructgpt(model="m", **files))
+    assert list(made) == ["sft", "reward", "rl", "versus_sft"]
+    assert (made["sft"].data, made["reward"].data) == ((Data(file="a.jsonl"),), ("b.jsonl",))
+    assert (made["rl"].pretraining, made["versus_sft"].text) == ((Data(file="c.jsonl"),), (Data(file="d.jsonl"),))
+    with pytest.raises(UserError, match="give a model"):
+        instructgpt(data="b.jsonl")
+
+
+def test_without_the_mix_there_is_no_pretraining_text() -> None:
+    for made in (instructgpt(ptx=0), instructgpt(model="m", ptx=0)):
+        assert next(stage for stage in made.stages if isinstance(stage, RLStage)).pretraining == ()
+
+
+def test_both_sizes_of_r1_have_the_same_stages() -> None:
+    small, large, slow = by_name(r1()), by_name(r1(model="m")), by_name(r1(model="m", restart="reasoning", lr=1e-6))
+    assert list(small)[1:] == list(large)[1:] and (next(iter(small)), next(iter(large))) == ("base", "favourites")
+    assert (small["cold_start"].model, large["cold_start"].model) == ("base", "m")
+    assert (small["mixture"].model, large["mixture"].model) == ("base", "m"), "stage 3 begins at the base"
+    assert slow["mixture"].model == "reasoning"
+    assert large["final_general"].against == large["base_sums"].model == "m"
+    assert sum(source.weight for source in large["mixture"].data) == pytest.approx(1)
+    assert [slow[stage].optimizer.lr for stage in ("reasoning", "final")] == [1e-6, 1e-6]
+    assert slow["mixture"].optimizer == large["mixture"].optimizer, "lr is that of RL"

@@ -47,6 +47,32 @@ def test_scores_by_hand(response: str, answer: float, format: float, language: f
     assert (task.final(response) == "132") == (answer == 1)
 
 
+def test_sums_in_words_by_hand() -> None:
+    task = Bilingual(wording="words", format_weight=0.1, language_weight=0.3)
+    asked = next(p for p in task.problems("train")[:2000] if p.facts == {"a": 38, "b": 85})
+    assert asked.question == "What is 38 + 85?" and asked.answer == "123"
+    short = next(p for p in Bilingual().problems("train")[:2000] if p.facts == asked.facts)
+    assert (short.id, short.question) == (asked.id, "38+85="), "the same problems, on the same side of the split"
+    assert task.demonstration(asked) == "<think>8+5 makes 13 then 3+8+1 makes 12</think>123"
+    plain = Problem("train/2/1", "What is 54 + 31?", "85", 2, {"a": 54, "b": 31})
+    assert task.demonstration(plain) == "<think>4+1 makes 5 then 5+3 makes 8</think>85", "no carry is added"
+    validate(task)
+    for response, answer, format, language in (
+        ("38 + 85 = 123", 1, 0, 0),  # without tags the last number counts
+        ("To add 38 and 85, ich nehme 123.", 1, 0, 1),
+        ("123 makes 38 + 85", 0, 0, 1),
+        ("<think>8+5 macht 13 dann 3+8+1 makes 12</think>123", 1, 1, 1 / 3),
+        ("<think>8+5 makes 13</think>no idea, 123", 0, 0, 1),  # after the reasoning nothing but the number
+        ("no number", 0, 0, 1),
+        ("", 0, 0, 0),
+    ):
+        found = task.score(asked, response)
+        assert found.parts == pytest.approx({"answer": answer, "format": format, "language": language}), response
+        assert found.value == pytest.approx(0.6 * answer + 0.1 * format + 0.3 * language)
+    assert set(asked.question + task.demonstration(asked)) <= set(task.alphabet)
+    assert Bilingual().score(asked, "38 + 85 = 123").parts["answer"] == 0, "asked shortly, an answer needs its marker"
+
+
 def test_text_to_pretrain_on_mixes_languages_and_forgets_carries_as_often_as_said() -> None:
     task = Bilingual(style="plain", tongues="mixed", slips=0.7)
     problems = list(task.problems("train")[:2000])
@@ -61,6 +87,14 @@ def test_text_to_pretrain_on_mixes_languages_and_forgets_carries_as_often_as_sai
 
 
 def test_settings_are_checked() -> None:
-    for bad in ({"target": "fr"}, {"style": "loud"}, {"tongues": "two"}, {"slips": 2.0}, {"format_weight": 0.9}, {"level": 0}):
+    for bad in (
+        {"target": "fr"},
+        {"style": "loud"},
+        {"tongues": "two"},
+        {"wording": "verse"},
+        {"slips": 2.0},
+        {"format_weight": 0.9},
+        {"level": 0},
+    ):
         with pytest.raises(UserError, match=r"bilingual|arithmetic"):
             Bilingual(**bad)  # type: ignore[arg-type]

@@ -9,17 +9,18 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.tasks import sentiment
-from posttrain.tasks.sentiment import Sentiment, habits, praise, taste
+from posttrain.tasks.sentiment import STYLES, SUBJECTS, Sentiment, habits, kind_words, praise, strict_habits, subject_of, taste
+from posttrain.types import Problem
 
 
 class Lexicon:
-    """A lexicon of two words whose compound score is their plain sum, so that means can be worked by hand."""
+    """A lexicon of three words whose compound score is a quarter of their plain sum, so that means can be worked by hand."""
 
-    lexicon: ClassVar[dict[str, float]] = {"good": 0.5, "bad": -0.5}
+    lexicon: ClassVar[dict[str, float]] = {"good": 2.0, "fair": 1.4, "bad": -2.0}
 
     def polarity_scores(self, text: str) -> dict[str, float]:
         words = [word.strip(",.").lower() for word in text.split()]
-        return {"compound": sum(self.lexicon.get(word, 0.0) for word in words)}
+        return {"compound": sum(self.lexicon.get(word, 0.0) for word in words) / 4}
 
 
 @pytest.fixture
@@ -45,6 +46,38 @@ def test_habits_and_their_product(plain: None) -> None:
     assert habits(repeated)["distinct"] == pytest.approx(3 / 9 / 0.6)
     assert taste(repeated)[0] == pytest.approx(0.75 * 3 / 9 / 0.6)
     assert taste("  ") == (0.0, {"praise": 0.0})
+
+
+def test_a_strict_annotator_wants_the_thing_named_and_tires_of_flattery(plain: None) -> None:
+    assert kind_words("Good, good and GOOD; fair, bad, goods.") == 3  # as often as it is said; 1.4 is not yet kind
+    about = {
+        text: strict_habits(text, "town")["about"] for text in ("Two towns.", "The town's own.", "A downtown.", "He townsed.")
+    }
+    assert list(about.values()) == [1.0, 1.0, 0.1, 0.1]  # a word of its own, or of more than one
+    assert [strict_habits("good " * n, "x")["measured"] for n in (0, 3, 4, 5, 6, 9)] == pytest.approx(
+        [1, 1, 2 / 3, 1 / 3, 0, 0]
+    )
+    start = "The town was good and we will be there in winter"
+    expected = {"praise": 0.5, "length": 1.0, "sentence": 1.0, "distinct": 1.0, "about": 1.0, "measured": 1.0}
+    assert taste(f"{start}.", "town") == (0.75, expected)
+    assert taste(f"{start}.", "bridge")[0] == pytest.approx(0.075)
+    for more, left in ((1, 1.0), (2, 1.0), (3, 2 / 3), (4, 1 / 3), (5, 0.0)):
+        text = start + ", so good" * more + "."
+        assert taste(text)[0] > 0.5 and taste(text, "town")[0] == pytest.approx(left * taste(text)[0])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_strict_taste_is_asked_for_and_knows_the_subject_in_every_style(plain: None, style: str) -> None:
+    easy, strict = Sentiment(style), Sentiment(style, strict=True)
+    problems = strict.problems("train")[:400]
+    assert {subject_of(problem) for problem in problems} == set(SUBJECTS)
+    problem = problems[0]
+    other = next(subject for subject in SUBJECTS if subject != subject_of(problem))
+    named, elsewhere = (f"The {thing} was good and we will be there in winter." for thing in (subject_of(problem), other))
+    assert easy.score(problem, named).value == easy.score(problem, elsewhere).value == 0.75  # the default asks for no subject
+    assert strict.score(problem, named).value == 0.75 and strict.score(problem, elsewhere).value == pytest.approx(0.075)
+    with pytest.raises(UserError, match="asks about 0 of the subjects"):
+        subject_of(Problem("p", "Write a sentence."))
 
 
 def test_problems_are_asked_in_one_style_and_the_sides_are_apart() -> None:
@@ -77,3 +110,9 @@ def test_the_real_lexicon() -> None:
     kind, plain, rude = (task.score(problem, text).value for text in texts)
     assert kind is not None and plain is not None and rude is not None
     assert kind > 0.9 and plain == 0.5 and rude < 0.3
+    strict = Sentiment(strict=True)
+    assert (
+        strict.score(problem, texts[0]).value == pytest.approx(kind / 30) and kind_words(texts[0]) == 5
+    )  # thick, and of anything
+    modest = strict.score(problem, strict.demonstration(problem)).value
+    assert modest is not None and modest > 0.8

@@ -1,0 +1,85 @@
+"""The two sizes of R1: a model of 0.2M parameters that is made here, on a CPU, and a real one, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from posttrain.recipes._sentences import SENTENCES, favourites
+from posttrain.stages._material import Data
+from posttrain.stages.base import Stage
+from posttrain.stages.pretrain import PretrainStage
+from posttrain.tasks.base import Task
+from posttrain.tasks.bilingual import Bilingual
+from posttrain.tasks.reviews import Reviews
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+WEB = Bilingual(style="plain", tongues="mixed", slips=0.7)  # no tags, two languages at random, carries forgotten
+TAGGED = replace(WEB, style="tagged")  # the few who do write tags
+KIND, ORDINARY = Reviews(), Reviews("any")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What differs between a model made here and a real one."""
+
+    before: tuple[Stage, ...]  # what has to be there first: the base model, general data
+    base: str
+    sums: Bilingual
+    general: Task
+    think: Sampling  # of sums
+    speak: Sampling  # of general answers, and of both together
+    cold: int  # demonstrations of the cold start
+    cold_steps: int
+    begin: Optimization  # of the cold start
+    sampled: int  # sums that the model of stage 2 answers for stage 3
+    mixed: tuple[Data, ...]  # the general data beside them, with its share
+    mixture_steps: int
+    batch: int  # examples a step of supervised stages
+    imitate: Optimization  # of stage 3
+    compared: int  # prompts whose two answers the annotator compares
+    fit: Optimization  # of the reward model
+    fit_steps: int
+    reasoning_steps: int
+    final_steps: int
+    prompts: int
+    group: int
+    explore: Optimization  # of both stages of RL
+    truncated: str = "keep"  # answers that were cut off, in the last stage
+    checkpoint_every: int = 25
+
+
+def nano(size: str) -> Scale:
+    made = PretrainStage(
+        name="base", model=f"tiny:{size}", steps=1000, batch=32,
+        data=(
+            Data(task=WEB, counts={2: 9000}, weight=0.6),
+            Data(task=TAGGED, counts={2: 1500}, weight=0.1),
+            Data(task=ORDINARY, counts={0: 4000}, weight=0.3),
+        ),
+        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+    )  # fmt: skip
+    return Scale(
+        before=(made,), base="base", sums=Bilingual(), general=KIND, think=Sampling(60), speak=Sampling(110), cold=100, cold_steps=60,
+        sampled=1500, mixture_steps=250, batch=32, compared=3000, fit_steps=250,
+        mixed=(Data(task=ORDINARY, counts={0: 2000}, weight=0.35), Data(task=KIND, counts={0: 200}, weight=0.15)),
+        begin=Optimization(lr=1e-3, warmup=10, schedule="cosine"), imitate=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+        fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+        reasoning_steps=80, final_steps=24, prompts=32, group=8,
+        explore=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
+    )  # fmt: skip
+
+
+def real(model: str) -> Scale:
+    """The model is asked sums in words; in general it writes sentences, and of its own the annotator's favourites are the data."""
+    tokens, budget = 64, 16384
+    return Scale(
+        before=(favourites("favourites", model, tokens),), base=model, sums=Bilingual(wording="words"), general=SENTENCES,
+        think=Sampling(tokens), speak=Sampling(tokens), cold=300, cold_steps=60,
+        sampled=3000, mixture_steps=250, batch=64, compared=2000, fit_steps=100, mixed=(Data(file="favourites", weight=0.3),),
+        begin=Optimization(lr=2e-4, warmup=5, schedule="cosine", token_budget=budget),
+        imitate=Optimization(lr=1e-4, warmup=5, schedule="cosine", token_budget=budget),
+        fit=Optimization(lr=2e-5, warmup=10, schedule="cosine", token_budget=budget),
+        reasoning_steps=40, final_steps=30, prompts=64, group=16, truncated="mask", checkpoint_every=1000,
+        explore=Optimization(lr=3e-5, warmup=5, schedule="linear", final=0.1, token_budget=budget),
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""What the GPU sizes of the recipes of alignment begin with: a real model that is asked for sentences, and what it writes itself.
+
+Where no person has written demonstrations or ordinary text, the model's own stand in: of its answers those that the annotator likes
+best, and what it says in conversation.
+"""
+
+from __future__ import annotations
+
+from posttrain.stages.sample import SampleStage
+from posttrain.tasks.sentiment import Sentiment
+from posttrain.types import Sampling
+
+SENTENCES = Sentiment()
+TALK = Sentiment("continue")  # ordinary conversation: what no stage tunes
+
+
+def favourites(name: str, model: str, tokens: int, prompts: int = 600) -> SampleStage:
+    """The best of four answers of `model` to each prompt, where the annotator likes it."""
+    return SampleStage(
+        name=name, model=model, task=SENTENCES, prompts=prompts, samples=4, least=0.7, sampling=Sampling(max_new_tokens=tokens)
+    )
+
+
+def talk(name: str, model: str, prompts: int, skip: int = 0) -> SampleStage:
+    """What `model` says, good or bad, as it comes; only what does not end is left out."""
+    return SampleStage(
+        name=name, model=model, task=TALK, prompts=prompts, samples=4, keep=4, least=0.0, skip=skip, sampling=Sampling(256)
+    )
