@@ -23,11 +23,8 @@ DATA = {
 }
 WORDS = {"laptop": "a laptop", "gpu": "one GPU", "cluster": "a cluster"}
 TRAINED = ("policy", "value")  # these have gradients and moments; the others are frozen
-BYTES = {
-    "laptop": (16, 4),
-    "gpu": (18, 2),
-    "cluster": (18, 2),
-}  # a parameter of a trained and of a frozen model, as `plan` counts
+# a parameter of a trained and of a frozen model, as `plan` counts
+BYTES = {"laptop": (16, 4), "gpu": (18, 2), "cluster": (18, 2)}
 PROMPTS = {"laptop": 8, "gpu": 32, "cluster": 128}
 
 
@@ -231,18 +228,18 @@ class Advice:
     """What to do, why, what it takes, what goes wrong, and the recipe."""
 
     goal: str
-    have: tuple[str, ...]
     compute: str
-    signal: str  # what the method learns from; "" where there is nothing yet
-    method: str
-    chain: tuple[tuple[str, str], ...]  # (stage, algorithm)
     reasons: tuple[str, ...]
-    models: tuple[str, ...]
-    bytes_a_parameter: int
     pitfalls: tuple[str, ...]
-    recipe: dict[str, JSON] | None
     command: str
-    example: str  # a shipped recipe to try first
+    have: tuple[str, ...] = ()
+    signal: str = ""  # what the method learns from; "" where there is nothing yet
+    method: str = ""
+    chain: tuple[tuple[str, str], ...] = ()  # (stage, algorithm)
+    models: tuple[str, ...] = ()
+    bytes_a_parameter: int = 0
+    recipe: dict[str, JSON] | None = None
+    example: str = "quickstart"  # a shipped recipe to try first
 
 
 def find_goal(words: str) -> str:
@@ -281,21 +278,7 @@ def advise(goal: str, have: Sequence[str] = (), compute: str = "gpu") -> Advice:
     signal = next((kind for kind in signals if kind != "demonstrations"), signals[0] if signals else "")
     if not signal:
         first = START_WITH_A_SIGNAL.get(name, NO_SIGNAL)
-        return Advice(
-            name,
-            (),
-            compute,
-            "",
-            "",
-            (),
-            (first, wanted.says),
-            (),
-            0,
-            wanted.pitfalls,
-            None,
-            "posttrain run quickstart",
-            "quickstart",
-        )
+        return Advice(name, compute, (first, wanted.says), wanted.pitfalls, "posttrain run quickstart")
     picked = (dict(wanted.picks) | {"demonstrations": USUAL["demonstrations"]}).get(signal, USUAL[signal])
     chosen = picked.split()[COMPUTE.index(compute)]
     if chosen == "simpo" and "demonstrations" not in given:
@@ -322,20 +305,9 @@ def _compose(name: str, given: tuple[str, ...], compute: str, signal: str, chose
     command = "posttrain run advice.yaml" + (" --allow-code" if any(stage == "rl" for stage, _ in chain) else "")
     recipe = _recipe(name, chain, method, compute)
     return Advice(
-        name,
-        given,
-        compute,
-        signal,
-        chosen,
-        chain,
-        tuple(reasons),
-        method.models,
-        cost,
-        tuple(pitfalls),
-        recipe,
-        command,
+        name, compute, tuple(reasons), tuple(pitfalls), command, given, signal, chosen, chain, method.models, cost, recipe,
         method.example,
-    )
+    )  # fmt: skip
 
 
 def _recipe(name: str, chain: Sequence[tuple[str, str]], method: Method, compute: str) -> dict[str, JSON]:

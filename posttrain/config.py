@@ -24,9 +24,6 @@ from posttrain.types import JSON, Code
 from posttrain.untrusted import read_yaml
 
 NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
-TOP = {"seed": 0, "device": "auto", "threads": 0, "out": "", "trackers": "", "checkpoint_hook": "", "checkpoint_sync": False,
-       "checkpoint_keep": 2, "only": "", "again": False, "deterministic": False}  # fmt: skip
-
 KEY_VARIABLE = "OPENAI_API_KEY"  # the secret that a judge's server is sent where nothing else is said
 
 
@@ -50,12 +47,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refused before there is a directory."""
+        check_machine(self.seed, self.device)
         require(self.threads >= 0, f"threads is a number of threads, 0 for as many as pay, not {self.threads}")
         require(self.checkpoint_keep >= 1, f"checkpoint_keep must be 1 or more, not {self.checkpoint_keep}")
-        places = "auto, cpu, mps, cuda or cuda:0"
-        require(
-            re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None, f"device must be {places}, not {self.device!r}"
-        )
+
+
+def check_machine(seed: int, device: str) -> None:
+    """What every command that runs a model is told."""
+    require(0 <= seed < 2**63, f"seed is a whole number, 0 or more and below 2**63, not {seed}")
+    known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device) is not None
+    require(known, f"device must be auto, cpu, mps, cuda or cuda:0, not {device!r}")
+
+
+TOP = [f.name for f in dataclasses.fields(Settings)][2:]  # the keys that belong to no stage
+PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
 
 
 def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> Settings:
@@ -83,22 +88,17 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
 
 
 def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
-    trackers = str(top.get("trackers", "") or "")
-    return Settings(
-        recipe,
-        name,
-        seed=_check("seed", int, top.get("seed", 0)),
-        device=str(top.get("device", "auto")),
-        threads=_check("threads", int, top.get("threads", 0)),
-        out=str(top.get("out", "")),
-        trackers=tuple(t for t in trackers.split(",") if t),
-        checkpoint_hook=_words(top.get("checkpoint_hook") or ""),
-        checkpoint_sync=_check("checkpoint_sync", bool, top.get("checkpoint_sync", False)),
-        checkpoint_keep=_check("checkpoint_keep", int, top.get("checkpoint_keep", 2)),
-        deterministic=_check("deterministic", bool, top.get("deterministic", False)),
-        only=tuple(name.strip() for name in str(top.get("only") or "").split(",") if name.strip()),
-        again=_check("again", bool, top.get("again", False)),
-    )
+    hints = typing.get_type_hints(Settings)
+    found: dict[str, Any] = {}
+    for key, value in ((key, top[key]) for key in TOP if key in top):
+        if key == "checkpoint_hook":
+            found[key] = _words(value or "")
+        elif key in ("trackers", "only"):
+            listed = value if isinstance(value, list) else str(value or "").split(",")
+            found[key] = tuple(word.strip() for word in map(str, listed) if word.strip())
+        else:
+            found[key] = str(value) if hints[key] is str else _check(key, hints[key], value)
+    return Settings(recipe, name, **found)
 
 
 def _words(command: JSON) -> tuple[str, ...]:
@@ -172,9 +172,8 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
     names = _keys(kind)
     groups = {f: group for f in names if (group := _group(hints[f], tree.get(f))) is not None}
     if key not in names:
-        groups = {
-            f: group for f, group in groups.items() if not getattr(group, "apart", False)
-        }  # those are meant by their path alone
+        # groups that stand apart are meant by their path alone
+        groups = {f: group for f, group in groups.items() if not getattr(group, "apart", False)}
         inside = [f for f in groups if isinstance(tree.get(f), dict) and key in _keys(groups[f])]
         require(len(inside) < 2, f"{dotted}: {key} is a key of {' and of '.join(inside)}; say which")
         if inside:
@@ -235,7 +234,7 @@ def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any
     if dataclasses.is_dataclass(kind):
         require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
         hints = typing.get_type_hints(kind)
-        names = [f.name for f in dataclasses.fields(kind) if f.init]
+        names = _keys(kind)
         for key in tree:
             if key not in names:
                 raise unknown(f"key in {where}:", str(key), names)
@@ -270,7 +269,10 @@ def _construct(kind: type, values: dict[str, Any], where: str) -> Any:
         if f.init and f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     require(not missing, f"{where}: missing {', '.join(missing)}")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except UserError as error:  # a stage gives its name itself; what it holds does not know whose it is
+        raise error if issubclass(kind, Stage) else UserError(f"{where}: {error}") from None
 
 
 def _check(where: str, kind: Any, value: JSON) -> Any:
@@ -325,12 +327,7 @@ def from_config(
             raise unknown("key", key, TOP)
     stages = override(stages, {k: v for k, v in (pairs or {}).items() if "." in k})
     recipe = Recipe(stages, str(tree.get("before", "")), str(tree.get("after", "")), str(tree.get("next_command", "")))
-    trackers = top.get("trackers")
-    return _settings(
-        str(tree.get("name", where)),
-        recipe,
-        {**top, "trackers": ",".join(trackers) if isinstance(trackers, list) else trackers},
-    )
+    return _settings(str(tree.get("name", where)), recipe, top)
 
 
 def _expanded(tree: JSON, where: str, allow_code: bool) -> list[Stage]:
@@ -353,14 +350,7 @@ def to_config(settings: Settings) -> dict[str, JSON]:
     recipe = settings.recipe
     return {
         "name": settings.name,
-        "seed": settings.seed,
-        "device": settings.device,
-        "threads": settings.threads,
-        "trackers": list(settings.trackers),
-        "checkpoint_hook": list(settings.checkpoint_hook),
-        "checkpoint_sync": settings.checkpoint_sync,
-        "checkpoint_keep": settings.checkpoint_keep,
-        "deterministic": settings.deterministic,
+        **{key: to_tree(getattr(settings, key)) for key in TOP if key not in PASSING},
         "before": recipe.before,
         "after": recipe.after,
         "next_command": recipe.next_command,

@@ -19,7 +19,7 @@ from posttrain import config
 from posttrain.changes import compare as compare_settings
 from posttrain.config import Settings
 from posttrain.errors import UserError, require
-from posttrain.evals.evaluate import solved_share
+from posttrain.evals.evaluate import solved_marks, solved_share
 from posttrain.evals.statistics import Interval, compare
 from posttrain.loop import Interrupt
 from posttrain.runs.alarms import told
@@ -31,7 +31,7 @@ from posttrain.runs.report import Answers, BeforeAfter, final_table, side_by_sid
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import RESULT, references
-from posttrain.stages.base import Context, Stage, check_names, run_stages
+from posttrain.stages.base import Context, Stage, check_names, exported, run_stages
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.types import JSON
 from posttrain.version import VERSION
@@ -50,7 +50,7 @@ def start(settings: Settings) -> Path:
             writer.event("config", {"config": tree})
             _run(settings, writer)
         return directory
-    there, made = frozenset(directory.iterdir()) if directory.is_dir() else None, False
+    there, made = frozenset(directory.iterdir()) if os.path.isdir(directory) else None, False  # also where the name is too long
     try:
         with RunWriter.create(directory, tree) as writer:
             made = True
@@ -184,12 +184,12 @@ def interrupts() -> Iterator[Interrupt]:
 
 def _export(context: Context, settings: Settings) -> None:
     """Publish the last trained model as export/: a plain HF checkpoint."""
-    made = [s.name for s in settings.recipe.stages if (context.folder(s.name) / "model").is_dir() and "control" not in s.name]
-    if not made:
+    last = exported(context.directory, [stage.name for stage in settings.recipe.stages])
+    if last is None:
         return
     target, temporary = context.directory / "export", context.directory / ".export.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(context.folder(made[-1]) / "model", temporary)
+    shutil.copytree(last / "model", temporary)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(temporary, target)
 
@@ -251,7 +251,8 @@ def conclude(settings: Settings, context: Context) -> None:
         write_text(f"plot:     {context.directory / 'plot.png'}\n", sys.stdout)
     if pass_at_k(context, recipe.stages):
         write_text(f"pass@k:   {context.directory / 'pass_at_k.png'}\n", sys.stdout)
-    write_text(f"model:    {context.directory / 'export'} (a plain transformers checkpoint)\n", sys.stdout)
+    if (context.directory / "export").is_dir():  # evaluations alone make no model
+        write_text(f"model:    {context.directory / 'export'} (a plain transformers checkpoint)\n", sys.stdout)
     if any((context.directory / "rollouts").glob("*/*")):
         write_text(f"rollouts: posttrain show {context.directory}\n", sys.stdout)
     summary = run.summary or {}
@@ -280,13 +281,14 @@ def problems(context: Context, stage: str) -> list[dict[str, JSON]]:
     return [json.loads(line) for line in (context.folder(stage) / "problems.jsonl").read_text().splitlines()]
 
 
-def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]], count: int = 3) -> list[Answers]:
-    """Problems to show: the first ones that training changed, then others."""
-    pairs = sorted(zip(first, second, strict=True), key=lambda pair: pair[0]["outcomes"] == pair[1]["outcomes"])
+def verdicts(row: Mapping[str, JSON]) -> tuple[list[str], list[bool]]:
+    return row["outcomes"], solved_marks(row)
+
+
+def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[Answers]:
+    """Three problems to show: the first ones that training changed, then others."""
+    pairs = sorted(zip(first, second, strict=True), key=lambda pair: verdicts(pair[0]) == verdicts(pair[1]))
     return [
-        Answers(
-            a["question"], a["answer"], a["responses"][0], b["responses"][0],
-            a["outcomes"][0] == "correct", b["outcomes"][0] == "correct",
-        )
-        for a, b in pairs[:count]
-    ]  # fmt: skip
+        Answers(a["question"], a["answer"], a["responses"][0], b["responses"][0], solved_marks(a)[0], solved_marks(b)[0])
+        for a, b in pairs[:3]
+    ]

@@ -160,9 +160,10 @@ def rollout_groups(
     group: int,
     sampling: Sampling,
     seed: int,
-    seconds: dict[str, float],
+    seconds: dict[str, float] | None = None,
 ) -> list[Group]:
-    """Sample `group` responses to each problem and score them. Randomness belongs to (seed, problem's place, sample).
+    """Sample `group` responses to each problem and score them. Randomness belongs to (seed, problem's place, sample). The time it took
+    is added to `seconds`.
 
     Rewards of an `isolated` task are computed in worker processes while later groups are still being written.
     """
@@ -186,8 +187,9 @@ def rollout_groups(
         now = time.perf_counter()
         late = iter(workers.results())
         scoring += time.perf_counter() - now
-    seconds["score"] += scoring
-    seconds["generate"] += time.perf_counter() - began - scoring
+    if seconds is not None:
+        seconds["score"] += scoring
+        seconds["generate"] += time.perf_counter() - began - scoring
     groups = []
     for problem, members, found in zip(problems, written, scores, strict=True):
         given = late if found is None else iter(found)
@@ -208,7 +210,7 @@ def segments(decoder: Decoder, request: Request, completions: Sequence[Completio
     return pairs
 
 
-def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, float]) -> list[Group]:
+def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, float] | None = None) -> list[Group]:
     """Groups as a model rates them. What the task itself says stays beside it as the part `task`: the proxy and the gold."""
     began = time.perf_counter()
     scores = iter(rating.rate([r for g in groups for r in g.rollouts]))
@@ -220,7 +222,8 @@ def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, floa
             parts = {**score.parts} if gold.value is None else {**score.parts, "task": gold.value}
             members.append(replace(rollout, score=replace(score, parts=parts, outcome=score.outcome or gold.outcome)))
         rated.append(Group(group.problem, tuple(members)))
-    seconds["score"] += time.perf_counter() - began
+    if seconds is not None:
+        seconds["score"] += time.perf_counter() - began
     return rated
 
 

@@ -8,39 +8,27 @@ the policy's fault, so it is masked, counted and never a 0. Where processes cann
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
-import math
 import os
 import select
-import signal
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
 
+from posttrain import children
 from posttrain.errors import GuardStop, UserError
+from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
 LONGEST_FAILURE = 500  # characters of a foreign error that are kept
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 RETRIES = 1  # a worker that died without an answer is tried once more
 
 
-class Judging(Protocol):
-    """The part of a task that is needed here."""
-
-    def score(self, problem: Problem, response: str) -> Score: ...
-    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None: ...
-
-
-def score_one(task: Judging, problem: Problem, response: str) -> Score:
+def score_one(task: Task, problem: Problem, response: str) -> Score:
     """A task's score; what it raises becomes a named failure, which is counted and never a 0."""
     try:
         found = task.score(problem, response)
@@ -55,7 +43,7 @@ async def _awaited(found):  # type: ignore[no-untyped-def]
     return await found
 
 
-def score_group(task: Judging, problem: Problem, responses: Sequence[str]) -> list[Score]:
+def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score]:
     """Scores of a problem's responses, together where the task compares them, else one by one."""
     try:
         together = task.score_group(problem, responses)
@@ -95,7 +83,7 @@ class _Worker:
 class Workers:
     """Scores `submit`ted responses in up to `count` processes, `seconds` at most for each. Use as a context manager."""
 
-    def __init__(self, task: Judging, count: int = 0, seconds: float = 10.0):
+    def __init__(self, task: Task, count: int = 0, seconds: float = 10.0):
         self.task, self.seconds = task, seconds
         self.count = count or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         self.able = sys.platform == "linux"
@@ -162,7 +150,7 @@ class Workers:
             free.job, free.deadline = job, time.monotonic() + self.seconds
             line = json.dumps([asdict(job.problem), job.response]).encode() + b"\n"
             try:
-                _write_all(free.into, line, free.deadline)
+                children.write_all(free.into, line, free.deadline)
             except OSError:  # it died while idle, or does not listen
                 self._died(free)
 
@@ -195,72 +183,30 @@ class Workers:
 
     @staticmethod
     def _end(worker: _Worker) -> None:
-        os.close(worker.into)
-        os.close(worker.out)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.pid, signal.SIGKILL)  # and whatever the reward has started
-        with suppress(ChildProcessError):
-            os.waitpid(worker.pid, 0)
+        children.end(worker.pid, worker.into, worker.out, whole_group=True)
 
     def _fork(self) -> _Worker:
         if not self.workers:  # what they need is made here, once: each inherits it
             getattr(self.task, "ready", tuple)()
-        theirs, into = os.pipe()
-        out, ours = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: a worker touches none of them
-            parent = os.getpid()
-            pid = os.fork()
-        if pid:
-            os.close(theirs)
-            os.close(ours)
-            os.set_blocking(into, False)
-            with suppress(OSError):
-                os.setpgid(pid, pid)
-            return _Worker(pid, into, out)
-        try:
+
+        def live(questions: int, answers: int) -> None:
             os.setpgid(0, 0)
-            _end_with(parent)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            kept = {theirs, ours, 0, 1, 2}
             for other in self.workers:  # a worker must not hold another's pipe open
-                for handle in {other.into, other.out} - kept:
-                    os.close(handle)
-            os.close(into)
-            os.close(out)
-            _work(self.task, theirs, ours)
-        finally:
-            os._exit(0)
+                os.close(other.into)
+                os.close(other.out)
+            _work(self.task, questions, answers)
+
+        worker = _Worker(*children.fork(live))
+        with suppress(OSError):
+            os.setpgid(worker.pid, worker.pid)
+        return worker
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel end this worker when the run dies, even of SIGKILL and in the middle of a reward that hangs: an orphan would
-    hold the run's lock."""
-    if LIBC is not None:
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it was asked to tell
-        os._exit(0)
-
-
-def _work(task: Judging, theirs: int, ours: int) -> None:
+def _work(task: Task, theirs: int, ours: int) -> None:
     """A worker's life: a line in, a line out, until the pipe closes."""
     with os.fdopen(theirs, "rb") as requests:
         for line in requests:
             fields, response = json.loads(line)
             score = score_one(task, Problem(**fields), response)
             answer = [score.value, dict(score.parts), list(score.steps), score.outcome, score.failure]
-            _write_all(ours, json.dumps(answer).encode() + b"\n")
-
-
-def _write_all(handle: int, data: bytes, deadline: float = math.inf) -> None:
-    """Into a pipe, whole; a TimeoutError where its other end has not taken it by the deadline."""
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(handle, view) :]
-        except BlockingIOError:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError from None
-            select.select([], [handle], [], min(left, 60.0))
+            children.write_all(ours, json.dumps(answer).encode() + b"\n")

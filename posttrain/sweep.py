@@ -90,7 +90,7 @@ def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]
     seeds: list[int | None] = [None]
     if "seed" in found:
         whole = all(re.fullmatch(r"\d+", value) for value in found["seed"])
-        require(whole, f"seeds={','.join(found['seed'])}: seeds are whole numbers")
+        require(whole, f"seeds={','.join(found['seed'])}: seeds are whole numbers, 0 or more")
         seeds = [int(value) for value in found["seed"]]
     made = []
     for setting in itertools.product(*settings):

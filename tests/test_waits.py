@@ -33,13 +33,11 @@ FUNCTIONS = {
 DESCRIPTORS = {"os.read", "os.readv", "os.write", "os.writev"}  # a pipe may be empty, or full, for ever
 # Waits without a limit of their own, and what ends them.
 BOUNDED = {
-    "engine/forked.py: os.waitpid(self.pid, 0)": "its process was killed, or has closed its pipe and exits",
+    "children.py: os.waitpid(pid, 0)": "after SIGKILL",
+    "children.py: os.write(handle, view)": "the parent's end does not block, and has a deadline; a child ends with its parent",
     "engine/forked.py: os.read(self.out, 1 << 20)": "after select",
     "engine/forked.py: os.read(handle, min(1 << 20, wanted - len(pieces)))": "of a helper, which ends with its parent",
-    "engine/forked.py: os.write(handle, view)": "the parent's end does not block; a helper ends with its parent",
-    "scoring.py: os.waitpid(worker.pid, 0)": "after SIGKILL",
     "scoring.py: os.read(worker.out, 1 << 16)": "after select",
-    "scoring.py: os.write(handle, view)": "the run's end does not block, and has a deadline; a worker ends with its run",
     "scoring.py: asyncio.run(_awaited(found))": "in a worker, which has a time limit; a task without one is quick by contract",
     "untrusted.py: os.waitpid(pid, 0)": "after SIGKILL",
     "rewards/_endpoint.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` requests has `seconds`",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.errors import require
 from posttrain.ops.policy import mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
 
@@ -32,21 +30,6 @@ class OffPolicy(Algorithm):
     cap: float = 2.0
     drop: str = "none"
     bound: float = 0.0
-
-    def check(self, condition: bool, message: str) -> None:
-        """Refuse settings unless `condition` holds."""
-        require(condition, f"{self.name}: {message}")
-
-    def choose(self, field: str, options: Sequence[str]) -> None:
-        """Refuse a value of a field that is not among its options."""
-        value = getattr(self, field)
-        self.check(value in options, f"{field} must be one of {', '.join(options)}, not {value!r}")
-
-    @property
-    def name(self) -> str:
-        """What it is called in the catalogue; a user's own by its class."""
-        package, _, module = type(self).__module__.rpartition(".")
-        return module if package.startswith("posttrain.") else type(self).__name__
 
     def check_corrections(self) -> None:
         """Refuse corrections that are none, and numbers without the choice that they belong to."""

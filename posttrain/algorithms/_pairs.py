@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
+from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import UserError
-from posttrain.ops.preference import pair_members, sequence_means, sequence_sums
-from posttrain.ops.weights import sequence_lengths
+from posttrain.ops.preference import pair_members
+from posttrain.ops.weights import sequence_lengths, sequence_means, sequence_sums
 from posttrain.types import Batch, Metric, Outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairAlgorithm(Algorithm):
+    """An algorithm that learns from given pairs. It says what the loss of a pair is in `terms`."""
+
+    online: ClassVar[bool] = False
+    unit: ClassVar[str] = "pair"
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        return prepare_pairs(step, self.name)
 
 
 def prepare_pairs(step: Batch, name: str) -> Batch:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from posttrain.errors import require
 from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selection, Terms
 
 State = dict[str, JSON]  # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
@@ -19,6 +20,21 @@ class Algorithm:
     online: ClassVar[bool] = True  # learns from what it samples itself; else from examples
     unit: ClassVar[str] = "sequence"  # token | sequence | pair | ranking: what a micro-batch may not cut
     trains: ClassVar[str] = "policy"  # policy | scorer: a language model, or one with a head of one number
+
+    def check(self, condition: bool, message: str) -> None:
+        """Refuse settings unless `condition` holds."""
+        require(condition, f"{self.name}: {message}")
+
+    def choose(self, field: str, options: Sequence[str]) -> None:
+        """Refuse a value of a field that is not among its options."""
+        value = getattr(self, field)
+        self.check(value in options, f"{field} must be one of {', '.join(options)}, not {value!r}")
+
+    @property
+    def name(self) -> str:
+        """What it is called in the catalogue; a user's own by its class."""
+        package, _, module = type(self).__module__.rpartition(".")
+        return module if package.startswith("posttrain.") else type(self).__name__
 
     @property
     def needs(self) -> frozenset[str]:
@@ -35,13 +51,14 @@ class Algorithm:
 
     @property
     def group_size(self) -> int:
-        """Samples per prompt, for online algorithms."""
-        return 1
+        """Samples per prompt, for online algorithms: the setting `group`, where there is one."""
+        return int(getattr(self, "group", 1))
 
     @property
     def reuse(self) -> tuple[int, int]:
-        """(epochs, mini-batches): how often a frozen rollout is reused, and in how many optimizer steps. (1, 1) is on-policy."""
-        return 1, 1
+        """(epochs, mini-batches): how often a frozen rollout is reused, and in how many optimizer steps: the settings `epochs` and
+        `mini_batches`, where there are any. (1, 1) is on-policy."""
+        return int(getattr(self, "epochs", 1)), int(getattr(self, "mini_batches", 1))
 
     def start(self) -> State:
         return {}

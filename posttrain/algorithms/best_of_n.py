@@ -33,12 +33,7 @@ class BestOfN(Algorithm):
 
     def __post_init__(self) -> None:
         require(self.group >= 2, f"best_of_n: group must be at least 2, not {self.group}: the best of one is any sample")
-        kinds = ("token_mean", "sequence_mean")
-        require(self.reduction in kinds, f"best_of_n: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
-
-    @property
-    def group_size(self) -> int:
-        return self.group
+        self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         kept = [(group, best(group)) for group in groups]

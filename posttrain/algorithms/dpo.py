@@ -7,15 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from posttrain.algorithms._pairs import log_ratios, mean_logprobs, pair_metrics, pairs_of, prepare_pairs
-from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms._pairs import PairAlgorithm, log_ratios, mean_logprobs, pair_metrics, pairs_of
 from posttrain.errors import require
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO(Algorithm):
+class DPO(PairAlgorithm):
     """Prefer y_w to y_l by as much as a Bradley-Terry reward would, with the policy itself as the reward model:
 
         r(y) = beta [ log pi(y | x) - log ref(y | x) ],    m = r(y_w) - r(y_l)
@@ -30,8 +29,6 @@ class DPO(Algorithm):
     """
 
     paper: ClassVar[str] = "Rafailov et al. 2023, arXiv:2305.18290"
-    online: ClassVar[bool] = False
-    unit: ClassVar[str] = "pair"
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -54,9 +51,6 @@ class DPO(Algorithm):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"reference"})
-
-    def prepare(self, step: Batch, state: State) -> Batch:
-        return prepare_pairs(step, "dpo")
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

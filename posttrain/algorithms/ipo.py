@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.algorithms._pairs import log_ratios, pair_metrics, pairs_of, prepare_pairs
-from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms._pairs import PairAlgorithm, log_ratios, pair_metrics, pairs_of
 from posttrain.errors import require
 from posttrain.ops.preference import ipo_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
-class IPO(Algorithm):
+class IPO(PairAlgorithm):
     """Regress the difference of two log-ratios to a margin that tau sets:
 
         h = s(y_w) - s(y_l),    s(y) = [ log pi(y | x) - log ref(y | x) ] / |y|
@@ -26,8 +25,6 @@ class IPO(Algorithm):
     """
 
     paper: ClassVar[str] = "Azar et al. 2023, arXiv:2310.12036"
-    online: ClassVar[bool] = False
-    unit: ClassVar[str] = "pair"
 
     tau: float = 0.1
     length: str = "mean"
@@ -39,9 +36,6 @@ class IPO(Algorithm):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"reference"})
-
-    def prepare(self, step: Batch, state: State) -> Batch:
-        return prepare_pairs(step, "ipo")
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

@@ -10,8 +10,8 @@ import torch
 from posttrain.algorithms._pairs import log_ratios
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import require
-from posttrain.ops.preference import kto_loss, sequence_sums
-from posttrain.ops.weights import sequence_lengths
+from posttrain.ops.preference import kto_loss
+from posttrain.ops.weights import sequence_lengths, sequence_sums
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
 

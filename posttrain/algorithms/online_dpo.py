@@ -39,10 +39,6 @@ class OnlineDPO(Algorithm):
     def needs(self) -> frozenset[str]:
         return self.loss.needs
 
-    @property
-    def group_size(self) -> int:
-        return self.group
-
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         pairs = [Group(g.problem, pair) for g in groups if (pair := best_and_worst(g)) is not None]
         tied = Metric("groups/tied", len(groups) - len(pairs), len(groups))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.algorithms._pairs import mean_logprobs, pair_metrics, pairs_of, prepare_pairs
-from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms._pairs import PairAlgorithm, mean_logprobs, pair_metrics, pairs_of
 from posttrain.errors import require
 from posttrain.ops.preference import log_odds, sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
-class ORPO(Algorithm):
+class ORPO(PairAlgorithm):
     """Learn the preferred response, and raise the odds of it over those of the other:
 
         log p(y) = log pi(y | x) / |y|,    odds(y) = p(y) / (1 - p(y))
@@ -24,16 +23,11 @@ class ORPO(Algorithm):
     """
 
     paper: ClassVar[str] = "Hong et al. 2024, arXiv:2403.07691"
-    online: ClassVar[bool] = False
-    unit: ClassVar[str] = "pair"
 
     lam: float = 0.1
 
     def __post_init__(self) -> None:
         require(self.lam > 0, f"orpo: lam must be positive, not {self.lam}: without it this is sft")
-
-    def prepare(self, step: Batch, state: State) -> Batch:
-        return prepare_pairs(step, "orpo")
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

@@ -96,14 +96,6 @@ class PPO(OffPolicy):
     def pretraining(self) -> float:
         return self.ptx
 
-    @property
-    def group_size(self) -> int:
-        return self.group
-
-    @property
-    def reuse(self) -> tuple[int, int]:
-        return self.epochs, self.mini_batches
-
     def start(self) -> State:
         return {"beta": self.beta, "steps": 0}
 

@@ -33,11 +33,7 @@ class ProcessRewardModel(Algorithm):
     reduction: str = "token_mean"
 
     def __post_init__(self) -> None:
-        kinds = ("token_mean", "sequence_mean")
-        require(
-            self.reduction in kinds,
-            f"process_reward_model: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}",
-        )
+        self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def prepare(self, step: Batch, state: State) -> Batch:
         require(step.step_T is not None, "process_reward_model: these examples have no labels of steps")

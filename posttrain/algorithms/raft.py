@@ -41,12 +41,7 @@ class RAFT(Algorithm):
                 "is learned; lower share, or set threshold")  # fmt: skip
         finite = self.threshold is None or abs(self.threshold) < float("inf")
         require(finite, f"raft: threshold must be a finite reward, or null for none, not {self.threshold}")
-        kinds = ("token_mean", "sequence_mean")
-        require(self.reduction in kinds, f"raft: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
-
-    @property
-    def group_size(self) -> int:
-        return self.group
+        self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def accepted(self, group: Group) -> tuple[Rollout, ...]:
         """The top share of a group's scored rollouts, as far as they reach the threshold; in the order they were sampled."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import require
 from posttrain.ops.weights import reduction
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
@@ -27,8 +26,7 @@ class SFT(Algorithm):
     reduction: str = "token_mean"
 
     def __post_init__(self) -> None:
-        kinds = ("token_mean", "sequence_mean")
-        require(self.reduction in kinds, f"sft: reduction must be one of {', '.join(kinds)}, not {self.reduction!r}")
+        self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def prepare(self, step: Batch, state: State) -> Batch:
         return step.replace(weight_T=reduction(self.reduction, step.mask_T, step.sequence_T, step.sequences))

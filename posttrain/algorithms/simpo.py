@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.algorithms._pairs import mean_logprobs, pair_metrics, pairs_of, prepare_pairs
-from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms._pairs import PairAlgorithm, mean_logprobs, pair_metrics, pairs_of
 from posttrain.errors import require
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimPO(Algorithm):
+class SimPO(PairAlgorithm):
     """Make the preferred response likelier per token than the other, by a margin:
 
         r(y) = beta log pi(y | x) / |y|
@@ -25,8 +24,6 @@ class SimPO(Algorithm):
     """
 
     paper: ClassVar[str] = "Meng et al. 2024, arXiv:2405.14734"
-    online: ClassVar[bool] = False
-    unit: ClassVar[str] = "pair"
 
     beta: float = 2.0
     gamma: float = 1.0
@@ -34,9 +31,6 @@ class SimPO(Algorithm):
     def __post_init__(self) -> None:
         require(self.beta > 0, f"simpo: beta must be positive, not {self.beta}")
         require(self.gamma >= 0, f"simpo: gamma must not be negative, not {self.gamma}")
-
-    def prepare(self, step: Batch, state: State) -> Batch:
-        return prepare_pairs(step, "simpo")
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

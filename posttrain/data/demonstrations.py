@@ -10,8 +10,7 @@ laid end to end, closed by the end-of-sequence token, where it has none.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,27 +19,10 @@ import numpy as np
 from posttrain.data.chat import Tokenizer, render_example
 from posttrain.data.stream import permutation, philox
 from posttrain.errors import UserError, require
+from posttrain.records import read_jsonl
 from posttrain.types import Example, Message, Problem
 
 ROLES = ("system", "user", "assistant", "tool")
-
-
-def counts_from_weights(total: int, weights: Mapping[int, float]) -> dict[int, int]:
-    """`total` shared out in proportion to weights: whole numbers that add up to it, the largest remainders rounded up.
-
-    >>> counts_from_weights(10, {1: 1, 2: 1, 3: 1})
-    {1: 4, 2: 3, 3: 3}
-    """
-    require(total > 0, f"the number of demonstrations must be positive, not {total}")
-    whole = sum(weights.values())
-    usable = all(np.isfinite(w) and w >= 0 for w in weights.values()) and whole > 0
-    require(usable, f"weights are finite, not negative, and not all 0, unlike {dict(weights)}")
-    shares = {level: total * weight / whole for level, weight in weights.items()}
-    counts = {level: int(share) for level, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda level: (counts[level] - shares[level], level))
-    for level in by_remainder[: total - sum(counts.values())]:
-        counts[level] += 1
-    return counts
 
 
 class Teaching(Protocol):
@@ -84,33 +66,6 @@ def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
 def from_file(path: str | Path, tokenizer: Tokenizer) -> list[Example]:
     """Every line of a JSONL file as an Example. An error names the file and the line."""
     return [_example(record, tokenizer, where) for where, record in read_jsonl(path)]
-
-
-def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each object of a JSONL file with "FILE line N". Blank lines are skipped; a file without an object is an error."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        before = error.object[: error.start].count(b"\n")
-        raise UserError(f"{path} line {before + 1}: not UTF-8 text") from error
-    found = False
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where, found = f"{path} line {number}", True
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            plain = "a number of too many digits" if isinstance(error, ValueError) else "nested too deep"
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else plain
-            raise UserError(f"{where}: not JSON: {reason}") from error
-        require(isinstance(record, dict), f"{where}: expected a JSON object, not {type(record).__name__}")
-        half = "\\u" in line and any("\ud800" <= c <= "\udfff" for c in json.dumps(record, ensure_ascii=False))
-        require(not half, f"{where}: half a character (an escape such as \\ud83d without the other one); no tokenizer reads it")
-        yield where, record
-    require(found, f"{path} is empty: expected one JSON object a line")
 
 
 def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:

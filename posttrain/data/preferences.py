@@ -32,9 +32,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.chat import Tokenizer
-from posttrain.data.demonstrations import completion_example, read_jsonl
+from posttrain.data.demonstrations import completion_example
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
+from posttrain.records import read_jsonl
 from posttrain.types import Example
 
 JOINT = "\n"  # between the steps of a response

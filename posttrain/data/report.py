@@ -13,12 +13,11 @@ from posttrain.types import Example
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of examples and tokens. `overlong` examples were dropped, or cut where `truncated` counts them."""
+    """Counts of examples and tokens. What is not kept was dropped for one of three reasons."""
 
     total: int
     kept: int
     overlong: int  # dropped for being longer than max_length
-    truncated: int  # cut to max_length and kept
     masked: int  # dropped: no token carries loss
     empty: int  # dropped: fewer than two tokens, so nothing is predicted
     tokens: int  # of what is kept
@@ -36,33 +35,27 @@ class DataReport:
         ]
         reasons = (
             (self.overlong, f"dropped for being longer than {self.max_length} tokens"),
-            (self.truncated, f"cut to {self.max_length} tokens"),
             (self.masked, "dropped because no token carries loss"),
             (self.empty, "dropped because they are empty"),
         )
         return said + [f"{count:,} {reason}" for count, reason in reasons if count]
 
 
-def prepare(examples: Iterable[Example], max_length: int, overlong: str = "drop") -> tuple[list[Example], DataReport]:
+def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:
     """The examples that can be trained on, and what happened to the others. Examples are judged one by one, in order.
 
-    Those longer than `max_length` are dropped: a cut demonstration teaches not to finish. `overlong="truncate"` cuts them.
+    Those longer than `max_length` are dropped: a cut demonstration teaches not to finish.
     """
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
-    require(overlong in ("drop", "truncate"), f"overlong is 'drop' or 'truncate', not {overlong!r}")
     kept: list[Example] = []
-    counts = dict.fromkeys(("total", "overlong", "truncated", "masked", "empty"), 0)
+    counts = dict.fromkeys(("total", "overlong", "masked", "empty"), 0)
     for example in examples:
         counts["total"] += 1
-        too_long = len(example.ids) > max_length
-        if too_long and overlong == "truncate":
-            example = Example(example.ids[:max_length], example.mask[:max_length], example.unit)
         fate = _fate(example, max_length)
         if fate:
             counts[fate] += 1
-            continue
-        counts["truncated"] += too_long
-        kept.append(example)
+        else:
+            kept.append(example)
     if not kept:
         raise UserError(_nothing_left(counts, max_length))
     lengths = np.array([len(example.ids) for example in kept])

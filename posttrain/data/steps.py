@@ -34,9 +34,8 @@ def steps_of(rollout: Rollout, separator: str = "\n") -> list[Step]:
         stop = text.find(separator, start)
         stop = stop if stop >= 0 else len(text)
         if text[start:stop].strip():
-            end, through = np.searchsorted(
-                offsets, [stop, min(stop + len(separator), len(text))]
-            )  # the first to reach this far
+            # the first to reach this far
+            end, through = np.searchsorted(offsets, [stop, min(stop + len(separator), len(text))])
             found[int(end)] = Step(stop, before + int(end), before + int(through))
         start = stop + len(separator)
     steps = list(found.values())

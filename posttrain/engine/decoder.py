@@ -8,7 +8,7 @@ in the least is left to its own module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,32 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.engine.packed_linear import PackedLinear
-from posttrain.models.attention import LAYOUT, Layout, Packed, Rule
+from posttrain.models import familiar
+from posttrain.models.attention import Layout, Rule
+from posttrain.models.lora import adapter_of
 from posttrain.models.policy import Policy
-
-TOLERANCE = 2e-5  # of the largest hidden state: rounding of float32, and nothing else
-BODY, LAYER = (
-    {"embed_tokens", "layers", "norm", "rotary_emb"},
-    {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
-)
-ATTENTION, NORMS, MLP = (
-    {"q_proj", "k_proj", "v_proj", "o_proj"},
-    {"q_norm", "k_norm"},
-    {"gate_proj", "up_proj", "down_proj", "act_fn"},
-)
-STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
-
-
-@dataclass(slots=True)
-class _Watch:
-    """A layout that notes what each layer asks of its attention."""
-
-    packed: Packed
-    rules: dict[int, Rule]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        self.rules[layer] = rule
-        return self.packed.attend(layer, query, key, value, rule)
 
 
 @torch.inference_mode()
@@ -49,40 +27,25 @@ def rules_of(policy: Policy) -> tuple[Rule, ...] | None:
     """Each layer's attention rule, where a `Decoder` of this familiar policy computes what its module computes; else None."""
     ids = torch.arange(1, 12) % policy.model.config.get_text_config().vocab_size
     position = torch.cat([torch.arange(7), torch.arange(4)])
-    watch = _Watch(Packed((0, 7, 11)), {})
-    expected = policy.hidden(ids[None], position[None], **{LAYOUT: watch})
-    layers = len(policy.body.layers)
-    if sorted(watch.rules) != list(range(layers)):
+    rules, expected, packed = familiar.rules_of(policy, ids, position, (0, 7, 11))
+    if rules is None:
         return None
-    rules = tuple(watch.rules[n] for n in range(layers))
     decoder = Decoder(policy, rules, pack=False)
     decoder.reach(7)
-    found = decoder.hidden(ids[None], position[None], watch.packed)
+    found = decoder.hidden(ids[None], position[None], packed)[0]
     worst, scale = float((found - expected).abs().max()), float(expected.abs().max())
-    return rules if worst <= TOLERANCE * scale else None
+    return rules if worst <= familiar.TOLERANCE[policy.dtype] * scale else None
 
 
-def familiar(policy: Policy) -> bool:
+def suits(policy: Policy) -> bool:
     """Whether a float32 module on the CPU has the parts of a Llama, each of the plain kind: no adapters, hooks or other layers."""
-    body = policy.body
-    if policy.device.type != "cpu" or policy.dtype != torch.float32:
+    if policy.device.type != "cpu" or policy.dtype != torch.float32 or familiar.strangeness(policy) is not None:
         return False
-    if set(dict(body.named_children())) != BODY or any(m._forward_hooks or m._forward_pre_hooks for m in body.modules()):
-        return False
-    kind = getattr(body.rotary_emb, "rope_type", "")  # a mapping where layers differ in it, as in Gemma 3
-    if not isinstance(kind, str) or kind not in STATIC_ROTARY:
-        return False
-    for layer in body.layers:
-        if set(dict(layer.named_children())) != LAYER or set(dict(layer.mlp.named_children())) != MLP:
-            return False
-        parts = dict(layer.self_attn.named_children())
-        if set(parts) not in (ATTENTION, ATTENTION | NORMS) or "silu" not in type(layer.mlp.act_fn).__name__.lower():
-            return False
-        matrices = [*(parts[name] for name in ATTENTION), layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, *(parts[name] for name in NORMS if name in parts)]
-        if any(type(m) is not nn.Linear for m in matrices) or any(not hasattr(m, "variance_epsilon") for m in norms):
-            return False
-    return hasattr(body.norm, "variance_epsilon") and type(body.embed_tokens) is nn.Embedding
+    norms = [m for name, m in policy.body.named_modules() if "norm" in name.rsplit(".", 1)[-1]]
+    adapted = any(adapter_of(m) is not None for m in policy.body.modules())
+    silu = all(familiar.activation(layer.mlp.act_fn) is False for layer in policy.body.layers)
+    plain = all(hasattr(m, "variance_epsilon") for m in norms) and type(policy.body.embed_tokens) is nn.Embedding
+    return silu and plain and not adapted
 
 
 class _Norm:

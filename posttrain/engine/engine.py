@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.engine import forked
 from posttrain.engine.cache import Cache, Decode, Prefill
-from posttrain.engine.decoder import Decoder, familiar, rules_of
+from posttrain.engine.decoder import Decoder, rules_of, suits
 from posttrain.engine.pager import Pager
 from posttrain.engine.random import derive, signed, uniforms
 from posttrain.engine.sampler import Choices, sample
@@ -92,7 +92,7 @@ class Engine:
     def decoder(self, requests: Sequence[Request]) -> Decoder | None:
         """A faster way through the policy's module with its present weights, where there is one and it pays."""
         tokens = sum(r.group * r.sampling.max_new_tokens for r in requests)
-        if tokens < DECODER_TOKENS or not familiar(self.policy):
+        if tokens < DECODER_TOKENS or not suits(self.policy):
             return None
         if not self.proved:
             self.rules, self.proved = rules_of(self.policy), True

@@ -15,11 +15,9 @@ import json
 import mmap
 import os
 import select
-import signal
 import struct
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +27,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from posttrain import children
 from posttrain.types import Completion, Request, Sampling
 
 CORES = int(os.environ.get("OMP_NUM_THREADS", "0")) or len(getattr(os, "sched_getaffinity", lambda _: [0])(0))
@@ -36,7 +35,6 @@ LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cor
 LEAST_TOKENS = 2048  # a call for fewer is over before the others are awake
 STACKS = "-stacks.txt"  # of the watchdog's file, into which a helper that is asked writes where it stands
 LOOK, SILENCE = 1.0, 60.0  # seconds between looks at a helper that says nothing; how long it may use no processor time
-DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
 
@@ -140,32 +138,14 @@ class _Helper:
 
     @classmethod
     def fork(cls, serve: Serve) -> _Helper:
-        theirs, into = os.pipe()
-        out, ours = os.pipe()
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            # Python warns of forks beside threads. A helper runs on one thread, prints nothing, and is not waited for forever.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid:
-            os.close(theirs)
-            os.close(ours)
-            os.set_blocking(into, False)
-            return cls(pid, into, out)
-        code = 1
-        try:
-            ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
-            if os.getppid() == parent:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                _close_all_but(theirs, ours)
-                with suppress(OSError):  # so that it does not take this core from the parent, who has not asked the others yet
-                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-                _keep_memory()
-                _work(serve, theirs, ours)
-            code = 0
-        finally:
-            os._exit(code)
+        def live(questions: int, answers: int) -> None:
+            _close_all_but(questions, answers)
+            with suppress(OSError):  # so that it does not take this core from the parent, who has not asked the others yet
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            _keep_memory()
+            _work(serve, questions, answers)
+
+        return cls(*children.fork(live))
 
     def ask(self, message: bytes) -> None:
         self.worked = (-1.0, time.monotonic())
@@ -197,12 +177,7 @@ class _Helper:
         return now - self.worked[1]
 
     def end(self) -> None:
-        os.close(self.into)
-        os.close(self.out)
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        children.end(self.pid, self.into, self.out)
 
 
 def _keep_memory() -> None:
@@ -241,13 +216,7 @@ def _work(serve: Serve, theirs: int, ours: int) -> None:
 
 
 def _write(handle: int, data: bytes) -> None:
-    view = memoryview(struct.pack("<Q", len(data)) + data)
-    while view:
-        try:
-            view = view[os.write(handle, view) :]
-        except BlockingIOError:  # of a helper that does not listen
-            if not select.select([], [handle], [], SILENCE)[1]:
-                raise TimeoutError from None
+    children.write_all(handle, struct.pack("<Q", len(data)) + data, time.monotonic() + SILENCE)
 
 
 def _read(handle: int) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -26,16 +26,6 @@ def visiting(model: nn.Module, device: torch.device) -> Iterator[None]:
         model.to(home)
 
 
-@contextmanager
-def all_visiting(models: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """`visiting` for several models at once."""
-    if not models:
-        yield
-        return
-    with visiting(models[0], device), all_visiting(models[1:], device):
-        yield
-
-
 class VisitingRating:
     """A rating whose models come to `device` for each call and go home after it."""
 
@@ -43,5 +33,7 @@ class VisitingRating:
         self.rating, self.models, self.device = rating, tuple(models), device
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
-        with all_visiting(self.models, self.device):
+        with ExitStack() as stage:
+            for model in self.models:
+                stage.enter_context(visiting(model, self.device))
             return self.rating.rate(rollouts)

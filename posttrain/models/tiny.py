@@ -5,9 +5,7 @@ They are what the tests train, and what a laptop can take through a whole pipeli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from posttrain.errors import require, unknown
@@ -45,15 +43,13 @@ class Size:
 
 
 # Parameters with a vocabulary of about 100 characters: 0.2M, 0.9M, 2.8M, 9.5M, 24M.
-SIZES: Mapping[str, Size] = MappingProxyType(
-    {
-        "nano": Size(width=96, layers=2, heads=3, key_value_heads=1, feed_forward=256),
-        "micro": Size(width=128, layers=4, heads=4, key_value_heads=2, feed_forward=448),
-        "mini": Size(width=256, layers=4, heads=4, key_value_heads=2, feed_forward=640),
-        "small": Size(width=384, layers=6, heads=6, key_value_heads=2, feed_forward=1024),
-        "medium": Size(width=512, layers=8, heads=8, key_value_heads=4, feed_forward=1408),
-    }
-)
+SIZES = {
+    "nano": Size(width=96, layers=2, heads=3, key_value_heads=1, feed_forward=256),
+    "micro": Size(width=128, layers=4, heads=4, key_value_heads=2, feed_forward=448),
+    "mini": Size(width=256, layers=4, heads=4, key_value_heads=2, feed_forward=640),
+    "small": Size(width=384, layers=6, heads=6, key_value_heads=2, feed_forward=1024),
+    "medium": Size(width=512, layers=8, heads=8, key_value_heads=4, feed_forward=1408),
+}
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.ops.weights import sequence_lengths
+from posttrain.ops.weights import sequence_means, sequence_sums
 
 LIMIT = 20.0  # log-ratios are clamped here before exp, so that neither value nor gradient can become NaN
 
@@ -26,20 +26,12 @@ def clip_binds(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high:
     return ((ratio_T > 1 + clip_high) & (advantage_T > 0)) | ((ratio_T < 1 - clip_low) & (advantage_T < 0))
 
 
-def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """[N]: the sum of each sequence's values over its loss tokens; what stands elsewhere does not matter."""
-    empty_N = torch.zeros(sequences, dtype=value_T.dtype, device=value_T.device)
-    return empty_N.index_add(0, sequence_T, value_T.where(mask_T, 0.0))
-
-
 def sequence_ratio(logprob_T: Tensor, old_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, mean: bool) -> Tensor:
     """The ratio of whole responses, at each of their tokens: s_i = prod_t p_t / q_t, or with `mean` its |y_i|-th root (GSPO):
 
     s_i = exp( 1 / |y_i| sum_t (log p_t - log q_t) )
     """
-    log_N = sequence_sums(logprob_T - old_T, mask_T, sequence_T, sequences)
-    if mean:
-        log_N = log_N / sequence_lengths(mask_T, sequence_T, sequences).clamp(min=1)
+    log_N = (sequence_means if mean else sequence_sums)(logprob_T - old_T, mask_T, sequence_T, sequences)
     return log_N.clamp(-LIMIT, LIMIT).exp()[sequence_T]
 
 
@@ -83,9 +75,7 @@ def near_sequences(
     mean       the same sum divided by |y_i|
     """
     proximal_T, behaviour_T = proximal_T.where(mask_T, 0.0), behaviour_T.where(mask_T, 0.0)
-    log_N = sequence_sums(proximal_T - behaviour_T, mask_T, sequence_T, sequences)
-    if kind == "mean":
-        log_N = log_N / sequence_lengths(mask_T, sequence_T, sequences).clamp(min=1)
-    elif kind != "sequence":
+    if kind not in ("mean", "sequence"):
         raise ValueError(f"unknown kind {kind!r}: mean or sequence")
-    return log_N.abs() <= bound
+    taken = sequence_means if kind == "mean" else sequence_sums
+    return taken(proximal_T - behaviour_T, mask_T, sequence_T, sequences).abs() <= bound

@@ -8,21 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.ops.weights import sequence_lengths
-
 CERTAIN = -1e-6  # a mean log-prob above this counts as this: at probability 1 the odds, and their gradient, are infinite
-
-
-def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """s_i = sum of the values at i's loss tokens. What stands elsewhere, even NaN, reaches neither value nor gradient."""
-    zeros_N = torch.zeros(sequences, dtype=value_T.dtype, device=value_T.device)
-    return zeros_N.index_add(0, sequence_T, value_T.where(mask_T, 0.0))
-
-
-def sequence_means(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """s_i / |y_i|, with |y_i| the loss tokens of i; 0 for a sequence without any."""
-    length_N = sequence_lengths(mask_T, sequence_T, sequences).to(value_T.dtype)
-    return sequence_sums(value_T, mask_T, sequence_T, sequences) / length_N.clamp(min=1)
 
 
 def pair_members(unit_N: Sequence[int], reward_N: Tensor) -> tuple[Tensor, Tensor]:

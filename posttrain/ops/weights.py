@@ -15,6 +15,18 @@ def sequence_lengths(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tens
     return torch.zeros(sequences, dtype=torch.float32, device=mask_T.device).index_add(0, sequence_T, mask_T.float())
 
 
+def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """s_i = sum of the values at i's loss tokens. What stands elsewhere, even NaN, reaches neither value nor gradient."""
+    zeros_N = torch.zeros(sequences, dtype=value_T.dtype, device=value_T.device)
+    return zeros_N.index_add(0, sequence_T, value_T.where(mask_T, 0.0))
+
+
+def sequence_means(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
+    """s_i / |y_i|, with |y_i| the loss tokens of i; 0 for a sequence without any."""
+    length_N = sequence_lengths(mask_T, sequence_T, sequences).to(value_T.dtype)
+    return sequence_sums(value_T, mask_T, sequence_T, sequences) / length_N.clamp(min=1)
+
+
 def token_mean(mask_T: Tensor) -> Tensor:
     """w = 1 / T with T the loss tokens of the step: every token counts the same (DAPO)."""
     return mask_T.float() / mask_T.sum().clamp(min=1)

@@ -15,6 +15,7 @@ from fractions import Fraction
 from math import gcd
 
 from posttrain.rewards import _numbers as numbers
+from posttrain.rewards._form import FLIPPED, constants
 from posttrain.rewards._latex import Node, node
 from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
 from posttrain.rewards._words import spelled, unit_of, words
@@ -27,7 +28,6 @@ UNORDERED = {"list", "set", "union"}
 MEASURED = {"quantity", "percent", "degrees"}
 NAMES = {"symbol", "text", "choice"}
 _CHOICE = re.compile(r"\(?([A-Z])[).:][).:\s]*[^()A-Z]*")
-FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,16 +282,7 @@ def hidden(wanted: Value, value: Value, gold: Node, given: Node) -> bool:
     """A rational number behind radicals or pi that would cancel. e^(i pi) is written so, and is meant."""
     if not isinstance(wanted, Fraction) or isinstance(value, Fraction) or constants(given) >= {"e", "i"}:
         return False
-    return undone_constants(given) and not undone_constants(gold)
-
-
-def undone_constants(value: Node) -> bool:
-    return value.kind in ("root", "constant") or any(undone_constants(part) for part in value.nodes)
-
-
-def constants(value: Node) -> frozenset[str]:
-    own = {value.text} if value.kind == "constant" else set()
-    return frozenset(own.union(*(constants(part) for part in value.nodes)))
+    return given.has("root", "constant") and not gold.has("root", "constant")
 
 
 def truncated(wanted: Value, value: Value) -> bool:
@@ -392,18 +383,12 @@ def infinity(value: Node) -> int:
 
 
 def symbols(value: Node) -> frozenset[str]:
-    found, waiting = set(), [value]
-    while waiting:
-        part = waiting.pop()
-        if part.kind == "symbol":
-            found.add(part.text)
-        waiting += part.nodes
-    return frozenset(found)
+    return frozenset(place.text for place in value.walk() if place.kind == "symbol")
 
 
 def counts(value: Node) -> bool:
     """Whether it has a value for whole numbers only: n!, n choose k."""
-    return (value.kind in ("factorial", "binomial") and bool(symbols(value))) or any(counts(part) for part in value.nodes)
+    return any(place.kind in ("factorial", "binomial") and place.has("symbol") for place in value.walk())
 
 
 def points(names: frozenset[str], whole: bool) -> list[dict[str, Fraction]]:

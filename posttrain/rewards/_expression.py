@@ -1,64 +1,21 @@
-"""Exact arithmetic on untrusted text: + - * / and brackets over plain integers, read by a tiny parser. Never `eval`."""
+"""Exact arithmetic on untrusted text: + - * / and brackets over plain integers. It is read into a tree, and never run."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from dataclasses import dataclass, field
 from fractions import Fraction
 
-LENGTH = 200  # characters of an expression: this also bounds the parser's depth and the size of every number
+LENGTH = 200  # characters of an expression: this also bounds the tree's depth and the size of every number
 DIGITS = 6  # digits of a number
-TOKEN = re.compile(rf" *([0-9]{{1,{DIGITS}}}(?![0-9])|[-+*/()])")
+PLAIN = re.compile(rf"(?:[0-9]{{1,{DIGITS}}}(?![0-9])|[-+*/() ])*")
+LEADING_ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 class Unparseable(ValueError):
     """The text is not an expression that has a value."""
-
-
-@dataclass(slots=True)
-class _Reader:
-    """expression = term (('+'|'-') term)*; term = factor (('*'|'/') factor)*; factor = number | '(' expression ')'."""
-
-    tokens: list[str]
-    position: int = 0
-    numbers: list[int] = field(default_factory=list)
-
-    def peek(self) -> str:
-        return self.tokens[self.position] if self.position < len(self.tokens) else ""
-
-    def take(self) -> str:
-        self.position += 1
-        return self.tokens[self.position - 1]
-
-    def expression(self) -> Fraction:
-        value = self.term()
-        while self.peek() in ("+", "-"):
-            value = value + self.term() if self.take() == "+" else value - self.term()
-        return value
-
-    def term(self) -> Fraction:
-        value = self.factor()
-        while self.peek() in ("*", "/"):
-            if self.take() == "*":
-                value *= self.factor()
-                continue
-            divisor = self.factor()
-            if divisor == 0:
-                raise Unparseable("division by zero")
-            value /= divisor
-        return value
-
-    def factor(self) -> Fraction:
-        token = self.take() if self.peek() else ""
-        if token == "(":
-            value = self.expression()
-            if not self.peek() or self.take() != ")":
-                raise Unparseable("a bracket is not closed")
-            return value
-        if not token.isdigit():
-            raise Unparseable(f"expected a number or a bracket, not {token or 'the end'!r}")
-        self.numbers.append(int(token))
-        return Fraction(int(token))
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
@@ -69,15 +26,21 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """
     if len(text) > LENGTH:
         raise Unparseable(f"longer than {LENGTH} characters")
-    text, tokens, position = text.strip(), [], 0
-    while position < len(text):
-        found = TOKEN.match(text, position)
-        if not found:
-            raise Unparseable(f"unexpected {text[position : position + 10]!r}")
-        tokens.append(found[1])
-        position = found.end()
-    reader = _Reader(tokens)
-    value = reader.expression()
-    if reader.peek():
-        raise Unparseable(f"unexpected {reader.peek()!r}")
-    return value, reader.numbers
+    text, numbers = text.strip(), list[int]()
+    if not PLAIN.fullmatch(text):
+        raise Unparseable("more than whole numbers, signs and brackets")
+    try:
+        return _value(ast.parse(LEADING_ZEROS.sub("", text), mode="eval").body, numbers), numbers
+    except (SyntaxError, ZeroDivisionError) as error:
+        raise Unparseable(str(error)) from None
+
+
+def _value(node: ast.expr, numbers: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(int(number)):
+            numbers.append(number)
+            return Fraction(number)
+        case ast.BinOp(left, sign, right) if type(sign) in SIGNS:
+            value: Fraction = SIGNS[type(sign)](_value(left, numbers), _value(right, numbers))
+            return value
+    raise Unparseable(f"unexpected {ast.unparse(node)[:10]!r}")

@@ -8,10 +8,11 @@ from fractions import Fraction
 from posttrain.rewards._latex import Node, node
 from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
 
+SIGNS = ("pm", "mp")  # of both values
 LIMIT = 64  # members that signs may multiply to
 _KINDS_OF_FUNCTIONS = {"log": "logarithm", "ln": "logarithm", "lg": "logarithm", "exp": "exponential", "abs": "absolute value"}
 _KINDS_OF_FUNCTIONS |= {"floor": "rounding", "ceil": "rounding"}
-_FLIP = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def settled(value: Node) -> Node:
@@ -51,9 +52,9 @@ def _settled_relation(value: Node) -> Node:
     signs, sides = value.text.replace("~", "=").split(), value.nodes
     if signs == ["in"]:
         return settled(sides[1])
-    if signs == ["="] and sides[1].kind == "symbol" and not _has_symbol(sides[0]):
+    if signs == ["="] and sides[1].kind == "symbol" and not sides[0].has("symbol"):
         sides = sides[::-1]
-    if signs == ["="] and has_sign(sides[1]) and not has_sign(sides[0]):
+    if signs == ["="] and sides[1].has(*SIGNS) and not sides[0].has(*SIGNS):
         values = _both_signs(sides[1])
         return node("list", "or", *(node("relation", "=", sides[0], v) for v in values.nodes))
     return _interval(signs, sides) or node("relation", " ".join(signs), *sides)
@@ -64,18 +65,16 @@ def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
     where = (
         [1] if len(sides) == 3 and sides[1].kind == "symbol" else [i for i, side in enumerate(sides) if side.kind == "symbol"]
     )
-    if len(where) != 1 or any(sign not in _FLIP for sign in signs) or len(sides) > 3:
+    if len(where) != 1 or any(sign not in FLIPPED for sign in signs) or len(sides) > 3:
         return None
     place = where[0]
     others = [side for index, side in enumerate(sides) if index != place]
-    if any(_has_symbol(side) for side in others) and (
-        len(others) != 2 or any(sides[place] in _leaves(side) for side in others)
-    ):
+    if any(side.has("symbol") for side in others) and (len(others) != 2 or any(sides[place] in side.walk() for side in others)):
         return None  # 2x + y < 3 may be solved for either; a < x < b is for x
     low, high, ends = node("negative", node("constant", "inf")), node("constant", "inf"), ["(", ")"]
     bounds = []
     if place > 0:
-        bounds.append((_FLIP[signs[place - 1]], sides[place - 1]))
+        bounds.append((FLIPPED[signs[place - 1]], sides[place - 1]))
     if place < len(signs):
         bounds.append((signs[place], sides[place + 1]))
     for sign, bound in bounds:
@@ -88,26 +87,14 @@ def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
     return node("interval", "".join(ends), low, high, sides[place].text)
 
 
-def _has_symbol(value: Node) -> bool:
-    return value.kind == "symbol" or any(_has_symbol(part) for part in value.nodes)
-
-
-def _leaves(value: Node) -> list[Node]:
-    return [leaf for part in value.nodes for leaf in _leaves(part)] if value.nodes else [value]
-
-
-def has_sign(value: Node) -> bool:
-    return value.kind in ("pm", "mp") or any(has_sign(part) for part in value.nodes)
-
-
 def _both_signs(value: Node) -> Node:
-    if not has_sign(value):
+    if not value.has(*SIGNS):
         return value
     return node("list", ",", _with_sign(value, False), _with_sign(value, True))
 
 
 def _with_sign(value: Node, flipped: bool) -> Node:
-    if value.kind in ("pm", "mp"):
+    if value.kind in SIGNS:
         inner = _with_sign(value.nodes[0], flipped)
         return node("negative", inner) if (value.kind == "mp") != flipped else inner
     return node(value.kind, *(_with_sign(part, flipped) if isinstance(part, Node) else part for part in value.parts))
@@ -154,13 +141,13 @@ def _look(value: Node, found: set[str]) -> None:
 
 def _look_at_power(value: Node, found: set[str]) -> None:
     base = value.nodes[0]
-    if _has_symbol(value) and (value.kind == "root" or _has_symbol(base)):
+    if value.has("symbol") and (value.kind == "root" or base.has("symbol")):
         return
     if base.kind == "constant" and base.text in ("pi", "e"):
-        if base.text == "e" and not _has_constant(value.nodes[1], "i"):
+        if base.text == "e" and "i" not in constants(value.nodes[1]):
             found.add("exponential")
         return
-    if value.kind == "power" and (_has_symbol(value) or _has_constant(base, "i")):
+    if value.kind == "power" and (value.has("symbol") or "i" in constants(base)):
         found.add("power")
         return
     if _is_rational(value):
@@ -177,8 +164,8 @@ def _is_rational(value: Node) -> bool:
         return False
 
 
-def _has_constant(value: Node, name: str) -> bool:
-    return (value.kind == "constant" and value.text == name) or any(_has_constant(part, name) for part in value.nodes)
+def constants(value: Node) -> frozenset[str]:
+    return frozenset(place.text for place in value.walk() if place.kind == "constant")
 
 
 def _is_scientific(value: Node) -> bool:

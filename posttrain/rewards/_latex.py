@@ -14,6 +14,7 @@ Text, nesting and the tree are bounded, so that whatever follows may recurse ove
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -51,6 +52,18 @@ class Node:
     @property
     def text(self) -> str:
         return str(self.parts[0])
+
+    def walk(self) -> Iterator[Node]:
+        """This place and all below it, from left to right."""
+        waiting = [self]
+        while waiting:
+            place = waiting.pop()
+            yield place
+            waiting += reversed(place.nodes)
+
+    def has(self, *kinds: str) -> bool:
+        """Whether there is a place of one of these kinds."""
+        return any(place.kind in kinds for place in self.walk())
 
 
 def node(kind: str, *parts: Node | str | Fraction | int) -> Node:

@@ -206,14 +206,8 @@ def logarithm(value: Value, meter: Meter) -> Value:
     return _sized(libmp.mpc_log(inexact(value), PRECISION))
 
 
-_TRIGONOMETRY = {
-    "sin": libmp.mpc_sin,
-    "cos": libmp.mpc_cos,
-    "tan": libmp.mpc_tan,
-    "arcsin": libmp.mpc_asin,
-    "arccos": libmp.mpc_acos,
-}
-_TRIGONOMETRY |= {"arctan": libmp.mpc_atan, "sinh": libmp.mpc_sinh, "cosh": libmp.mpc_cosh, "tanh": libmp.mpc_tanh}
+_NAMES = ("sin", "cos", "tan", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
+_TRIGONOMETRY = {name: getattr(libmp, f"mpc_{name.replace('arc', 'a')}") for name in _NAMES}
 _RECIPROCAL = {"cot": "tan", "sec": "cos", "csc": "sin"}
 
 

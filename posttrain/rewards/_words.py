@@ -15,15 +15,7 @@ SEPARATOR_WORDS = words("and or")
 FUNCTION_WORDS = {
     name: name for name in words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi")
 }
-FUNCTION_WORDS |= {
-    "infinity": "infty",
-    "inf": "infty",
-    "oo": "infty",
-    "binom": "binom",
-    "sum": "sum",
-    "int": "int",
-    "lim": "lim",
-}
+FUNCTION_WORDS |= dict.fromkeys(("infinity", "inf", "oo"), "infty") | {name: name for name in ("binom", "sum", "int", "lim")}
 # Letters that are written side by side as a product. Any other three letters or more are a word, which has an order.
 PRODUCTS = ("abc", "xyz", "pqr", "mnk", "rst", "uvw", "abxy")
 SHORT_WORDS = words("no on so is it if of or as at an am pm up to in us we he me my by do go be ok")
@@ -31,19 +23,9 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 # A number before one of these is another number.
 SCALES = {"hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-SCALES_BELOW = {
-    "half": 2,
-    "third": 3,
-    "quarter": 4,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "seventh": 7,
-    "eighth": 8,
-    "ninth": 9,
-    "tenth": 10,
-}
-SCALES_BELOW |= {"halve": 2, "twelfth": 12, "twentieth": 20, "hundredth": 100, "thousandth": 1_000, "millionth": 10**6}
+PARTS = ("half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+SCALES_BELOW = {word: n for n, word in enumerate(PARTS, 2)} | {"halve": 2, "quarter": 4}
+SCALES_BELOW |= {"twelfth": 12, "twentieth": 20, "hundredth": 100, "thousandth": 1_000, "millionth": 10**6}
 # Words that make a sentence of an answer: a second answer, a denial, a condition.
 NO_UNITS = words(
     """not no none never nor neither either if when unless but except minus plus negative times over divided is was are be maybe perhaps

@@ -24,7 +24,6 @@ from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.rewards.sandbox.session import Ended, Session
 from posttrain.types import Score
 
-OUTCOMES = ("pass", "fail", "timeout", "memory", "output", "crash", "infrastructure")
 PYTHON = ("python", "python3", "py", "python 3")
 FENCE = re.compile(r"[ ]{0,3}+(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)")  # possessive: linear in the line
 RESPONSE_LIMIT = 4_000_000  # characters; what is longer is no answer

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from posttrain.errors import require
 from posttrain.types import Score
 
-Reward = Callable[
-    [str, str, str], "Score | float"
-]  # (prompt, response, answer): what a user writes, and what this room's files hold
+# (prompt, response, answer): what a user writes, and what this room's files hold
+Reward = Callable[[str, str, str], "Score | float"]
 JUDGED = ("correct", "wrong", "unparseable", "pass", "fail")
 
 
@@ -102,8 +101,7 @@ class Gate:
         if first.value < self.least:
             return Score(self.otherwise, {self.gate.name: first.value}, outcome="wrong")
         second = as_score(self.reward.reward(prompt, response, answer))
-        whole = combined({self.gate.name: first, self.reward.name: second}, second.value or 0.0)
-        return whole
+        return combined({self.gate.name: first, self.reward.name: second}, second.value or 0.0)
 
 
 def textbook(correctness: Reward, form: Reward, reasoning: Reward) -> Weighted:

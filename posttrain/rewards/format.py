@@ -76,7 +76,7 @@ def format(prompt: str, response: str, answer: str, template: str = THINK_ANSWER
     return Score(float(formed), parts={"format": float(formed)}, outcome="formed" if formed else "malformed")
 
 
-def announced(response: str, boxed: float = 1.0, said: float = 0.7, neither: float = 0.3) -> float:
+def announced(response: str) -> float:
     """How clearly a response marks its answer: in a complete \\boxed{...}, after "final answer:", or not at all.
 
     >>> announced("so \\\\boxed{4}"), announced("Final answer: 4"), announced("4"), announced("\\\\boxed{4")
@@ -84,5 +84,5 @@ def announced(response: str, boxed: float = 1.0, said: float = 0.7, neither: flo
     """
     text = response[-LIMIT:]
     if re.search(r"\\boxed\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text):
-        return boxed
-    return said if re.search(r"final answer\s*(?:is)?\s*:", text, re.IGNORECASE) else neither
+        return 1.0
+    return 0.7 if re.search(r"final answer\s*(?:is)?\s*:", text, re.IGNORECASE) else 0.3

@@ -44,9 +44,8 @@ COMMON = {
 }
 WORDS = {name: frozenset(text.split()) for name, text in COMMON.items()}
 IDEOGRAPHS = ("CJK", "HIRAGANA", "KATAKANA", "THAI")  # written without spaces: every character counts as a word
-FORMULA = re.compile(
-    r"\$\$[^$]*\$\$|\$[^$\n]*\$|\\[A-Za-z]+|```[\s\S]*?```|`[^`\n]*`"
-)  # mathematics and code are nobody's language
+# mathematics and code are nobody's language
+FORMULA = re.compile(r"\$\$[^$]*\$\$|\$[^$\n]*\$|\\[A-Za-z]+|```[\s\S]*?```|`[^`\n]*`")
 WORD = re.compile(r"[^\W\d_]+")
 LIMIT = 200_000  # characters that are looked at
 

@@ -24,9 +24,7 @@ def near(length: int, target: int, tolerance: int) -> float:
     return max(0.0, 1.0 - abs(length - target) / tolerance)
 
 
-def cosine(
-    length: int, limit: int, correct: bool, right: tuple[float, float] = (1.0, 0.5), wrong: tuple[float, float] = (-1.0, -0.5)
-) -> float:
+def cosine(length: int, limit: int, correct: bool) -> float:
     """Half a cosine from the first value, at length 0, to the second, at `limit` (Yeo et al. 2025, arXiv:2502.03373):
     v(l) = end + (begin - end) (1 + cos(pi l / limit)) / 2. A right answer is worth more when short, a wrong one costs less when long.
 
@@ -34,7 +32,7 @@ def cosine(
     (1.0, 0.75, -0.5, 0.5)
     """
     require(limit > 0, f"length: limit must be positive, not {limit}")
-    begin, end = right if correct else wrong
+    begin, end = (1.0, 0.5) if correct else (-1.0, -0.5)
     return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * min(length, limit) / limit))
 
 

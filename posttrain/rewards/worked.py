@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from posttrain.errors import require
-from posttrain.rewards._latex import Node, read
+from posttrain.rewards._latex import read
 from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
 from posttrain.rewards._tokens import Unevaluated, Unreadable
 from posttrain.rewards.math import STRICT, MathReward, final_answer, grade
@@ -126,23 +126,15 @@ def _statement(sides: Sequence[str], end: int) -> Statement | None:
     except (Unreadable, Unevaluated):
         return None
     except Undefined:
-        return (
-            None
-            if any(tree.kind in ("list", "interval", "tuple") for tree in trees)
-            else Statement(end, frozenset(), None, False)
-        )
+        several = any(tree.kind in ("list", "interval", "tuple") for tree in trees)
+        return None if several else Statement(end, frozenset(), None, False)
     except Exhausted:
         return Statement(end, frozenset(), None, False)
     numbers = [v for v in values if isinstance(v, Fraction)]
     result = numbers[0] if len(numbers) == len(values) and len(set(numbers)) == 1 else None
     work = [tree for tree in trees if tree.kind not in ("number", "negative", "percent")]
-    return Statement(end, frozenset(n for tree in work for n in _leaves(tree)), result, not work)
-
-
-def _leaves(tree: Node) -> list[Fraction]:
-    if tree.kind == "number":
-        return [Fraction(tree.parts[0])]  # type: ignore[arg-type]
-    return [leaf for part in tree.nodes for leaf in _leaves(part)]
+    operands = (Fraction(place.parts[0]) for tree in work for place in tree.walk() if place.kind == "number")  # type: ignore[arg-type]
+    return Statement(end, frozenset(operands), result, not work)
 
 
 def judge_statements(found: Sequence[Statement], question: str, answer: Fraction | None, most: int) -> None:

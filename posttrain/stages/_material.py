@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from posttrain.errors import require
 from posttrain.stages.base import Context, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import Example
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,11 @@ def gather(sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, 
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
     return Material(tuple(sets), tuple(float(t) for t in tokens), tuple(reports))
+
+
+def check_lengths(policy: Policy, sets: Iterable[Iterable[Example]], setting: str) -> None:
+    """Refuse examples beyond the positions that the model was made for; `setting` is what leaves them out."""
+    policy.check_length(max(len(example.ids) for examples in sets for example in examples), f"lower {setting}")
 
 
 def alphabet(tasks: Sequence[Task | None]) -> str:

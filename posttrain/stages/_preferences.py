@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from posttrain.data.preferences import PreferenceReport, read_preferences
 from posttrain.data.stream import permutation
 from posttrain.errors import require
+from posttrain.loop import Rhythm
+from posttrain.runs.guards import Guards
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, Stage, data_place
 from posttrain.types import Example
 
 Unit = tuple[Example, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLearner(Stage):
+    """What a stage that learns from files of preferences is told."""
+
+    model: str
+    data: tuple[str, ...]
+    steps: int = 300
+    max_length: int = 1024
+    held_out: float = 0.1
+    evaluate_every: int = 50
+    checkpoint_every: int = 100
+    guards: Guards = field(default_factory=Guards)
+
+    def __post_init__(self) -> None:
+        require(len(self.data) > 0, f"{self.name}: give at least one JSONL file of preferences as data")
+        self.check_positive("steps", "batch", "checkpoint_every")
+        self.check_rhythm("evaluate_every")
+        require(0 <= self.held_out < 1, f"{self.name}: held_out is a share of the prompts in [0, 1), not {self.held_out}")
+
+    def alphabet(self) -> str:
+        return alphabet([])
+
+    def rhythm(self, held_out: Sequence[Unit]) -> Rhythm:
+        every = self.evaluate_every if held_out else 0
+        return Rhythm(steps=self.steps, evaluate_every=every, checkpoint_every=self.checkpoint_every)
 
 
 def until_end(example: Example) -> Example:
@@ -20,6 +52,17 @@ def until_end(example: Example) -> Example:
     end = int(np.flatnonzero(example.mask)[-1]) + 1
     steps = None if example.steps is None else example.steps[:end]
     return replace(example, ids=example.ids[:end], mask=example.mask[:end], steps=steps)
+
+
+def read_units(
+    context: Context, stage: str, path: str, tokenizer: object, max_length: int, wanted: Sequence[str]
+) -> tuple[list[Unit], PreferenceReport]:
+    """The units of a file, or of an earlier stage, each cut after its response; what became of each row is announced."""
+    found = read_preferences(data_place(path, context), tokenizer, max_length)
+    context.announce(stage, found.report.lines())
+    kind, needed = found.report.kind, " or ".join(wanted)
+    require(kind in wanted, f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {needed}")
+    return [tuple(until_end(example) for example in unit) for unit in found.units], found.report
 
 
 def split_by_prompt(units: Sequence[Unit], share: float, seed: int, where: str) -> tuple[list[Unit], list[Unit]]:

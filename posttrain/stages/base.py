@@ -120,6 +120,18 @@ class Stage(ABC):
     def run(self, context: Context) -> dict[str, JSON]:
         """Do the work; the returned figures become the stage's result."""
 
+    def check_positive(self, *settings: str) -> None:
+        """Refuse settings that are not above 0."""
+        for setting in settings:
+            value = getattr(self, setting)
+            require(value > 0, f"{self.name}: {setting} must be positive, not {value}")
+
+    def check_rhythm(self, *settings: str) -> None:
+        """Refuse numbers of steps below 0, which is never."""
+        for setting in settings:
+            value = getattr(self, setting)
+            require(value >= 0, f"{self.name}: {setting} must be 0 (never) or a number of steps, not {value}")
+
     def alphabet(self) -> str:
         """The characters that a tokenizer made from scratch for this stage must know."""
         return ""
@@ -205,6 +217,12 @@ def model_places(name: str, context: Context) -> list[str]:
     require(first.is_dir(), f"stage {name!r} of this run has made no model")
     count = len(list(first.parent.glob("model-*")))
     return [str(first), *(str(first.with_name(f"model-{n + 1}")) for n in range(count))]
+
+
+def exported(directory: Path, stages: Iterable[str]) -> Path | None:
+    """The folder of the stage whose model a run exports: the last one that made one. A control is measured, not handed on."""
+    folders = [directory / "stages" / name for name in stages if "control" not in name]
+    return next((folder for folder in reversed(folders) if (folder / "model").is_dir()), None)
 
 
 def data_place(name: str, context: Context) -> str:

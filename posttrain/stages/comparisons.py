@@ -10,13 +10,13 @@ from pathlib import Path
 
 from posttrain.errors import require
 from posttrain.rollouts import rollout_groups
+from posttrain.stages._answers import BATCH, training_problems
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Rollout, Sampling
 
 KINDS = ("written", "equal", "failed", "truncated", "empty")  # what becomes of answers
-BATCH = 256  # prompts answered together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class ComparisonsStage(Stage):
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        require(self.prompts > 0, f"{self.name}: prompts must be positive, not {self.prompts}")
+        self.check_positive("prompts")
         require(
             self.samples >= 2, f"{self.name}: samples must be at least 2, not {self.samples}: one answer cannot be compared"
         )
@@ -66,18 +66,17 @@ class ComparisonsStage(Stage):
         policies = [load_policy(name, context, self.alphabet()) for name in (self.model, self.against) if name]
         engines = [Engine(policy, processes=context.threads) for policy in policies]
         shares = [self.samples - self.samples // 2, self.samples // 2] if self.against else [self.samples]
-        decoder = Decoder(policies[0].tokenizer)
-        source = self.task.problems("train")
-        chosen = [source[i % len(source)] for i in range(self.skip, self.skip + self.prompts)]
+        decoders = [Decoder(policy.tokenizer) for policy in policies]
+        chosen = training_problems(self.task, self.skip, self.prompts)
         for first in range(0, len(chosen), BATCH):
             part = chosen[first : first + BATCH]
-            seed, seconds = derive(context.seed, self.skip + first) >> 1, {"generate": 0.0, "score": 0.0}
+            seed = derive(context.seed, self.skip + first) >> 1
             answers = [
                 rollout_groups(
-                    self.task, engine, policy.tokenizer, decoder, part, count, self.sampling,
-                    derive(seed, number) >> 1 if number else seed, seconds,
+                    self.task, engine, decoder.tokenizer, decoder, part, count, self.sampling,
+                    derive(seed, number) >> 1 if number else seed,
                 )
-                for number, (policy, engine, count) in enumerate(zip(policies, engines, shares, strict=True))
+                for number, (decoder, engine, count) in enumerate(zip(decoders, engines, shares, strict=True))
             ]  # fmt: skip
             for place, groups in enumerate(zip(*answers, strict=True)):
                 group = Group(groups[0].problem, tuple(r for g in groups for r in g.rollouts))

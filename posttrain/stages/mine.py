@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
-from posttrain.data.text import Decoder
 from posttrain.errors import require
-from posttrain.rollouts import rollout_groups
+from posttrain.records import read_jsonl
+from posttrain.stages._answers import answers, training_problems
 from posttrain.stages._material import alphabet
-from posttrain.stages.base import Context, Stage, data_place, load_policy
+from posttrain.stages.base import Context, Stage, data_place
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Group, Message, Problem, Sampling, Score
-
-BATCH = 256  # problems answered together
+from posttrain.types import JSON, Message, Problem, Sampling, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +33,7 @@ class MineStage(Stage):
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        for what in ("prompts", "samples", "least"):
-            require(getattr(self, what) > 0, f"{self.name}: {what} must be positive, not {getattr(self, what)}")
+        self.check_positive("prompts", "samples", "least")
         require(0 <= self.most < 1, f"{self.name}: most is a share of the answers in [0, 1), not {self.most}")
         require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
 
@@ -44,8 +41,7 @@ class MineStage(Stage):
         return alphabet([self.task])
 
     def run(self, context: Context) -> dict[str, JSON]:
-        source = self.task.problems("train")
-        fresh = [source[n % len(source)] for n in range(self.skip, self.skip + self.prompts)]
+        fresh = training_problems(self.task, self.skip, self.prompts)
         before = read_problems(data_place(self.again, context)) if self.again else []
         problems = list({problem.id: problem for problem in [*before, *fresh]}.values())
         shares = self.answer(context, problems)
@@ -68,27 +64,20 @@ class MineStage(Stage):
 
     def answer(self, context: Context, problems: Sequence[Problem]) -> Mapping[str, float]:
         """The share of right answers to each problem that could be scored."""
-        from posttrain.engine.engine import Engine
-        from posttrain.engine.random import derive
-
-        policy = load_policy(self.model, context, self.alphabet())
-        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
-        groups: list[Group] = []
-        for first in range(0, len(problems), BATCH):
-            seed, seconds = derive(context.seed, self.skip, first) >> 1, {"generate": 0.0, "score": 0.0}
-            part = problems[first : first + BATCH]
-            groups += rollout_groups(
-                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
-            )
-        answers = {g.problem.id: [float(r.score.solved) for r in g.rollouts if r.score.valid] for g in groups}
-        return {name: sum(right) / len(right) for name, right in answers.items() if right}
+        alphabet = self.alphabet()
+        groups = answers(context, self.model, self.task, problems, self.samples, self.sampling, self.skip, alphabet)
+        solved = {g.problem.id: [float(r.score.solved) for r in g.rollouts if r.score.valid] for g in groups}
+        return {name: sum(right) / len(right) for name, right in solved.items() if right}
 
 
 def read_problems(path: str) -> list[Problem]:
     """Problems as a mine stage wrote them."""
-    with open(path) as file:
-        rows = [json.loads(line) for line in file]
-    return [Problem(row["id"], row["question"], row["answer"], row["level"], row["facts"]) for row in rows]
+    made = []
+    for where, row in read_jsonl(path):
+        lacking = [f.name for f in fields(Problem) if f.name not in row]
+        require(not lacking, f"{where}: no {', '.join(lacking)}; give a mine stage, or a file that one wrote")
+        made.append(Problem(**{f.name: row[f.name] for f in fields(Problem)}))
+    return made
 
 
 @dataclass(frozen=True)

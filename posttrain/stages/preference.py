@@ -10,17 +10,14 @@ import torch
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
-from posttrain.data.preferences import read_preferences
 from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
 from posttrain.errors import require
 from posttrain.evals.statistics import wilson
-from posttrain.loop import Loop, Rhythm
+from posttrain.loop import Loop
 from posttrain.rollouts import Examples
-from posttrain.runs.guards import Guards
 from posttrain.runs.metrics import Figures, merge
-from posttrain.stages._material import alphabet
-from posttrain.stages._preferences import split_by_prompt, until_end
-from posttrain.stages.base import Context, Stage, data_place, load_policy
+from posttrain.stages._preferences import PreferenceLearner, read_units, split_by_prompt
+from posttrain.stages.base import Context, load_policy
 from posttrain.stages.rl import same_vocabulary
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples, with_loss
@@ -34,7 +31,7 @@ PAIRS, LABELS = ("pair", "openai", "ranking"), ("unpaired", "pair", "openai")  #
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceStage(Stage):
+class PreferenceStage(PreferenceLearner):
     """Train `model` on the preferences in the `data` files (see data/preferences.py for what they may hold), `batch` units a step.
 
     Rankings become all of their pairs. An algorithm that learns from single examples takes a pair as one good and one bad, and
@@ -43,56 +40,36 @@ class PreferenceStage(Stage):
     on the files in `held_out_data` or, without any, on a share `held_out` of the prompts, which is kept apart.
     """
 
-    model: str
-    data: tuple[str, ...]
     algorithm: Algorithm = field(default_factory=DPO)
-    steps: int = 300
     batch: int = 32
-    max_length: int = 1024
-    held_out: float = 0.1
     held_out_data: tuple[str, ...] = ()
     reference: str = ""
     reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
     optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine"))
-    evaluate_every: int = 50
     evaluate_units: int = 500  # of what is held out
-    checkpoint_every: int = 100
-    guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("evaluate_units")
         name = self.name
-        require(len(self.data) > 0, f"{name}: give at least one JSONL file of preferences as data")
-        for what in ("steps", "batch", "evaluate_units", "checkpoint_every"):
-            require(getattr(self, what) > 0, f"{name}: {what} must be positive, not {getattr(self, what)}")
         require(not self.algorithm.online, f"{name}: this algorithm samples its own data; use an rl stage")
         require(self.algorithm.trains == "policy", f"{name}: this algorithm trains a scorer; use a reward_model stage")
         learns = self.algorithm.unit == "pair" or "proximal" in self.algorithm.needs
         require(learns, f"{name}: this algorithm does not look at preferences; use dpo or a relative, or an sft stage")
-        require(0 <= self.held_out < 1, f"{name}: held_out is a share of the prompts in [0, 1), not {self.held_out}")
         device = self.reference_device
         require(device in ("same", "cpu"), f"{name}: reference_device must be same or cpu, not {device!r}")
         useless = bool(self.reference) and "reference" not in self.algorithm.needs
         require(not useless, f"{name}: reference is given, but this algorithm has no use for one; try dpo")
-
-    def alphabet(self) -> str:
-        return alphabet([])
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""
         wanted = PAIRS if self.algorithm.unit == "pair" else LABELS
         units: list[Unit] = []
         for path in paths:
-            found = read_preferences(data_place(path, context), tokenizer, self.max_length)
-            context.announce(self.name, found.report.lines())
-            kind = found.report.kind
-            require(
-                kind in wanted,
-                f"{self.name}: {path} holds rows of kind {kind}; this algorithm learns from {' or '.join(wanted)}",
-            )
-            soft = getattr(self.algorithm, "labels", "") == "soft"
-            plain = soft and not found.report.margins
+            found, report = read_units(context, self.name, path, tokenizer, self.max_length, wanted)
+            plain = getattr(self.algorithm, "labels", "") == "soft" and not report.margins
             require(not plain, f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard")
-            units += [tuple(until_end(example) for example in unit) for unit in found.units]
+            units += found
         return as_pairs(units) if self.algorithm.unit == "pair" else as_singles(units)
 
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
@@ -115,17 +92,13 @@ class PreferenceStage(Stage):
         from posttrain.train.trainer import Trainer
 
         policy = load_policy(self.model, context, self.alphabet())
-        policy.check_length(self.max_length)
+        policy.check_length(self.max_length, "lower max_length")
         train, held_out = self.material(context, policy.tokenizer)
         trainer = Trainer(policy, self.algorithm, self.optimizer, self.make_reference(context, policy))
         judge = Judge(trainer, held_out)
         loop = Loop(
             stage=self.name,
-            rhythm=Rhythm(
-                steps=self.steps,
-                evaluate_every=self.evaluate_every if held_out else 0,
-                checkpoint_every=self.checkpoint_every,
-            ),
+            rhythm=self.rhythm(held_out),
             trainer=trainer,
             source=Examples([train], [1.0], self.batch, context.seed, policy.device),
             writer=context.writer,
@@ -157,11 +130,12 @@ class PreferenceStage(Stage):
 
     def verdict(self, context: Context, figures: Figures) -> dict[str, JSON]:
         """What is said of the held-out preferences at the end."""
-        total, count = figures.sums["accuracy"]
-        accuracy = wilson(round(total), round(count or 0))
+        right = figures.merged["accuracy"]
+        count = round(float(right.count or 0))
+        accuracy = wilson(round(float(right.total)), count)
         context.announce(self.name, [f"held-out accuracy {accuracy}, loss {figures['loss']:.4f}"])
         named = {name: value for name, value in figures.items() if value == value and name != "accuracy"}
-        return {"held_out": round(count or 0), "accuracy": [accuracy.value, accuracy.low, accuracy.high], "figures": named}
+        return {"held_out": count, "accuracy": accuracy.row(), "figures": named}
 
 
 class Judge:

@@ -11,17 +11,15 @@ import numpy as np
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.reward_model import RewardModel
-from posttrain.data.preferences import read_preferences
 from posttrain.engine.random import derive
 from posttrain.errors import GuardStop, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
-from posttrain.evals.statistics import Interval, mean_interval, wilson
-from posttrain.loop import Loop, Rhythm
+from posttrain.evals.statistics import Interval, share_interval
+from posttrain.loop import Loop
 from posttrain.rollouts import Examples
-from posttrain.runs.guards import Guards
-from posttrain.stages._material import alphabet
-from posttrain.stages._preferences import Unit, split_by_prompt, until_end
-from posttrain.stages.base import Context, Stage, data_place, load_policy
+from posttrain.stages._material import check_lengths
+from posttrain.stages._preferences import PreferenceLearner, Unit, read_units, split_by_prompt
+from posttrain.stages.base import Context, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
 
@@ -42,65 +40,45 @@ class Verdicts:
     @property
     def accuracy(self) -> Interval:
         """Share of comparisons in the right order, averaged over units, which are independent as those of one unit are not."""
-        by_unit = [pair_accuracy(self.margin_K[self.unit_K == unit].tolist()) for unit in np.unique(self.unit_K)]
-        if set(by_unit) <= {0.0, 1.0}:
-            return wilson(int(sum(by_unit)), len(by_unit))
-        found = mean_interval(by_unit)
-        return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
+        return share_interval([pair_accuracy(self.margin_K[self.unit_K == unit].tolist()) for unit in np.unique(self.unit_K)])
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelStage(Stage):
+class RewardModelStage(PreferenceLearner):
     """Train a scorer on a copy of `model`'s body, with a new head of one number, on the comparisons in the `data` files (or, with
     algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is kept apart, and the stage stops where
     accuracy there ends below `least_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
     ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints.
     """
 
-    model: str
-    data: tuple[str, ...]
     algorithm: Algorithm = field(default_factory=RewardModel)
-    steps: int = 300
     batch: int = 16  # pairs, rankings or solutions an optimizer step
-    max_length: int = 1024
-    held_out: float = 0.1
     least_accuracy: float = 0.0  # 0: no gate
     members: int = 1
     optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
-    evaluate_every: int = 50
-    checkpoint_every: int = 100
-    guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("members")
         name = self.name
-        require(len(self.data) > 0, f"{name}: give at least one JSONL file of comparisons as data")
-        for what in ("steps", "batch", "members", "checkpoint_every"):
-            require(getattr(self, what) > 0, f"{name}: {what} must be positive, not {getattr(self, what)}")
         require(self.algorithm.trains == "scorer", f"{name}: this algorithm trains a policy; a reward_model stage trains a scorer, "
                 "with reward_model or process_reward_model")  # fmt: skip
-        require(0 <= self.held_out < 1, f"{name}: held_out is a share of the prompts in [0, 1), not {self.held_out}")
         require(0 <= self.least_accuracy < 1, f"{name}: least_accuracy must lie in [0, 1), not {self.least_accuracy}")
         blind = self.least_accuracy > 0 and self.held_out == 0
         require(not blind, f"{name}: least_accuracy is judged on held-out data; set held_out above 0")
-
-    def alphabet(self) -> str:
-        return alphabet([])
 
     def read(self, context: Context, tokenizer: object) -> list[Unit]:
         """The units of all files, each cut after its response."""
         wanted = ("steps",) if self.algorithm.unit == "sequence" else ("pair", "openai", "ranking")
         units: list[Unit] = []
         for path in self.data:
-            found = read_preferences(data_place(path, context), tokenizer, self.max_length)
-            context.announce(self.name, found.report.lines())
-            kind, needed = found.report.kind, " or ".join(wanted)
-            require(kind in wanted, f"{self.name}: {path} holds rows of kind {kind}; this algorithm learns from {needed}")
-            units += [tuple(until_end(example) for example in unit) for unit in found.units]
+            units += read_units(context, self.name, path, tokenizer, self.max_length, wanted)[0]
         return units
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy = load_policy(self.model, context, self.alphabet())
         units = self.read(context, policy.tokenizer)
+        check_lengths(policy, units, "max_length")
         train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
         context.announce(self.name, [f"{len(train):,} to train on, {len(held_out):,} held out"])
         verdicts = []
@@ -132,14 +110,9 @@ class RewardModelStage(Stage):
         seed = derive(context.seed, member) >> 1
         scorer = from_policy(policy, zero=False, seed=seed)
         label = f"{self.name}-{member}" if member else self.name
-        rhythm = Rhythm(
-            steps=self.steps,
-            evaluate_every=self.evaluate_every if held_out else 0,
-            checkpoint_every=self.checkpoint_every,
-        )
         loop = Loop(
             stage=label,
-            rhythm=rhythm,
+            rhythm=self.rhythm(held_out),
             trainer=Trainer(scorer, self.algorithm, self.optimizer),
             source=Examples([train], [1.0], self.batch, seed, policy.device),
             writer=context.writer,
@@ -207,7 +180,7 @@ def report(verdicts: Sequence[Verdicts]) -> dict[str, JSON]:
     margins = mean.margin_K.tolist()
     found: dict[str, JSON] = {"held_out": len(np.unique(first.unit_K)), "pairs": len(margins)}
     for name, one in (("accuracy", mean), *((f"accuracy/{n}", v) for n, v in enumerate(verdicts) if len(verdicts) > 1)):
-        found[name] = [one.accuracy.value, one.accuracy.low, one.accuracy.high]
+        found[name] = one.accuracy.row()
     found["by_label_margin"] = [asdict(b) for b in accuracy_by(mean.distance_K.tolist(), margins)]
     found["by_score_margin"] = [asdict(b) for b in accuracy_by(np.abs(mean.margin_K).tolist(), margins)]
     found["calibration"] = asdict(calibration(margins))

@@ -20,7 +20,7 @@ from posttrain.rollouts import Examples, Rollouts, rate_groups, rollout_groups
 from posttrain.runs.alarms import AlarmSettings
 from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import Data, alphabet, gather
+from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
 from posttrain.stages._measure import proxy_gold_kl
 from posttrain.stages.base import Context, Stage, data_place, load_policy, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
@@ -66,9 +66,8 @@ class RLStage(Stage):
     critic_head: str = "linear"  # of a new head: linear, or mlp with one hidden layer
     critic_optimizer: Optimization | None = None  # None: the policy's settings
     reward_models: tuple[str, ...] = ()  # stages or directories: they score in place of the task, whose score is still reported
-    reward_kind: str = (
-        "outcome"  # what they are: outcome, process (a value for every step), implicit (models tuned by DPO), or judge
-    )
+    # what they are: outcome, process (a value for every step), implicit (models tuned by DPO), or judge
+    reward_kind: str = "outcome"
     reward_reference: str = ""  # implicit: the model that those were tuned from
     reward_beta: float = 0.1  # implicit: the beta that they were tuned with
     reward_steps: str = "\n"  # process: what ends a step, a text or, as token:TEXT, one token
@@ -86,8 +85,8 @@ class RLStage(Stage):
 
     def __post_init__(self) -> None:
         name = self.name
-        require(self.steps > 0, f"{name}: steps must be positive, not {self.steps}")
-        require(self.prompts > 0, f"{name}: prompts must be positive, not {self.prompts}")
+        self.check_positive("steps", "prompts", "pretraining_batch", "reward_beta")
+        self.check_rhythm("evaluate_every", "checkpoint_every", "rollouts_every")
         require(self.max_rows >= 0, f"{name}: max_rows must be 0 or a number of responses, not {self.max_rows}")
         require(self.algorithm.online, f"{name}: this algorithm learns from given examples; use an sft or preference stage")
         require(self.sampling.temperature > 0, f"{name}: training needs a temperature above 0, not {self.sampling.temperature}: "
@@ -116,7 +115,6 @@ class RLStage(Stage):
         measured = bool(self.reward_models) and ("reference" in needs or self.watch_kl)
         require(not self.measure_problems or measured, f"{name}: measure_problems compares reward models with the task's score at a "
                 "KL; give reward_models, and a beta above 0 or watch_kl")  # fmt: skip
-        require(self.pretraining_batch > 0, f"{name}: pretraining_batch must be positive, not {self.pretraining_batch}")
         idle = self.lora is not None and not self.reference and self.reference_device == "cpu"
         require(not idle, f"{name}: with lora the reference is the policy's own frozen weights and has no memory to give back; "
                 "leave reference_device out")  # fmt: skip
@@ -124,7 +122,6 @@ class RLStage(Stage):
                 f"{self.reward_kind!r}")  # fmt: skip
         implicit = self.reward_kind == "implicit" and bool(self.reward_models)
         require(implicit == bool(self.reward_reference), f"{name}: reward_reference and reward_kind=implicit go together")
-        require(self.reward_beta > 0, f"{name}: reward_beta must be positive, not {self.reward_beta}")
         alone = implicit and (len(self.reward_models) > 1 or self.reward_device != "same")
         require(not alone, f"{name}: an implicit reward comes from one model, on the policy's device")
         judging = self.reward_kind == "judge" and bool(self.reward_models)
@@ -147,13 +144,13 @@ class RLStage(Stage):
         from posttrain.train.trainer import Trainer
 
         task = Chosen(self.task, tuple(read_problems(data_place(self.problems, context)))) if self.problems else self.task
-        guard_training(context, self.name, self.model, (task,), self.pretraining, measures=self.evaluate_every > 0)
+        text = placed(self.pretraining, context)
+        guard_training(context, self.name, self.model, (task,), text, measures=self.evaluate_every > 0)
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
         rating = rating_of(self.rated, self.make_rating(context, policy))
-        if (
-            self.lora is not None
-        ):  # after the others were made: they stand on the same frozen weights, without adapters of the policy
+        # after the others were made: they stand on the same frozen weights, without adapters of the policy
+        if self.lora is not None:
             add_adapters(policy.model, self.lora, context.seed)
         engine = Engine(policy, self.rows(policy.device.type), context.threads)
         sizes = [len(task.problems("train", level)) for level in task.levels]
@@ -281,8 +278,10 @@ class RLStage(Stage):
         """Pretraining text for the mix, with loss on all of it."""
         if not self.pretraining:
             return None
-        material = gather(self.pretraining, policy.tokenizer, context.seed, self.pretraining_length, all_tokens=True)
+        text = placed(self.pretraining, context)
+        material = gather(text, policy.tokenizer, context.seed, self.pretraining_length, all_tokens=True)
         context.announce(self.name, [f"pretraining: {line}" for report in material.reports for line in report.lines()])
+        check_lengths(policy, material.sets, "pretraining_length")
         return Examples(material.sets, material.weights, self.pretraining_batch, context.seed, policy.device)
 
     def evaluate(self, sampler: Sampler, tokenizer: object, seed: int) -> Mapping[str, float]:
@@ -292,7 +291,7 @@ class RLStage(Stage):
         problems = self.task.problems("test")[: self.evaluate_problems]
         greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
         accuracy = answer_problems(self.task, sampler, tokenizer, problems, 1, greedy, seed).accuracy
-        return {"accuracy/test": accuracy.value, "accuracy/test_low": accuracy.low, "accuracy/test_high": accuracy.high}
+        return accuracy.figures("accuracy/test")
 
     def measure(
         self, sampler: Sampler, tokenizer: object, seed: int, rating: Rating | None, reference: Policy | None
@@ -300,12 +299,10 @@ class RLStage(Stage):
         """Proxy, gold and KL of samples on held-out problems, each with its interval: the curve of over-optimisation."""
         if not self.measure_problems or rating is None or reference is None:
             return {}
-        problems, seconds = self.task.problems("test")[: self.measure_problems], {"generate": 0.0, "score": 0.0}
-        decoder = Decoder(tokenizer)
-        groups = rollout_groups(self.task, sampler, tokenizer, decoder, problems, 1, self.sampling, seed, seconds)
-        found = proxy_gold_kl(rate_groups(rating, groups, seconds), reference, self.sampling)
-        ends = {name: {"": one.value, "_low": one.low, "_high": one.high} for name, one in found.items()}
-        return {f"{name}/test{end}": value for name, row in ends.items() for end, value in row.items()}
+        problems = self.task.problems("test")[: self.measure_problems]
+        groups = rollout_groups(self.task, sampler, tokenizer, Decoder(tokenizer), problems, 1, self.sampling, seed)
+        found = proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
+        return {key: value for name, one in found.items() for key, value in one.figures(f"{name}/test").items()}
 
 
 def same_vocabulary(stage: str, policy: Policy, other: Policy | Scorer) -> None:

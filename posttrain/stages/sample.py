@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from posttrain.data.text import Decoder
 from posttrain.errors import require
-from posttrain.rollouts import rollout_groups
+from posttrain.stages._answers import answers, training_problems
 from posttrain.stages._material import alphabet
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import Context, Stage
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Rollout, Sampling
 
 KINDS = ("written", "rejected", "repeated", "truncated", "failed")  # what becomes of answers
-BATCH = 256  # problems answered together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +33,7 @@ class SampleStage(Stage):
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        for what in ("prompts", "samples", "keep"):
-            require(getattr(self, what) > 0, f"{self.name}: {what} must be positive, not {getattr(self, what)}")
+        self.check_positive("prompts", "samples", "keep")
         require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
         equal = self.samples > 1 and self.sampling.temperature == 0
         require(not equal, f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature")
@@ -47,7 +43,9 @@ class SampleStage(Stage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts, answered, lines = dict.fromkeys(KINDS, 0), 0, []
-        for group in self.groups(context):
+        problems = training_problems(self.task, self.skip, self.prompts)
+        alphabet = self.alphabet()
+        for group in answers(context, self.model, self.task, problems, self.samples, self.sampling, self.skip, alphabet):
             kept = self.chosen(group, counts)
             answered += bool(kept)
             prompt = [{"role": m.role, "content": m.content} for m in self.task.prompt(group.problem)]
@@ -60,21 +58,6 @@ class SampleStage(Stage):
         said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         context.announce(self.name, [f"answers of {self.model}: {said}; {answered:,} of {self.prompts:,} problems have one"])
         return {**counts, "problems": self.prompts, "answered": answered}
-
-    def groups(self, context: Context) -> Iterator[Group]:
-        from posttrain.engine.engine import Engine
-        from posttrain.engine.random import derive
-
-        policy = load_policy(self.model, context, self.alphabet())
-        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
-        source = self.task.problems("train")
-        problems = [source[n % len(source)] for n in range(self.skip, self.skip + self.prompts)]
-        for first in range(0, len(problems), BATCH):
-            seed, seconds = derive(context.seed, self.skip, first) >> 1, {"generate": 0.0, "score": 0.0}
-            part = problems[first : first + BATCH]
-            yield from rollout_groups(
-                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
-            )
 
     def chosen(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
         """The answers of a problem that are kept; what becomes of the others is counted."""

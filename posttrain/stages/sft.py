@@ -14,7 +14,7 @@ from posttrain.rollouts import Examples
 from posttrain.runs.console import duration
 from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import Data, Material, alphabet, gather, placed
+from posttrain.stages._material import Data, Material, alphabet, check_lengths, gather, placed
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
@@ -39,8 +39,8 @@ class SFTStage(Stage):
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
     def __post_init__(self) -> None:
-        require(self.steps > 0, f"{self.name}: steps must be positive, not {self.steps}")
-        require(self.batch > 0, f"{self.name}: batch must be positive, not {self.batch}")
+        self.check_positive("steps", "batch")
+        self.check_rhythm("checkpoint_every")
         require(not self.algorithm.online, f"{self.name}: this algorithm samples its own data; use an rl stage")
 
     def material(self, context: Context, tokenizer: object) -> Material:
@@ -54,6 +54,7 @@ class SFTStage(Stage):
         policy = load_policy(self.model, context, self.alphabet())
         material = self.material(context, policy.tokenizer)
         context.announce(self.name, [line for report in material.reports for line in report.lines()])
+        check_lengths(policy, material.sets, "max_length")
         from posttrain.train.trainer import Trainer
 
         if self.lora is not None:

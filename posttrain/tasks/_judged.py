@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,16 +15,52 @@ from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted, as_
 from posttrain.rewards.judge import judged
 from posttrain.rewards.math import final_answer
 from posttrain.rewards.sandbox import isolation
-from posttrain.tasks._questions import Questions, canonical
-from posttrain.types import JSON, Problem, Score
+from posttrain.tasks._questions import Questions, canonical, one_side, require_apart
+from posttrain.types import JSON, Code, Problem, Score
 
 
+@dataclass(frozen=True, kw_only=True)
 class Judged(Questions):
-    """Questions whose class declares these three fields as well."""
+    """Questions of records in one or two parts, whose class says where those are."""
 
-    reward: str
-    options: Mapping[str, JSON]
-    score_seconds: float
+    question: str = "question"  # the field that holds it, or a path such as `qa.question`; a list of messages is a conversation
+    answer: str = "answer"
+    answer_after: str = ""  # take what follows the last of these in the answer, such as "####"
+    reward: Code = "math"
+    options: Mapping[str, JSON] = field(default_factory=dict)  # keyword arguments of the reward
+    style: str = "direct"
+    system: str = ""
+    examples: int = 0  # solved training problems shown before the question: few-shot
+    held_out: float = 0.1  # the share for evaluation, where there is no part for it
+    score_seconds: float = 10.0  # the time limit of a reward of yours
+
+    def check_settings(self, task: str) -> None:
+        self.check_style(task)
+        require(0 < self.held_out < 1, f"{task}: held_out is a share between 0 and 1, not {self.held_out}")
+        require(self.score_seconds > 0, f"{task}: score_seconds must be positive, not {self.score_seconds}")
+
+    @abstractmethod
+    def parts(self) -> tuple[str, str]:
+        """The part to train on and the one for evaluation; without the second, a share of the first is held out by its content."""
+
+    def called(self, part: str) -> str:
+        """What a part is called in words."""
+        return part
+
+    @abstractmethod
+    def read(self, part: str) -> tuple[Problem, ...]:
+        """The problems of a part."""
+
+    def pool(self, split: str) -> tuple[Problem, ...]:
+        one, other = self.parts()
+        train = self.read(one)
+        if not other:
+            return one_side(train, self.held_out, split, self.called(one))
+        if split == "train":
+            return train
+        test = self.read(other)
+        require_apart(train, test, self.called(one), self.called(other))
+        return test
 
     def score(self, problem: Problem, response: str) -> Score:
         """What the reward says; one that is `async` is awaited by whoever scores. A judge takes options that only a group has."""
@@ -45,22 +83,19 @@ class Judged(Questions):
 
     def ready(self) -> tuple[str, ...]:
         """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice."""
-        given = (
-            [(self.reward, self.options)]
-            if self.reward != "compose"
-            else [
-                (part.get("reward"), part.get("options", {}))
-                for part in self.options.get("parts", [])
-                if isinstance(part, Mapping)
-            ]
-        )
-        return tuple(isolation.describe(str(options.get("sandbox", "auto"))) for reward, options in given if reward == "code")
+        given = [(name, options) for name, options in self.rewards() if name == "code"]
+        return tuple(isolation.describe(str(options.get("sandbox", "auto"))) for _, options in given)
+
+    def rewards(self) -> list[tuple[str, Mapping[str, JSON]]]:
+        """The reward, or those that it is composed of, with the options of each."""
+        if self.reward != "compose":
+            return [(self.reward, self.options)]
+        parts = [part for part in self.options.get("parts", []) if isinstance(part, Mapping)]
+        return [(str(part.get("reward", "")), part.get("options", {})) for part in parts]
 
     @property
     def isolated(self) -> bool:
-        parts = self.options.get("parts", []) if self.reward == "compose" else []
-        names = [self.reward, *(part.get("reward", "") for part in parts if isinstance(part, Mapping))]
-        return any(".py:" in name or name == "code" for name in names)
+        return any(".py:" in name or name == "code" for name, _ in self.rewards())
 
     @property
     def seconds(self) -> float:

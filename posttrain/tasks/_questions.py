@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import unicodedata
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, require
+from posttrain.records import read_jsonl
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem
@@ -139,40 +138,28 @@ def pick(record: Mapping[str, Any], name: str, where: str) -> Any:
     return found
 
 
-def read_records(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each object of a file with "FILE line N": one a line, or one JSON list in a file called .json; gzip is unpacked."""
-    path = Path(file).expanduser()
-    require(path.is_file(), f"there is no data file {file}")
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            if path.name.removesuffix(".gz").endswith(".json"):
-                yield from _listed(lines.read(), file)
-                return
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{file} line {number}", _object(_parsed(line, f"{file} line {number}"), f"{file} line {number}")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
-
-
-def _listed(text: str, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    records = _parsed(text, file)
-    require(isinstance(records, list), f"{file}: expected a list of JSON objects; one object a line goes into a .jsonl file")
-    for number, record in enumerate(records, 1):
-        yield f"{file} entry {number}", _object(record, f"{file} entry {number}")
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
-
-
-def _object(record: Any, where: str) -> dict[str, Any]:
-    require(isinstance(record, dict), f"{where}: expected a JSON object, not {type(record).__name__}")
-    return dict(record)
+def read_sides(
+    task: str, data: str, test_data: str, sources: Mapping[str, tuple[str, str]], files: Mapping[str, Sequence[str]],
+    make: Callable[[dict[str, Any], str, str], Problem],
+) -> tuple[tuple[Problem, ...], ...]:  # fmt: skip
+    """(train, test) of a published data set: from a folder or a training file beside `test_data`, else from the hub. `sources` has the
+    hub's data set and configuration of each split, `files` what its file may be called, `make` a problem of a row."""
+    sides = []
+    for split in ("train", "test"):
+        if not data:
+            rows = [
+                (f"{sources[split][0]} {split} row {n}", row)
+                for n, row in enumerate(load_hub(*sources[split], split, "", task))
+            ]
+        else:
+            folder = Path(data).expanduser().is_dir()
+            require(folder or Path(data).expanduser().is_file(), f"{task}: there is no folder or file {data}")
+            file = data_file(data, files[split], task) if folder else data
+            require(folder or bool(test_data), f"{task}: give test_data, the held-out file, beside data")
+            rows = list(read_jsonl(test_data if test_data and split == "test" else file, lists=True))
+        sides.append(tuple(make(row, where, f"{split}/{number}") for number, (where, row) in enumerate(rows)))
+    require_apart(sides[0], sides[1], "the training part", f"{task}'s test part")
+    return tuple(sides)
 
 
 def data_file(folder: str, stems: Iterable[str], task: str) -> str:
@@ -185,13 +172,9 @@ def data_file(folder: str, stems: Iterable[str], task: str) -> str:
     return str(found)
 
 
-def load_hub(dataset: str, config: str, split: str, revision: str, task: str) -> list[dict[str, Any]]:
-    """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or what `save_to_disk` wrote."""
-    return list(_load_hub(dataset, config, split, revision, task))
-
-
 @lru_cache(maxsize=8)
-def _load_hub(dataset: str, config: str, split: str, revision: str, task: str) -> tuple[dict[str, Any], ...]:
+def load_hub(dataset: str, config: str, split: str, revision: str, task: str) -> tuple[dict[str, Any], ...]:
+    """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or what `save_to_disk` wrote."""
     try:
         import datasets
     except ImportError:

@@ -37,9 +37,8 @@ class Arithmetic(Task):
     steps: str = "short"  # short (five digits a step) or spelled
     format_weight: float = 0.0  # the share of the value that well-formed work earns
     steps_weight: float = 0.0  # the share that right steps earn, each its part; the answer earns the rest
-    carry: str = (
-        "any"  # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
-    )
+    # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
+    carry: str = "any"
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from posttrain.errors import require
 from posttrain.tasks._graded import found_answer, graded, voted
-from posttrain.tasks._questions import Questions, data_file, load_hub, make_problem, read_records, require_apart
+from posttrain.tasks._questions import Questions, make_problem, read_sides
 from posttrain.types import Problem, Score
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # notes for a calculator within the worked answers
-SOURCE = ("openai/gsm8k", "main")
+SOURCES = dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))
+FILES = {split: (f"gsm8k-{split}", f"gsm8k_{split}", split) for split in SOURCES}
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,8 @@ class Gsm8k(Questions):
 
 
 @lru_cache(maxsize=4)
-def _read(data: str, test_data: str) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    sides = []
-    for split in ("train", "test"):
-        if not data:
-            rows = [(f"{SOURCE[0]} {split} row {n}", row) for n, row in enumerate(load_hub(*SOURCE, split, "", "gsm8k"))]
-        else:
-            folder = Path(data).expanduser().is_dir()
-            file = data_file(data, (f"gsm8k-{split}", f"gsm8k_{split}", split), "gsm8k") if folder else data
-            require(folder or bool(test_data), "gsm8k: give test_data, the held-out file, beside data")
-            rows = list(read_records(test_data if test_data and split == "test" else file))
-        sides.append(tuple(_problem(row, where, f"{split}/{number}") for number, (where, row) in enumerate(rows)))
-    require_apart(sides[0], sides[1], "the training part", "gsm8k's test part")
-    return sides[0], sides[1]
+def _read(data: str, test_data: str) -> tuple[tuple[Problem, ...], ...]:
+    return read_sides("gsm8k", data, test_data, SOURCES, FILES, _problem)
 
 
 def _problem(row: dict[str, Any], where: str, name: str) -> Problem:

@@ -7,14 +7,13 @@ Needs the package `datasets`: pip install 'posttrain[data]'. Only data is read: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from posttrain.errors import require
 from posttrain.tasks._judged import Judged
-from posttrain.tasks._questions import load_hub, make_problem, one_side, require_apart
-from posttrain.types import JSON, Code, Problem
+from posttrain.tasks._questions import load_hub, make_problem
+from posttrain.types import Problem
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,6 @@ class Hub(Judged):
     revision: str = ""  # a commit or tag, so that the data cannot change under a run
     train_split: str = "train"
     test_split: str = "test"
-    question: str = "question"  # the field that holds it, or a path such as `qa.question`; a list of messages is a conversation
-    answer: str = "answer"
-    answer_after: str = ""  # take what follows the last of these in the answer, such as "####"
-    reward: Code = "math"
-    options: Mapping[str, JSON] = field(default_factory=dict)  # keyword arguments of the reward
-    style: str = "direct"
-    system: str = ""
-    examples: int = 0  # solved training problems shown before the question: few-shot
-    held_out: float = 0.1  # the share for evaluation, where there is no test_split
-    score_seconds: float = 10.0  # the time limit of a reward of yours
 
     def __post_init__(self) -> None:
         require(bool(self.dataset), "hub: give a dataset, such as openai/gsm8k")
@@ -44,22 +33,16 @@ class Hub(Judged):
         require(
             self.train_split != self.test_split, f"hub: train and test are both {self.train_split!r}; leave test_split empty"
         )
-        self.check_style("hub")
-        require(0 < self.held_out < 1, f"hub: held_out is a share between 0 and 1, not {self.held_out}")
-        require(self.score_seconds > 0, f"hub: score_seconds must be positive, not {self.score_seconds}")
+        self.check_settings("hub")
 
-    def pool(self, split: str) -> tuple[Problem, ...]:
-        train = self._read(self.train_split)
-        if not self.test_split:
-            return one_side(train, self.held_out, split, self.dataset)
-        if split == "train":
-            return train
-        test = self._read(self.test_split)
-        require_apart(train, test, f"split {self.train_split}", f"{self.dataset} split {self.test_split}")
-        return test
+    def parts(self) -> tuple[str, str]:
+        return self.train_split, self.test_split
 
-    def _read(self, split: str) -> tuple[Problem, ...]:
-        return _problems(self.dataset, self.config, split, self.revision, self.question, self.answer, self.answer_after)
+    def called(self, part: str) -> str:
+        return f"{self.dataset} split {part}"
+
+    def read(self, part: str) -> tuple[Problem, ...]:
+        return _problems(self.dataset, self.config, part, self.revision, self.question, self.answer, self.answer_after)
 
 
 @lru_cache(maxsize=8)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from posttrain.errors import require
 from posttrain.rewards.math import final_answer
 from posttrain.tasks._graded import graded, voted
-from posttrain.tasks._questions import Questions, data_file, load_hub, normalised, pick, read_records, require_apart
+from posttrain.tasks._questions import Questions, normalised, pick, read_sides
 from posttrain.types import JSON, Problem, Score
 
-SOURCES = {"train": "DigitalLearningGmbH/MATH-lighteval", "test": "HuggingFaceH4/MATH-500"}
+SOURCES = {"train": ("DigitalLearningGmbH/MATH-lighteval", ""), "test": ("HuggingFaceH4/MATH-500", "")}
 FILES = {"train": ("math-train", "math_train", "train"), "test": ("math-500", "math-test", "math_test", "test")}
 LEVELS = range(1, 6)
 
@@ -73,26 +72,16 @@ def _chosen(data: str, test_data: str, split: str, low: int, high: int, subjects
 
 
 @lru_cache(maxsize=4)
-def _read(data: str, test_data: str) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    sides = []
-    for split in ("train", "test"):
-        if not data:
-            rows = [(f"{SOURCES[split]} row {n}", row) for n, row in enumerate(load_hub(SOURCES[split], "", split, "", "math"))]
-        else:
-            folder = Path(data).expanduser().is_dir()
-            file = data_file(data, FILES[split], "math") if folder else data
-            require(folder or bool(test_data), "math: give test_data, the held-out file, beside data")
-            rows = list(read_records(test_data if test_data and split == "test" else file))
-        sides.append(tuple(_problem(row, where, f"{split}/{number}") for number, (where, row) in enumerate(rows)))
-    require_apart(sides[0], sides[1], "the training part", "math's held-out part")
-    return sides[0], sides[1]
+def _read(data: str, test_data: str) -> tuple[tuple[Problem, ...], ...]:
+    return read_sides("math", data, test_data, SOURCES, FILES, _problem)
 
 
 def _problem(row: dict[str, Any], where: str, name: str) -> Problem:
     asked, worked = pick(row, "problem", where), str(row.get("solution") or "")
     require(isinstance(asked, str) and bool(normalised(asked)), f"{where}: the field 'problem' is empty or no text")
     # An empty gold answer is kept: no response can be graded against it, which is counted as a failure and never as a 0.
-    gold = row.get("answer") or final_answer(worked) or ("" if "answer" in row else None)
+    given = row.get("answer")
+    gold = given if given not in (None, "") else final_answer(worked) or ("" if "answer" in row else None)
     require(gold is not None, f"{where}: no answer: neither a field 'answer' nor a solution with a \\boxed{{}}")
     level = re.search(r"[1-5]", str(row.get("level", row.get("difficulty", ""))))
     facts: dict[str, JSON] = {

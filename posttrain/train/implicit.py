@@ -10,11 +10,11 @@ from torch import nn
 
 from posttrain.errors import require
 from posttrain.models.policy import Policy
-from posttrain.ops.preference import sequence_sums
+from posttrain.ops.weights import sequence_sums
 from posttrain.rewards.implicit import implicit_reward
 from posttrain.train.forward import forward
 from posttrain.train.pack import micro_batches, pack_groups
-from posttrain.types import Group, Rollout, Score
+from posttrain.types import Batch, Group, Rollout, Score
 
 
 class ImplicitRating:
@@ -53,13 +53,18 @@ class ImplicitRating:
             scores.append(Score(value, parts={"logprob": logprob, "reference": reference}))
         return scores
 
-    @torch.no_grad()
     def logprobs(self, policy: Policy, rollouts: Sequence[Rollout]) -> list[float]:
         """log p(y | x) of what was sampled in each rollout."""
-        policy.model.eval()
         batch = pack_groups([Group(rollout.problem, (rollout,)) for rollout in rollouts], 1.0, policy.device)
-        found: list[float] = []
-        for piece in micro_batches(batch, self.token_budget):
-            sums_N = sequence_sums(forward(policy, piece).logprob_T, piece.mask_T, piece.sequence_T, piece.sequences)
-            found += sums_N.tolist()
-        return found
+        return sequence_logprobs(policy, batch, self.token_budget)
+
+
+@torch.no_grad()
+def sequence_logprobs(policy: Policy, batch: Batch, token_budget: int) -> list[float]:
+    """sum_t log p(y_t | x, y_<t) over the loss tokens of each sequence."""
+    policy.model.eval()
+    found: list[float] = []
+    for piece in micro_batches(batch, token_budget):
+        sums_N = sequence_sums(forward(policy, piece).logprob_T, piece.mask_T, piece.sequence_T, piece.sequences)
+        found += sums_N.tolist()
+    return found

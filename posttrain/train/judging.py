@@ -20,11 +20,10 @@ from torch import nn
 from posttrain.data.chat import render_prompt, special_texts
 from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
-from posttrain.ops.preference import sequence_sums
 from posttrain.rewards._asking import Form, Messages, Replies, Usage
 from posttrain.rewards.judge import CANARY_QUESTION, SCORE, Judge, check_mode, read_rubric
-from posttrain.train.forward import forward
-from posttrain.train.pack import micro_batches, pack_examples
+from posttrain.train.implicit import sequence_logprobs
+from posttrain.train.pack import pack_examples
 from posttrain.types import Example, Message, Rollout, Score
 
 
@@ -90,10 +89,8 @@ class LocalModel:
         self.usage.prompt_tokens += sum(map(len, prompts))
         return [None if bad else text for bad, text in zip(lost, said, strict=True)]
 
-    @torch.no_grad()
     def logprobs(self, prompts: Sequence[Sequence[int]], tails: Sequence[Sequence[int]]) -> np.ndarray:
         """[N, O]: log pi(tail | prompt), each tail as a whole. The tails of a prompt share its computation."""
-        self.policy.model.eval()
         longest = max((len(p) for p in prompts), default=0) + max(map(len, tails))
         self.policy.check_length(longest)
         examples = []
@@ -103,10 +100,7 @@ class LocalModel:
                 examples.append(Example(np.array([*prompt, *tail], dtype=np.int64), mask))
         if not examples:
             return np.zeros((0, len(tails)))
-        found: list[float] = []
-        for piece in micro_batches(pack_examples(examples, self.policy.device), self.token_budget):
-            sums_N = sequence_sums(forward(self.policy, piece).logprob_T, piece.mask_T, piece.sequence_T, piece.sequences)
-            found += sums_N.double().tolist()
+        found = sequence_logprobs(self.policy, pack_examples(examples, self.policy.device), self.token_budget)
         return np.array(found).reshape(len(prompts), len(tails))
 
     def fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -22,6 +23,7 @@ from posttrain.types import Example, Rollout, Score
 TOKEN = "token:"
 
 
+@dataclass(eq=False)
 class ModelRating:
     """The score of a rollout is a scorer's number at its last token, which has seen all of it: prompt, response and the token
     that ended it, exactly as they were sampled. Several scorers are combined by `combine` (see rewards/ensemble.py); then the
@@ -31,23 +33,20 @@ class ModelRating:
     the policy's where its `tokenizer` is given. A member whose number is not finite makes the score a failure, never a 0.
     """
 
-    def __init__(
-        self,
-        scorers: Sequence[Scorer],
-        combine: str = "mean",
-        k: float = 1.0,
-        token_budget: int = 8192,
-        tokenizer: Any = None,
-    ):
-        require(len(scorers) > 0, "a rating needs at least one reward model")
-        require(token_budget > 0, f"a rating's token_budget must be positive, not {token_budget}")
-        ensemble.check(combine, k)
-        self.scorers, self.combine, self.k, self.token_budget = tuple(scorers), combine, k, token_budget
+    scorers: Sequence[Scorer]
+    combine: str = "mean"
+    k: float = 1.0
+    token_budget: int = 8192
+    tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        require(len(self.scorers) > 0, "a rating needs at least one reward model")
+        require(self.token_budget > 0, f"a rating's token_budget must be positive, not {self.token_budget}")
+        ensemble.check(self.combine, self.k)
         for scorer in self.scorers[1:]:
             check_vocabulary(self.scorers[0].tokenizer, scorer, "another member of the ensemble")
-        if tokenizer is not None:
-            for scorer in self.scorers:
-                check_vocabulary(tokenizer, scorer, "the policy")
+        for scorer in self.scorers:
+            check_vocabulary(self.tokenizer, scorer, "the policy")
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -73,6 +72,7 @@ class ModelRating:
         return Score(ensemble.combine(values, self.combine, self.k), parts)
 
 
+@dataclass(eq=False)
 class ProcessRating(ModelRating):
     """Process reward models as a reward: a step is worth the chance sigmoid(score) that it is right, read at the token in which it
     ends, and a response as much as its worst step (Lightman et al. 2023 find that, or the product, best). The steps' values are
@@ -82,19 +82,13 @@ class ProcessRating(ModelRating):
     reward models with a mark of their own have it, and reads their score there.
     """
 
-    def __init__(
-        self,
-        scorers: Sequence[Scorer],
-        combine: str = "mean",
-        k: float = 1.0,
-        token_budget: int = 8192,
-        tokenizer: Any = None,
-        separator: str = "\n",
-    ):
-        super().__init__(scorers, combine, k, token_budget, tokenizer)
-        self.separator, self.token = separator, -1
-        if separator.startswith(TOKEN):
-            self.token = token_id(tokenizer or self.scorers[0].tokenizer, separator.removeprefix(TOKEN))
+    separator: str = "\n"
+    token: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.separator.startswith(TOKEN):
+            self.token = token_id(self.tokenizer or self.scorers[0].tokenizer, self.separator.removeprefix(TOKEN))
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         if not rollouts:

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML_BLOCKS, byte_level, characters
 
-from posttrain.data.demonstrations import counts_from_weights, from_file, from_task
+from posttrain.data.demonstrations import from_file, from_task
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import Arithmetic
 
@@ -52,22 +50,6 @@ def test_small_splits_give_every_problem_once() -> None:
     assert len({tuple(e.ids.tolist()) for e in examples}) == count
     with pytest.raises(UserError, match=f"level 1 has {count} test problems"):
         from_task(task, tokenizer, {1: count + 1}, split="test")
-
-
-@given(st.integers(1, 10_000), st.dictionaries(st.integers(1, 9), st.floats(0, 100), min_size=1))
-def test_counts_add_up_and_follow_the_weights(total: int, weights: dict[int, float]) -> None:
-    whole = sum(weights.values())
-    if whole < 1e-3:
-        return
-    counts = counts_from_weights(total, weights)
-    assert sum(counts.values()) == total
-    assert all(abs(counts[level] - total * weight / whole) < 1.0001 for level, weight in weights.items())
-
-
-def test_weights_that_say_nothing_are_refused() -> None:
-    for weights in ({}, {1: 0.0}, {1: -1.0, 2: 3.0}, {1: float("nan")}):
-        with pytest.raises(UserError):
-            counts_from_weights(10, weights)
 
 
 def test_each_convention(tmp_path: Path) -> None:

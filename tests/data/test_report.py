@@ -21,16 +21,9 @@ MIXED = [example(4, 2), example(10, 3), example(11, 3), example(5, 0), example(1
 def test_overlong_examples_are_dropped_and_counted() -> None:
     kept, report = prepare(MIXED, 10)
     assert [len(e.ids) for e in kept] == [4, 10, 6]
-    assert (report.total, report.kept, report.overlong, report.truncated, report.masked, report.empty) == (7, 3, 1, 0, 1, 2)
+    assert (report.total, report.kept, report.overlong, report.masked, report.empty) == (7, 3, 1, 1, 2)
     assert (report.tokens, report.loss_tokens) == (20, 2 + 3 + 6)
     assert report.percentiles == (6, 10, 10, 10)
-
-
-def test_truncation_is_counted_and_can_leave_nothing_to_learn() -> None:
-    kept, report = prepare([example(11, 3), example(20, 2)], 10, overlong="truncate")
-    assert [len(e.ids) for e in kept] == [10]
-    assert kept[0].mask.sum() == 2
-    assert (report.overlong, report.truncated, report.masked) == (0, 1, 1)
 
 
 def test_a_loss_on_the_first_token_alone_is_no_loss() -> None:
@@ -39,7 +32,7 @@ def test_a_loss_on_the_first_token_alone_is_no_loss() -> None:
 
 
 def test_units_survive() -> None:
-    kept, _ = prepare([example(3, 1, unit=7), example(30, 25, unit=8)], 10, overlong="truncate")
+    kept, _ = prepare([example(3, 1, unit=7), example(8, 5, unit=8)], 10)
     assert [e.unit for e in kept] == [7, 8]
 
 
@@ -53,8 +46,6 @@ def test_nothing_left_is_an_error_that_says_why() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(UserError, match="max_length"):
         prepare(MIXED, 1)
-    with pytest.raises(UserError, match="'cut'"):
-        prepare(MIXED, 10, overlong="cut")
 
 
 def test_the_words_name_every_loss_of_data() -> None:

@@ -15,7 +15,6 @@ from posttrain.ops.policy import (
     mismatch_weights,
     near_sequences,
     sequence_ratio,
-    sequence_sums,
     token_form,
     weighted_likelihood,
 )
@@ -83,7 +82,6 @@ def test_ratios_of_whole_responses_by_hand() -> None:
     """Token ratios 2, 2 and 3: their product is 4 and 3, their geometric mean 2 and 3, at every place of the response."""
     assert sequence_ratio(*FILLED, MASK, SEQUENCE, 2, mean=False).tolist() == pytest.approx([4, 4, 4, 3, 3])
     assert sequence_ratio(*FILLED, MASK, SEQUENCE, 2, mean=True).tolist() == pytest.approx([2, 2, 2, 3, 3])
-    assert sequence_sums(NEW, MASK, SEQUENCE, 3).tolist() == pytest.approx([math.log(0.2), math.log(0.9), 0.0])
 
 
 def test_the_token_form_has_the_ratios_value_and_the_tokens_gradient() -> None:

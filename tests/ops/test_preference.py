@@ -15,8 +15,6 @@ from posttrain.ops.preference import (
     kto_loss,
     log_odds,
     pair_members,
-    sequence_means,
-    sequence_sums,
     sigmoid_loss,
 )
 
@@ -26,17 +24,6 @@ MARGINS = st.floats(-50, 50)
 
 def scalar(value: float) -> torch.Tensor:
     return torch.tensor([value], dtype=WIDE)
-
-
-def test_sums_and_means_of_sequences() -> None:
-    """Loss tokens alone; what stands at the others is NaN here, and has no gradient. A sequence without any has 0."""
-    value_T = torch.tensor([math.nan, 1.0, 2.0, math.nan, 5.0, math.inf], dtype=WIDE, requires_grad=True)
-    mask_T = torch.tensor([False, True, True, False, True, False])
-    sequence_T = torch.tensor([0, 0, 0, 1, 1, 2])
-    sums, means = sequence_sums(value_T, mask_T, sequence_T, 3), sequence_means(value_T, mask_T, sequence_T, 3)
-    assert sums.tolist() == [3.0, 5.0, 0.0] and means.tolist() == [1.5, 5.0, 0.0]
-    (slope,) = torch.autograd.grad(means.sum(), value_T)
-    assert slope.tolist() == [0.0, 0.5, 0.5, 0.0, 1.0, 0.0]
 
 
 def test_the_preferred_is_the_one_with_the_higher_reward() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from posttrain.ops.weights import reduction, sequence_lengths
+from posttrain.ops.weights import reduction, sequence_lengths, sequence_means, sequence_sums
 
 # three sequences: 2 loss tokens of 3, none of 2, 1 of 2
 MASK = torch.tensor([False, True, True, False, False, False, True])
@@ -28,6 +30,17 @@ def test_by_hand() -> None:
 
 def test_lengths_count_loss_tokens() -> None:
     assert sequence_lengths(MASK, SEQUENCE, 3).tolist() == [2.0, 0.0, 1.0]
+
+
+def test_sums_and_means_of_sequences() -> None:
+    """Loss tokens alone; what stands at the others is NaN here, and has no gradient. A sequence without any has 0."""
+    value_T = torch.tensor([math.nan, 1.0, 2.0, math.nan, 5.0, math.inf], dtype=torch.float64, requires_grad=True)
+    mask_T = torch.tensor([False, True, True, False, True, False])
+    sequence_T = torch.tensor([0, 0, 0, 1, 1, 2])
+    sums, means = sequence_sums(value_T, mask_T, sequence_T, 3), sequence_means(value_T, mask_T, sequence_T, 3)
+    assert sums.tolist() == [3.0, 5.0, 0.0] and means.tolist() == [1.5, 5.0, 0.0]
+    (slope,) = torch.autograd.grad(means.sum(), value_T)
+    assert slope.tolist() == [0.0, 0.5, 0.5, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", ["token_mean", "sequence_mean"])

@@ -100,7 +100,7 @@ HOLES: list[tuple[str, Patch, str, str]] = [
     ("a time as a ratio", replaced(_compare, "is_clock", lambda value: False), "12:30", r"\boxed{0.4}"),
     ("letters as a product", letters_as_symbols, "Monday", r"\boxed{yadnoM}"),
     ("brackets ignored", replaced(Comparison, "same_sequence", any_brackets), "[1,2]", r"\boxed{(1,2)}"),
-    ("one sign of two", replaced(_form, "has_sign", lambda value: False), r"\pm2", r"\boxed{2}"),
+    ("one sign of two", replaced(_form, "SIGNS", ()), r"\pm2", r"\boxed{2}"),
     ("the sign of infinity", replaced(_compare, "infinity", lambda v: int("inf" in repr(v))), r"\infty", r"\boxed{-\infty}"),
     ("names left out", replaced(_compare, "names_of", any_name), "x=5,y=6", r"\boxed{5,6}"),
     ("the last number of the text", replaced(math_reward, "final_answer", last_number), "5", "I think 1 2 3 4 5"),

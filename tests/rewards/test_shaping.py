@@ -70,6 +70,8 @@ def test_repetition_by_hand() -> None:
     assert repeated("no no no no no", 1) == pytest.approx(0.8)
     assert repetition("", "go " * 100, "").value == pytest.approx(-(1 - 1 / 97 - 0.1) / 0.9)
     assert repetition("", "every word here is its own, and none comes twice", "").value == 0.0
+    with pytest.raises(UserError, match="free is a share"):
+        repetition("", "go go", "", free=1.0)
 
 
 def test_steps_count_once_and_cap() -> None:

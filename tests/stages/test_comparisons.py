@@ -10,7 +10,8 @@ from material_for_tests import group, rollout, segment
 
 from posttrain.data.preferences import read_preferences
 from posttrain.errors import UserError
-from posttrain.models.tiny import character_tokenizer
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, data_place, run_stages
 from posttrain.stages.comparisons import KINDS, ComparisonsStage
@@ -84,3 +85,17 @@ def test_settings_that_cannot_work_are_refused() -> None:
         stage(samples=1)
     with pytest.raises(UserError, match="temperature"):
         stage(sampling=Sampling(temperature=0.0))
+
+
+def test_a_second_model_is_read_by_its_own_tokenizer(tmp_path: Path) -> None:
+    """Its ids mean other characters than the first one's: decoded by the first, its answers would be text that nobody wrote."""
+    tokenizer = character_tokenizer("ABCDEFGH")
+    save(tiny_model(tokenizer, "nano", 1), tokenizer, tmp_path / "other")
+    one = stage(prompts=8, against=str(tmp_path / "other"), sampling=Sampling(200, min_new_tokens=2))
+    counts = dict.fromkeys(KINDS, 0)
+    with RunWriter.create(tmp_path / "run", {}) as writer:
+        rows = list(one.rows(Context(writer, seed=3, say=False), counts))
+    assert len(rows) > 2
+    for row in rows:
+        capitals = sorted(row[side][0]["content"].isupper() for side in ("chosen", "rejected"))
+        assert capitals == [False, True], "one answer of each model"

@@ -62,6 +62,12 @@ def kept(context: Context, stage: str = "mine") -> list[int]:
     return [json.loads(row)["facts"]["n"] for row in rows]
 
 
+def test_a_file_that_no_mine_stage_wrote_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    with pytest.raises(UserError, match="x.jsonl line 1: no id, level, facts; give a mine stage"):
+        read_problems(str(tmp_path / "x.jsonl"))
+
+
 def test_failures_are_kept_and_asked_again(tmp_path: Path) -> None:
     later = mine(name="later", task=Numbers(hard=6), skip=10, prompts=5, again="mine")
     context = run(tmp_path, mine(), later)

@@ -14,6 +14,7 @@ from posttrain import cli, config
 from posttrain.algorithms.ipo import IPO
 from posttrain.errors import UserError
 from posttrain.runs.read import Run
+from posttrain.stages.base import Stage
 from posttrain.stages.preference import PreferenceStage
 
 WORDS = ["cat", "dog", "fish", "bird", "cow", "pig", "hen", "fox", "owl", "bee", "ant", "bat"]
@@ -144,7 +145,7 @@ def test_settings_come_back_from_the_configuration() -> None:
     stage = PreferenceStage(
         name="p", model="m", data=("a.jsonl", "b.jsonl"), algorithm=IPO(tau=0.2), held_out_data=("c.jsonl",)
     )
-    assert config.from_tree(config.to_tree(stage), type(stage).__mro__[1], "stages[0]") == stage
+    assert config.from_tree(config.to_tree(stage), Stage, "stages[0]") == stage
 
 
 @pytest.mark.parametrize(

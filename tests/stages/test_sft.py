@@ -1,17 +1,21 @@
-"""The sft stage with LoRA: adapters learn, and what it leaves is a plain model."""
+"""The sft stage: with LoRA adapters learn, and what it leaves is a plain model; what is too long for the model is refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from posttrain import config, pipeline
+from posttrain.errors import UserError
 from posttrain.models.lora import Lora
-from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.models.tiny import MAX_POSITIONS, character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.stages._material import Data
+from posttrain.stages.base import Stage
+from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
@@ -34,3 +38,16 @@ def test_what_learns_and_what_is_left(rank: int, tmp_path: Path) -> None:
         assert moved == {name for name in exported if "_proj" in name} and all("lora_" in name for name in saved)
     else:
         assert moved == set(exported) == saved
+
+
+@pytest.mark.parametrize("stage", [SFTStage, RewardModelStage])
+def test_examples_beyond_the_models_positions_are_refused(stage: type[Stage], tmp_path: Path) -> None:
+    """Rotary positions go on for ever, so nothing would fail: it would only be learned where the model cannot know its place."""
+    long, short = "b" * (MAX_POSITIONS + 1), "c"
+    file = tmp_path / "long.jsonl"
+    rows = [{"prompt": f"a{n}", "completion": long, "chosen": long, "rejected": short} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data: tuple[object, ...] = (Data(file=str(file)),) if stage is SFTStage else (str(file),)
+    one = stage(name="one", model="tiny:nano", data=data, steps=1, batch=1, max_length=2 * MAX_POSITIONS)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match=rf"but tiny:nano has {MAX_POSITIONS} positions; lower max_length"):
+        pipeline.start(config.Settings(Recipe((one,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))

@@ -90,5 +90,7 @@ def test_files_and_leaks(folder: str, tmp_path: Path) -> None:
         Gsm8k(train, str(leaked)).problems("test")
     with pytest.raises(UserError, match="holds none of gsm8k-train.jsonl"):
         Gsm8k(str(tmp_path.parent)).problems("train")
+    with pytest.raises(UserError, match="there is no folder or file .*nowhere"):
+        Gsm8k(str(tmp_path / "nowhere")).problems("test")
     with pytest.raises(UserError, match="style is one of"):
         Gsm8k(style="rhyme")

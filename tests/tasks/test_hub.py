@@ -58,7 +58,7 @@ def test_a_folder_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     write(tmp_path / "set", {"train": ROWS[:3], "test": [ROWS[1]]})
     task = hub(str(tmp_path / "set"))
     assert len(task.problems("train")) == 3
-    with pytest.raises(UserError, match="1 questions are also in split train"):
+    with pytest.raises(UserError, match="1 questions are also in .* split train"):
         task.problems("test")
 
 
@@ -83,7 +83,7 @@ def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    _questions._load_hub.cache_clear()
+    _questions.load_hub.cache_clear()
     for task in (Hub("nobody/nothing"), Gsm8k()):
         with pytest.raises(UserError, match=r"needs the package datasets: pip install 'posttrain\[data\]'"):
             task.problems("train")

@@ -16,6 +16,7 @@ TRAIN = [
     {"problem": "Solve $x^2=4$.", "solution": "So \\boxed{2} or \\boxed{-2}.", "level": "Level 5", "type": "Algebra"},
     {"problem": "What is half of one?", "answer": "\\frac{1}{2}", "difficulty": 2.0, "type": "Algebra"},
     {"problem": "Nobody knows.", "answer": "", "difficulty": 2.0, "type": "Algebra"},
+    {"problem": "What is none?", "answer": 0, "solution": "It is not \\boxed{1}.", "level": 1, "type": "Zero"},
 ]
 TEST = [{"problem": "What is $3!$?", "solution": "$3\\cdot 2=\\boxed{6}$", "answer": "6", "level": 3, "subject": "Counting"}]
 
@@ -29,9 +30,9 @@ def folder(tmp_path: Path) -> str:
 
 def test_gold_answers(folder: str) -> None:
     task = Math(folder)
-    assert [p.answer for p in task.problems("train")] == ["1", "2, -2", "\\frac{1}{2}", ""]
+    assert [p.answer for p in task.problems("train")] == ["1", "2, -2", "\\frac{1}{2}", "", "0"]
     validate(task, "test")
-    first, second, third, unknown = task.problems("train")
+    first, second, third, unknown, _ = task.problems("train")
     for problem in (first, second, third):
         assert task.score(problem, task.demonstration(problem)).outcome == "correct"
     assert task.score(third, "\\boxed{0.5}").value == 1.0
@@ -42,7 +43,7 @@ def test_gold_answers(folder: str) -> None:
 
 
 def test_levels_and_subjects(folder: str) -> None:
-    assert [p.answer for p in Math(folder, max_level=1).problems("train")] == ["1"]
+    assert [p.answer for p in Math(folder, max_level=1).problems("train")] == ["1", "0"]
     assert [p.answer for p in Math(folder, min_level=2, subjects=("Algebra",)).problems("train")] == [
         "2, -2",
         "\\frac{1}{2}",

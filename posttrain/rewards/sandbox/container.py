@@ -91,16 +91,7 @@ class Container:
         if program is None:
             raise Infrastructure(f"{self.name} is not on PATH")
         title = f"posttrain-{secrets.token_hex(8)}"
-        try:
-            process = subprocess.Popen(
-                [program, *self.walls(limits, title), self.image, *self.inside(limits)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-            )
-        except OSError as error:
-            raise Infrastructure(f"{self.name}: {error}") from error
+        process = mechanisms.spawn([program, *self.walls(limits, title), self.image, *self.inside(limits)], self.name)
         return ContainerChild(process, program, title, limits.processes > 1)
 
     def walls(self, limits: Limits, title: str) -> list[str]:

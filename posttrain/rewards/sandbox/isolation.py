@@ -10,7 +10,7 @@ import os
 import socket
 import tempfile
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import UserError, unknown
@@ -63,7 +63,6 @@ class Isolation:
 
     mechanism: Mechanism
     open: tuple[str, ...] = ()
-    rejected: tuple[str, ...] = field(default=(), compare=False)  # what was tried before it, and why not
 
     @property
     def name(self) -> str:
@@ -167,7 +166,7 @@ def _choose(name: str) -> Isolation:
             through, lacking = probe(mechanism)
         serious = [entry for entry in through if entry not in EXTRA]
         if not lacking and not serious:
-            return Isolation(mechanism, tuple(through), tuple(rejected))
+            return Isolation(mechanism, tuple(through))
         rejected.append(f"{mechanism.name}: {lacking or 'does not stop ' + ', '.join(serious)}")
     tried = "; ".join(dict.fromkeys(rejected)) or "only Linux has one"
     if asked:

@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,14 +136,14 @@ def command(
     }
     if count_tasks:
         limited["NPROC"] = limits.tasks
-    settings: dict[str, Any] = {
+    settings = {
         "limits": limited,
         "user": user,
         "read_search": read_search,
         "result": limits.result,
         "mark": MARK,
+        "rules": rules.hex(),
     }
-    settings["rules"] = rules.hex()
     return [program or interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", SOURCE, json.dumps(settings)]
 
 
@@ -261,6 +262,20 @@ def _group(wanted: bool, limits: Limits, pid: int, kill: Any) -> cgroup.ControlG
     return group
 
 
+def spawn(
+    line: Sequence[str], name: str, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), apart: bool = False
+) -> subprocess.Popen[bytes]:
+    """A process with pipes to us for its three streams. `apart`: in the root folder, and in a group of its own."""
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(
+            line, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd="/" if apart else None, start_new_session=apart,
+            pass_fds=pass_fds,
+        )  # fmt: skip
+    except OSError as error:
+        raise Infrastructure(f"{name}: {error}") from error
+
+
 class PopenChild:
     def __init__(self, process: subprocess.Popen[bytes], group: cgroup.ControlGroup | None, whole_group: bool) -> None:
         self.process, self.group, self.whole_group = process, group, whole_group
@@ -317,18 +332,7 @@ class Bubblewrap:
             rules.seek(0)
             line = [program, *self.walls(rules.fileno()), "--"]
             line += command(limits, next_user() if self.privileged else 0, count_tasks=True)
-            try:
-                process = subprocess.Popen(
-                    line,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    env={},
-                    pass_fds=(rules.fileno(),),
-                )
-            except OSError as error:
-                raise Infrastructure(f"bubblewrap: {error}") from error
+            process = spawn(line, "bubblewrap", env={}, pass_fds=(rules.fileno(),))
         return PopenChild(process, _group(self.groups, limits, process.pid, process.kill), whole_group=False)
 
     def walls(self, rules: int) -> list[str]:
@@ -361,19 +365,7 @@ class Unsafe:
 
     def start(self, limits: Limits) -> Child:
         line = command(limits, user=0, count_tasks=False)
-        try:
-            process = subprocess.Popen(
-                line,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise Infrastructure(f"no process could be started: {error}") from error
+        process = spawn(line, "no process could be started", env=ENVIRONMENT, apart=True)
         return PopenChild(process, None, whole_group=True)
 
 

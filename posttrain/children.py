@@ -1,0 +1,71 @@
+"""Processes forked from this one: each reads what it is asked from one pipe, answers through another, and ends with this process."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+
+DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
+    """Start `live(questions, answers)`, which is given its ends of two pipes: the new process, our end of its questions, which never
+    blocks, and our end of its answers. The kernel ends it when this process dies, even of SIGKILL and in the middle of work that hangs:
+    an orphan would hold the run's lock."""
+    theirs, into = os.pipe()
+    out, ours = os.pipe()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Python warns of forks beside threads. A child runs on one thread, and is not waited for forever.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        os.close(theirs)
+        os.close(ours)
+        os.set_blocking(into, False)
+        return pid, into, out
+    code = 1
+    try:
+        if LIBC is not None:
+            LIBC.prctl(DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() == parent:  # else it died before the kernel was told
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.close(into)
+            os.close(out)
+            live(theirs, ours)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def end(pid: int, into: int, out: int, whole_group: bool = False) -> None:
+    """End a child, and with `whole_group` whatever it has started."""
+    os.close(into)
+    os.close(out)
+    with suppress(ProcessLookupError, PermissionError):
+        (os.killpg if whole_group else os.kill)(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def write_all(handle: int, data: bytes, deadline: float = math.inf) -> None:
+    """Into a pipe, whole; a TimeoutError where its other end has not taken it by the deadline."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(handle, view) :]
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError from None
+            select.select([], [handle], [], min(left, 60.0))

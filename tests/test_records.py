@@ -1,0 +1,64 @@
+"""Records of others' files, whole, by their line or entry, and refused in one line where they are damaged."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.records import read_jsonl
+
+
+def read(path: Path, content: bytes, lists: bool = False) -> list[tuple[str, dict[str, object]]]:
+    path.write_bytes(content)
+    return [(where.removeprefix(str(path)), record) for where, record in read_jsonl(path, lists)]
+
+
+def test_lines_are_numbered_and_blank_ones_passed_over(tmp_path: Path) -> None:
+    text = '\ufeff{"a": 1}\r\n\n{"a": "é\u2028"}'.encode()
+    expected = [(" line 1", {"a": 1}), (" line 3", {"a": "é\u2028"})]
+    assert read(tmp_path / "x.jsonl", text) == expected
+    assert read(tmp_path / "x.jsonl.gz", gzip.compress(text)) == expected
+
+
+def test_a_list_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    text = b'[{"a": 1},\n {"a": 2}]'
+    expected = [(" entry 1", {"a": 1}), (" entry 2", {"a": 2})]
+    assert read(tmp_path / "x.json", text, lists=True) == expected
+    assert read(tmp_path / "x.json.gz", gzip.compress(text), lists=True) == expected
+    assert read(tmp_path / "y.json", b'{"a": 1}\n{"a": 2}') == [(" line 1", {"a": 1}), (" line 2", {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.jsonl", b"", "is empty"),
+        ("x.json", b"[]", "is empty"),
+        ("x.json", b"{}", "expected a list of JSON objects"),
+        ("x.json", b'[{"a": 1}, "\\ud83d"]', "entry 2: expected a JSON object, not str"),
+        ("x.json", b'[{"a": 1}, {"a": "\\ud83d"}]', "entry 2: half a character"),
+        ("x.jsonl", b'{"a": 1}\n{', "line 2: not JSON"),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}', "line 2: not UTF-8"),
+        ("x.jsonl.gz", b"{}", "cannot read .*gz"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], "cannot read .*gz"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        read(tmp_path / name, content, lists=True)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read .*nowhere.jsonl: No such file"):
+        list(read_jsonl(tmp_path / "nowhere.jsonl"))
+
+
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.records.UNPACKED", 2**20)
+    bomb = gzip.compress(b'{"a": "' + b" " * 2**21 + b'"}')
+    assert len(bomb) < 4096
+    with pytest.raises(UserError, match=r"is larger than 0\.000976562 GiB unpacked"):
+        read(tmp_path / "x.jsonl.gz", bomb)
