@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ from posttrain.types import JSON
 # how the work is done, not what comes of it; a harmless "name" is that of the run, and `evaluate_units` decides a stage's own result
 NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
+OWN = ("name", "cache")
 CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")  # of a result: true, and no reason to do anything again
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".safetensors", ".gz")  # what a directory of data or of a model holds
 
@@ -72,19 +74,23 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     for word in dict.fromkeys(_words(stage)):
         if word not in folders and (path := _place(word)) is not None:
             inputs[word] = sha256(path) if path.is_file() else content(path)
-    inputs |= {f"{path.name} (code)": sha256(path) for path in _code(stage)}
+    code = _code(stage)
+    alike = Counter(path.name for path in code)
+    inputs |= {f"{path.name if alike[path.name] == 1 else path} (code)": sha256(path) for path in code}
     return Lineage(json.loads(dump_line(config)), inputs)
 
 
 def _place(word: str) -> Path | None:
     """The file or directory that a word names. Most words are no paths: a directory that happens to be called like one is none."""
-    path = Path(word)
     try:
+        path = Path(word).expanduser()
+        if path.name in ("", ".."):  # "." or "/" is a mark of something, not a place to be hashed
+            return None
         if path.is_file():
             return path
         named = os.sep in word or any(inner.name.endswith(SUFFIXES) for inner in path.iterdir())
         return path if path.is_dir() and named else None
-    except (OSError, ValueError):  # not there, may not be read, or no path at all: too long, with a null
+    except (OSError, ValueError, RuntimeError):  # not there, may not be read, or no path at all: too long, with a null
         return None
 
 
@@ -134,14 +140,14 @@ def _plain(value: object) -> JSON:
 
 
 def _inside(value: object) -> Iterator[object]:
-    """A value and everything it is made of, but for names of its own."""
+    """A value and everything it is made of, but for names of its own and for caches, which the work itself fills."""
     yield value
     if is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
-            if f.init and f.name != "name":
+            if f.init and f.name not in OWN:
                 yield from _inside(getattr(value, f.name))
     elif isinstance(value, Mapping):
-        for inner in value.values():
+        for inner in (inner for key, inner in value.items() if key not in OWN):
             yield from _inside(inner)
     elif isinstance(value, tuple | list):
         for inner in value:
@@ -155,7 +161,7 @@ def _words(stage: object) -> Iterator[str]:
 def _code(stage: object) -> list[Path]:
     """Files that a user's own classes were taken from, and those of functions that are named FILE.py:FUNCTION."""
     names = [catalogue.name_of(value) for value in _inside(stage) if is_dataclass(value)]
-    files = (Path(name.rsplit(":", 1)[0]) for name in dict.fromkeys([*names, *_words(stage)]) if ".py:" in name)
+    files = (Path(name.rsplit(":", 1)[0]).expanduser() for name in dict.fromkeys([*names, *_words(stage)]) if ".py:" in name)
     return list(dict.fromkeys(path for path in files if path.is_file()))
 
 

@@ -127,12 +127,15 @@ def test_seed_and_kind_of_stage_are_part_of_it(tmp_path: Path) -> None:
         ("model", "model/model.safetensors", True),  # a model's directory, or one of data
         ("linear", "linear/notes.md", False),  # a directory that happens to be called like a setting
         ("score.py:polite", "score.py", True),  # a function of the user's own
+        ("~/far.jsonl", "far.jsonl", True),  # in the user's home
+        (".", "notes.json", False),  # a mark, such as where an answer ends, and no place
     ],
 )
 def test_inputs_are_found_by_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, file: str, seen: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text("one")
@@ -140,6 +143,21 @@ def test_inputs_are_found_by_any_name(
     assert ran(tmp_path / "run", stages) == ["a"] and ran(tmp_path / "run", stages) == []
     path.write_text("two")
     assert ran(tmp_path / "run", stages) == (["a"] if seen else [])
+
+
+def test_a_cache_is_no_input_and_functions_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "score.py").write_text("1")
+    stages = (Note(name="a", word="one/score.py:f", source="", options={"cache": "kept/answers", "reward": "two/score.py:f"}),)
+    assert ran(tmp_path / "run", stages) == ["a"]
+    (tmp_path / "kept" / "answers").mkdir(parents=True)
+    (tmp_path / "kept" / "answers" / "x.json").write_text("{}")
+    assert ran(tmp_path / "run", stages) == [], "what the work itself has filled"
+    for folder in ("one", "two"):
+        (tmp_path / folder / "score.py").write_text("2")
+        assert ran(tmp_path / "run", stages) == ["a"]
 
 
 def test_one_more_of_a_users_own_options_is_a_change(tmp_path: Path) -> None:
