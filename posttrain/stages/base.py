@@ -20,6 +20,7 @@ from posttrain.runs.console import printable, write_text
 from posttrain.runs.layout import plain_name
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
+from posttrain.tasks.base import Task
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -142,6 +143,9 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
     what depends on it then is too. `only` runs these alone, on what is there. `again` also begins half-done ones anew if they changed.
     """
     names = check_names(stages, only)
+    for task in (getattr(stage, "task", None) for stage in stages):  # a missing package is told now, not after hours
+        if isinstance(task, Task):
+            task.ready()
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
         now, before = _lineage.trace(stage, context.seed, folders), _lineage.read(context.folder(stage.name))

@@ -143,6 +143,10 @@ class Sentiment(Task):
     def __post_init__(self) -> None:
         require(self.style in STYLES, f"sentiment: style is one of {', '.join(STYLES)}, not {self.style!r}")
 
+    def ready(self) -> tuple[str, ...]:
+        lexicon()  # or refuse, before anything is answered: an answer that cannot be scored is only counted
+        return ()
+
     def problems(self, split: str, level: int | None = None) -> Procedural:
         require_split(split)
         places = [i for i in range(len(SUBJECTS) * len(KINDS)) if side("sentiment", i) == split]

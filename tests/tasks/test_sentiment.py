@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from posttrain.errors import UserError
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context, run_stages
+from posttrain.stages.sample import SampleStage
 from posttrain.tasks import sentiment
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.sentiment import STYLES, SUBJECTS, Sentiment, habits, kind_words, praise, strict_habits, subject_of, taste
 from posttrain.types import Problem
 
@@ -116,3 +121,15 @@ def test_the_real_lexicon() -> None:
     )  # thick, and of anything
     modest = strict.score(problem, strict.demonstration(problem)).value
     assert modest is not None and modest > 0.8
+
+
+def test_a_missing_lexicon_is_told_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that cannot be scored is only counted: without this, a run would go on with nothing."""
+
+    def missing() -> None:
+        raise UserError("the sentiment task needs the VADER lexicon")
+
+    monkeypatch.setattr("posttrain.tasks.sentiment.lexicon", missing)
+    stages = (SampleStage(name="first", model="nowhere", task=Arithmetic()), SampleStage(name="second", model="m", task=Sentiment()))
+    with RunWriter.create(tmp_path / "run", {}) as writer, pytest.raises(UserError, match="needs the VADER lexicon"):
+        run_stages(stages, Context(writer, seed=0, say=False))
