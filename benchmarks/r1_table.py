@@ -42,7 +42,7 @@ def read(run: Path) -> dict[str, dict[str, list[float]]]:
 def change(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
     """How far the second is above the first, also in standard errors; these are none where all problems moved alike."""
     found = compare(first, second).difference
-    error = (found.high - found.low) / 3.92
+    error = (found.value - found.low) / 1.96  # the upper end may be cut off at 1
     return {"by": found.value, "errors": found.value / error if error > 0 else (0.0 if found.value == 0 else 99.0)}
 
 

@@ -33,7 +33,7 @@ class Interval:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def wilson(successes: int, n: int, z: float = 1.96) -> Interval:
+def wilson(successes: float, n: int, z: float = 1.96) -> Interval:
     """Wilson's interval of a proportion: it holds at 0 and at n, where the normal interval has no width.
 
     centre = (p + z^2/2n) / (1 + z^2/n), half-width = z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n).
@@ -70,14 +70,14 @@ def mean_interval(values: Sequence[float], z: float = 1.96) -> Interval:
 
 
 def share_interval(values: Sequence[float], z: float = 1.96) -> Interval:
-    """The mean of shares, one a problem: Wilson's interval where each is 0 or 1, which holds at 0% and 100%; else the normal one within
-    [0, 1].
+    """The mean of shares, one a problem: Wilson's interval where each is 0 or 1, which holds at 0% and 100%, and where all are equal;
+    else the normal one within [0, 1].
 
     >>> print(share_interval([0.0, 0.0]), share_interval([0.0, 0.5]))
     0.000 [0.000, 0.658] 0.250 [0.000, 0.740]
     """
-    if values and set(values) <= {0.0, 1.0}:
-        return wilson(int(sum(values)), len(values), z)
+    if values and (set(values) <= {0.0, 1.0} or len(set(values)) == 1):
+        return wilson(min(sum(values), len(values)), len(values), z)
     found = mean_interval(values, z)
     return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
 
@@ -159,13 +159,14 @@ def paired_interval(differences: Sequence[float], z: float = 1.96) -> Interval:
 
         d = (w - l) / (n + 2),    half-width = z sqrt((w + l + 1) - (w - l)^2 / (n + 2)) / (n + 2)
 
-    so that equal results have a width too. Shares of several samples have the normal interval, unless all of them are equal.
+    so that equal results have a width too; likewise where all differences are equal. Other shares of several samples have the normal
+    interval.
 
     >>> print(paired_interval([0.0] * 20), paired_interval([1.0] * 5 + [0.0]))
     0.000 [-0.089, 0.089] 0.833 [0.210, 1.000]
     """
     n, mean = len(differences), sum(differences) / len(differences)
-    if set(differences) <= {-1.0, 0.0, 1.0}:
+    if set(differences) <= {-1.0, 0.0, 1.0} or len(set(differences)) == 1:
         more = n + 2
         centre = n * mean / more
         half = z * sqrt(sum(abs(d) for d in differences) + 1 - (n * mean) ** 2 / more) / more

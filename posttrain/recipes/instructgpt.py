@@ -83,7 +83,8 @@ def instructgpt(
 def real(model: str, demonstrations: str, scale: Scale) -> Recipe:
     """The same from a real model, which first writes what no file was given for."""
     made = {"ordinary": talk("ordinary", model, 240), "unseen": talk("unseen", model, 60, skip=240)}
-    stages = [stage for name, stage in made.items() if Data(file=name) in (*scale.ordinary, *scale.unseen)]
+    needed = (*(scale.ordinary if scale.algorithm.ptx else ()), *scale.unseen)
+    stages = [stage for name, stage in made.items() if Data(file=name) in needed]
     if not demonstrations:
         stages.append(favourites("demonstrations", model, scale.sampling.max_new_tokens))
     sft = SFTStage(

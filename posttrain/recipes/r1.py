@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.errors import require
 from posttrain.recipes._r1_sizes import Scale, nano, real
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
@@ -86,6 +87,7 @@ def stages(scale: Scale, restart: str) -> list[Stage]:
 
 def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
     """What the table says of a model: its held-out sums, and its general answers against those of the base model."""
+    require(problems >= 4, f"r1: problems must be at least 4, not {problems}")
     if stage not in MODELS:
         return []
     model, general = scale.base if stage == "base" else stage, 29 * problems // 50

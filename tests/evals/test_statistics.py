@@ -141,6 +141,12 @@ def test_equal_results_say_how_little_they_know() -> None:
     assert few.value == many.value == 0.0 and few.high > 0.25 and 0 < many.high < 0.01 and few.low == -few.high
 
 
+def test_equal_shares_have_a_width_too() -> None:
+    moved, same = compare([0.25] * 30, [0.5] * 30).difference, share_interval([2 / 3] * 30)
+    assert moved.value == 0.25 and 0.05 < moved.low < 0.15 < 0.35 < moved.high < 0.5
+    assert same == wilson(20, 30) and 0.48 < same.low < same.high < 0.81
+
+
 def test_the_paired_interval_holds_what_it_promises() -> None:
     """Simulated: of 2,000 comparisons of 40 problems, the true difference lies within about 95%."""
     generator, inside = np.random.default_rng(0), 0
