@@ -215,13 +215,14 @@ class Reader:
 
 
 def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Policy]) -> None:
-    """Refuse a reference, critic or reward model that the run would refuse for its vocabulary. Of those that lie on the disk or the hub
-    only the tokenizer is read; a judge is asked in words, and may be of any family."""
+    """Refuse a reference, critic or reward model that the run would refuse for its vocabulary. Of those that lie on the disk
+    only the tokenizer is read, of those on the hub nothing; a judge is asked in words, and may be of any family."""
     names = [getattr(stage, "reference", ""), getattr(stage, "critic", "")]
     if isinstance(stage, RLStage) and stage.reward_kind != "judge":
         names += [*stage.reward_models, stage.reward_reference]
     for name in dict.fromkeys(name for name in names if name):
-        same_vocabulary(stage.name, policy, policies.get(name) or read_reader(name, stage.alphabet()))
+        if name in policies or name.startswith("tiny:") or Path(name).expanduser().exists():
+            same_vocabulary(stage.name, policy, policies.get(name) or read_reader(name, stage.alphabet()))
 
 
 def read_reader(name: str, alphabet: str) -> Reader:

@@ -34,7 +34,7 @@ def strangeness(network: Network) -> str | None:
     if not isinstance(kind, str) or kind not in STATIC_ROTARY:
         return f"rotary embedding of kind {kind}"
     for layer in body.layers:
-        for part, module, names in (("layer", layer, LAYER), ("MLP", layer.mlp, MLP)):
+        for part, module, names in (("layer", layer, LAYER), ("MLP", getattr(layer, "mlp", layer), MLP)):
             if set(dict(module.named_children())) != names:
                 return f"{type(module).__name__} is not the {part} of a Llama"
         parts = dict(layer.self_attn.named_children())

@@ -46,8 +46,8 @@ def read_directory(
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = read_tokenizer(folder)
     try:
+        check_depth(folder)  # before transformers makes something for every layer
         config = AutoConfig.from_pretrained(folder, **safe)
-        check_depth(folder, config.get_text_config())
         kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
         model, report = kind.from_pretrained(
             folder,
@@ -149,11 +149,14 @@ def check_weights(folder: Path) -> None:
     raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}; copy the weight files there")
 
 
-def check_depth(folder: Path, config: PretrainedConfig) -> None:
+def check_depth(folder: Path) -> None:
     """Refuse more layers than there are tensors: layers are made before weights are read, and a billion of them would eat the host."""
     from safetensors import safe_open
 
-    layers, tensors = getattr(config, "num_hidden_layers", 0), 0
+    told = json.loads((folder / "config.json").read_text("utf-8"))
+    parts = [told, *(part for part in told.values() if isinstance(part, dict))]
+    layers = max((n for part in parts if isinstance(n := part.get("num_hidden_layers", 0), int)), default=0)
+    tensors = 0
     for name in [WEIGHTS] if (folder / WEIGHTS).is_file() else shards(folder):
         with safe_open(folder / name, framework="np") as file:
             tensors += len(file.keys())

@@ -43,4 +43,4 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
         case ast.BinOp(left, sign, right) if type(sign) in SIGNS:
             value: Fraction = SIGNS[type(sign)](_value(left, numbers), _value(right, numbers))
             return value
-    raise Unparseable(f"unexpected {ast.unparse(node)[:10]!r}")
+    raise Unparseable(f"unexpected {type(node).__name__}")

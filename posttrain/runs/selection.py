@@ -22,6 +22,7 @@ import numpy as np
 
 from posttrain.types import JSON, Group, Rollout
 
+LEAST_SQUARE = 1e-12  # of differences within groups; less is rounding
 WINDOW, EARLY = 10, 5  # steps that are looked at together; steps that say what is normal
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
 AGREE, REWARD = 0.9, "reward"  # planted hacks lie below, honest rewards with a part for form above
@@ -113,7 +114,7 @@ class Selection:
         """The correlation of reward and gold within groups over the last steps; None where either never differs in a group."""
         sums = [step[REWARD][3:6] for step in self.recent if REWARD in step]
         product, reward_2, gold_2 = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
-        return product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > 0 else None
+        return product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > LEAST_SQUARE else None
 
     def conflicts(self) -> list[Conflict]:
         """Every trait of the last steps, the clearest first."""

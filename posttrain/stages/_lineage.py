@@ -1,7 +1,7 @@
 """Where a stage's result comes from: its settings and the content of its inputs. Only what changed is done again.
 
-Inputs are found, not declared: every string in a stage's settings that names an earlier stage, a file, or a directory (one with a
-slash in its name, a model's, or one of data files), and the files of a user's own classes and functions. They are compared by content:
+Inputs are found, not declared: every string in a stage's settings that names an earlier stage, a file, or a directory (with a slash
+in its name, or in a field for places), and the files of a user's own classes and functions. They are compared by content:
 a stage done again with the same outcome changes nothing below it.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
-from posttrain.changes import HARMLESS, flatten
+from posttrain.changes import HARMLESS, WHOLE, flatten
 from posttrain.runs.layout import dump_line
 from posttrain.tasks.base import Task
 from posttrain.types import JSON
@@ -28,7 +28,8 @@ NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
 OWN = ("name", "cache")
 CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")  # of a result: true, and no reason to do anything again
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".safetensors", ".gz")  # what a directory of data or of a model holds
+PLACES = ("model", "models", "against", "reference", "critic", "reward_model", "reward_models", "reward_reference", "judge", "data",
+          "test_data", "file", "test_file", "problems", "before", "trained")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,15 @@ class Lineage:
         return {"config_sha256": digest(self.config), "inputs": dict(self.inputs), "inputs_sha256": digest(self.inputs)}
 
     def news(self, before: Lineage, config: bool = True) -> list[str]:
-        """What differs from how it was. Settings that the version of posttrain that wrote `before` did not have are no change."""
+        """What differs from how it was. Settings that the version of posttrain that wrote `before` did not have are no change, and
+        files that it did not look at are none: where one is named anew, a setting says so."""
         found = []
         for key, was in before.config.items() if config else ():
             if key not in self.config or self.config[key] != was:
                 found.append(f"{key}: {_short(was)} -> {_short(self.config.get(key, 'other settings'))}")
-        for name in dict.fromkeys([*before.inputs, *self.inputs]):
-            if before.inputs.get(name) != self.inputs.get(name):
-                both = name in before.inputs and name in self.inputs
-                found.append(f"its input {name} {'has changed' if both else 'is new' if name in self.inputs else 'is gone'}")
+        for name, was in before.inputs.items():
+            if self.inputs.get(name) != was:
+                found.append(f"its input {name} {'has changed' if name in self.inputs else 'is gone'}")
         return found
 
 
@@ -64,15 +65,31 @@ def read(folder: Path) -> Lineage | None:
     if not path.is_file():
         return None
     tree = json.loads(path.read_text())
-    return Lineage(tree["config"], tree["inputs"])
+    return Lineage(_whole(tree["config"]), tree["inputs"])
+
+
+def _whole(config: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Settings with options in one piece, as an older version of posttrain did not keep them."""
+    kept: dict[str, JSON] = {}
+    for key, value in config.items():
+        head, inside, rest = f".{key}".partition(f".{WHOLE}.")
+        if not inside:
+            kept[key] = value
+            continue
+        place = kept.setdefault(f"{head}.{WHOLE}"[1:], {})
+        *above, last = rest.split(".")
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return kept
 
 
 def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     """The lineage of a stage as things are now. `folders` are those of the stages before it."""
     config = flatten({"seed": seed, "stage": Path(catalogue.name_of(stage)).name, **_plain(stage)})
     inputs = {name: content(folders[name]) for name in references(stage, folders) if (folders[name] / RESULT).is_file()}
-    for word in dict.fromkeys(_words(stage)):
-        if word not in folders and (path := _place(word)) is not None:
+    for field, word in dict.fromkeys((field, value) for field, value in _inside(stage) if isinstance(value, str) and value):
+        if word not in folders and (path := _place(word, field)) is not None:
             inputs[word] = sha256(path) if path.is_file() else content(path)
     code = _code(stage)
     alike = Counter(path.name for path in code)
@@ -80,16 +97,15 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     return Lineage(json.loads(dump_line(config)), inputs)
 
 
-def _place(word: str) -> Path | None:
-    """The file or directory that a word names. Most words are no paths: a directory that happens to be called like one is none."""
+def _place(word: str, field: str) -> Path | None:
+    """The file or directory that a setting names. Most words are no paths: what happens to be called like one is none, so that a word
+    without a slash must have an ending or stand in a field for places."""
     try:
         path = Path(word).expanduser()
         if path.name in ("", ".."):  # "." or "/" is a mark of something, not a place to be hashed
             return None
-        if path.is_file():
-            return path
-        named = os.sep in word or any(inner.name.endswith(SUFFIXES) for inner in path.iterdir())
-        return path if path.is_dir() and named else None
+        named = os.sep in word or field in PLACES
+        return path if (path.is_file() and (named or path.suffix)) or (path.is_dir() and named) else None
     except (OSError, ValueError, RuntimeError):  # not there, may not be read, or no path at all: too long, with a null
         return None
 
@@ -139,28 +155,30 @@ def _plain(value: object) -> JSON:
     return value
 
 
-def _inside(value: object) -> Iterator[object]:
-    """A value and everything it is made of, but for names of its own and for caches, which the work itself fills."""
-    yield value
+def _inside(value: object, field: str = "") -> Iterator[tuple[str, object]]:
+    """A value and everything it is made of, each with the field it stands in, but for names of its own and for caches, which the work
+    itself fills."""
+    yield field, value
     if is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
             if f.init and f.name not in OWN:
-                yield from _inside(getattr(value, f.name))
+                yield from _inside(getattr(value, f.name), f.name)
     elif isinstance(value, Mapping):
-        for inner in (inner for key, inner in value.items() if key not in OWN):
-            yield from _inside(inner)
+        for key, inner in value.items():
+            if key not in OWN:
+                yield from _inside(inner, str(key))
     elif isinstance(value, tuple | list):
         for inner in value:
-            yield from _inside(inner)
+            yield from _inside(inner, field)
 
 
 def _words(stage: object) -> Iterator[str]:
-    return (value for value in _inside(stage) if isinstance(value, str) and value)
+    return (value for _, value in _inside(stage) if isinstance(value, str) and value)
 
 
 def _code(stage: object) -> list[Path]:
     """Files that a user's own classes were taken from, and those of functions that are named FILE.py:FUNCTION."""
-    names = [catalogue.name_of(value) for value in _inside(stage) if is_dataclass(value)]
+    names = [catalogue.name_of(value) for _, value in _inside(stage) if is_dataclass(value)]
     files = (Path(name.rsplit(":", 1)[0]).expanduser() for name in dict.fromkeys([*names, *_words(stage)]) if ".py:" in name)
     return list(dict.fromkeys(path for path in files if path.is_file()))
 

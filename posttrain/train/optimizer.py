@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from posttrain.errors import UserError, require
 
 SCHEDULES, CHECKPOINTING, MOMENTS = ("constant", "linear", "cosine"), ("auto", "never", "layer"), ("float32", "int8")
-BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
+BLOCK, LEAST = 256, 4096  # numbers that share a scale where moments are kept in 8 bits; those of a tensor that is worth it
 COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()  # one optimizer at a time takes gradients
 
 
@@ -164,11 +164,17 @@ class Optimizer:
 
     def _moment(self, tensors: dict[str, Tensor], key: str, name: str) -> Tensor:
         master, narrow = self.masters[name], self.settings.moments == "int8"
-        if f"{key}.{name}" in tensors:  # torchao counts steps on the CPU
-            return tensors[f"{key}.{name}"].clone().to("cpu" if narrow and key == "step" else master.device)
+        if key == "step":  # torchao counts on the CPU
+            return tensors[f"step.{name}"].clone().to("cpu" if narrow else master.device)
+        whole = tensors.get(f"{key}.{name}")
+        require(narrow or whole is not None, "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8")
+        if whole is not None and not (narrow and master.numel() >= LEAST and master.numel() % BLOCK == 0):
+            return whole.clone().to(master.device)
         from torchao.optim.subclass_8bit import OptimState8bit
 
         moment = OptimState8bit.zeros(master.shape, key == "exp_avg", BLOCK, master.device, master.dtype)
+        if whole is not None:  # of a run that began with float32
+            return moment.copy_(whole.to(master.device))  # type: ignore[no-any-return]
         moment.codes.copy_(tensors[f"{key}_codes.{name}"])
         moment.scale.copy_(tensors[f"{key}_scale.{name}"])
         return moment  # type: ignore[no-any-return]

@@ -173,3 +173,9 @@ def test_half_precision_is_told_from_a_wrong_attention(seed: int, monkeypatch: p
     monkeypatch.setattr("posttrain.models.policy.Packed", lambda starts, device: Packed((0, starts[-1]), device))
     with pytest.raises(UserError, match="logits with our attention differ from the model's own"):
         adopt(model, None, (1,))
+
+
+def test_a_layer_without_an_mlp_is_named_too() -> None:
+    config = transformers.GraniteMoeConfig(**(SHAPE | {"num_local_experts": 2, "num_experts_per_tok": 1}))
+    policy = adopt(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, (1,))
+    assert strangeness(policy) == "GraniteMoeDecoderLayer is not the layer of a Llama"

@@ -149,8 +149,9 @@ def test_agreement_is_a_figure_of_the_step() -> None:
     assert alarms.texts([pair] * 4)["agreement"] == pytest.approx(1.0)
     other = group(rollout("a", 0.0, 1.0), rollout("abc", 1.0, 0.0))
     assert alarms.texts([other] * 2)["agreement"] == pytest.approx((4 - 2) / 6), "over the steps together"
-    same = group(rollout("a", 0.5, 0.5), rollout("abc", 0.5, 0.5))
-    assert "agreement" not in Alarms().texts([same] * 4), "where nothing differs there is nothing to agree on"
+    for value in (0.5, 0.1, 0.7):  # some of which are not the mean of three of themselves
+        same = group(*[rollout("a" * n, value, value) for n in (1, 2, 3)])
+        assert "agreement" not in Alarms().texts([same] * 4), "where nothing differs there is nothing to agree on"
 
 
 def test_scores_that_failed_do_not_count() -> None:

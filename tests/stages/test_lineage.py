@@ -40,6 +40,7 @@ class Note(Stage):
     score: float = 0.0
     checkpoint_every: int = 25
     options: Mapping[str, JSON] = field(default_factory=dict)
+    model: str = ""
 
     def run(self, context: Context) -> dict[str, JSON]:
         RAN.append(self.name)
@@ -120,26 +121,28 @@ def test_seed_and_kind_of_stage_are_part_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "file", "seen"),
+    ("field", "word", "file", "seen"),
     [
-        ("pairs.jsonl.gz", "pairs.jsonl.gz", True),  # a file, whatever it is called
-        ("words", "words", True),
-        ("model", "model/model.safetensors", True),  # a model's directory, or one of data
-        ("linear", "linear/notes.md", False),  # a directory that happens to be called like a setting
-        ("score.py:polite", "score.py", True),  # a function of the user's own
-        ("~/far.jsonl", "far.jsonl", True),  # in the user's home
-        (".", "notes.json", False),  # a mark, such as where an answer ends, and no place
+        ("word", "pairs.jsonl.gz", "pairs.jsonl.gz", True),  # a file with an ending
+        ("model", "words", "words", True),  # without one, in a field for places
+        ("model", "mine", "mine/model.safetensors", True),
+        ("word", "a/b", "a/b/x.txt", True),  # a path
+        ("word", "train", "train/x.json", False),  # what happens to be called like a setting
+        ("word", "code", "code", False),
+        ("word", "score.py:polite", "score.py", True),  # a function of the user's own
+        ("word", "~/far.jsonl", "far.jsonl", True),  # in the user's home
+        ("model", ".", "notes.json", False),  # a mark, such as where an answer ends, and no place
     ],
 )
 def test_inputs_are_found_by_any_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, file: str, seen: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, word: str, file: str, seen: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / file
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text("one")
-    stages = (Note(name="a", word=word),)
+    stages = (replace(Note(name="a"), **{field: word}),)
     assert ran(tmp_path / "run", stages) == ["a"] and ran(tmp_path / "run", stages) == []
     path.write_text("two")
     assert ran(tmp_path / "run", stages) == (["a"] if seen else [])
@@ -158,6 +161,20 @@ def test_a_cache_is_no_input_and_functions_of_one_name_are_two(tmp_path: Path, m
     for folder in ("one", "two"):
         (tmp_path / folder / "score.py").write_text("2")
         assert ran(tmp_path / "run", stages) == ["a"]
+
+
+def test_what_an_older_version_did_not_look_at_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It kept options key by key, and no functions among the inputs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "score.py").write_text("1")
+    stages = (Note(name="a", word="score.py:f", options={"mark": "#", "inner": {"x": 1}}),)
+    ran(tmp_path / "run", stages)
+    record = tmp_path / "run" / "stages" / "a" / "lineage.json"
+    tree = json.loads(record.read_text())
+    assert tree["config"].pop("options") == {"mark": "#", "inner": {"x": 1}} and tree["inputs"].pop("score.py (code)")
+    record.write_text(json.dumps({**tree, "config": {**tree["config"], "options.mark": "#", "options.inner.x": 1}}))
+    assert ran(tmp_path / "run", stages) == []
+    assert ran(tmp_path / "run", (replace(stages[0], options={"mark": "+", "inner": {"x": 1}}),)) == ["a"]
 
 
 def test_one_more_of_a_users_own_options_is_a_change(tmp_path: Path) -> None:

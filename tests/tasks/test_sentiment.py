@@ -130,6 +130,9 @@ def test_a_missing_lexicon_is_told_before_anything_is_loaded(tmp_path: Path, mon
         raise UserError("the sentiment task needs the VADER lexicon")
 
     monkeypatch.setattr("posttrain.tasks.sentiment.lexicon", missing)
-    stages = (SampleStage(name="first", model="nowhere", task=Arithmetic()), SampleStage(name="second", model="m", task=Sentiment()))
+    stages = (
+        SampleStage(name="first", model="nowhere", task=Arithmetic()),
+        SampleStage(name="second", model="m", task=Sentiment()),
+    )
     with RunWriter.create(tmp_path / "run", {}) as writer, pytest.raises(UserError, match="needs the VADER lexicon"):
         run_stages(stages, Context(writer, seed=0, say=False))

@@ -315,3 +315,24 @@ def test_moments_of_8_bits_without_torchao_are_refused(monkeypatch: pytest.Monke
         Optimizer(Small(torch.float32), Optimization(moments="int8"))
     with pytest.raises(UserError, match="moments must be one of float32, int8, not 'int4'"):
         Optimization(moments="int4")
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_run_may_go_over_to_8_bits_and_is_told_that_it_cannot_go_back() -> None:
+    module = wide_module(torch.float32)
+    plain = Optimizer(module, Optimization(lr=1e-2))
+    moved(plain, module, range(3))
+    saved = {name: tensor.clone() for name, tensor in plain.state().items()}
+    narrow = Optimizer(wide_module(torch.float32), Optimization(lr=1e-2, moments="int8"))
+    narrow.restore(saved)
+    found = narrow.state()
+    assert (
+        "exp_avg_codes.weight" in found
+        and "exp_avg.weight" not in found
+        and torch.equal(found["exp_avg.bias"], saved["exp_avg.bias"])
+    )
+    moments = [narrow.adam.state[narrow.masters["weight"]][key].dequantize() for key in ("exp_avg", "exp_avg_sq")]
+    for moment, key in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
+        assert 0 < float((moment - saved[f"{key}.weight"]).norm() / saved[f"{key}.weight"].norm()) < 0.05
+    with pytest.raises(UserError, match="the checkpoint has moments of 8 bits: go on with optimizer.moments=int8"):
+        Optimizer(wide_module(torch.float32), Optimization(lr=1e-2)).restore(found)
