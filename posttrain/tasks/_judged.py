@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from posttrain import catalogue
@@ -17,6 +19,18 @@ from posttrain.rewards.math import final_answer
 from posttrain.rewards.sandbox import isolation
 from posttrain.tasks._questions import Questions, canonical, one_side, require_apart
 from posttrain.types import JSON, Code, Problem, Score
+
+
+def check_code(name: str) -> None:
+    """Refuse FILE.py:NAME where the file is not there or is no Python; nothing in it is run."""
+    path = Path(name.rsplit(":", 1)[0]).expanduser()
+    try:
+        ast.parse(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"reward {name}: cannot read {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        where = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise UserError(f"reward {name}: {path}{where} is not Python: {getattr(error, 'msg', error)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +96,10 @@ class Judged(Questions):
         return after_marker(response, str(self.options.get("marker", MARKER))) if self.reward == "answer" else None
 
     def ready(self) -> tuple[str, ...]:
-        """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice."""
+        """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice. A reward of
+        the user's own must at least parse: in the workers a mistake is found with the first answer."""
+        for name in (name for name, _ in self.rewards() if ".py:" in name):
+            check_code(name)
         given = [(name, options) for name, options in self.rewards() if name == "code"]
         return tuple(isolation.describe(str(options.get("sandbox", "auto"))) for _, options in given)
 

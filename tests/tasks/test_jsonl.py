@@ -132,3 +132,15 @@ def test_a_missing_file_and_bad_settings() -> None:
         Jsonl("x", style="rhyme")
     with pytest.raises(UserError, match="held_out"):
         Jsonl("x", held_out=1.0)
+
+
+def test_a_reward_file_that_is_missing_or_no_python_is_told_before_a_run(file: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    task = Jsonl(file, reward=f"{path}:good")
+    with pytest.raises(UserError, match=r"own.py:good: cannot read .*own.py: No such file"):
+        task.ready()
+    path.write_text("x = 1\ndef good(problem, response:\n")
+    with pytest.raises(UserError, match=r"own.py line 2 is not Python: '\(' was never closed"):
+        task.ready()
+    path.write_text("raise SystemExit\ndef good(problem, response): return 1.0\n")
+    assert task.ready() == (), "nothing in it is run"
