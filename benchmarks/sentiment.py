@@ -11,7 +11,6 @@ The key=value are the recipe's own settings. OUT/seed-N.json is written anew aft
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import multiprocessing
@@ -21,7 +20,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from real_models import arguments  # noqa: E402
+
 DIGITS = 5  # significant ones that are kept
 KEPT = ("win_rate", "ties", "reward", "reward_against", "kl", "problems", "perplexity", "perplexity_against")
 SHOWN = 12  # answers of each round that are kept, to look at
@@ -53,19 +55,6 @@ def one_seed(job: Job) -> dict[str, Any]:
             if stopped:
                 break
     return found
-
-
-def arguments(function: Any, settings: dict[str, str]) -> dict[str, Any]:
-    """The recipe's own settings, by the types that it declares."""
-    known = inspect.signature(function, eval_str=True).parameters
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise SystemExit(f"the recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
-    kinds = {key: str(known[key].annotation) for key in settings}
-    return {
-        key: int(value) if "int" in kinds[key] else float(value) if "float" in kinds[key] else value
-        for key, value in settings.items()
-    }
 
 
 def figures(context: Any, recipe: Any) -> dict[str, Any]:

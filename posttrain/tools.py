@@ -93,6 +93,7 @@ def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = Fal
     }
     stage = config.override([config.from_tree(tree, config.Stage, "eval")], keys)[0]
     require(isinstance(stage, EvaluateStage), "eval: model and task cannot be changed by settings")
+    stage.task.ready()
     measured = []
     for name in [model, against] if against else [model]:
         policy = open_policy(name, asked.device)

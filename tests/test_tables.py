@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from material_for_tests import algorithm_class
+from scripts_for_tests import load_script
 
 from posttrain import catalogue, cli
 from posttrain.errors import UserError
@@ -23,12 +22,7 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def make() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_tables", DOCS / "make_tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_tables"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/make_tables.py")
 
 
 @pytest.fixture(scope="module")

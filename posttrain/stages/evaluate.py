@@ -88,7 +88,6 @@ class EvaluateStage(Stage):
         """Every figure asked for; the reference is opened only where there is one."""
         from posttrain.engine.engine import Engine
 
-        self.task.ready()
         held_out = self.task.problems("test")
         require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
         self.check_spread(len(held_out))

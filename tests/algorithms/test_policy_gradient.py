@@ -12,6 +12,7 @@ from material_for_tests import gradients, material, plain_batch
 from numpy_for_tests import Response, clipped, parity, relative
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.gspo import GSPO
 from posttrain.algorithms.rloo import RLOO
@@ -224,3 +225,11 @@ def test_t05_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[P
         algorithm = make(beta=0.0, clip_low=0.2, clip_high=0.2, **settings)
         found = gradients(algorithm, algorithm.prepare(step, {}))
         assert all(torch.equal(expected[1][name], gradient) for name, gradient in found[1].items())
+
+
+def test_an_algorithm_of_ones_own_that_would_never_update_is_refused() -> None:
+    class Mine(Algorithm):
+        epochs = 0.5
+
+    with pytest.raises(UserError, match="Mine: epochs and mini_batches must be at least 1"):
+        _ = Mine().reuse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import struct
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from scripts_for_tests import load_script
 
 from posttrain.data.chat import render_example, render_prompt
 from posttrain.models.load import load
@@ -25,11 +25,7 @@ SIZE = 3 + 256 + len(WORDS)
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llama2c", ROOT / "benchmarks" / "llama2c.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/llama2c.py")
 
 
 def write(folder: Path, own_head: bool) -> dict[str, np.ndarray]:

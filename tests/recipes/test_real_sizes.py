@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from scripts_for_tests import load_script
 
 from posttrain import config
 from posttrain.errors import UserError
@@ -37,12 +36,7 @@ class Lexicon:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("real_models", ROOT / "benchmarks" / "real_models.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["real_models"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/real_models.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from scripts_for_tests import load_script
 
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
@@ -30,12 +30,7 @@ class Lexicon:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sentiment_benchmark", ROOT / "benchmarks" / "sentiment.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sentiment_benchmark"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/sentiment.py", "sentiment_benchmark")
 
 
 def settings(folder: Path) -> dict[str, str]:
@@ -94,5 +89,5 @@ def test_settings_are_the_recipes_own(script: ModuleType) -> None:
 
     given = {"model": "m", "rounds": "2", "lr": "1e-5", "style": "story"}
     assert script.arguments(sentiment, given) == {"model": "m", "rounds": 2, "lr": 1e-5, "style": "story"}
-    with pytest.raises(SystemExit, match="the recipe has no sped"):
+    with pytest.raises(SystemExit, match="sentiment has no sped"):
         script.arguments(sentiment, {"sped": "1"})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts_for_tests import load_script
 
 ROOT = Path(__file__).parent.parent.parent
 MATH = [
@@ -32,12 +31,7 @@ MATH = [
 
 @pytest.fixture(scope="module")
 def check_data() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_data", ROOT / "benchmarks" / "check_data.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_data"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/check_data.py")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from scripts_for_tests import load_script
 
 from posttrain.runs.layout import Row
 
@@ -21,11 +21,7 @@ PLACE = Path(__file__).parent.parent.parent / "benchmarks" / "hacks.py"
 
 @pytest.fixture(scope="module")
 def hacks() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("hacks", PLACE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["hacks"] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+    module = load_script("benchmarks/hacks.py")
     threads = torch.get_num_threads()
     yield module
     torch.set_num_threads(threads)
