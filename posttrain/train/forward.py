@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def values(critic: Scorer, batch: Batch) -> Tensor:
 def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Hidden states, and which of them is that of each token of the batch; None where they are in the batch's order.
 
-    What follows equal beginnings is computed once: the prompt of a group, and samples of it as far as they agree.
+    Equal beginnings are computed once.
     """
     device = batch.ids_T.device
     body = fused_body(model)  # before what follows, which waits for the device
@@ -80,20 +82,21 @@ def shared_beginnings(batch: Batch) -> tuple[Tensor, Tensor]:
     """Which tokens must be computed, and which of those stands for each token of the batch.
 
     A token's hidden state depends on it and on what is before it in its sequence alone, so a sequence that begins like another has
-    those states already. Each is compared with the last one that was computed from its first token on: samples of a group are
-    neighbours.
+    those states already. In dictionary order each sequence has its longest common beginning with any earlier one in common with its
+    neighbour, so that every beginning is computed once: the system prompt of all groups, the prompt of a group, and samples of it as
+    far as they agree.
     """
     ids_T, starts = batch.ids_T.cpu().numpy(), batch.starts
+    words = ids_T.astype(">u4").tobytes()  # bytes that sort as the ids do
+    order = sorted(range(batch.sequences), key=lambda n: words[4 * starts[n] : 4 * starts[n + 1]])
     kept_T, twin_T = np.ones(len(ids_T), bool), np.arange(len(ids_T))
-    leader = 0
-    for n in range(1, batch.sequences):
-        length = min(starts[n + 1] - starts[n], starts[leader + 1] - starts[leader])
-        differ = ids_T[starts[n] : starts[n] + length] != ids_T[starts[leader] : starts[leader] + length]
+    for before, n in pairwise(order):
+        a, b = starts[before], starts[n]
+        length = min(starts[before + 1] - a, starts[n + 1] - b)
+        differ = ids_T[a : a + length] != ids_T[b : b + length]
         same = int(differ.argmax()) if differ.any() else length
-        if same < SHARED:
-            leader = n
-            continue
-        kept_T[starts[n] : starts[n] + same] = False
-        twin_T[starts[n] : starts[n] + same] = np.arange(starts[leader], starts[leader] + same)
+        if same >= SHARED:
+            kept_T[b : b + same] = False
+            twin_T[b : b + same] = twin_T[a : a + same]
     number_T = np.cumsum(kept_T) - 1
     return torch.from_numpy(np.flatnonzero(kept_T)), torch.from_numpy(number_T[twin_T])

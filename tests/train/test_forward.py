@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from material_for_tests import small_policy
+from torch import Tensor
 
+from posttrain.models import fused_body
+from posttrain.models.attention import Rule, masked
+from posttrain.models.familiar import rules_of
+from posttrain.models.fused_body import FusedBody
 from posttrain.train import forward as module
 from posttrain.train.forward import forward, shared_beginnings
 from posttrain.train.pack import pack_examples
@@ -34,28 +40,95 @@ def test_short_beginnings_are_left_alone() -> None:
     assert len(kept) == 12
 
 
-def test_values_and_gradients_are_those_of_computing_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+SYSTEM = [3, 4, 5, 6, 7, 8]
+
+
+def chat(*groups: tuple[list[int], list[list[int]]]) -> list[list[int]]:
+    """Sequences under a chat template: a system prompt that all share, then each group's question, then its answers."""
+    return [SYSTEM + question + answer for question, answers in groups for answer in answers]
+
+
+def answers(*first: int) -> list[list[int]]:
+    return [[token, 5, 6] for token in first]
+
+
+CASES: dict[str, tuple[list[list[int]], int]] = {  # sequences, and how many of their tokens must be computed, by hand
+    "one group and a stranger": (list(GROUP), 8 + 1 + 4 + 8),
+    # 6 of the system prompt, 4 of each of 3 questions, 3 of each of 6 answers; of all 78
+    "three groups under one system prompt": (
+        chat(([9, 9, 9, 9], answers(3, 4)), ([10, 9, 9, 9], answers(3, 4)), ([11, 9, 9, 9], answers(3, 4))), 6 + 12 + 18),
+    "a group of one between others": (
+        chat(([9, 9], answers(3, 4)), ([10, 9], answers(3)), ([11, 9], answers(3, 4))), 6 + 6 + 15),
+    "the same question in groups that are not neighbours": (
+        chat(([9, 9], answers(3, 4)), ([10, 9], answers(3)), ([9, 9], answers(7, 8))), 6 + 4 + 15),
+    "a question that begins another, and a sequence that is all prompt": (
+        chat(([9], answers(3, 4)), ([9, 9, 9], answers(3)), ([], [[]]), ([9], [[]])), 6 + 1 + 6 + 2 + 3),
+    "equal sequences": (chat(([9, 9], answers(3, 3, 3)), ([9, 9], answers(3))), 6 + 2 + 3),
+    "pairs": (chat(([9], answers(3, 4)), ([10], answers(3, 4)), ([11], answers(8, 8))), 6 + 3 + 15),
+    "answers that go together for a while": (
+        chat(([9], [[3, 4, 5, 6], [3, 4, 5, 7], [3, 8], [3, 8, 9], [3, 8, 9]])), 6 + 1 + (4 + 1) + (1 + 1)),
+    "beginnings of under four tokens": ([[3, 4, 5, 9, 9, 9], [3, 4, 5, 8, 8, 8]], 12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_much_is_computed_and_that_nothing_else_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' module and by the layout of the fused pass: log-probs, entropies and the whole gradient."""
+    sequences, computed = CASES[name]
+    total = sum(len(s) for s in sequences)
     policy = small_policy(dtype=torch.float64)
+    expected = gradients(policy, batch(*sequences), total, False, 10**6, monkeypatch)
+    for fused in (False, True):
+        found = gradients(policy, batch(*sequences), computed, fused, module.SHARED, monkeypatch)
+        assert torch.allclose(found[0], expected[0], rtol=0, atol=1e-12)
+        for mine, exact in zip(found[1:], expected[1:], strict=True):
+            assert torch.allclose(mine, exact, rtol=0, atol=1e-10)
+
+
+def test_every_beginning_is_computed_once() -> None:
+    """Random trees of sequences in random order: as many tokens as there are different beginnings, each stood for by its equal."""
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        sequences = [
+            SYSTEM + generator.integers(0, 3, generator.integers(0, 7)).tolist() for _ in range(generator.integers(1, 12))
+        ]
+        one = batch(*sequences)
+        kept, source = (t.numpy() for t in shared_beginnings(one))
+        begins = {(*s[: n + 1],) for s in sequences for n in range(len(s))}
+        at = [(*one.ids_T[start : t + 1].tolist(),) for start, end in pairwise(one.starts) for t in range(start, end)]
+        assert len(kept) == len(begins)
+        assert all(at[kept[source[t]]] == begin for t, begin in enumerate(at))
+
+
+def gradients(policy: Any, one: Batch, computed: int, fused: bool, least: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Log-probs with entropies, and the gradient of each weight; `computed` tokens went through the model."""
     counted: list[int] = []
-    inner = policy.hidden
-
-    def hidden(ids: torch.Tensor, *rest: Any, **layout: Any) -> torch.Tensor:
-        counted.append(ids.numel())
-        return inner(ids, *rest, **layout)
-
-    monkeypatch.setattr(policy, "hidden", hidden)
-    found = []
-    for least in (module.SHARED, 10**6):
-        monkeypatch.setattr(module, "SHARED", least)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "SHARED", least)
+        rules, _, _ = rules_of(policy, one.ids_T[:5], torch.arange(5), (0, 5))
+        body = FusedBody(policy, rules) if fused else policy
+        inner = body.hidden
+        patch.setattr(body, "hidden", lambda ids, *rest, **more: counted.append(ids.numel()) or inner(ids, *rest, **more))
+        patch.setattr(module, "fused_body", lambda _: body if fused else None)
+        patch.setattr(fused_body, "varlen", varlen)
+        patch.setattr(fused_body, "_norm", lambda norm: (norm.weight, norm.eps, False))  # of the float64 norm that stands in
         policy.model.zero_grad()
-        outputs = forward(policy, batch(*GROUP))
+        outputs = forward(policy, one)
         weight = torch.arange(len(outputs.logprob_T), dtype=torch.float64)
         (weight * outputs.logprob_T + outputs.entropy_T).sum().backward()
-        found.append(
-            (outputs.logprob_T.detach(), {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
-        )
-    assert counted == [21, 32]
-    (shared, gradients), (plain, expected) = found
-    assert torch.allclose(shared, plain, rtol=0, atol=1e-12)
-    for name, gradient in expected.items():
-        assert torch.allclose(gradients[name], gradient, rtol=0, atol=1e-10), name
+    assert counted == [computed]
+    learned = [p.grad.clone() for p in policy.model.parameters()]
+    return [torch.stack([outputs.logprob_T, outputs.entropy_T]).detach(), *learned]
+
+
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, from_N: Tensor, of_N: Tensor, most_q: int, most_k: int, *rest: Any
+) -> Tensor:
+    """The flash kernel's contract, by plain attention: the last query of a sequence stands at its last key."""
+    out, ends = [], zip(pairwise(from_N.tolist()), pairwise(of_N.tolist()), strict=True)
+    for (a, b), (c, d) in ends:
+        assert b - a <= most_q and d - c <= most_k
+        allowed = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        q, k, v = (t.transpose(0, 1)[None] for t in (query[a:b], key[c:d], value[c:d]))
+        out.append(masked(q, k, v, allowed, Rule(rest[0]))[0].transpose(0, 1))
+    return torch.cat(out)
