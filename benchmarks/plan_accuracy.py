@@ -1,4 +1,4 @@
-"""How right a plan is: memory and time as `posttrain plan --dry` would say them, beside what the same stage then takes.
+"""How right a plan is: memory and time as `posttrain plan --dry` says them, beside what the same stage then takes.
 
     python benchmarks/plan_accuracy.py                       # on the CPU: sft, grpo, ppo
     python benchmarks/plan_accuracy.py --device cuda --out plan.json grpo
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 MEMORY, TIME = 0.15, 0.30
+SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 CASES = ("sft", "grpo", "ppo")
 
@@ -67,17 +68,16 @@ def run(stage, device: str) -> tuple[float, float]:  # type: ignore[no-untyped-d
 
 
 def planned(stage, device: str) -> tuple[float, float, str]:  # type: ignore[no-untyped-def]
-    """Seconds by dry steps, bytes by the plan's arithmetic, and the plan's words."""
-    from posttrain import dry, plan
-    from posttrain.runs.write import RunWriter
-    from posttrain.stages.base import Context
+    """Seconds by dry steps, bytes by the plan's arithmetic, and its words: read from the lines that `posttrain plan --dry` prints."""
+    from posttrain import config, plan
+    from posttrain.recipes.base import Recipe
 
-    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder), config={}) as writer:
-        lines = plan._stage(stage, Context(writer, 0, device, say=False), {}, {})
+    settings = config.Settings(Recipe((stage,)), stage.name, device=device, threads=1 if device == "cpu" else 0)
+    lines = [line.strip() for line in plan.describe(settings, dry=True)]
     (line,) = [line for line in lines if line.startswith("memory: about")]
-    found = re.match(r"memory: about ([\d.]+) (\w+)", line)
-    assert found is not None
-    seconds = dry.estimate([stage], 0, device, threads=1 if device == "cpu" else 0)[stage.name].seconds
+    found, time_text = re.match(r"memory: about ([\d.]+) (\w+)", line), re.match(r"the whole run: about ([\w.]+)", lines[-1])
+    assert found is not None and time_text is not None
+    seconds = sum(float(number) * SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", time_text[1]))
     return seconds, float(found[1]) * UNITS[found[2]], line
 
 

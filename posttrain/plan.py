@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from posttrain.errors import require
+from posttrain.models.load import check_device
 from posttrain.models.lora import Lora
+from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.stages.best import BestStage
@@ -24,7 +29,14 @@ from posttrain.train.optimizer import Optimization
 if TYPE_CHECKING:
     from posttrain.config import Settings
     from posttrain.dry import Estimate
-    from posttrain.models.policy import Policy
+
+
+class Elsewhere(Policy):
+    """A model that is priced for a CUDA device which this machine does not have; its weights lie in host memory."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +112,12 @@ def checkpointing_lines(stage: RLStage, policy: Policy, tokens: int, total: floa
     chosen = stage.optimizer.checkpointing
     if chosen != "auto":
         return [f"activation checkpointing: {chosen}; {price}"]
+    need = total - weight_bytes(policy)
+    if have is None and policy.device.type == "cuda":
+        return [f"activation checkpointing: chosen by the memory of the GPU, which is not here: per layer where it has less than "
+                f"{size_text(need)} beside the weights; {price}"]  # fmt: skip
     if have is None:
         return [f"activation checkpointing: never on a CPU; {price}"]
-    need = total - weight_bytes(policy)
     way = "per layer" if checkpointing_pays(chosen, need, have) else "never"
     return [f"activation checkpointing: {way}, for {size_text(need)} are needed and {size_text(have)} are at hand; {price}"]
 
@@ -139,10 +154,19 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     from posttrain.dry import estimate
     from posttrain.runs.write import RunWriter
 
-    seen = estimate(settings.recipe.stages, settings.seed, device_of(settings), settings.threads) if dry else {}
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    away = device.startswith("cuda") and not torch.cuda.is_available()
+    require(
+        not (dry and away), f"device={device}: dry steps run on the device, and torch sees no CUDA device here; leave --dry out"
+    )
+    if not away:
+        check_device(device)
+    seen = estimate(settings.recipe.stages, settings.seed, device, settings.threads) if dry else {}
     lines = [f"recipe {settings.name}, seed {settings.seed}: {' -> '.join(s.name for s in settings.recipe.stages)}"]
+    if away:
+        lines.append(f"priced for {device}, which this machine does not have")
     with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
-        context = Context(writer, settings.seed, say=False)
+        context = Context(writer, settings.seed, device, say=False)
         policies: dict[str, Any] = {}
         before: dict[str, Stage] = {}
         for stage in settings.recipe.stages:
@@ -153,14 +177,16 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
             before[stage.name] = stage
     if dry:
         total, most = sum(e.seconds for e in seen.values()), sum(e.most for e in seen.values())
-        lines += ["", f"the whole run: about {duration(total)}{at_most(most, total)}, by dry steps on this machine"]
+        lines += ["", f"the whole run: about {time_text(total)}{at_most(most, total)}, by dry steps on this machine"]
     return lines
 
 
-def device_of(settings: Settings) -> str:
-    import torch
-
-    return settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+def time_text(seconds: float) -> str:
+    """
+    >>> time_text(1.739), time_text(75)
+    ('1.74s', '1m15s')
+    """
+    return f"{seconds:.3g}s" if seconds < 60 else duration(seconds)
 
 
 def dry_lines(seen: Estimate) -> list[str]:
@@ -168,12 +194,12 @@ def dry_lines(seen: Estimate) -> list[str]:
     each = f"a step takes {seen.step:.3g} s, " if seen.step else ""
     measured = f"an evaluation {seen.evaluation:.3g} s, " if seen.evaluation else ""
     length = f" with responses of {seen.length:.0f} tokens, as in its examples" if seen.length else ""
-    return [f"dry steps: about {duration(seen.seconds)}{length}{at_most(seen.most, seen.seconds)}; {each}{measured}memory "
+    return [f"dry steps: about {time_text(seen.seconds)}{length}{at_most(seen.most, seen.seconds)}; {each}{measured}memory "
             f"{size_text(seen.memory)} at the most"]  # fmt: skip
 
 
 def at_most(most: float, usual: float) -> str:
-    return f", at most {duration(most)} where every response reaches its limit" if most > 1.05 * usual else ""
+    return f", at most {time_text(most)} where every response reaches its limit" if most > 1.05 * usual else ""
 
 
 def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Mapping[str, Stage]) -> list[str]:
@@ -184,7 +210,7 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
     if model is None:
         return ["no estimate for this kind of stage"]
     if model not in policies:
-        policies[model] = load_policy(model, context, stage.alphabet())
+        policies[model] = load_priced(model, context, stage.alphabet())
     policy = policies[stage.name] = policies[model]
     check_vocabularies(stage, policy, policies)
     said = [f"model {model}: {policy.parameters:,} parameters, {str(policy.dtype).removeprefix('torch.')}"]
@@ -204,6 +230,14 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
         return [*said, f"{stage.problems} held-out problems x {stage.samples} = {stage.problems * stage.samples} answers of at most "
                 f"{stage.sampling.max_new_tokens} tokens"]  # fmt: skip
     return said
+
+
+def load_priced(name: str, context: Context, alphabet: str) -> Policy:
+    """The model as a run would have it on the device, or in host memory where the device is not here."""
+    if not context.device.startswith("cuda") or torch.cuda.is_available():
+        return load_policy(name, context, alphabet)
+    policy = load_policy(name, context, alphabet, place="cpu")
+    return Elsewhere(policy.model, policy.tokenizer, policy.stop_ids, policy.source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from material_for_tests import small_policy
+from scripts_for_tests import load_script
 
-from posttrain import config, plan
+from posttrain import cli, config, plan
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import UserError
@@ -199,3 +200,80 @@ def test_a_judge_may_have_another_vocabulary(tmp_path: Path) -> None:
     tree = {"stage": "rl", "name": "one", "model": "tiny:nano", "task": {"name": "arithmetic"}, "reward_kind": "judge",
             "reward_models": [other_model(tmp_path / "other")]}  # fmt: skip
     assert plan.describe(config.from_config({"stages": [tree]}, "test"))
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a GPU that is not there")
+
+
+def saved_model(folder: Path) -> str:
+    """A Llama with heads of 8 in a directory: on CUDA it is loaded in bfloat16 and takes the fused pass."""
+    tokenizer = character_tokenizer(Arithmetic().alphabet)
+    model = small_policy(dtype=torch.float32, vocab_size=len(tokenizer), hidden_size=32).model
+    return str(save(model, tokenizer, folder))
+
+
+@NO_GPU
+def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command: weights of 2 bytes with float32 masters, the fused pass's activations, chunks of logits, and all rows at once."""
+    recipe = tmp_path / "recipe.yaml"
+    stage = {"stage": "rl", "name": "rl", "model": saved_model(tmp_path / "model"), "task": {"name": "arithmetic"}, "steps": 9,
+             "prompts": 64, "algorithm": {"name": "grpo", "group": 8, "beta": 0.1}, "sampling": {"max_new_tokens": 20}}  # fmt: skip
+    recipe.write_text(json.dumps({"stages": [stage]}))
+    assert cli.main(["plan", str(recipe), "device=cuda"]) == 0
+    text = capsys.readouterr().out
+    count = small_policy(vocab_size=len(character_tokenizer(Arithmetic().alphabet)), hidden_size=32).parameters
+    one = config.parse(str(recipe), []).recipe.stages[0]
+    assert isinstance(one, RLStage)
+    longest = one.longest(character_tokenizer(Arithmetic().alphabet))
+    tokens = round((longest + 7 * 20) / (8 * longest) * min(one.optimizer.token_budget, 512 * longest))
+    vocabulary = len(character_tokenizer(Arithmetic().alphabet))
+    expected = {
+        "weights": 2.0 * count,
+        "gradients": 4.0 * count,
+        "float32 master weights": 4.0 * count,
+        "optimizer": 8.0 * count,
+        "activations": 2.0 * tokens * 2 * (6 * 32 + 3 * 24 + 2 * 2 * 8),
+        "logits": 6.0 * tokens * vocabulary,
+        "key-value cache": 2.0 * 512 * longest * 2 * 8 * 2 * 2,
+        "reference": 2.0 * count,
+    }
+    assert f"model {stage['model']}: {count:,} parameters, bfloat16" in text
+    assert ", ".join(f"{name} {plan.size_text(size)}" for name, size in expected.items()) in text
+    assert "activation checkpointing: chosen by the memory of the GPU, which is not here" in text and "CPU;" not in text
+    assert cli.main(["plan", str(recipe), "device=cpu"]) == 0
+    assert "float32" in (plain := capsys.readouterr().out) and "never on a CPU" in plain and "master" not in plain
+
+
+@NO_GPU
+def test_what_the_fused_pass_would_refuse_is_priced_by_the_module(tmp_path: Path) -> None:
+    """Heads of 4 are too narrow for its kernel; and a tiny model stays in float32 on any device."""
+    narrow = small_policy(dtype=torch.bfloat16)
+    planned = plan.Elsewhere(narrow.model, None, narrow.stop_ids)
+    assert planned.device.type == "cuda" and plan.activation_bytes(planned, 100) == 2.0 * 100 * LAYERS
+    lines = "\n".join(plan.describe(config.parse("quickstart", ["device=cuda"])))
+    assert "parameters, float32" in lines and "master" not in lines
+
+
+@NO_GPU
+def test_dry_steps_need_the_device() -> None:
+    with pytest.raises(UserError, match="device=cuda: dry steps run on the device, and torch sees no CUDA device here"):
+        plan.describe(config.parse("quickstart", ["device=cuda"]), dry=True)
+
+
+def test_the_benchmark_reads_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/plan_accuracy.py takes both figures from the lines of `describe`, which the command prints."""
+    script, asked = load_script("benchmarks/plan_accuracy.py"), []
+
+    def describe(settings: config.Settings, dry: bool = False) -> list[str]:
+        asked.append((settings.device, settings.threads, dry, settings.recipe.stages))
+        return ["", "  memory: about 1.5 MiB (weights 1.5 MiB)", "", SAID.format(times.pop(0))]
+
+    monkeypatch.setattr(plan, "describe", describe)
+    stage = script.stage_of("sft", "cuda", "tiny:nano", 2)
+    times = ["2.25s", "59.9s", "1m40s", "2h03m", "1d02h"]
+    for seconds in (2.25, 59.9, 100, 7380, 93600):
+        assert script.planned(stage, "cuda") == (seconds, 1.5 * 2**20, "memory: about 1.5 MiB (weights 1.5 MiB)")
+    assert asked == [("cuda", 0, True, (stage,))] * 5
+
+
+SAID = "the whole run: about {}, at most 3m00s where every response reaches its limit, by dry steps on this machine"

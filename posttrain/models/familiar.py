@@ -59,7 +59,7 @@ def rules_of(
 ) -> tuple[tuple[Rule, ...] | None, Tensor, Packed]:
     """What each layer asks of its attention, the module's own hidden states of packed ids, and the layout they were packed in. No
     rules: the layers do not call our attention once each."""
-    watch = _Watch(Packed(starts, network.device), {})
+    watch = _Watch(Packed(starts, ids_T.device), {})
     hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: watch})[0].float()
     count = len(network.body.layers)
     complete = sorted(watch.rules) == list(range(count))

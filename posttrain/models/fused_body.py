@@ -17,7 +17,7 @@ from posttrain.models.attention import Packed, Rule
 from posttrain.models.familiar import TOLERANCE, activation, distance, rules_of, strangeness
 from posttrain.models.lora import ADAPTER, adapter_of, stirred
 from posttrain.models.policy import Network
-from posttrain.models.varlen import available, offsets, varlen
+from posttrain.models.varlen import available, fits, offsets, varlen
 from posttrain.ops.fused import add_norm, gated, rotate, spread
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Rule], Tensor]  # layer, [T, Hq, D], [T, Hk, D], [T, Hk, D], rule -> [T, Hq, D]
@@ -152,17 +152,32 @@ def fused_body(network: Network) -> FusedBody | None:
     return None
 
 
+def takes_fused_pass(network: Network) -> bool:
+    """Whether a model goes the fused way on its device. Where its weights lie elsewhere, in a plan for a GPU that is not here, by all
+    but the proof on tokens."""
+    if network.device.type == network.model.device.type:
+        return fused_body(network) is not None
+    return fits(network.dtype, 64, None) and strangeness(network) is None and _attention(network)[0] is not None
+
+
 @torch.no_grad()
-def _prove(network: Network) -> FusedBody | None:
-    device = network.device
+def _attention(network: Network) -> tuple[tuple[Rule, ...] | None, Tensor, Tensor, Packed]:
+    """What the layers ask of their attention, None where the kernel cannot do it; and the tokens by which it was found."""
+    device = network.model.device
     ids = torch.arange(1, 12, device=device) % network.model.config.get_text_config().vocab_size
     position = torch.cat([torch.arange(7), torch.arange(4)]).to(device)
     rules, _, layout = rules_of(network, ids, position, (0, 7, 11))
     width = network.body.layers[0].self_attn.head_dim
-    if rules is None or not all(available(network.body.embed_tokens.weight, width, rule.softcap) for rule in rules):
+    good = rules is not None and all(fits(network.dtype, width, rule.softcap) for rule in rules)
+    return rules if good else None, ids, position, layout
+
+
+def _prove(network: Network) -> FusedBody | None:
+    rules, ids, position, layout = _attention(network)
+    if rules is None:
         return None
     mine = FusedBody(network, rules)
-    return mine if mine.proved(network, ids, position, layout, packed((7, 4), device)) else None
+    return mine if mine.proved(network, ids, position, layout, packed((7, 4), ids.device)) else None
 
 
 def packed(

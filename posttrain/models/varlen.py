@@ -11,8 +11,12 @@ NARROW = (torch.bfloat16, torch.float16)
 WIDEST = 256  # elements of a head that the kernel takes
 
 
+def fits(dtype: torch.dtype, width: int, softcap: float | None) -> bool:
+    return dtype in NARROW and width <= WIDEST and width % 8 == 0 and softcap is None
+
+
 def available(tensor: Tensor, width: int, softcap: float | None) -> bool:
-    return tensor.is_cuda and tensor.dtype in NARROW and width <= WIDEST and width % 8 == 0 and softcap is None
+    return tensor.is_cuda and fits(tensor.dtype, width, softcap)
 
 
 def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -188,8 +188,9 @@ def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str
     return names
 
 
-def load_policy(name: str, context: Context, alphabet: str = "") -> Policy:
-    """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file or a hub name."""
+def load_policy(name: str, context: Context, alphabet: str = "", place: str = "") -> Policy:
+    """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file or a hub name.
+    `place` is where it is put, if not on the device whose precision it gets: for a plan."""
     from posttrain.models.load import load, stop_ids
     from posttrain.models.policy import adopt
     from posttrain.models.tiny import character_tokenizer, tiny_model
@@ -199,8 +200,8 @@ def load_policy(name: str, context: Context, alphabet: str = "") -> Policy:
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
         use_threads(model.num_parameters(), context.threads)
-        return adopt(model.to(context.device), tokenizer, stop_ids(model, tokenizer, name), name)
-    loaded = load(model_places(name, context)[0], dtype=_dtype(context), device=context.device)
+        return adopt(model.to(place or context.device), tokenizer, stop_ids(model, tokenizer, name), name)
+    loaded = load(model_places(name, context)[0], dtype=_dtype(context), device=place or context.device)
     use_threads(loaded.model.num_parameters(), context.threads)
     return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import require
-from posttrain.models.fused_body import fused_body
+from posttrain.models.fused_body import takes_fused_pass
 from posttrain.models.policy import Network
 from posttrain.ops.logprobs import CHUNK_LOGITS, CHUNK_LOGITS_CUDA
 
@@ -41,7 +41,7 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
     named = (getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))  # Llama, GPT-2, OPT
     inner = next((width for width in named if width), 4 * text.hidden_size)
     hidden, keys, layers = text.hidden_size, heads * head_width, text.num_hidden_layers
-    fused = fused_body(policy) is not None
+    fused = takes_fused_pass(policy)
     layer = (6 if fused else 9) * hidden + (3 if fused else 4) * inner + 2 * keys
     kept = layers * (2 if fused else 1) * hidden + layer if checkpointed else layers * layer
     working = 0 if fused else 4 * (hidden + inner)
@@ -64,8 +64,8 @@ def cache_bytes(policy: Network, rows: int, length: int) -> float:
 
 
 def at_hand(device: torch.device) -> float | None:
-    """Bytes that a CUDA device has left for us; None elsewhere, where nobody can say."""
-    if device.type != "cuda":
+    """Bytes that a CUDA device has left for us; None elsewhere, where nobody can say, and where it is not here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
