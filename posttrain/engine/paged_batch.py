@@ -7,6 +7,7 @@ device's state, brought there when rows come or go; between, the device goes on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +23,19 @@ STOPPABLE = 16  # steps between two looks where a response may end at any of the
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
 
 
-def pages_of(tokens: int) -> int:
+def pages_of(tokens: Any) -> Any:
+    """Of a number of tokens, or of each number of an array."""
     return -(-tokens // PAGE)
 
 
-def longest_fit(requests: Sequence[Request], room: int, max_rows: int, page_bytes: int) -> int:
-    """How many rows may be live at once, so that the pool can hold them at their longest. One group must fit."""
-    need = [pages_of(len(r.prompt_ids)) + r.group * pages_of(r.sampling.max_new_tokens) for r in requests]
+def most_pages(request: Request) -> int:
+    """Of a group at its longest."""
+    return pages_of(len(request.prompt_ids)) + request.group * pages_of(request.sampling.max_new_tokens)
+
+
+def check_room(requests: Sequence[Request], room: int, page_bytes: int) -> None:
+    """Each group must fit alone, at its longest; one page of the room is nobody's."""
+    need = [most_pages(r) for r in requests]
     worst = int(np.argmax(need))
     one, group = requests[worst], requests[worst].group
     left = max(0, room - 1 - pages_of(len(one.prompt_ids)))
@@ -38,9 +45,6 @@ def longest_fit(requests: Sequence[Request], room: int, max_rows: int, page_byte
         f"of cache, and there is room for {room * page_bytes / 2**30:.3g} GiB: lower max_new_tokens to {left // group * PAGE}, or "
         f"the group to {left // pages_of(one.sampling.max_new_tokens)}",
     )
-    rows = sum(r.group for r in requests)
-    a_row = max(n / r.group for n, r in zip(need, requests, strict=True))
-    return max(min(max_rows, rows, int((room - 1) / a_row)), max(r.group for r in requests))
 
 
 class PagedBatch:
@@ -53,8 +57,10 @@ class PagedBatch:
         settings = [r.sampling for r in requests]
         self.truncated = any(s.truncated for s in settings)
         self.endless = all(s.min_new_tokens >= s.max_new_tokens for s in settings) or not bool(paged.stop_V.any())
-        self.capacity = longest_fit(requests, paged.room(), max_rows, paged.page_bytes)
-        self.tile_size, self.queries = paged.tiling(max(r.group for r in requests))
+        self.room, largest = paged.room(), max(r.group for r in requests)
+        check_room(requests, self.room, paged.page_bytes)
+        self.capacity = max(min(max_rows, sum(r.group for r in requests)), largest)
+        self.tile_size, self.queries = paged.tiling(largest)
         limit, prompt = max(s.max_new_tokens for s in settings), max(len(r.prompt_ids) for r in requests)
         self._allocate(limit, prompt)
         assert paged.rows is not None
@@ -75,9 +81,8 @@ class PagedBatch:
 
     def _allocate(self, limit: int, prompt: int) -> None:
         """A pool for what will be live first; `_reserve` lets it grow."""
-        entering = [
-            r for r, n in zip(self.requests, np.cumsum([r.group for r in self.requests]), strict=True) if n <= self.capacity
-        ]
+        rows_R, pages_R = (np.cumsum(counts) for counts in zip(*((r.group, most_pages(r)) for r in self.requests), strict=True))
+        entering = self.requests[: int(((rows_R <= self.capacity) & (pages_R < self.room)).sum())]
         pool = 1 + sum(
             pages_of(len(r.prompt_ids)) + r.group * pages_of(min(r.sampling.max_new_tokens, AHEAD)) for r in entering
         )
@@ -98,7 +103,12 @@ class PagedBatch:
                 answered += 1
 
     def _fits(self) -> bool:
-        return self.waiting < len(self.requests) and self.count + self.requests[self.waiting].group <= self.capacity
+        """Whether the next request can enter: a row for each sample, and pages enough for everyone to get to its limit. A prompt
+        keeps its pages until the last row of its group is done."""
+        if self.waiting == len(self.requests) or self.count + self.requests[self.waiting].group > self.capacity:
+            return False
+        promised = sum(len(pages) for _, pages in self.prompts.values()) + int(pages_of(self["limit"][: self.count]).sum())
+        return promised + most_pages(self.requests[self.waiting]) < self.room
 
     def _admit(self) -> None:
         """Compute waiting prompts, each once, and draw the first token of every row that they make."""
@@ -140,11 +150,12 @@ class PagedBatch:
         self.count += request.group
 
     def _take(self, number: int) -> np.ndarray:
-        """Pages of the pool, which grows where it must: by a quarter, and never past what `longest_fit` allowed."""
-        free = self.paged.pages
-        if number > len(free.free):
-            self.paged.grow(free.pages + max(number, free.pages // 4))
-        return free.take(number)
+        """Pages of the pool, which grows where it must: by a quarter, and never past its room, in which `_fits` keeps all."""
+        pages = self.paged.pages
+        short = number - len(pages.free)
+        if short > 0:
+            self.paged.grow(min(pages.pages + max(short, pages.pages // 4), self.room))
+        return pages.take(number)
 
     def _reserve(self, steps: int) -> None:
         """Pages for the tokens of the next steps and for where the one after them will be stored."""

@@ -8,11 +8,11 @@ import torch
 import transformers
 from material_for_tests import small_policy
 
-from posttrain.engine import paged_batch, pager
+from posttrain.engine import paged, paged_batch, pager
 from posttrain.engine.engine import Engine
 from posttrain.engine.kernels import merge
 from posttrain.engine.paged import Pages, bucket
-from posttrain.engine.paged_batch import PagedBatch, longest_fit
+from posttrain.engine.paged_batch import PagedBatch, check_room, pages_of
 from posttrain.engine.rows import PAGE
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora, add_adapters, merge_adapters
@@ -178,9 +178,73 @@ def test_too_little_memory_for_a_group_says_what_to_lower() -> None:
     with pytest.raises(
         UserError, match=r"needs 33 GiB of cache, and there is room for 10 GiB: lower max_new_tokens to 64, or the group to 2"
     ):
-        longest_fit([request], 10, 256, 1 << 30)
-    assert longest_fit([request] * 9, 10_000, 256, 1) == 72
-    assert longest_fit([request] * 9, 100, 256, 1) == 24, "rows that fit at their longest: 99 pages, 33 for eight rows"
+        check_room([request], 10, 1 << 30)
+    check_room([request] * 9, 34, 1)
+
+
+def prompt(pages: int) -> tuple[int, ...]:
+    return tuple(3 + n % 7 for n in range(pages * PAGE))
+
+
+def exactly(pages: int) -> Sampling:
+    return Sampling(pages * PAGE, min_new_tokens=pages * PAGE)
+
+
+CROWDS: dict[str, tuple[list[Request], int]] = {  # requests, and the pages that there is room for, one of them nobody's
+    "rows of different length": ([Request((5,), 8, 0, exactly(1)), Request((6,), 1, 1, exactly(2))], 13),
+    # where one row of a group is left, so is its prompt, of five pages
+    "stragglers": ([Request(prompt(5), 2, n, Sampling(PAGE)) for n in range(12)], 29),
+    # as many rows as the largest group has, each as long as the longest
+    "a large group among long ones": (
+        [Request((5,), 8, 0, Sampling(2)), *(Request((5, n), 1, n, exactly(3)) for n in range(3, 11))], 10),
+    "no page to spare": ([Request(prompt(2), 3, n, exactly(2)) for n in range(4)], 9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_the_pool_never_grows_past_its_room(name: str, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for room is answered as if there were enough; and the room is used."""
+    requests, room = CROWDS[name]
+    monkeypatch.setattr(paged_batch, "AHEAD", PAGE)
+    monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: room)
+    engine, sizes, live = Engine(policy), [], []
+    grow, decode = paged.Paged.grow, PagedBatch._decode
+    monkeypatch.setattr(paged.Paged, "grow", lambda one, pool: (sizes.append(pool), grow(one, pool))[1])
+    monkeypatch.setattr(PagedBatch, "_decode", lambda one: (live.append(len(one.prompts)), decode(one))[1])
+    found = list(engine.generate(requests))
+    assert sizes and max(sizes) <= room and max(live) > 1 - (name == "no page to spare")
+    assert ids(found) == ids(plain(policy, requests))
+
+
+def test_a_quarter_more_is_cut_at_the_room(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of 23 pages are taken, a quarter of them is 5, and there is room for 3."""
+    monkeypatch.setattr(paged_batch, "AHEAD", PAGE)
+    monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: 26)
+    engine = Engine(policy)
+    list(engine.generate([Request((5,), 1, 0, Sampling(1))]))
+    assert engine.pager.paged is not None
+    batch = PagedBatch(engine.pager.paged, [Request((5,), 8, 0, exactly(3))], 8, 0)
+    pages = engine.pager.paged.pages
+    batch._take(23 - pages.pages + len(pages.free))
+    assert pages.pages == 23
+    assert len(batch._take(1)) == 1 and pages.pages == 26, "not 28"
+    assert len(batch._take(2)) == 2 and pages.pages == 26
+
+
+def test_random_crowds_stay_within_their_room(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(12):
+        requests = [
+            Request(prompt(1)[: generator.integers(1, PAGE)] + prompt(generator.integers(0, 3)), int(generator.integers(1, 5)), n,
+                    Sampling(int(generator.integers(1, 3 * PAGE))))
+            for n in range(generator.integers(1, 7))
+        ]  # fmt: skip
+        need = [pages_of(len(r.prompt_ids)) + r.group * pages_of(r.sampling.max_new_tokens) for r in requests]
+        room = max(need) + 1 + int(generator.integers(0, 4))
+        monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda _, room=room: room)
+        engine = Engine(policy)
+        assert ids(list(engine.generate(requests))) == ids(plain(policy, requests))
+        assert engine.pager.paged is not None and engine.pager.paged.pages.pages <= room
 
 
 def test_new_weights_are_sampled_from_at_once() -> None:
