@@ -9,12 +9,14 @@ over the very same parameters, so that neither is a second copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
@@ -70,15 +72,50 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
         parameter.requires_grad_(ADAPTER in name or name.startswith(tuple(learning)))
 
 
-def merge_adapters(model: Any) -> None:
-    """Add the adapters to the weights they stand beside and take them out, in place: a plain model again."""
+def merge_adapters(model: Any) -> float:
+    """Add the adapters to the weights they stand beside and take them out, in place: a plain model again.
+
+    A model in half precision becomes one in float32, on the CPU: what adapters learn is often less than the spacing of its weights
+    (2^-8 of them in bfloat16), and W + s B A, rounded to W, would be the model before training. Returns the share of the changed
+    weights that are still others than before where they are rounded back.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    narrow = model.dtype if model.dtype.itemsize < 4 else None
+    if narrow is not None:
+        model.to("cpu", torch.float32)
+    changed, kept = 0, 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, BaseTunerLayer):
+                layer: Any = child.get_base_layer()
+                before = layer.weight.detach().clone()
                 child.merge()
-                setattr(module, name, child.get_base_layer())
+                changed += int((layer.weight != before).sum())
+                kept += int((layer.weight.to(narrow) != before.to(narrow)).sum()) if narrow is not None else 0
+                setattr(module, name, layer)
+    return kept / max(1, changed) if narrow is not None else 1.0
+
+
+def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
+    """Writes the policy's adapters, as they are now, into a folder from which peft puts them beside the base model."""
+    from peft import LoraConfig
+
+    layers = [name for name, module in policy.model.named_modules() if hasattr(module, "lora_A")]
+    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    settings.base_model_name_or_path, settings.inference_mode = policy.source, True
+    settings.target_modules = layers  # peft made a set of them, whose order changes from process to process
+    tensors = {
+        f"base_model.model.{name.replace('.default.', '.')}": parameter.detach().to("cpu", copy=True).contiguous()
+        for name, parameter in policy.model.named_parameters()
+        if ADAPTER in name
+    }
+
+    def write(folder: Path) -> None:
+        settings.save_pretrained(str(folder))
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    return write
 
 
 @dataclass(frozen=True, slots=True, eq=False)

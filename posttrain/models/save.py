@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,8 +33,15 @@ FULL_DISK = {
 }
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path, replace: bool = False) -> Path:
-    """Write model and tokenizer to `directory` and return its path. With `replace`, an earlier export there gives way.
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: str | Path,
+    replace: bool = False,
+    adapter: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write model and tokenizer to `directory` and return its path. With `replace`, an earlier export there gives way. `adapter`
+    writes the adapters that were merged into the model to a folder `adapter` of it.
 
     Weights keep their dtype, which config.json states; matrices that the model shares are written once and load as one.
     """
@@ -45,6 +52,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: 
     with one_line_when_unwritable(target):
         try:
             partial.mkdir(parents=True)
+            if adapter is not None:
+                adapter(partial / "adapter")
             write(model, tokenizer, partial)
             flush(partial)
             put_in_place(partial, target, retired)

@@ -24,6 +24,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
+    from posttrain.models.lora import Lora
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
     from posttrain.runs.trackers import Trackers
@@ -62,11 +63,20 @@ class Context:
             if self.say:
                 write_text(f"{stage}: {printable(line)}\n", sys.stdout)
 
-    def save_model(self, stage: str, policy: Policy) -> None:
-        """Keep a stage's model as a plain HF checkpoint for the stages after it."""
+    def save_model(self, stage: str, policy: Policy, lora: Lora | None = None) -> None:
+        """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and kept beside
+        it in peft's format."""
+        from posttrain.models.lora import merge_adapters, peft_files
         from posttrain.models.save import save
 
-        save(policy.model, policy.tokenizer, self.folder(stage) / "model", replace=True)
+        adapter = None
+        if lora is not None:
+            dtype, adapter = str(policy.dtype).removeprefix("torch."), peft_files(policy, lora)
+            kept = merge_adapters(policy.model)
+            if kept < 1:
+                line = f"the adapters are merged in float32; rounded to {dtype}, as a GPU loads it, {kept:.0%} of the changed weights"
+                self.announce(stage, [f"{line} differ from the base; model/adapter has the adapters themselves, for peft"])
+        save(policy.model, policy.tokenizer, self.folder(stage) / "model", replace=True, adapter=adapter)
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
         """Keep per-problem results, or data that was made, beside the stage's result."""

@@ -13,7 +13,7 @@ from posttrain.data.curriculum import Climb, Curriculum
 from posttrain.data.text import Decoder
 from posttrain.errors import require
 from posttrain.loop import Loop, Rhythm
-from posttrain.models.lora import Lora, add_adapters, merge_adapters, twin
+from posttrain.models.lora import Lora, add_adapters, twin
 from posttrain.rewards.ensemble import KINDS
 from posttrain.rewards.judge import check_mode
 from posttrain.rollouts import Examples, Rollouts, rate_groups, rollout_groups
@@ -185,9 +185,7 @@ class RLStage(Stage):
         )
         context.announce(self.name, [f"warning: {doubt}" for doubt in self.algorithm.doubts(self.sampling)])
         loop.run()
-        if self.lora is not None:
-            merge_adapters(policy.model)
-        context.save_model(self.name, policy)
+        context.save_model(self.name, policy, self.lora)
         return {"steps": loop.step, "train_seconds": loop.elapsed, "level": climb.level, **loop.best_figures()}
 
     def rows(self, device: str) -> int:

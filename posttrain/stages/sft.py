@@ -9,7 +9,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.errors import require
 from posttrain.loop import Loop, Rhythm
-from posttrain.models.lora import Lora, add_adapters, merge_adapters
+from posttrain.models.lora import Lora, add_adapters
 from posttrain.rollouts import Examples
 from posttrain.runs.console import duration
 from posttrain.runs.guards import Guards
@@ -71,9 +71,7 @@ class SFTStage(Stage):
             guards=self.guards,
         )
         loop.run()
-        if self.lora is not None:
-            merge_adapters(policy.model)
-        context.save_model(self.name, policy)
+        context.save_model(self.name, policy, self.lora)
         return {"steps": loop.step, "train_seconds": loop.elapsed}
 
     def seconds(self, context: Context) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,14 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
+from posttrain.models.load import load
 from posttrain.models.lora import Lora, add_adapters, merge_adapters, twin
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy
+from posttrain.models.tiny import character_tokenizer
+from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context
 from posttrain.train.forward import forward, scores
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples
@@ -108,6 +114,71 @@ def test_i54_merged_is_unmerged_and_plain(tmp_path: Path) -> None:
     plain = small_policy()
     assert set(policy.model.state_dict()) == set(plain.model.state_dict())
     assert [type(m) for m in policy.model.modules()] == [type(m) for m in plain.model.modules()]
+
+
+def small_update(policy: Policy, base: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters whose update is a hundredth of the spacing of bfloat16 at its weights or less; what they add to each, in float64."""
+    added = {}
+    with torch.no_grad():
+        for name, module in policy.model.named_modules():
+            if hasattr(module, "lora_A"):
+                a, b, w = module.lora_A["default"].weight, module.lora_B["default"].weight, base[f"{name}.weight"]
+                w.copy_(torch.where(w < 0, w - 0.25, w + 0.25))  # none of them near 0, where small updates are kept
+                b.copy_(1e-5 * torch.sin(torch.arange(b.numel()) + 1.0).view_as(b))
+                added[f"{name}.weight"] = (LORA.alpha / LORA.rank) * b.double() @ a.double()
+    return added
+
+
+def test_an_update_below_the_spacing_of_bfloat16_is_in_the_export(tmp_path: Path) -> None:
+    """Kept of the update: its product with what the exported weights differ by, in parts of its own square. In bfloat16: none."""
+    policy, base = half()
+    added = small_update(policy, base)
+    base = {name: weight.detach().clone() for name, weight in base.items()}  # exporting changes them in place
+    said = export(policy, tmp_path)
+    assert "merged in float32" in said and "0% of the changed weights differ from the base" in said
+    exported = load(str(tmp_path / "run/stages/sft/model")).model
+    assert exported.dtype == torch.float32
+    weights = exported.state_dict()
+    for dtype, least, most in ((torch.float32, 0.999, 1.001), (torch.bfloat16, 0.0, 0.01)):
+        differ = {name: weights[name].to(dtype).double() - base[name].double() for name in added}
+        kept = sum(float((differ[n] * added[n]).sum()) for n in added) / sum(float(added[n].pow(2).sum()) for n in added)
+        assert least <= kept <= most, f"{kept:.3f} of the update in {dtype}"
+
+
+def test_peft_puts_the_exported_adapters_beside_the_base(tmp_path: Path) -> None:
+    """The very policy that was trained, in bfloat16, bit for bit; and the merged export is close to it in float32."""
+    policy, base = half()
+    train(policy)
+    trained, base = logits(policy.model), {name: weight.detach().clone() for name, weight in base.items()}
+    assert "merged in float32" in export(policy, tmp_path)
+    plain = small_policy(dtype=torch.bfloat16).model
+    plain.load_state_dict(base, strict=False)
+    before = logits(plain)
+    folder = tmp_path / "run/stages/sft/model"
+    loaded = pytest.importorskip("peft").PeftModel.from_pretrained(plain, str(folder / "adapter"), autocast_adapter_dtype=False)
+    assert torch.equal(logits(loaded), trained) and float((trained - before).abs().max()) > 0.2
+    assert float((logits(load(str(folder)).model) - trained).abs().max()) < 0.05
+
+
+def half() -> tuple[Policy, dict[str, Tensor]]:
+    """A policy in bfloat16 with adapters, and its frozen weights by their names in a plain model."""
+    policy = small_policy(dtype=torch.bfloat16)
+    policy.tokenizer = character_tokenizer("0123456789+=")
+    add_adapters(policy.model, LORA, seed=1)
+    return policy, {n.replace(".base_layer", ""): p for n, p in policy.model.named_parameters() if "lora_" not in n}
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(BATCH.ids_T[None]).logits.float()
+
+
+def export(policy: Policy, folder: Path) -> str:
+    """As a stage does at its end; what it says."""
+    with RunWriter(folder / "run", config={}) as writer:
+        Context(writer, 0, say=False).save_model("sft", policy, LORA)
+    (said,) = [str(event.details["text"]) for event in Run(folder / "run").events() if event.kind == "say"]
+    return said
 
 
 def test_the_engine_samples_with_the_adapters_on() -> None:
