@@ -17,6 +17,7 @@ import yaml
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import UserError, require, unknown
+from posttrain.machine import check_threads, told_threads
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
@@ -49,6 +50,7 @@ class Settings:
         """Refused before there is a directory."""
         check_machine(self.seed, self.device)
         require(self.threads >= 0, f"threads is a number of threads, 0 for as many as pay, not {self.threads}")
+        check_threads(self.threads, "threads")
         require(self.checkpoint_keep >= 1, f"checkpoint_keep must be 1 or more, not {self.checkpoint_keep}")
 
 
@@ -57,6 +59,7 @@ def check_machine(seed: int, device: str) -> None:
     require(0 <= seed < 2**63, f"seed is a whole number, 0 or more and below 2**63, not {seed}")
     known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device) is not None
     require(known, f"device must be auto, cpu, mps, cuda or cuda:0, not {device!r}")
+    check_threads(told_threads(), "OMP_NUM_THREADS")
 
 
 TOP = [f.name for f in dataclasses.fields(Settings)][2:]  # the keys that belong to no stage

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain import machine
 from posttrain.errors import UserError
 from posttrain.version import VERSION
 
@@ -111,10 +112,9 @@ def accelerator() -> Finding:
 
 
 def threads() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    cores, asked = machine.cores(), os.environ.get("OMP_NUM_THREADS", "")
     text = f"{cores} cores" + (f", OMP_NUM_THREADS={asked}" if asked else "")
-    if asked.isdigit() and int(asked) > cores:
+    if machine.told_threads() > cores:
         return Finding("threads", NOTE, text, f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it")
     return Finding("threads", OK, text)
 

@@ -16,6 +16,7 @@ from posttrain.engine.decoder import Decoder, rules_of, suits
 from posttrain.engine.pager import Pager
 from posttrain.engine.random import derive, signed, uniforms
 from posttrain.engine.sampler import Choices, sample
+from posttrain.machine import check_threads
 from posttrain.models.attention import LAYOUT, Layout, Rule
 from posttrain.models.policy import Policy
 from posttrain.types import Completion, Request
@@ -41,6 +42,7 @@ class Engine:
 
     def __init__(self, policy: Policy, max_rows: int = 256, processes: int = 0):
         self.policy, self.max_rows, self.processes, self.version = policy, max_rows, processes or forked.CORES, 0
+        check_threads(self.processes, "processes")
         self.helpers: forked.Crew | None = None
         self.memory: tuple[int, ...] = ()  # where the weights lie that the helpers see
         self.rules: tuple[Rule, ...] | None = None

@@ -27,10 +27,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from posttrain import children
+from posttrain import children, machine
 from posttrain.types import Completion, Request, Sampling
 
-CORES = int(os.environ.get("OMP_NUM_THREADS", "0")) or len(getattr(os, "sched_getaffinity", lambda _: [0])(0))
+CORES = machine.told_threads() or machine.cores()
 LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
 LEAST_TOKENS = 2048  # a call for fewer is over before the others are awake
 STACKS = "-stacks.txt"  # of the watchdog's file, into which a helper that is asked writes where it stands

@@ -1,0 +1,27 @@
+"""The cores that this process may use, and the number of threads that it was told to use."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from posttrain.errors import require
+
+MOST = 8  # threads or processes for each core: beyond, they only wait for each other
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def told_threads() -> int:
+    """OMP_NUM_THREADS: a number, or a list with one for each level of nested threads, of which the first counts here. 0 where it is
+    not set, or no such number: OpenMP ignores it then."""
+    found = re.match(r"\s*([0-9]{1,9})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
+    return int(found[1]) if found else 0
+
+
+def check_threads(count: int, name: str) -> None:
+    """Refuse a number that would take all memory or bring the machine to a stop."""
+    require(count <= MOST * cores(), f"{name}={count} is more than {MOST} for each of the {cores()} core(s) that this process may "
+            f"use; use {cores()} or fewer")  # fmt: skip
