@@ -50,7 +50,8 @@ def last_tokens(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> tuple[Ten
 
 
 def whiten(value_T: Tensor, mask_T: Tensor, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon) over the loss tokens of the step, 0 elsewhere; without `shift`, x / sqrt(var + epsilon).
+    """(x - mean) / sqrt(var + epsilon) over the loss tokens of the step, 0 elsewhere; without `shift` the mean is added
+    again, (x - mean) / sqrt(var + epsilon) + mean, as in the code of Ziegler et al. 2019: what is whitened keeps its mean.
 
     The variance is the population's (ddof 0). Where all values are equal (by max == min) there is nothing to scale: they become
     exactly 0 with `shift`, and stay as they are without it. Sums are float64, the result is of the values' dtype.
@@ -59,5 +60,5 @@ def whiten(value_T: Tensor, mask_T: Tensor, shift: bool = True, epsilon: float =
     if not len(inside_M) or bool(inside_M.max() == inside_M.min()):
         return torch.zeros_like(value_T) if shift else value_T.where(mask_T, 0.0)
     mean, scale = inside_M.mean(), (inside_M.var(correction=0) + epsilon).rsqrt()
-    whitened_M = (inside_M - mean if shift else inside_M) * scale
+    whitened_M = (inside_M - mean) * scale + (0.0 if shift else mean)
     return torch.zeros_like(value_T).masked_scatter(mask_T, whitened_M.to(value_T.dtype))

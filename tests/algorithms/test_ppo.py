@@ -128,10 +128,11 @@ def test_whitening_of_advantages_and_rewards() -> None:
     algorithm = PPO(whiten_rewards=True, whiten_advantages=False, gamma=1.0, lam=1.0)
     scaled = algorithm.prepare(step, {})
     reward_T = algorithm.rewards(step, plain.mask_T, 0.2)
-    scale = 1 / np.sqrt(reward_T[plain.mask_T].numpy().var() + 1e-8)
+    mean, scale = float(reward_T[plain.mask_T].mean()), 1 / np.sqrt(reward_T[plain.mask_T].numpy().var() + 1e-8)
     assert scaled.return_T is not None
-    assert float(scaled.return_T[1]) == pytest.approx(scale * float(reward_T[1] + reward_T[2]))
-    assert abs(float(reward_T[plain.mask_T].mean())) > 0.01  # and the mean is not taken away
+    # two tokens, each (r - mean) scale + mean
+    assert float(scaled.return_T[1]) == pytest.approx(scale * float(reward_T[1] + reward_T[2] - 2 * mean) + 2 * mean)
+    assert abs(mean) > 0.01
 
 
 def test_i26_kl_in_the_reward_is_the_penalty_of_the_whole_response() -> None:
@@ -275,7 +276,7 @@ def numpy_ppo(
             reward[tokens] = -p.beta * (mu[tokens] - step.reference_T.double().numpy()[tokens])
         reward[tokens[-1]] += float(step.reward_N[n]) - p.missing_eos * bool(step.truncated_N[n])
     if p.whiten_rewards:
-        reward[mask] /= np.sqrt(reward[mask].var() + 1e-8)
+        reward[mask] = (reward[mask] - reward[mask].mean()) / np.sqrt(reward[mask].var() + 1e-8) + reward[mask].mean()
     for n in np.flatnonzero(valid):
         ahead_value = ahead = 0.0
         for t in np.flatnonzero(mask & (sequence == n))[::-1]:

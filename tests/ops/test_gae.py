@@ -151,7 +151,16 @@ def test_whitening_by_hand() -> None:
     values, mask_T = wide(1, 99, 2, 6), torch.tensor([True, False, True, True])
     scale = math.sqrt(3 / 14)
     assert whiten(values, mask_T, epsilon=0.0).tolist() == pytest.approx([-2 * scale, 0, -scale, 3 * scale])
-    assert whiten(values, mask_T, shift=False, epsilon=0.0).tolist() == pytest.approx([scale, 0, 2 * scale, 6 * scale])
+
+
+def test_whitening_that_keeps_the_mean_by_hand() -> None:
+    """1, 5, 3, 3 over the mask: mean 3, variance (4 + 4 + 0 + 0) / 4 = 2, so 3 -+ 2 / sqrt(2) and 3 twice. The mean stays 3, as in the
+    code of Ziegler et al. (`whitened += mean`); dividing the values as they are would make it 3 / sqrt(2)."""
+    values, mask_T = wide(1, 5, -40, 3, 3), torch.tensor([True, True, False, True, True])
+    found = whiten(values, mask_T, shift=False, epsilon=0.0)
+    assert found.tolist() == pytest.approx([3 - math.sqrt(2), 3 + math.sqrt(2), 0, 3, 3])
+    assert float(found[mask_T].mean()) == pytest.approx(3.0)
+    assert whiten(wide(1, 5), mask_T[:2], shift=False, epsilon=0.0).tolist() == pytest.approx([2, 4])
 
 
 @quick
