@@ -52,6 +52,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "rloo": [{"kl_in": "both", "kl": "k2", "clip_low": 0.2, "clip_high": 0.2}],
     "dapo": [{"l_max": 8, "l_cache": 4}],
     "gspo": [{"form": "token", "supervision": "process", "beta": 0.1, "clip_low": 0.1, "clip_high": 0.1}],
+    "dppo": [{"ratio_cap": 1.05, "divergence": "kl", "delta": 0.05}],
     "cispo": [{"clip_high": 0.1, "clip_low": 0.1, "correction": "sequence", "cap": 1.1}],
     "ppo": [
         {"beta": 0.0, "clip_value": 0.0, "whiten_advantages": False, "reduction": "sequence_mean"},

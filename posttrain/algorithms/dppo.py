@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
 from posttrain.algorithms.base import State
+from posttrain.ops.policy import token_form
 from posttrain.types import Batch
 
 
@@ -18,11 +20,13 @@ class DPPO(PolicyGradient):
     """A ratio of 2 is nothing for a token of probability 1e-4 and a great deal for one of 0.4. So a token's update is stopped not by
     its ratio but by how far the distribution has moved, estimated from the sampled token against all others (equations 11 to 14):
 
-        L      = -1 / T sum_i sum_t M_it rho_it A_i,    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
+        L      = -1 / T sum_i sum_t M_it min(rho_it, ratio_cap) A_i,    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
         M_it   = 0 where D_it > delta and rho_it has left 1 in the direction of A_i, else 1
         D_tv   = |mu - pi|,    D_kl = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
 
-    with mu and pi the token's probabilities when sampled and now. `divergence` is tv or kl (take delta = 0.05 with it). The paper
+    with mu and pi the token's probabilities when sampled and now. The gradient is -M min(rho, ratio_cap) A grad log pi: beyond the cap
+    a token weighs as one at the cap and keeps its gradient, since without a clip nothing else bounds the ratio of a rare token (20
+    is the authors' value; 0 cuts nothing). `divergence` is tv or kl (take delta = 0.05 with it). The paper
     measures from mu itself, never from recomputed log-probs, so no correction applies. Use it like DAPO, where rare tokens matter.
     """
 
@@ -33,11 +37,13 @@ class DPPO(PolicyGradient):
     clip_high: float = 0.0
     divergence: str = "tv"
     delta: float = 0.2
+    ratio_cap: float = 20.0  # the importance ratio is truncated here; 0: nowhere
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choose("divergence", ("tv", "kl"))
         self.check(self.delta > 0, f"delta must be positive, not {self.delta}")
+        self.check(0 <= self.ratio_cap < math.inf, f"ratio_cap must be a positive number, or 0 for none, not {self.ratio_cap}")
         self.check(self.clip_low == 0 and self.clip_high == 0, "clip_low and clip_high must be 0: delta is the trust region")
         self.check(
             self.correction == "none",
@@ -50,7 +56,8 @@ class DPPO(PolicyGradient):
     def surrogate(self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor) -> tuple[Tensor, Tensor]:
         away_T = ((ratio_T > 1) & (advantage_T > 0)) | ((ratio_T < 1) & (advantage_T < 0))
         stopped_T = away_T & (binary_divergence(self.divergence, old_T, logprob_T.detach()) > self.delta)
-        return (-ratio_T * advantage_T).where(~stopped_T, 0.0), stopped_T
+        weight_T = token_form(ratio_T.clamp(max=self.ratio_cap or math.inf), logprob_T)
+        return (-weight_T * advantage_T).where(~stopped_T, 0.0), stopped_T
 
 
 def binary_divergence(kind: str, old_T: Tensor, logprob_T: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from posttrain.types import Outputs
         ({"delta": 0.0}, "dppo: delta must be positive, not 0.0"),
         ({"clip_high": 0.2}, "dppo: clip_low and clip_high must be 0: delta is the trust region"),
         ({"correction": "token"}, "dppo: correction must be none"),
+        ({"ratio_cap": -1.0}, "dppo: ratio_cap must be a positive number, or 0 for none, not -1.0"),
+        ({"ratio_cap": math.nan}, "dppo: ratio_cap must be a positive number, or 0 for none, not nan"),
     ],
 )
 def test_refusals(settings: dict, message: str) -> None:
@@ -46,7 +48,7 @@ TABLE = [
     (0.7, 0.4, -1, False),  # down by 0.3: enough
     (0.7, 0.4, 1, True),
     (0.4, 0.55, 1, True),  # within delta, though the ratio of 1.4 is beyond PPO's clip
-    (1e-4, 1e-2, 1, True),  # a rare token may grow a hundredfold
+    (1e-3, 1e-2, 1, True),  # a rare token may grow tenfold
 ]
 
 
@@ -61,6 +63,30 @@ def test_the_trust_region_by_hand(before: float, now: float, sign: int, moves: b
     advantage = sign * 0.5 / (math.sqrt(0.5) + 1e-4)
     assert float(slope[1]) == pytest.approx(-advantage * now / before / 2 if moves else 0.0)
     assert {m.name: float(m.total) for m in terms.metrics}["clip_fraction"] == float(not moves)
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "now", "weight"),
+    [
+        ({}, 1e-4, 1e-3, 10.0),  # below the cap: the ratio itself
+        ({}, 1e-4, 1e-2, 20.0),  # a ratio of 100 weighs as one of 20
+        ({}, 1e-8, 1e-1, 20.0),  # and so does one of 1e7
+        ({"ratio_cap": 3.0}, 1e-4, 1e-3, 3.0),
+        ({"ratio_cap": 0.0}, 1e-4, 1e-2, 100.0),
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_ratio_is_cut_at_the_cap_by_hand(settings: dict, before: float, now: float, weight: float, sign: int) -> None:
+    """Loss and slope of the token are -min(rho, cap) A / T: the cap bounds the update and does not stop it, whatever the sign of A."""
+    algorithm = DPPO(**settings)
+    prepared = algorithm.prepare(plain_batch([float(sign), 0.0], [0, 0]), {})
+    prepared = prepared.replace(behaviour_T=torch.tensor([0, math.log(before), 0, -1.0], dtype=torch.float64))
+    logprob_T = torch.tensor([0, math.log(now), 0, -1.0], dtype=torch.float64, requires_grad=True)
+    term = algorithm.terms(Outputs(logprob_T, torch.zeros(4)), prepared).terms[0]
+    (slope,) = torch.autograd.grad((term.weight * term.loss).sum(), logprob_T)
+    advantage = sign * 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert float(term.loss[1].detach()) == pytest.approx(-weight * advantage)
+    assert float(slope[1]) == pytest.approx(-weight * advantage / 2)
 
 
 @pytest.mark.parametrize(("divergence", "delta"), [("tv", 0.02), ("kl", 0.001)])
