@@ -155,6 +155,7 @@ class Guarding:
                 odd_T |= ~torch.isfinite(figure_T) & batch.mask_T
         odd = sorted(set(batch.sequence_T[odd_T].tolist()))
         rollouts = [r for g in groups for r in g.rollouts]
-        named = [rollouts[n].problem.id for n in odd[:4]] if len(rollouts) == batch.sequences else [str(n) for n in odd[:4]]
+        places = [] if batch.rollout_N is None else batch.rollout_N.tolist()
+        named = [rollouts[places[n]].problem.id if places else str(n) for n in odd[:4]]
         where = f"; sequences that are not finite: {', '.join(named)}" if odd else ""
         return f" (batch of {batch.sequences} sequences in {ALARMS}/{path.name}{where})"

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -156,23 +157,10 @@ class Loop:
         filled = trainer.fill(collected.batch, watch=shown)
         if filled.reference_T is not None and "reference" not in algorithm.needs:
             metrics.append(watched_kl(filled))
-        epochs, pieces = algorithm.reuse
         rate = trainer.settings.rate(self.step, self.rhythm.steps)
-        reuse = [] if alarms else [piece for _ in range(epochs) for piece in mini_batches(filled, pieces)]
-        for number, piece in enumerate(reuse):
-            prepared = algorithm.prepare(piece, self.state)
-            try:
-                update = trainer.update(prepared, rate, self.pretraining_batch())
-            except NonFinite as error:
-                metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
-                alarms = self.guarding.broken(self.step + 1, error, prepared, collected.groups)
-                break
-            metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
-            if number == 0 and len(reuse) > 1:  # later ones are meant to differ from what sampled
-                metrics += [replace(m, name=m.name.replace("mismatch", "mismatch/start")) for m in update.metrics
-                            if m.name.startswith("mismatch")]  # fmt: skip
-            if len(reuse) > 1 and algorithm.enough(update.metrics):
-                break
+        trained: list[Batch] = []  # the first pass, as it was prepared
+        if not alarms:
+            alarms = self.learn(filled, rate, collected.groups, metrics, trained if shown else None)
         if not alarms:
             alarms += self.guarding.check_coefficients(self.step + 1, filled, self.state, collected.groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
@@ -181,12 +169,38 @@ class Loop:
         if self.sampler is not None:
             self.sampler.update(self.step)
         if shown:
-            self.write_rollouts(collected.groups, algorithm.prepare(filled, self.state))
+            self.write_rollouts(collected.groups, trained)
         for news in self.source.observe(collected.groups):
             console.event(news)
             self.writer.event("curriculum", {"stage": self.stage, "step": self.step, "text": news})
         figures = self.guarding.seen(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
         return figures | {f"seconds/{name}": value for name, value in seconds.items()}, alarms
+
+    def learn(
+        self, filled: Batch, rate: float, groups: Sequence[Group], metrics: list[Metric], trained: list[Batch] | None
+    ) -> list[Alarm]:
+        """Prepare and update, once or more on the same rollout; figures are added to `metrics`, what the first pass trains with to
+        `trained`. What is returned says that an update was not made."""
+        algorithm, number = self.trainer.algorithm, 0
+        epochs, pieces = algorithm.reuse
+        for epoch in range(epochs):
+            for piece in mini_batches(filled, pieces):
+                prepared = algorithm.prepare(piece, self.state)
+                if trained is not None and epoch == 0:  # with the mask of all that was sampled
+                    trained.append(prepared.replace(mask_T=piece.mask_T))
+                try:
+                    update = self.trainer.update(prepared, rate, self.pretraining_batch())
+                except NonFinite as error:
+                    metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
+                    return self.guarding.broken(self.step + 1, error, prepared, groups)
+                metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
+                number += 1
+                if number == 1 and algorithm.reuse != (1, 1):  # later ones are meant to differ from what sampled
+                    metrics += [replace(m, name=m.name.replace("mismatch", "mismatch/start")) for m in update.metrics
+                                if m.name.startswith("mismatch")]  # fmt: skip
+                if algorithm.reuse != (1, 1) and algorithm.enough(update.metrics):
+                    return []
+        return []
 
     def pretraining_batch(self) -> tuple[Algorithm, Batch] | None:
         """Pretraining text for one optimizer step, weighed by the algorithm's coefficient."""
@@ -213,26 +227,23 @@ class Loop:
             self.trackers.log(row)
         console.update(figures, self.step)
 
-    def write_rollouts(self, groups: Sequence[Group], batch: Batch) -> None:
-        """The step's rollouts as text, and what the algorithm made of each token."""
+    def write_rollouts(self, groups: Sequence[Group], trained: Sequence[Batch]) -> None:
+        """The step's rollouts as text and, of those that were trained on, what the algorithm made of each token."""
         rollouts = [r for g in groups for r in g.rollouts]
-        if len(rollouts) != batch.sequences:  # some were not selected: their text is kept, token arrays would not align
+        found: dict[int, dict[str, np.ndarray]] = {}  # by the rollout's number
+        for batch in trained:
+            host = {name: tensor.cpu().numpy() for name, tensor in token_figures(batch).items()}
+            numbers = [] if batch.rollout_N is None else batch.rollout_N.tolist()
+            for number, (start, end) in zip(numbers, pairwise(batch.starts), strict=False):
+                found[number] = {name: array[start:end] for name, array in host.items()}
+        if not found:
             self.writer.rollouts(self.stage, self.step, rollouts)
             return
-        none_T = torch.zeros_like(batch.behaviour_T)
-        arrays = {
-            "ids": batch.ids_T,
-            "logprob": batch.behaviour_T,
-            "advantage": none_T if batch.advantage_T is None else batch.advantage_T,
-        }
-        if batch.value_T is not None:
-            arrays["value"] = batch.value_T
-        if batch.reference_T is not None:
-            arrays["kl"] = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
-        host = {name: tensor.cpu().numpy() for name, tensor in arrays.items()}
-        starts = np.array(batch.starts, dtype=np.int64)
-        advantages = [float(host["advantage"][end - 1]) for end in starts[1:]]
-        self.writer.rollouts(self.stage, self.step, rollouts, advantages, TokenArrays(starts, host))
+        lengths = [len(found[n]["ids"]) if n in found else 0 for n in range(len(rollouts))]
+        joined = {name: np.concatenate([found[n][name] for n in sorted(found)]) for name in next(iter(found.values()))}
+        advantages = [float(found[n]["advantage"][-1]) if n in found else None for n in range(len(rollouts))]
+        starts = np.cumsum([0, *lengths], dtype=np.int64)
+        self.writer.rollouts(self.stage, self.step, rollouts, advantages, TokenArrays(starts, joined))
 
     def save(self) -> None:
         """Write everything that a resumed run needs to be the same run."""
@@ -313,6 +324,20 @@ def watched_kl(batch: Batch) -> Metric:
     assert batch.reference_T is not None
     kl_T = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
     return Metric("kl", kl_T.sum(), batch.mask_T.sum())
+
+
+def token_figures(batch: Batch) -> dict[str, torch.Tensor]:
+    """What is kept of each token of a prepared step: [T] each."""
+    figures = {
+        "ids": batch.ids_T,
+        "logprob": batch.behaviour_T,
+        "advantage": torch.zeros_like(batch.behaviour_T) if batch.advantage_T is None else batch.advantage_T,
+    }
+    if batch.value_T is not None:
+        figures["value"] = batch.value_T
+    if batch.reference_T is not None:
+        figures["kl"] = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
+    return figures
 
 
 def _generator(text: str) -> torch.Tensor:

@@ -124,6 +124,7 @@ class Rollouts:
         batch = pack_groups(selection.groups or groups[:1], self.sampling.temperature, self.device, together)
         if not selection.groups:  # nothing to learn from: a step in which nothing is valid has no loss and is skipped
             batch = batch.replace(valid_N=torch.zeros_like(batch.valid_N))
+        batch = batch.replace(rollout_N=torch.tensor(places(groups, selection.groups or groups[:1]), device=self.device))
         metrics = (*selection.metrics, *group_metrics(groups), Metric("level", self.climb.level, 1))
         if lost := getattr(self.sampler, "lost", 0):  # its work was done here, at half the speed
             metrics += (Metric("helpers_lost", lost, None),)
@@ -149,6 +150,12 @@ class Rollouts:
 
     def restore(self, state: JSON) -> None:
         self.climb.restore(state)
+
+
+def places(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:
+    """Which of all the rollouts each selected one is. An algorithm may reorder them and score them anew; their segments stay."""
+    number = {id(rollout.segments): n for n, rollout in enumerate(r for group in groups for r in group.rollouts)}
+    return [number[id(rollout.segments)] for group in selected for rollout in group.rollouts]
 
 
 def rollout_groups(

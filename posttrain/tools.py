@@ -187,10 +187,11 @@ def _list(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]) ->
 def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer: Any) -> list[str]:
     """A rollout as a Markov decision process: at each time the state, the action, its log-prob, KL, reward and advantage."""
     lines = [f"problem {row.problem} (level {row.level}): {printable(row.question)}   gold answer: {printable(row.answer)}"]
-    if arrays is None:
+    token = None if arrays is None else arrays.sequence(number)
+    if token is None or not len(token["ids"]):
         lines += [f"response: {printable(row.response)}", f"reward: {row.reward}"]
-        return [*lines, "the per-token figures of this step were not kept; the last steps have them"]
-    token = arrays.sequence(number)
+        return [*lines, "the per-token figures of this step were not kept; the last steps have them" if token is None else
+                "it was not trained on, so there are no figures by token"]  # fmt: skip
     first = len(token["ids"]) - row.length
     text = [printable(tokenizer.decode([i])) for i in token["ids"].tolist()]
     lines.append(f"s_0 = {''.join(text[:first])}   (the prompt: {first} tokens, given, not chosen)")

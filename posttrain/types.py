@@ -232,6 +232,7 @@ class Batch:
     unit_N: tuple[int, ...]  # non-decreasing; a micro-batch is cut only where it changes
     truncated_N: Tensor  # bool: the response ended at the length limit
     temperature: float = 1.0
+    rollout_N: Tensor | None = None  # int64: which of the step's rollouts the sequence is, all groups counted in order
     step_T: Tensor | None = None  # float32: the reward or label of the step that ends at this token; NaN elsewhere
     reference_T: Tensor | None = None
     value_T: Tensor | None = None

@@ -31,7 +31,7 @@ from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
-from posttrain.train.pack import pack_groups
+from posttrain.train.pack import gather, pack_groups
 from posttrain.train.saving import Saving, Store
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Group, Outputs, Term, Terms
@@ -231,6 +231,17 @@ def test_g11_such_steps_may_be_left_out_but_not_for_ever(tmp_path: Path) -> None
     rows = Run(loop.writer.directory).metrics("rl")
     assert [row.step for row in rows if "loss" in row.figures] == [1, 3], "no update, and so no loss"
     assert {int(v) for name, v in loop.trainer.moments().items() if name.startswith("step.")} == {2}
+
+
+def test_g11_the_problem_is_named_also_where_the_batch_is_part_of_the_rollouts(tmp_path: Path) -> None:
+    """A mini-batch, or what was selected, in an order of its own: its second sequence is not the second rollout."""
+    loop = make(tmp_path)
+    parts = [segment([3, 4], False), segment(range(3, 9), True, [-1.0] * 6)]
+    groups = [group([rollout(parts, float(n), f"p{number}", n) for n in range(2)]) for number in range(3)]
+    batch = gather(pack_groups(groups, 1.0), [5, 2])
+    behaviour_T = batch.behaviour_T.clone()
+    behaviour_T[-1] = math.nan
+    assert loop.guarding.keep(1, batch.replace(behaviour_T=behaviour_T), groups).endswith("not finite: p1)")
 
 
 def test_t04_log_probs_of_another_model_stop_the_run(tmp_path: Path) -> None:

@@ -127,10 +127,11 @@ class RunWriter:
         stage: str,
         step: int,
         rollouts: Sequence[Rollout],
-        advantages: Sequence[float] | None = None,
+        advantages: Sequence[float | None] | None = None,
         arrays: TokenArrays | None = None,
     ) -> None:
-        """Write a step's rollouts, one a line, and with `arrays` their per-token figures, sequence n being rollout n."""
+        """Write a step's rollouts, one a line, and with `arrays` their per-token figures, sequence n being rollout n; it is empty, and
+        the advantage None, where there are none."""
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
         if arrays is not None and arrays.sequences != len(rollouts):

@@ -34,7 +34,8 @@ def pack_groups(
     units = group if together else list(range(len(ids)))
     batch = _batch(ids, mask, behaviour, rewards, valid, group, units, temperature, device)
     cut = torch.tensor([r.finish == "length" for r in rollouts], device=device)
-    return batch.replace(truncated_N=cut, step_T=_steps([step_rewards(r) for r in rollouts], ids, device))
+    numbers = torch.arange(len(rollouts), device=device)
+    return batch.replace(rollout_N=numbers, truncated_N=cut, step_T=_steps([step_rewards(r) for r in rollouts], ids, device))
 
 
 def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:

@@ -1,0 +1,93 @@
+"""The token arrays of a step's rollouts: those of the right rollout, and as they were trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain import tools
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.online_dpo import OnlineDPO
+from posttrain.algorithms.ppo import PPO
+from posttrain.algorithms.raft import RAFT
+from posttrain.rollouts import Collected, Rollouts
+from posttrain.runs.read import Run
+from posttrain.train.trainer import Trainer
+from posttrain.types import Batch
+from tests.stages.test_rl import judges, run, stage  # noqa: F401  (judges is a fixture)
+
+WATCHED = PPO(group=2, epochs=2, mini_batches=2, kl_target=1.0, kl_horizon=1)
+CASES = [
+    pytest.param(OnlineDPO(group=2), id="every pair, chosen before rejected"),
+    pytest.param(OnlineDPO(group=4), id="two of four"),
+    pytest.param(RAFT(group=4, share=0.5), id="the accepted"),
+    pytest.param(GRPO(group=4, beta=0.0, truncated="mask", mini_batches=3), id="mini-batches of groups"),
+    pytest.param(WATCHED, id="whitened by mini-batch, with a beta that moves"),
+]
+
+
+@pytest.mark.parametrize("algorithm", CASES)
+def test_arrays_are_those_of_their_rollout_and_of_its_training(
+    algorithm: Algorithm,
+    judges: tuple[str, str],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collect, update = Rollouts.collect, Trainer.update
+    steps: list[tuple[Collected, list[Batch]]] = []
+
+    def collecting(*arguments: Any) -> Collected:
+        steps.append((collect(*arguments), []))
+        return steps[-1][0]
+
+    def updating(self: Trainer, batch: Batch, *more: Any) -> Any:
+        steps[-1][1].append(batch)
+        return update(self, batch, *more)
+
+    monkeypatch.setattr(Rollouts, "collect", collecting)
+    monkeypatch.setattr(Trainer, "update", updating)
+    directory = run(tmp_path / "run", stage(algorithm=algorithm, reward_models=judges, steps=3))
+    for number, (collected, trained) in enumerate(steps, 1):
+        rollouts = [r for g in collected.groups for r in g.rollouts]
+        first = trained[: algorithm.reuse[1]]
+        seen = [(piece, n) for piece in first for n in range(piece.sequences)]
+        rows, arrays = Run(directory).rollouts("rl", number), Run(directory).arrays("rl", number)
+        assert arrays is not None and arrays.sequences == len(rows) == len(rollouts)
+        found = [arrays.sequence(n) for n in range(len(rows))]
+        assert sum(len(one["ids"]) > 0 for one in found) == len(seen) > 0
+        for row, rollout, one in zip(rows, rollouts, found, strict=True):
+            assert row.response == rollout.response
+            if not len(one["ids"]):
+                assert row.advantage is None
+                continue
+            assert one["ids"].tolist() == rollout.ids.tolist()
+            assert one["logprob"][-row.length :].tolist() == rollout.segments[1].logprobs.tolist()
+            spans = [(p, slice(p.starts[n], p.starts[n + 1])) for p, n in seen]
+            own = [(p, s) for p, s in spans if p.ids_T[s].tolist() == one["ids"].tolist()]
+            advantages = [np.zeros(len(one["ids"])) if p.advantage_T is None else p.advantage_T[s].numpy() for p, s in own]
+            assert any(np.array_equal(one["advantage"], advantage) for advantage in advantages)
+            assert row.advantage == one["advantage"][-1]
+
+
+def test_what_was_left_out_is_shown_as_text(
+    judges: tuple[str, str],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a rollout that was not selected there are no figures by token; it is not shown with those of another."""
+    directory = run(tmp_path / "run", stage(algorithm=RAFT(group=4, share=0.25), reward_models=judges, steps=1, prompts=1))
+    arrays = Run(directory).arrays("rl", 1)
+    assert arrays is not None
+    lengths = np.diff(arrays.starts).tolist()
+    assert sum(length > 0 for length in lengths) == 1
+    capsys.readouterr()
+    for number, length in enumerate(lengths):
+        tools.show(directory, f"rl/1/{number}")
+        shown = capsys.readouterr().out
+        assert ("s_0 = " in shown) == (length > 0) and ("was not trained on" in shown) == (length == 0)
+        row = Run(directory).rollouts("rl", 1)[number]
+        assert length or f"reward: {row.reward}" in shown
