@@ -15,6 +15,7 @@ import torch
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.sft import SFT
+from posttrain.engine.random import derive
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.guarding import Guarding
 from posttrain.ops.kl import kl_estimate
@@ -89,6 +90,7 @@ class Loop:
     release: Callable[[], None] | None = None  # called between sampling and learning: gives the sampler's cache back
     guards: Guards = field(default_factory=Guards)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
+    seed: int = 0  # of the run: decides which groups go into a mini-batch together
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
     best: Best | None = None  # the best held-out score so far
@@ -181,10 +183,10 @@ class Loop:
     ) -> list[Alarm]:
         """Prepare and update, once or more on the same rollout; figures are added to `metrics`, what the first pass trains with to
         `trained`. What is returned says that an update was not made."""
-        algorithm, number = self.trainer.algorithm, 0
+        algorithm, moved = self.trainer.algorithm, False
         epochs, pieces = algorithm.reuse
         for epoch in range(epochs):
-            for piece in mini_batches(filled, pieces):
+            for piece in mini_batches(filled, pieces, derive(self.seed, self.step, epoch)):
                 prepared = algorithm.prepare(piece, self.state)
                 if trained is not None and epoch == 0:  # with the mask of all that was sampled
                     trained.append(prepared.replace(mask_T=piece.mask_T))
@@ -194,10 +196,10 @@ class Loop:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
                     return self.guarding.broken(self.step + 1, error, prepared, groups)
                 metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
-                number += 1
-                if number == 1 and algorithm.reuse != (1, 1):  # later ones are meant to differ from what sampled
+                if not moved and algorithm.reuse != (1, 1):  # later ones are meant to differ from what sampled
                     metrics += [replace(m, name=m.name.replace("mismatch", "mismatch/start")) for m in update.metrics
                                 if m.name.startswith("mismatch")]  # fmt: skip
+                moved = moved or update.moved
                 if algorithm.reuse != (1, 1) and algorithm.enough(update.metrics):
                     return []
         return []

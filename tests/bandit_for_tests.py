@@ -58,7 +58,7 @@ def train(
             scores = [reward(prompt, int(c.ids[0])) for c in completions]
             groups.append(group([rollout(p, s) for p, s in zip(parts, scores, strict=True)]))
         filled = trainer.fill(pack_groups(algorithm.select(groups, state).groups or groups, 1.0))
-        for piece in [p for _ in range(epochs) for p in mini_batches(filled, pieces)]:
+        for piece in [p for epoch in range(epochs) for p in mini_batches(filled, pieces, epoch)]:
             trainer.update(algorithm.prepare(piece, state), lr)
         values = [v for g in groups for v in g.rewards]
         state = algorithm.finish(state, [Metric("reward", sum(values), len(values))])

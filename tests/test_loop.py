@@ -126,6 +126,33 @@ def test_a_clean_run_hears_nothing(algorithm: Algorithm, tmp_path: Path) -> None
     )
 
 
+def dealt(folder: Path, steps: int = 3, **settings: Any) -> list[tuple[int, ...]]:
+    """The groups of every update, of 6 groups in 2 epochs of 3 mini-batches a step."""
+    loop = make(folder, GRPO(beta=0.0, epochs=2, mini_batches=3), lambda step, groups: [*groups] * 3, steps=steps, **settings)
+    update, found = loop.trainer.update, []
+
+    def recording(batch: Batch, *more: Any) -> Any:
+        found.append(tuple(sorted(set(batch.group_N.tolist()))))
+        return update(batch, *more)
+
+    loop.trainer.update = recording  # type: ignore[method-assign]
+    loop.run()
+    loop.writer.close()
+    return found
+
+
+def test_every_pass_deals_the_groups_into_mini_batches_anew(tmp_path: Path) -> None:
+    """By the seed of the run, the step and the pass: the same in every run, also in one that is resumed."""
+    found = dealt(tmp_path / "a", seed=1)
+    passes = [tuple(sorted(found[i : i + 3])) for i in range(0, len(found), 3)]
+    assert len(passes) == 6 and all(sorted(n for piece in one for n in piece) == list(range(6)) for one in passes)
+    assert len(set(passes)) >= 4, "of 15 ways to deal 6 groups"
+    assert found == dealt(tmp_path / "b", seed=1) and found != dealt(tmp_path / "c", seed=2)
+    first = dealt(tmp_path / "d", steps=2, seed=1)
+    resumed = dealt(tmp_path / "d", seed=1, writer=RunWriter.resume(tmp_path / "d" / "run"))
+    assert found[:12] == first and found[-len(resumed) :] == resumed
+
+
 class Poisoned(GRPO):
     """Its loss is not a number at the steps in `at`."""
 

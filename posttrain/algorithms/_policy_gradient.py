@@ -39,7 +39,8 @@ class PolicyGradient(OffPolicy):
     correction        for samplers whose policy mu is not the policy pi_prox at the start of the step (another engine, stale weights):
                       rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut at `cap` by `token` or by `sequence`
     drop, bound       leave out (c = 0, denominators stay) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`
-    epochs            passes over a frozen rollout, in `mini_batches` optimizer steps each; the clip is for these
+    epochs            passes over a frozen rollout, in `mini_batches` optimizer steps each, into which every pass deals the
+                      groups anew at random; the clip is for these
     """
 
     least_group: ClassVar[int] = 2  # 1 where the baseline is not the group's

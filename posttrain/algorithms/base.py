@@ -57,7 +57,7 @@ class Algorithm:
     @property
     def reuse(self) -> tuple[int, int]:
         """(epochs, mini-batches): how often a frozen rollout is reused, and in how many optimizer steps: the settings `epochs` and
-        `mini_batches`, where there are any. (1, 1) is on-policy."""
+        `mini_batches`, where there are any. (1, 1) is on-policy. Every pass deals the groups into mini-batches anew, at random."""
         epochs, pieces = int(getattr(self, "epochs", 1)), int(getattr(self, "mini_batches", 1))
         require(epochs >= 1 and pieces >= 1, f"{type(self).__name__}: epochs and mini_batches must be at least 1")
         return epochs, pieces

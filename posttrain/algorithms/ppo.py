@@ -31,11 +31,12 @@ class PPO(OffPolicy):
               - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    c_t = 1,    w_t = 1 / T (token_mean)
 
     with mu the policy that sampled and V^old the critic before the step. A rollout is used for `epochs` passes of `mini_batches`
-    optimizer steps; the rest is left as soon as a step's KL from mu exceeds `target_kl` (0: never). With `kl_target` > 0, beta
-    follows the KL of whole responses, in nats: beta <- beta (1 + clip(KL / kl_target - 1, -0.2, 0.2) min(1, n / kl_horizon)) after
-    n responses (Ziegler et al. 2019). Advantages, and rewards where asked (keeping their mean), are whitened over each optimizer
-    step, as in the code of Ziegler et al. For `critic_warmup` steps the critic alone learns. What could not be scored is out of
-    the loss and of every figure. A response that was cut off ends there: nothing is bootstrapped.
+    optimizer steps, into which every pass deals the groups anew at random; the rest is left as soon as a step's KL from mu exceeds
+    `target_kl` (0: never). With `kl_target` > 0, beta follows the KL of whole responses, in nats:
+    beta <- beta (1 + clip(KL / kl_target - 1, -0.2, 0.2) min(1, n / kl_horizon)) after n responses (Ziegler et al. 2019). Advantages,
+    and rewards where asked (keeping their mean), are whitened over each optimizer step, which is a mini-batch, as in the code of
+    Ziegler et al. For `critic_warmup` steps the critic alone learns. What could not be scored is out of the loss and of every figure.
+    A response that was cut off ends there: nothing is bootstrapped.
 
     gamma = 1.0 is the default, for text; 0.99, the textbooks' value for control, is set by name. For samplers whose policy mu is not
     the policy pi_prox at the start of the step, `correction` has rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut

@@ -182,6 +182,7 @@ class RLStage(Stage):
             release=engine.pager.release if self.release_cache else None,
             guards=self.guards,
             alarms=self.alarms,
+            seed=context.seed,
         )
         context.announce(self.name, [f"warning: {doubt}" for doubt in self.algorithm.doubts(self.sampling)])
         loop.run()

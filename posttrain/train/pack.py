@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from posttrain.data.stream import permutation
 from posttrain.types import Batch, Example, Group, Rollout
 
 
@@ -171,12 +172,16 @@ def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
     return [take(batch, a, b) for a, b in pairwise(cuts) if b > a]
 
 
-def mini_batches(batch: Batch, count: int) -> list[Batch]:
-    """Cut a rollout into up to `count` optimizer steps of whole groups, as equal in groups as can be."""
+def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
+    """Deal a rollout into up to `count` optimizer steps of whole groups, as equal in groups as can be. Which groups go together is
+    random by `seed`; within a step they keep their order."""
     ends = _run_ends(batch.group_N.tolist())
     count = min(count, len(ends))
-    cuts = [0, *(ends[len(ends) * (i + 1) // count - 1] for i in range(count))]
-    return [take(batch, a, b) for a, b in pairwise(cuts)]
+    if count == 1:
+        return [batch]
+    order, members = permutation(len(ends), "mini_batches", seed), list(pairwise([0, *ends]))
+    dealt = [sorted(order[len(ends) * i // count : len(ends) * (i + 1) // count].tolist()) for i in range(count)]
+    return [gather(batch, [n for one in groups for n in range(*members[one])]) for groups in dealt]
 
 
 def _run_ends(numbers: Sequence[int]) -> list[int]:

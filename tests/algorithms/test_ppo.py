@@ -510,7 +510,7 @@ def train(policy: Policy, algorithm: PPO, steps: int, seed: int, sign: float = 1
             groups.append(group(members))
         filled = trainer.fill(pack_groups(groups, 1.0))
         metrics = list(algorithm.select(groups, state).metrics)
-        for piece in [piece for _ in range(algorithm.epochs) for piece in mini_batches(filled, algorithm.mini_batches)]:
+        for piece in [p for epoch in range(algorithm.epochs) for p in mini_batches(filled, algorithm.mini_batches, epoch)]:
             update = trainer.update(algorithm.prepare(piece, state), 1e-2)
             metrics += update.metrics
             if algorithm.enough(update.metrics):

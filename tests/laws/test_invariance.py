@@ -154,7 +154,7 @@ def test_units_without_loss_can_be_left_out(algorithm: Algorithm) -> None:
 def test_a3_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
     """Cut first, prepared after: denominators are those of the optimizer step, not of the whole rollout."""
     step = material(algorithm)
-    pieces = mini_batches(step, 2)
+    pieces = mini_batches(step, 2, 0)
     assert len(pieces) == 2 and sum(p.sequences for p in pieces) == step.sequences
     kind = getattr(algorithm, "reduction", "")
     for piece in pieces:

@@ -105,15 +105,30 @@ def test_mini_batches_are_whole_groups() -> None:
     rewards = [[1.0, 0.0, 0.5], [1.0], [0.0, 1.0], [0.0], [1.0, 1.0]]
     groups = [group([rollout([segment([3], False), segment([4], True)], r) for r in values]) for values in rewards]
     batch = pack_groups(groups, 1.0)
-    assert [m.group_N.tolist() for m in mini_batches(batch, 1)] == [[0, 0, 0, 1, 2, 2, 3, 4, 4]]
-    assert [m.group_N.tolist() for m in mini_batches(batch, 2)] == [[0, 0, 0, 1], [2, 2, 3, 4, 4]]
-    assert [m.group_N.tolist() for m in mini_batches(batch, 5)] == [[0, 0, 0], [1], [2, 2], [3], [4, 4]]
-    assert len(mini_batches(batch, 99)) == 5
+    assert mini_batches(batch, 1, 7) == [batch]
+    for count in (2, 3, 5, 99):
+        pieces = [m.group_N.tolist() for m in mini_batches(batch, count, 7)]
+        assert len(pieces) == min(count, 5) and all(piece == sorted(piece) for piece in pieces), "groups keep their order"
+        assert sorted(n for piece in pieces for n in piece) == [0, 0, 0, 1, 2, 2, 3, 4, 4], "each goes once, and whole"
+
+
+def test_which_groups_go_together_depends_on_the_seed_alone() -> None:
+    groups = [group([rollout([segment([3], False), segment([4 + n], True)], 1.0) for _ in range(2)]) for n in range(8)]
+    batch = pack_groups(groups, 1.0, together=True)
+    dealt = [tuple(tuple(m.group_N.tolist()) for m in mini_batches(batch, 2, seed)) for seed in range(40)]
+    assert dealt == [tuple(tuple(m.group_N.tolist()) for m in mini_batches(batch, 2, seed)) for seed in range(40)]
+    assert len(set(dealt)) > 25, "of 70 ways"
+    piece = mini_batches(batch, 2, 3)[0]
+    chosen = piece.group_N.tolist()[::2]
+    assert piece.ids_T.tolist() == [i for n in chosen for _ in range(2) for i in (3, 4 + n)]
+    assert piece.unit_N == tuple(n for n in chosen for _ in range(2)) and piece.rollout_N.tolist() == [
+        r for n in chosen for r in (2 * n, 2 * n + 1)
+    ]
 
 
 @settings(max_examples=40, deadline=None)
 @given(groups=st.integers(1, 12), count=st.integers(1, 12))
 def test_mini_batches_are_as_equal_as_can_be(groups: int, count: int) -> None:
     one = rollout([segment([3], False), segment([4], True)], 1.0)
-    sizes = [m.sequences for m in mini_batches(pack_groups([group([one])] * groups, 1.0), count)]
+    sizes = [m.sequences for m in mini_batches(pack_groups([group([one])] * groups, 1.0), count, count)]
     assert sum(sizes) == groups and len(sizes) == min(groups, count) and max(sizes) - min(sizes) <= 1
