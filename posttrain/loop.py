@@ -195,7 +195,11 @@ class Loop:
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
                     return self.guarding.broken(self.step + 1, error, prepared, groups)
-                metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1), Metric("updates", 1, None)]
+                metrics += [
+                    *update.metrics,
+                    Metric("grad_norm", update.grad_norm, 1),
+                    Metric("updates", int(update.moved), None),
+                ]
                 if not moved and algorithm.reuse != (1, 1):  # later ones are meant to differ from what sampled
                     metrics += [replace(m, name=m.name.replace("mismatch", "mismatch/start")) for m in update.metrics
                                 if m.name.startswith("mismatch")]  # fmt: skip

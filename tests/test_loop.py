@@ -126,6 +126,33 @@ def test_a_clean_run_hears_nothing(algorithm: Algorithm, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("budget", [10_000, 25])
+@pytest.mark.parametrize("algorithm", [PPO(group=4, epochs=3, mini_batches=2, beta=0.0), GRPO(beta=0.0)], ids=["ppo", "grpo"])
+def test_losses_are_means_over_the_updates_of_a_step(algorithm: Algorithm, budget: int, tmp_path: Path) -> None:
+    """Whatever the micro-batches: what is shown does not grow with epochs and mini-batches. `updates` says how many there were."""
+    loop = make(tmp_path, algorithm, steps=2)
+    loop.trainer.token_budget = budget
+    update, seen = loop.trainer.update, []
+
+    def recording(batch: Batch, *more: Any) -> Any:
+        found = update(batch, *more)
+        sums: dict[str, float] = {}
+        for metric in found.metrics:
+            if metric.name.startswith("loss") or metric.name == "trained":
+                sums[metric.name] = sums.get(metric.name, 0.0) + float(metric.total)
+        seen.append(sums)
+        return found
+
+    loop.trainer.update = recording  # type: ignore[method-assign]
+    loop.run()
+    each = math.prod(algorithm.reuse)
+    for number, row in enumerate(Run(loop.writer.directory).metrics("rl")):
+        updates = seen[each * number : each * (number + 1)]
+        assert row.figures["updates"] == each and {"loss", "loss/policy", "trained"} <= set(updates[0])
+        for name in updates[0]:
+            assert row.figures[name] == pytest.approx(sum(one[name] for one in updates) / each), name
+
+
 def dealt(folder: Path, steps: int = 3, **settings: Any) -> list[tuple[int, ...]]:
     """The groups of every update, of 6 groups in 2 epochs of 3 mini-batches a step."""
     loop = make(folder, GRPO(beta=0.0, epochs=2, mini_batches=3), lambda step, groups: [*groups] * 3, steps=steps, **settings)

@@ -24,6 +24,7 @@ from posttrain.train.pack import micro_batches, with_loss
 from posttrain.types import Batch, Metric, Outputs
 
 CRITIC = "critic."  # what the critic's tensors are called by in a checkpoint
+BESIDE = "pretraining/"  # and the figures of what is mixed in
 Result = TypeVar("Result")
 
 
@@ -153,7 +154,7 @@ class Trainer:
         leaves the policy and its optimizer as they are.
         """
         if not bool(batch.mask_T.any()):
-            return Update((Metric("skipped", 1, 1),), 0.0, False)
+            return Update((Metric("skipped", 1, None),), 0.0, False)
         metrics = self._within_memory(lambda: self._accumulate(batch, beside))
         norm = float(self.optimizer.norm())
         critic_norm = 0.0 if self.critic_optimizer is None else float(self.critic_optimizer.norm())
@@ -170,15 +171,15 @@ class Trainer:
         for model in (self.policy, self.critic):  # layers are checkpointed in training mode alone; nothing else differs in it
             if model is not None:
                 model.model.train()
-        metrics = [Metric("trained", int(batch.mask_T.sum()), None)]
+        metrics = [Metric("trained", int(batch.mask_T.sum()), 1)]
         for piece in micro_batches(with_loss(batch), self.token_budget):
             metrics.extend(self.forward_backward(piece))
         if beside is not None and any(True for _ in self.optimizer.gradients()):  # it goes with a policy that learns
             other, more = beside
             for piece in micro_batches(with_loss(more), self.token_budget):
                 found = self.forward_backward(piece, other)
-                metrics += [replace(m, name=f"pretraining/{m.name}") for m in found if m.name != "loss"]
-        return metrics
+                metrics += [replace(m, name=BESIDE + m.name) for m in found if m.name != "loss"]
+        return of_one_update(metrics)
 
     def _check(self, metrics: Sequence[Metric], norm: float, critic_norm: float) -> None:
         """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
@@ -254,6 +255,19 @@ class Trainer:
         if self.critic is not None and self.critic_optimizer is not None:
             checkpoint.restore_weights(self.critic.model, _only(weights, CRITIC))
             self.critic_optimizer.restore(_only(moments, CRITIC))
+
+
+def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:
+    """The figures of all micro-batches with each loss, which is a sum over them, as one figure that counts once: several updates of
+    a step then give the mean of their losses."""
+    losses: dict[str, Tensor | float] = {}
+    rest = []
+    for metric in metrics:
+        if metric.name.removeprefix(BESIDE).split("/")[0] == "loss":
+            losses[metric.name] = losses.get(metric.name, 0.0) + metric.total
+        else:
+            rest.append(metric)
+    return [*(Metric(name, total, 1) for name, total in losses.items()), *rest]
 
 
 def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
