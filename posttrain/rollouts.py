@@ -116,6 +116,7 @@ class Rollouts:
                 derive(self.seed, step, attempt), seconds,
             )  # fmt: skip
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
+            self.mention_steps(algorithm, groups)
             selection = algorithm.select(groups, state)
             wanted = min(selection.refill, self.prompts - len(selection.groups))  # never more than are missing
             if wanted <= 0 or time.monotonic() - began > MAX_SECONDS:
@@ -129,6 +130,14 @@ class Rollouts:
         if lost := getattr(self.sampler, "lost", 0):  # its work was done here, at half the speed
             metrics += (Metric("helpers_lost", lost, None),)
         return Collected(batch, tuple(groups), metrics, seconds)
+
+    def mention_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
+        """Say once that there are values of steps which are not learned from."""
+        if not algorithm.learns_steps and "steps" not in self.told and any(r.score.steps for g in groups for r in g.rollouts):
+            self.told.add("steps")
+            advice = "set" if hasattr(algorithm, "supervision") else "use grpo, gspo or ppo with"
+            self.news.append(f"warning: the reward scores steps, and {algorithm.name} learns from the score of the whole response "
+                             f"alone; {advice} supervision=process to learn from the steps")  # fmt: skip
 
     def observe(self, groups: Sequence[Group]) -> list[str]:
         """Tell the curriculum how the step went; returns what a person should hear of it."""

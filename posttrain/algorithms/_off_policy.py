@@ -42,6 +42,15 @@ class OffPolicy(Algorithm):
             self.bound > 0 if self.drop != "none" else self.bound == 0, "drop=mean or sequence and a bound above 0 go together"
         )
 
+    def step_values(self, step: Batch) -> Tensor:
+        """[T]: the values of steps at the tokens they end in, NaN elsewhere; refused where the reward gives none."""
+        found, chosen = step.step_T, getattr(self, "supervision", "outcome")
+        self.check(
+            found is not None, f"supervision={chosen} needs a reward that scores steps (Score.steps); this one scores none"
+        )
+        assert found is not None
+        return found
+
     @property
     def corrects(self) -> bool:
         """Whether the policy at the start of the step is needed (`proximal`)."""

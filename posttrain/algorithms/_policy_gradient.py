@@ -189,10 +189,8 @@ class PolicyGradient(OffPolicy):
                 self.rewards(step, mask_T), step.valid_N, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon
             )
             return advantage_N[step.sequence_T]
-        scored = step.step_T is not None
-        self.check(scored, "supervision=process needs a reward that scores steps (Score.steps); this one scores none")
-        assert step.step_T is not None
-        return process_advantages(step.step_T, mask_T, step.sequence_T, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon)
+        step_T = self.step_values(step)
+        return process_advantages(step_T, mask_T, step.sequence_T, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon)
 
     def check_supervision(self, supervision: str) -> None:
         """Refuse what process supervision cannot go with."""

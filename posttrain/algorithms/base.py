@@ -62,6 +62,12 @@ class Algorithm:
         require(epochs >= 1 and pieces >= 1, f"{type(self).__name__}: epochs and mini_batches must be at least 1")
         return epochs, pieces
 
+    @property
+    def learns_steps(self) -> bool:
+        """Whether the values of steps (Score.steps, in `Batch.step_T`) are learned from, not the score of the whole response alone:
+        the setting `supervision`, where there is one."""
+        return getattr(self, "supervision", "outcome") != "outcome"
+
     def start(self) -> State:
         return {}
 

@@ -23,9 +23,11 @@ STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this shar
 
 @dataclass(frozen=True, kw_only=True)
 class PPO(OffPolicy):
-    """Each token is an action. Its reward is the price of leaving the reference; the score s comes with the last token:
+    """Each token is an action. Its reward is the price of leaving the reference; the score s comes with the last token, and the values
+    v_j of steps, where they are asked for, with the token e_j that a step ends in:
 
-        r_t = -beta (log mu(y_t) - log ref(y_t)) + [t last] (s - missing_eos [cut off]),    A, R = GAE(r, V; gamma, lam)
+        r_t = -beta (log mu(y_t) - log ref(y_t)) + [t last] (s - missing_eos [cut off]) + sum_j [t = e_j] v_j
+        A, R = GAE(r, V; gamma, lam)
         L   = sum_t w_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip, 1 + clip) A_t) - entropy H_t
                           + value / 2 max((V_t - R_t)^2, (clip(V_t, V_t^old - clip_value, V_t^old + clip_value) - R_t)^2) ]
               - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    c_t = 1,    w_t = 1 / T (token_mean)
@@ -37,6 +39,9 @@ class PPO(OffPolicy):
     and rewards where asked (keeping their mean), are whitened over each optimizer step, which is a mini-batch, as in the code of
     Ziegler et al. For `critic_warmup` steps the critic alone learns. What could not be scored is out of the loss and of every figure.
     A response that was cut off ends there: nothing is bootstrapped.
+
+    `supervision = "outcome"` leaves the v_j out. `"process"` has them in place of s, which a process reward model makes of the same
+    values: to add both would count them twice. `"both"` is for a reward whose score and steps are about different things.
 
     gamma = 1.0 is the default, for text; 0.99, the textbooks' value for control, is set by name. For samplers whose policy mu is not
     the policy pi_prox at the start of the step, `correction` has rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut
@@ -67,6 +72,7 @@ class PPO(OffPolicy):
     critic_warmup: int = 0
     ptx: float = 0.0  # coefficient of the pretraining mix
     reduction: str = "token_mean"
+    supervision: str = "outcome"  # what the reward is made of: outcome, process or both
 
     def __post_init__(self) -> None:
         for name in ("clip_value", "beta", "kl_target", "target_kl", "entropy", "missing_eos", "ptx"):
@@ -86,6 +92,7 @@ class PPO(OffPolicy):
         require(self.target_kl == 0 or self.epochs * self.mini_batches > 1, "ppo: target_kl stops the reuse of a rollout, and one "
                 "epoch of one mini-batch has none; raise epochs or mini_batches")  # fmt: skip
         self.choose("reduction", ("token_mean", "sequence_mean"))
+        self.choose("supervision", ("outcome", "process", "both"))
         self.check_corrections()
 
     @property
@@ -122,13 +129,17 @@ class PPO(OffPolicy):
         return prepared if state.get("steps", 0) < self.critic_warmup else prepared.replace(advantage_T=advantage_T)
 
     def rewards(self, step: Batch, mask_T: Tensor, beta: float) -> Tensor:
-        """The reward of every token: -beta k1 with the log-probs that were sampled with, and the score at the last one."""
+        """The reward of every token: -beta k1 with the log-probs that were sampled with, a step's value where the step ends, and the
+        score at the last one, as `supervision` says."""
         reward_T = torch.zeros_like(step.behaviour_T)
         if beta > 0:
             assert step.reference_T is not None
             k1_T = kl_estimate("k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0))
             reward_T = -beta * k1_T
-        score_N = step.reward_N - self.missing_eos * step.truncated_N.to(step.reward_N.dtype)
+        if self.learns_steps:
+            reward_T = reward_T + self.step_values(step).nan_to_num(nan=0.0).where(mask_T, 0.0).to(reward_T.dtype)
+        score_N = torch.zeros_like(step.reward_N) if self.supervision == "process" else step.reward_N
+        score_N = score_N - self.missing_eos * step.truncated_N.to(score_N.dtype)
         where, whose = last_tokens(mask_T, step.sequence_T, step.sequences)
         return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))
 

@@ -120,6 +120,9 @@ class RLStage(Stage):
                 "leave reference_device out")  # fmt: skip
         require(self.reward_kind in REWARD_KINDS, f"{name}: reward_kind must be one of {', '.join(REWARD_KINDS)}, not "
                 f"{self.reward_kind!r}")  # fmt: skip
+        stepless = bool(self.reward_models) and self.reward_kind != "process" and not self.rated
+        require(not (stepless and self.algorithm.learns_steps), f"{name}: supervision=process learns from the values of steps, and "
+                f"reward_kind={self.reward_kind} gives none; use reward_kind=process, or supervision=outcome")  # fmt: skip
         implicit = self.reward_kind == "implicit" and bool(self.reward_models)
         require(implicit == bool(self.reward_reference), f"{name}: reward_reference and reward_kind=implicit go together")
         alone = implicit and (len(self.reward_models) > 1 or self.reward_device != "same")

@@ -54,6 +54,7 @@ REFUSALS = [
     ({"mini_batches": 0}, "ppo: epochs and mini_batches must be at least 1"),
     ({"critic_warmup": -1}, "ppo: critic_warmup is a number of steps, not -1"),
     ({"reduction": "constant_mean"}, "ppo: reduction must be one of token_mean, sequence_mean, not 'constant_mean'"),
+    ({"supervision": "steps"}, "ppo: supervision must be one of outcome, process, both, not 'steps'"),
     ({"correction": "tis"}, "ppo: correction must be one of none, token, sequence, decoupled, not 'tis'"),
     ({"cap": 3.0}, "ppo: cap cuts the weights of correction=token and sequence; there are none"),
     ({"drop": "mean"}, "ppo: drop=mean or sequence and a bound above 0 go together"),
@@ -101,6 +102,37 @@ def test_the_reward_of_each_token_by_hand() -> None:
     assert algorithm.rewards(step, mask_T, 0.2).tolist() == pytest.approx([0, -0.1, 1.2, 0, 0, -1.9, 0, 0, 0])
     plain = PPO(beta=0.0).rewards(step, mask_T, 0.0)
     assert plain.tolist() == pytest.approx([0, 0, 1, 0, 0, -1, 0, 0, 0])
+
+
+STEPS_T = [math.nan, 0.3, math.nan, math.nan, math.nan, 0.8, math.nan, 5.0, math.nan]  # a step of each; the last was not scored
+
+
+@pytest.mark.parametrize(
+    ("supervision", "expected"),
+    [
+        ("outcome", [0, 0, 1.0, 0, 0, -1.5, 0, 0, 0]),
+        ("process", [0, 0.3, 0, 0, 0, 0.8 - 0.5, 0, 0, 0]),  # in place of the score; the price of being cut off stays
+        ("both", [0, 0.3, 1.0, 0, 0, 0.8 - 1.5, 0, 0, 0]),
+    ],
+)
+def test_the_rewards_of_steps_by_hand(supervision: str, expected: list[float]) -> None:
+    """Each at the token its step ends in; scores 1 and -1, the second cut off, at 0.5; then one that could not be scored."""
+    algorithm = PPO(beta=0.0, missing_eos=0.5, supervision=supervision)
+    step = hand_step().replace(step_T=torch.tensor(STEPS_T))
+    mask_T = step.mask_T & step.valid_N[step.sequence_T]
+    assert algorithm.rewards(step, mask_T, 0.0).tolist() == pytest.approx(expected)
+    assert algorithm.learns_steps == (supervision != "outcome")
+    plain = PPO(beta=0.0, missing_eos=0.5, supervision=supervision, lam=1.0, whiten_advantages=False)
+    found = plain.prepare(step.replace(value_T=torch.zeros(9, dtype=WIDE)), {}).advantage_T
+    assert found is not None and found.tolist() == pytest.approx(
+        [0, expected[1] + expected[2], expected[2], 0, expected[4] + expected[5], expected[5], 0, 0, 0]
+    ), "a token is credited with the steps that end at it or later"
+
+
+def test_process_supervision_needs_steps() -> None:
+    for supervision in ("process", "both"):
+        with pytest.raises(UserError, match=f"^ppo: supervision={supervision} needs a reward that scores steps"):
+            PPO(supervision=supervision).prepare(hand_step(), {})
 
 
 def test_prepare_by_hand() -> None:

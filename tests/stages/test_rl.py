@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from safetensors.torch import load_file
 
 from posttrain import config, loop, pipeline
+from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.algorithms.rloo import RLOO
 from posttrain.errors import Interrupted, UserError
 from posttrain.models.load import stop_ids
 from posttrain.models.lora import Lora
@@ -228,6 +231,20 @@ def test_keys_of_the_command_line() -> None:
         config.parse("quickstart", ["rl.reward_models.x=1"])
 
 
+@pytest.mark.parametrize("algorithm", [PPO(), GRPO(group=3), RLOO(group=3)], ids=["ppo", "grpo", "rloo"])
+def test_values_of_steps_that_nobody_learns_from_are_said(
+    algorithm: Algorithm, judges: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once; and not where they are learned from, or where there are none."""
+    process: dict[str, Any] = {"reward_models": judges, "reward_kind": "process", "steps": 2}
+    run(tmp_path / "unused", stage(algorithm=algorithm, **process))
+    assert capsys.readouterr().out.count(f"the reward scores steps, and {algorithm.name} learns from the score of") == 1
+    if not isinstance(algorithm, RLOO):
+        run(tmp_path / "used", stage(algorithm=replace(algorithm, supervision="process"), **process))
+    run(tmp_path / "none", stage(algorithm=algorithm, steps=1))
+    assert "scores steps" not in capsys.readouterr().out
+
+
 def test_process_reward_models_give_steps_and_tuned_models_an_implicit_reward(judges: tuple[str, str], tmp_path: Path) -> None:
     tokenizer = character_tokenizer(stage().alphabet())
     tuned = str(save(tiny_model(tokenizer, "nano", 7), tokenizer, tmp_path / "tuned"))
@@ -256,5 +273,8 @@ def test_process_reward_models_give_steps_and_tuned_models_an_implicit_reward(ju
         assert row["reward"] == pytest.approx(0.5 * (row["reward/logprob"] - row["reward/reference"]), rel=1e-5)
     with pytest.raises(UserError, match="go together"):
         stage(reward_models=(tuned,), reward_kind="implicit")
+    for kind in ("outcome", "judge"):
+        with pytest.raises(UserError, match=rf"^rl: supervision=process learns .*reward_kind={kind} gives none"):
+            stage(reward_models=judges[:1], reward_kind=kind, algorithm=PPO(supervision="process"))
     with pytest.raises(UserError, match="reward_kind must be one of"):
         stage(reward_models=judges, reward_kind="vague")
