@@ -56,7 +56,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "cispo": [{"clip_high": 0.1, "clip_low": 0.1, "correction": "sequence", "cap": 1.1}],
     "ppo": [
         {"beta": 0.0, "clip_value": 0.0, "whiten_advantages": False, "reduction": "sequence_mean"},
-        {"entropy": 0.01, "whiten_rewards": True, "missing_eos": 0.5, "gamma": 0.9, "lam": 0.5, "kl_target": 6.0, "supervision": "both"},
+        {"entropy": 0.01, "whiten_rewards": True, "missing_eos": 0.5, "gamma": 0.9, "lam": 0.5, "kl_target": 6.0},
+        {"supervision": "both", "beta": 0.0},
         {"ptx": 0.5, "target_kl": 0.1, "mini_batches": 2},
         {"correction": "token", "cap": 1.05, "drop": "mean", "bound": 0.12},
     ],

@@ -29,7 +29,7 @@ class PPO(OffPolicy):
         r_t = -beta (log mu(y_t) - log ref(y_t)) + [t last] (s - missing_eos [cut off]) + sum_j [t = e_j] v_j
         A, R = GAE(r, V; gamma, lam)
         L   = sum_t w_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip, 1 + clip) A_t) - entropy H_t
-                          + value / 2 max((V_t - R_t)^2, (clip(V_t, V_t^old - clip_value, V_t^old + clip_value) - R_t)^2) ]
+                          + 1/2 max((V_t - R_t)^2, (clip(V_t, V_t^old - clip_value, V_t^old + clip_value) - R_t)^2) ]
               - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    c_t = 1,    w_t = 1 / T (token_mean)
 
     with mu the policy that sampled and V^old the critic before the step. A rollout is used for `epochs` passes of `mini_batches`
@@ -37,8 +37,9 @@ class PPO(OffPolicy):
     `target_kl` (0: never). With `kl_target` > 0, beta follows the KL of whole responses, in nats:
     beta <- beta (1 + clip(KL / kl_target - 1, -0.2, 0.2) min(1, n / kl_horizon)) after n responses (Ziegler et al. 2019). Advantages,
     and rewards where asked (keeping their mean), are whitened over each optimizer step, which is a mini-batch, as in the code of
-    Ziegler et al. For `critic_warmup` steps the critic alone learns. What could not be scored is out of the loss and of every figure.
-    A response that was cut off ends there: nothing is bootstrapped.
+    Ziegler et al. The critic is a model of its own with an optimizer of its own, so its loss has no coefficient: Adam undoes any. How
+    fast it learns is the stage's `critic_optimizer.lr`. For `critic_warmup` steps it alone learns. What could not be scored is out of
+    the loss and of every figure. A response that was cut off ends there: nothing is bootstrapped.
 
     `supervision = "outcome"` leaves the v_j out. `"process"` has them in place of s, which a process reward model makes of the same
     values: to add both would count them twice. `"both"` is for a reward whose score and steps are about different things.
@@ -56,7 +57,6 @@ class PPO(OffPolicy):
     group: int = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: float = 0.2
     clip_value: float = 0.2  # how far a value may move before its loss stops falling; 0: any distance
-    value: float = 0.1  # coefficient of the value loss
     lam: float = 0.95
     gamma: float = 1.0
     beta: float = 0.2  # coefficient of KL in the reward; with kl_target, where it starts
@@ -80,7 +80,6 @@ class PPO(OffPolicy):
             require(0 <= value < float("inf"), f"ppo: {name} must be 0 or a positive number, not {value}")
         require(self.group >= 1, f"ppo: group must be at least 1, not {self.group}")
         require(0 < self.clip < 1, f"ppo: clip must lie in (0, 1), not {self.clip}")
-        require(0 < self.value < float("inf"), f"ppo: value must be positive, not {self.value}: the critic would learn nothing")
         require(0 <= self.lam <= 1, f"ppo: lam must lie in [0, 1], not {self.lam}")
         require(0 < self.gamma <= 1, f"ppo: gamma must lie in (0, 1], not {self.gamma}")
         require(self.epochs >= 1 and self.mini_batches >= 1, "ppo: epochs and mini_batches must be at least 1")
@@ -192,7 +191,7 @@ class PPO(OffPolicy):
             held_T = (near_T - return_T) ** 2
             loss_T = torch.maximum(free_T, held_T)
             metrics.append(Metric("value/clip_fraction", (held_T > free_T).sum(), count))
-        return [Term("value", 0.5 * loss_T, self.value * batch.weight_T)], metrics
+        return [Term("value", 0.5 * loss_T, batch.weight_T)], metrics
 
     def enough(self, metrics: Sequence[Metric]) -> bool:
         return self.target_kl > 0 and _mean(metrics, "kl/update") > self.target_kl

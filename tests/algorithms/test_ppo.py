@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -39,7 +40,6 @@ REFUSALS = [
     ({"clip": 0.0}, "ppo: clip must lie in (0, 1), not 0.0"),
     ({"clip": 1.0}, "ppo: clip must lie in (0, 1), not 1.0"),
     ({"clip_value": -0.1}, "ppo: clip_value must be 0 or a positive number, not -0.1"),
-    ({"value": 0.0}, "ppo: value must be positive, not 0.0: the critic would learn nothing"),
     ({"lam": 1.1}, "ppo: lam must lie in [0, 1], not 1.1"),
     ({"gamma": 0.0}, "ppo: gamma must lie in (0, 1], not 0.0"),
     ({"beta": -0.1}, "ppo: beta must be 0 or a positive number, not -0.1"),
@@ -75,6 +75,7 @@ def test_contract() -> None:
     assert PPO(ptx=0.1).pretraining == 0.1 and PPO().pretraining == 0.0
     assert PPO().reuse == (4, 1) and PPO(epochs=2, mini_batches=3).reuse == (2, 3)
     assert PPO().group_size == 1
+    assert "value" not in {f.name for f in fields(PPO)}, "a coefficient that the critic's own Adam would undo"
     assert (PPO().clip, PPO().lam, PPO().gamma, PPO().beta) == (0.2, 0.95, 1.0, 0.2)
 
 
@@ -199,7 +200,7 @@ def sums(terms: Terms) -> dict[str, float]:
 
 def test_terms_by_hand() -> None:
     """Advantages 1 and -1, ratios 1.5 and 1.5, clip 0.2; values 1.0 and 0.3 from 0.5 and 0.2, returns 2 and 0, clip_value 0.2."""
-    algorithm = PPO(value=0.4, entropy=0.1, beta=0.0)
+    algorithm = PPO(entropy=0.1, beta=0.0)
     prepared = plain_batch([2.0, 0.0], [0, 1]).replace(
         weight_T=torch.tensor([0, 0.5, 0, 0.5]),
         advantage_T=torch.tensor([0.0, 1.0, 0.0, -1.0], dtype=WIDE),
@@ -217,7 +218,7 @@ def test_terms_by_hand() -> None:
     assert found["policy"] == pytest.approx((-1.2 + 1.5) / 2)  # clipped at 1.2 going up; not clipped going down
     assert found["entropy"] == pytest.approx(-0.1 * (1.0 + 2.0) / 2)
     # the first moved by 0.5 towards its return: held at 0.7, (0.7 - 2)^2 is the larger; the second moved by 0.1, free
-    assert found["value"] == pytest.approx(0.4 * 0.5 * (1.3**2 + 0.3**2) / 2)
+    assert found["value"] == pytest.approx(0.5 * (1.3**2 + 0.3**2) / 2)
     metrics = {m.name: (float(m.total), float(m.count or 0)) for m in terms.metrics}
     assert metrics["clip_fraction"] == (1.0, 2.0)
     assert metrics["value/clip_fraction"] == (1.0, 2.0)
@@ -225,8 +226,8 @@ def test_terms_by_hand() -> None:
     assert metrics["value/mean"] == pytest.approx((1.3, 2.0))
     assert metrics["return/mean"] == pytest.approx((2.0, 2.0))
     assert metrics["kl/update"] == pytest.approx((2 * (1.5 - 1 - math.log(1.5)), 2.0))
-    free = PPO(value=0.4, beta=0.0, clip_value=0.0).terms(outputs, prepared)
-    assert sums(free)["value"] == pytest.approx(0.4 * 0.5 * (1.0 + 0.09) / 2)
+    free = PPO(beta=0.0, clip_value=0.0).terms(outputs, prepared)
+    assert sums(free)["value"] == pytest.approx(0.5 * (1.0 + 0.09) / 2)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_terms_by_hand() -> None:
 )
 def test_corrections_by_hand(settings: dict, policy: list[float], slopes: list[float], figures: dict[str, float]) -> None:
     """A response of two tokens with pi_prox / mu = 2 and 4, pi / pi_prox = 1.1 and A = 1; one of a token with 1, 1.4 and A = -1."""
-    algorithm = PPO(beta=0.0, value=0.4, **settings)
+    algorithm = PPO(beta=0.0, **settings)
     prepared = plain_batch([1.0, 0.0], [0, 1], [2, 1]).replace(
         weight_T=torch.tensor([0, 0.25, 0.25, 0, 0.5], dtype=WIDE),
         advantage_T=torch.tensor([0, 1.0, 1.0, 0, -1.0], dtype=WIDE),
@@ -265,7 +266,7 @@ def test_corrections_by_hand(settings: dict, policy: list[float], slopes: list[f
     (slope,) = torch.autograd.grad((first.weight * first.loss).sum(), logprob_T)
     weighted = [weight * s for weight, s in zip([0.25, 0.25, 0.5], slopes, strict=True)]
     assert slope.tolist() == pytest.approx([0, *weighted[:2], 0, weighted[2]])
-    assert sums(terms)["value"] == pytest.approx(0.4 * 0.5 * 0.5)  # the critic learns from all, whoever sampled it
+    assert sums(terms)["value"] == pytest.approx(0.5 * 0.5)  # the critic learns from all, whoever sampled it
     shown = {m.name: m.value for m in terms.metrics if m.name in ("correction", "dropped")}
     assert shown == pytest.approx(figures)
 
@@ -288,7 +289,7 @@ def test_i32_where_the_value_clip_stops_the_gradient(value: float, before: float
     )
     value_T = torch.tensor([0.0, value], dtype=WIDE, requires_grad=True)
     outputs = Outputs(torch.zeros(2), torch.zeros(2), value_T=value_T)
-    clipped, free = (PPO(value=1.0, beta=0.0, clip_value=c).terms(outputs, step).terms[0] for c in (0.2, 0.0))
+    clipped, free = (PPO(beta=0.0, clip_value=c).terms(outputs, step).terms[0] for c in (0.2, 0.0))
     assert float(clipped.loss[1].detach()) >= float(free.loss[1].detach())  # never below the plain loss
     (found,) = torch.autograd.grad((clipped.weight * clipped.loss).sum(), value_T)
     assert found.tolist() == pytest.approx([0.0, slope])
@@ -328,9 +329,9 @@ def numpy_ppo(
             by_logprob[t] -= weight * advantage[t] * ratio
         near = min(max(value[t], before[t] - p.clip_value), before[t] + p.clip_value) if p.clip_value else value[t]
         free, held = (value[t] - target[t]) ** 2, (near - target[t]) ** 2
-        loss += weight * p.value * 0.5 * max(free, held)
+        loss += weight * 0.5 * max(free, held)
         if free >= held:
-            by_value[t] += weight * p.value * (value[t] - target[t])
+            by_value[t] += weight * (value[t] - target[t])
     return loss, by_logprob, by_value
 
 
@@ -339,7 +340,7 @@ def numpy_ppo(
     [
         PPO(),
         PPO(beta=0.0, whiten_advantages=False, clip_value=0.0, reduction="sequence_mean", gamma=0.99),
-        PPO(beta=0.05, whiten_rewards=True, missing_eos=1.0, entropy=0.02, lam=0.5, clip=0.1, clip_value=0.05, value=0.5),
+        PPO(beta=0.05, whiten_rewards=True, missing_eos=1.0, entropy=0.02, lam=0.5, clip=0.1, clip_value=0.05),
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
@@ -361,7 +362,7 @@ def test_parity_with_an_independent_ppo(algorithm: PPO, seed: int) -> None:
 
 
 def test_the_value_loss_by_finite_differences() -> None:
-    algorithm = PPO(value=0.7)
+    algorithm = PPO()
     prepared = algorithm.prepare(material(algorithm, noise=0.4), {})
     with torch.no_grad():
         outputs, value_T = forward(shared_policy(), prepared), values(shared_scorer(), prepared)
@@ -374,7 +375,7 @@ def test_the_value_loss_by_finite_differences() -> None:
 
 
 COEFFICIENTS = {
-    "clip": 0.05, "clip_value": 0.01, "value": 0.5, "lam": 0.3, "gamma": 0.5, "beta": 0.9, "entropy": 0.3, "whiten_rewards": True,
+    "clip": 0.05, "clip_value": 0.01, "lam": 0.3, "gamma": 0.5, "beta": 0.9, "entropy": 0.3, "whiten_rewards": True,
     "whiten_advantages": False, "missing_eos": 1.0, "reduction": "sequence_mean",
 }  # fmt: skip
 
@@ -557,7 +558,7 @@ def train(policy: Policy, algorithm: PPO, steps: int, seed: int, sign: float = 1
 def test_it_learns_from_rewards(settings: dict, seed: int) -> None:
     """From a third of right tokens to nearly all of them, and the critic learns to foresee the score."""
     policy = small_policy(dtype=torch.float32)
-    rewards, errors = train(policy, PPO(group=12, epochs=2, clip_value=0.0, value=1.0, **settings), 30, seed)
+    rewards, errors = train(policy, PPO(group=12, epochs=2, clip_value=0.0, **settings), 30, seed)
     assert np.mean(rewards[:3]) < 0.55
     assert np.mean(rewards[-3:]) > 0.9
     assert np.mean(errors[-3:]) < 0.25 * np.mean(errors[:3])
