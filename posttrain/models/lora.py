@@ -9,6 +9,7 @@ over the very same parameters, so that neither is a second copy.
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
 
 ADAPTER = "lora_"  # what the names of peft's matrices contain
+NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,10 @@ class Lora:
     def __post_init__(self) -> None:
         require(self.rank >= 1, f"lora: rank must be at least 1, not {self.rank}")
         require(0 < self.alpha < float("inf"), f"lora: alpha must be positive, not {self.alpha}")
+
+    def ready(self) -> None:
+        """Refuse a machine without peft."""
+        require(importlib.util.find_spec("peft") is not None, NO_PEFT)
 
     def parameters(self, body: nn.Module) -> int:
         """How many weights learn: rank * (inputs + outputs) for each layer."""
@@ -58,7 +64,7 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise UserError("LoRA needs peft: pip install 'posttrain[lora]'") from None
+        raise UserError(NO_PEFT) from None
     body = model.base_model
     targets = [name for name, m in body.named_modules() if isinstance(m, nn.Linear) and lora.covers(name)]
     present = {name.rsplit(".", 1)[-1] for name in targets}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
     from posttrain.runs.trackers import Trackers
+    from posttrain.train.optimizer import Optimization
     from posttrain.train.saving import Saving, Store
 
 
@@ -153,9 +154,8 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
     what depends on it then is too. `only` runs these alone, on what is there. `again` also begins half-done ones anew if they changed.
     """
     names = check_names(stages, only)
-    for task in (getattr(stage, "task", None) for stage in stages):  # a missing package is told now, not after hours
-        if isinstance(task, Task):
-            task.ready()
+    for stage in stages:
+        check_ready(stage, context.device)
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
         now, before = _lineage.trace(stage, context.seed, folders), _lineage.read(context.folder(stage.name))
@@ -183,6 +183,25 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
         result = stage.run(context)
         made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
         context.finish(stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made})
+
+
+def check_ready(stage: Stage, device: str) -> None:
+    """Refuse what a stage lacks (a package, a compiler) and what it could never do: now, not after hours of those before it."""
+    task, lora = getattr(stage, "task", None), getattr(stage, "lora", None)
+    if isinstance(task, Task):
+        task.ready()
+    if lora is not None:
+        lora.ready()
+    for settings in optimizers(stage).values():
+        settings.ready(device)
+
+
+def optimizers(stage: Stage) -> dict[str, Optimization]:
+    """The settings of a stage's optimizers, by the key under which a user sets them."""
+    from posttrain.train.optimizer import Optimization
+
+    found = {f"{stage.name}.{name}": getattr(stage, name, None) for name in ("optimizer", "critic_optimizer")}
+    return {name: settings for name, settings in found.items() if isinstance(settings, Optimization)}
 
 
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:

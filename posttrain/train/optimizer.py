@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import shutil
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,12 @@ from posttrain.errors import UserError, require
 
 SCHEDULES, CHECKPOINTING, MOMENTS = ("constant", "linear", "cosine"), ("auto", "never", "layer"), ("float32", "int8")
 BLOCK, LEAST = 256, 4096  # numbers that share a scale where moments are kept in 8 bits; those of a tensor that is worth it
+NO_TORCHAO = "optimizer.moments=int8 needs torchao: pip install 'posttrain[int8]'"
+NOT_COMPILED = (
+    "optimizer.moments=int8 needs a compiler for C and C++ on this machine, and compiling does not work: install g++ (in CC and CXX "
+    "another may be named), or leave optimizer.moments out"
+)
+DEFAULT_CXX = "clang++" if sys.platform == "darwin" else "g++"
 COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()  # one optimizer at a time takes gradients
 
 
@@ -49,6 +59,12 @@ class Optimization:
         ways = ", ".join(CHECKPOINTING)
         require(self.checkpointing in CHECKPOINTING, f"checkpointing must be one of {ways}, not {self.checkpointing!r}")
         require(self.moments in MOMENTS, f"moments must be one of {', '.join(MOMENTS)}, not {self.moments!r}")
+
+    def ready(self, device: str) -> None:
+        """Refuse a machine that lacks what these settings need."""
+        if self.moments == "int8":
+            require(importlib.util.find_spec("torchao") is not None, NO_TORCHAO)
+            check_compiler(device)
 
     @property
     def moment_bytes(self) -> float:
@@ -128,13 +144,21 @@ class Optimizer:
             torch._foreach_mul_(list(self.gradients()), self.settings.clip_norm / norm)
         for group in self.adam.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        self.adam.step()
+        self._update()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
         self.zero()
         return norm
+
+    def _update(self) -> None:
+        """Adam's step. That of torchao is compiled at first."""
+        try:
+            self.adam.step()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{NOT_COMPILED} ({reason})") from error
 
     def zero(self) -> None:
         for tensor in (*self.masters.values(), *self.parameters.values()):  # both: a backward pass may break off between them
@@ -180,10 +204,18 @@ class Optimizer:
         return moment  # type: ignore[no-any-return]
 
 
+def check_compiler(device: str) -> None:
+    """Refuse a machine on which torch.compile, of which torchao makes its step, finds no compiler: for a CPU that of $CXX or else the
+    usual one for C++, for CUDA that of $CC or else gcc or clang, by which triton builds what launches its kernels."""
+    variable, usual = ("CC", ("gcc", "clang")) if device.startswith("cuda") else ("CXX", (DEFAULT_CXX,))
+    given = os.environ.get(variable, "").split()[:1]
+    require(any(map(shutil.which, given or usual)), f"{NOT_COMPILED}: there is no {' or '.join(given or usual)}")
+
+
 def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:
     """AdamW whose moments are kept in 8 bits, in blocks with a scale each, where a tensor has 4,096 numbers or more."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError:
-        raise UserError("optimizer.moments=int8 needs torchao: pip install 'posttrain[int8]'") from None
+        raise UserError(NO_TORCHAO) from None
     return AdamW8bit(groups, **common, block_size=BLOCK)  # type: ignore[no-any-return]

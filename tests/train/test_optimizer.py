@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from posttrain import cli
 from posttrain.errors import UserError
+from posttrain.train import optimizer as optimizer_module
 from posttrain.train.optimizer import Optimization, Optimizer
 
 WIDE = torch.float64
@@ -315,6 +319,60 @@ def test_moments_of_8_bits_without_torchao_are_refused(monkeypatch: pytest.Monke
         Optimizer(Small(torch.float32), Optimization(moments="int8"))
     with pytest.raises(UserError, match="moments must be one of float32, int8, not 'int4'"):
         Optimization(moments="int4")
+
+
+NO_COMPILER = (
+    r"optimizer.moments=int8 needs a compiler for C and C\+\+ on this machine, .*leave optimizer.moments out: there is no "
+)
+
+
+@pytest.mark.parametrize(("device", "variables", "missing"), [
+    ("cpu", {}, optimizer_module.DEFAULT_CXX), ("cpu", {"CXX": "nosuch++ -O2", "CC": "cc"}, "nosuch++"),
+    ("cuda", {}, "gcc or clang"), ("cuda:1", {"CC": "/nowhere/cc"}, "/nowhere/cc"),
+])  # fmt: skip
+def test_moments_of_8_bits_without_a_compiler_are_refused_before_the_run(
+    device: str, variables: dict[str, str], missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchao's step is made by torch.compile at the first update, perhaps after hours of other stages."""
+    pytest.importorskip("torchao")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=NO_COMPILER + re.escape(missing)):
+        Optimization(moments="int8").ready(device)
+    Optimization().ready(device)
+    for name in ("g++", "clang++", "gcc", "cc"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    for name in variables:
+        monkeypatch.setenv(name, str(tmp_path / "cc") + " -O2")
+    Optimization(moments="int8").ready(device)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_compiler_that_fails_in_the_first_step_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = Optimizer(wide_module(torch.float32), Optimization(moments="int8"))
+
+    def step() -> None:
+        raise torch._dynamo.exc.TorchDynamoException("CppCompileError: C++ compile error\nfatal error: Python.h: No such file")
+
+    monkeypatch.setattr(optimizer.adam, "step", step)
+    with pytest.raises(UserError, match=r"needs a compiler .*\(CppCompileError: C\+\+ compile error\)$"):
+        moved(optimizer, wide_module(torch.float32), [0])
+
+
+def test_a_run_without_a_compiler_ends_before_its_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert cli.main(["run", "quickstart", "device=cpu", "rl.optimizer.moments=int8", "out=run"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(NO_COMPILER, line) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("eager")
