@@ -156,6 +156,9 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
     names = check_names(stages, only)
     for stage in stages:
         check_ready(stage, context.device)
+    for stage in stages:
+        if context.result(stage.name) is None and (doubted := doubts(stage)):
+            context.announce(stage.name, doubted)
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
         now, before = _lineage.trace(stage, context.seed, folders), _lineage.read(context.folder(stage.name))
@@ -202,6 +205,13 @@ def optimizers(stage: Stage) -> dict[str, Optimization]:
 
     found = {f"{stage.name}.{name}": getattr(stage, name, None) for name in ("optimizer", "critic_optimizer")}
     return {name: settings for name, settings in found.items() if isinstance(settings, Optimization)}
+
+
+def doubts(stage: Stage) -> list[str]:
+    """What a stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
+    steps = getattr(stage, "steps", None)
+    found = [settings.doubt(name, steps) for name, settings in optimizers(stage).items() if isinstance(steps, int)]
+    return [f"warning: {text}" for text in found if text]
 
 
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:

@@ -60,6 +60,15 @@ class Optimization:
         require(self.checkpointing in CHECKPOINTING, f"checkpointing must be one of {ways}, not {self.checkpointing!r}")
         require(self.moments in MOMENTS, f"moments must be one of {', '.join(MOMENTS)}, not {self.moments!r}")
 
+    def doubt(self, name: str, steps: int) -> str:
+        """What is wrong with a warm-up that does not end within `steps` steps; "" where it does. `name` is where the settings stand."""
+        if self.warmup <= steps:
+            return ""
+        ends = f"the learning rate ends at {self.rate(steps - 1, steps):.3g} and never reaches {self.lr:g}"
+        return (
+            f"{name}.warmup is {self.warmup} steps and the stage has {steps}: {ends}; lower it to {steps}, or raise the steps"
+        )
+
     def ready(self, device: str) -> None:
         """Refuse a machine that lacks what these settings need."""
         if self.moments == "int8":

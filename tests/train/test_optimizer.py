@@ -7,14 +7,21 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from posttrain import cli
+from posttrain import cli, config, plan
+from posttrain.algorithms.ppo import PPO
 from posttrain.errors import UserError
+from posttrain.runs.write import RunWriter
+from posttrain.stages import base
+from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train import optimizer as optimizer_module
 from posttrain.train.optimizer import Optimization, Optimizer
 
@@ -361,6 +368,42 @@ def test_a_compiler_that_fails_in_the_first_step_is_one_line(monkeypatch: pytest
     monkeypatch.setattr(optimizer.adam, "step", step)
     with pytest.raises(UserError, match=r"needs a compiler .*\(CppCompileError: C\+\+ compile error\)$"):
         moved(optimizer, wide_module(torch.float32), [0])
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "sft": {"stage": "sft", "data": [{"task": {"name": "arithmetic"}, "counts": {"2": 50}}], "batch": 4},
+    "rl": {"stage": "rl", "task": {"name": "arithmetic"}, "prompts": 2, "algorithm": {"name": "ppo"}},
+    "preference": {"stage": "preference", "data": ["pairs.jsonl"], "batch": 4},
+    "reward_model": {"stage": "reward_model", "data": ["pairs.jsonl"], "batch": 4},
+}
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_warm_up_longer_than_its_stage_is_said_before_the_first_stage(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the second stage, before the first has done anything, and in the plan; as many steps as the stage has are enough."""
+    monkeypatch.chdir(tmp_path)
+    first = {**STAGES["sft"], "name": "begin", "model": "tiny:nano", "steps": 3, "optimizer": {"warmup": 3}}
+    second = {**STAGES[kind], "name": "two", "model": "begin", "steps": 4, "optimizer": {"lr": 1e-4, "warmup": 5}}
+    settings = config.from_config({"stages": [first, second]}, "test")
+    line = ("warning: two.optimizer.warmup is 5 steps and the stage has 4: the learning rate ends at 8e-05 and never reaches 0.0001; "
+            "lower it to 4, or raise the steps")  # fmt: skip
+    stages = settings.recipe.stages
+    assert base.doubts(stages[0]) == [] and base.doubts(stages[1]) == [line]
+    monkeypatch.setattr(SFTStage, "run", lambda self, context: sys.exit("the first stage"))
+    with RunWriter(tmp_path / "run", config={}) as writer, pytest.raises(SystemExit, match="the first stage"):
+        base.run_stages(stages, base.Context(writer, 0))
+    assert capsys.readouterr().out == f"two: {line}\n"
+    monkeypatch.setattr(plan, "_stage", lambda *_: [])
+    assert plan.describe(settings)[-2:] == [f"two ({type(stages[1]).__name__})", f"  {line}"]
+
+
+def test_the_warm_up_of_the_critic_too() -> None:
+    late = Optimization(warmup=9)
+    stage = RLStage(name="rl", model="x", task=Arithmetic(), steps=8, algorithm=PPO(), critic_optimizer=late)
+    (line,) = base.doubts(stage)
+    assert line.startswith("warning: rl.critic_optimizer.warmup is 9 steps and the stage has 8")
 
 
 def test_a_run_without_a_compiler_ends_before_its_first_stage(
