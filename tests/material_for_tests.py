@@ -49,9 +49,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "reinforce": [{"baseline": "none"}, {"beta": 0.1, "correction": "decoupled"}],
     "reinforce_plus_plus": [{"group": 4, "baseline": "group"}],
-    "rloo": [{"kl_in": "both", "kl": "k2", "clip_low": 0.2, "clip_high": 0.2}],
+    "rloo": [{"kl_in": "both", "kl": "k2", "clip_low": 0.2, "clip_high": 0.2, "epochs": 2}, {"correction": "none"}],
     "dapo": [{"l_max": 8, "l_cache": 4}],
-    "gspo": [{"form": "token", "supervision": "process", "beta": 0.1, "clip_low": 0.1, "clip_high": 0.1}],
+    "gspo": [
+        {"form": "token", "supervision": "process", "beta": 0.1, "clip_low": 0.1, "clip_high": 0.1, "mini_batches": 2},
+        {"correction": "none"},
+    ],
     "dppo": [{"ratio_cap": 1.05, "divergence": "kl", "delta": 0.05}],
     "cispo": [{"clip_high": 0.1, "clip_low": 0.1, "correction": "sequence", "cap": 1.1}],
     "ppo": [

@@ -15,15 +15,21 @@ from posttrain.types import Batch, Metric
 @dataclass(frozen=True, kw_only=True)
 class OffPolicy(Algorithm):
     """The policy's loss of token t of response i is c_it l(rho_it, A_it), for a sampler whose policy mu may not be the policy
-    pi_prox at the start of the step (another engine, stale weights):
+    pi_prox at the start of the step (another engine, other rounding, stale weights):
 
         correction = none         rho = pi / mu,         c = 1
+        correction = proximal     rho = pi / pi_prox,    c = 1
         correction = decoupled    rho = pi / pi_prox,    c_it = pi_prox / mu
         correction = token        rho = pi / pi_prox,    c_it = min(pi_prox / mu, cap)
         correction = sequence     rho = pi / pi_prox,    c_it = min(prod_t pi_prox / mu, cap)
 
     and c_i = 0, with denominators as they were, where |sum_t log pi_prox / mu| (drop=sequence), or that by token (drop=mean), exceeds
     `bound`.
+
+    `proximal` is for a sampler that has the policy's own weights and rounds otherwise: its log-probs then differ from the trainer's by
+    noise that is no change of the policy, and that a ratio of whole responses adds up over all their tokens. Dropping c is right
+    for that alone; with stale weights it is biased. In one update a rollout (epochs = mini_batches = 1) pi_prox is the policy that
+    learns: rho is exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
     """
 
     correction: str = "none"
@@ -33,7 +39,7 @@ class OffPolicy(Algorithm):
 
     def check_corrections(self) -> None:
         """Refuse corrections that are none, and numbers without the choice that they belong to."""
-        self.choose("correction", ("none", "token", "sequence", "decoupled"))
+        self.choose("correction", ("none", "proximal", "token", "sequence", "decoupled"))
         self.check(self.cap > 0, f"cap must be positive, not {self.cap}")
         cut = self.correction in ("token", "sequence")
         self.check(cut or self.cap == type(self).cap, "cap cuts the weights of correction=token and sequence; there are none")
@@ -52,20 +58,29 @@ class OffPolicy(Algorithm):
         return found
 
     @property
-    def corrects(self) -> bool:
-        """Whether the policy at the start of the step is needed (`proximal`)."""
-        return self.correction != "none" or self.drop != "none"
+    def weighs(self) -> bool:
+        """Whether there is a c other than 1."""
+        return self.correction not in ("none", "proximal") or self.drop != "none"
 
-    def old(self, batch: Batch) -> Tensor:
+    @property
+    def compares(self) -> bool:
+        """Whether the log-probs of the policy at the start of the step are needed (`proximal`)."""
+        return self.weighs or (self.correction == "proximal" and self.reuse != (1, 1))
+
+    def old(self, logprob_T: Tensor, batch: Batch) -> Tensor:
         """[T]: log-probs of the policy that the ratio is to and the clip is about, 0 outside the mask."""
         if self.correction == "none":
-            return batch.behaviour_T.where(batch.mask_T, 0.0)
-        assert batch.proximal_T is not None
-        return batch.proximal_T.where(batch.mask_T, 0.0)
+            old_T: Tensor | None = batch.behaviour_T
+        elif self.correction == "proximal" and self.reuse == (1, 1):
+            old_T = logprob_T.detach()
+        else:
+            old_T = batch.proximal_T
+        assert old_T is not None
+        return old_T.where(batch.mask_T, 0.0)
 
     def corrected(self, policy_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
         """c_it l_it, and the figures of c; l_it as it is where nothing is corrected."""
-        if not self.corrects:
+        if not self.weighs:
             return policy_T, []
         factor_T, metrics = self.corrections(batch)
         return factor_T * policy_T, metrics
@@ -76,7 +91,7 @@ class OffPolicy(Algorithm):
         mask_T, sequence_T = batch.mask_T, batch.sequence_T
         proximal_T, behaviour_T, count = batch.proximal_T, batch.behaviour_T, batch.sequences
         factor_T, metrics = torch.ones_like(behaviour_T), []
-        if self.correction != "none":
+        if self.correction not in ("none", "proximal"):
             factor_T = mismatch_weights(self.correction, proximal_T, behaviour_T, mask_T, sequence_T, count, self.cap)
             metrics.append(Metric("correction", factor_T.where(mask_T, 0.0).sum(), mask_T.sum()))
         if self.drop != "none":

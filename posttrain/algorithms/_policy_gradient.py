@@ -37,7 +37,8 @@ class PolicyGradient(OffPolicy):
     truncated         what to do with responses cut off by the length limit: `keep` them, or `mask` them out of the loss and its
                       denominators; they vote in the baseline either way
     correction        for samplers whose policy mu is not the policy pi_prox at the start of the step (another engine, stale weights):
-                      rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut at `cap` by `token` or by `sequence`
+                      rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut at `cap` by `token` or by `sequence`; or
+                      c = 1 (`proximal`), where mu differs by rounding alone
     drop, bound       leave out (c = 0, denominators stay) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`
     epochs            passes over a frozen rollout, in `mini_batches` optimizer steps each, into which every pass deals the
                       groups anew at random; the clip is for these
@@ -84,7 +85,7 @@ class PolicyGradient(OffPolicy):
     @property
     def needs(self) -> frozenset[str]:
         reference = {"reference"} if self.beta > 0 else set()
-        return frozenset(reference | ({"proximal"} if self.corrects else set()))
+        return frozenset(reference | ({"proximal"} if self.compares else set()))
 
     @property
     def kl_in_loss(self) -> bool:
@@ -153,7 +154,7 @@ class PolicyGradient(OffPolicy):
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
-        old_T = self.old(batch)
+        old_T = self.old(logprob_T, batch)
         policy_T, stopped_T = self.surrogate(self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T)
         count = mask_T.sum()
         policy_T, corrections = self.corrected(policy_T, batch)

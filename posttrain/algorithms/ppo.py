@@ -46,8 +46,8 @@ class PPO(OffPolicy):
 
     gamma = 1.0 is the default, for text; 0.99, the textbooks' value for control, is set by name. For samplers whose policy mu is not
     the policy pi_prox at the start of the step, `correction` has rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut
-    at `cap` by `token` or by `sequence`; `drop` leaves out (c = 0, denominators stay, the critic learns) responses whose `mean` or
-    `sequence` |log pi_prox / mu| exceeds `bound`.
+    at `cap` by `token` or by `sequence`, or c = 1 (`proximal`, see _off_policy.py); `drop` leaves out (c = 0, denominators stay, the
+    critic learns) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`.
 
     Use it where a reward model scores whole answers, or where credit must be shared out within long ones; it needs the most memory.
     """
@@ -96,7 +96,7 @@ class PPO(OffPolicy):
 
     @property
     def needs(self) -> frozenset[str]:
-        wanted = {"value": True, "reference": self.beta > 0, "pretraining": self.ptx > 0, "proximal": self.corrects}
+        wanted = {"value": True, "reference": self.beta > 0, "pretraining": self.ptx > 0, "proximal": self.compares}
         return frozenset(name for name, needed in wanted.items() if needed)
 
     @property
@@ -161,7 +161,7 @@ class PPO(OffPolicy):
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
-        ratio_T = importance_ratio(logprob_T, self.old(batch))
+        ratio_T = importance_ratio(logprob_T, self.old(logprob_T, batch))
         policy_T, corrections = self.corrected(clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch)
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.entropy > 0:

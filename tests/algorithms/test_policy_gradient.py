@@ -24,7 +24,7 @@ REFUSALS = [
     ({"kl_in": "both", "beta": 0.0}, "kl_in=both needs a beta above 0"),
     ({"entropy": math.nan}, "entropy must be a number, not nan"),
     ({"truncated": "drop"}, "truncated must be one of keep, mask, not 'drop'"),
-    ({"correction": "tis"}, "correction must be one of none, token, sequence, decoupled, not 'tis'"),
+    ({"correction": "tis"}, "correction must be one of none, proximal, token, sequence, decoupled, not 'tis'"),
     ({"correction": "token", "cap": 0.0}, "cap must be positive, not 0.0"),
     ({"cap": 3.0}, "cap cuts the weights of correction=token and sequence; there are none"),
     ({"correction": "decoupled", "cap": 3.0}, "cap cuts the weights of correction=token and sequence; there are none"),
@@ -212,7 +212,7 @@ def test_parity_of_corrections(correction: str, drop: str) -> None:
 
 @pytest.mark.parametrize("make", [GRPO, GSPO, RLOO])
 def test_t05_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[PolicyGradient]) -> None:
-    plain = make(beta=0.0, clip_low=0.2, clip_high=0.2)
+    plain = make(beta=0.0, clip_low=0.2, clip_high=0.2, correction="none")
     step = material(plain, noise=0.0)
     step = step.replace(proximal_T=step.behaviour_T)
     expected = gradients(plain, plain.prepare(step, {}))
@@ -220,7 +220,8 @@ def test_t05_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[P
         {"correction": "token"},
         {"correction": "sequence"},
         {"correction": "decoupled"},
-        {"drop": "mean", "bound": 1e-6},
+        {"correction": "proximal", "epochs": 2},
+        {"correction": "none", "drop": "mean", "bound": 1e-6},
     ):
         algorithm = make(beta=0.0, clip_low=0.2, clip_high=0.2, **settings)
         found = gradients(algorithm, algorithm.prepare(step, {}))

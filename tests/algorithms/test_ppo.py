@@ -55,7 +55,7 @@ REFUSALS = [
     ({"critic_warmup": -1}, "ppo: critic_warmup is a number of steps, not -1"),
     ({"reduction": "constant_mean"}, "ppo: reduction must be one of token_mean, sequence_mean, not 'constant_mean'"),
     ({"supervision": "steps"}, "ppo: supervision must be one of outcome, process, both, not 'steps'"),
-    ({"correction": "tis"}, "ppo: correction must be one of none, token, sequence, decoupled, not 'tis'"),
+    ({"correction": "tis"}, "ppo: correction must be one of none, proximal, token, sequence, decoupled, not 'tis'"),
     ({"cap": 3.0}, "ppo: cap cuts the weights of correction=token and sequence; there are none"),
     ({"drop": "mean"}, "ppo: drop=mean or sequence and a bound above 0 go together"),
 ]

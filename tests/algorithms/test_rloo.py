@@ -22,6 +22,7 @@ def test_refusals_and_contract() -> None:
     with pytest.raises(UserError, match="^rloo: kl_in must be one of loss, reward, both, not 'advantage'"):
         RLOO(kl_in="advantage")
     assert RLOO().needs == {"reference"} and RLOO(beta=0.0).needs == frozenset()
+    assert RLOO(epochs=2).needs == {"reference", "proximal"} and RLOO(epochs=2, correction="none").needs == {"reference"}
 
 
 def test_the_others_are_the_baseline() -> None:
@@ -41,7 +42,7 @@ def test_kl_is_taken_from_the_reward_of_the_response() -> None:
 
 def test_a_response_is_one_action() -> None:
     """Token ratios 2 and 3 make a response's ratio 6, and each of its log-probs has the slope -1/N * 6 A."""
-    algorithm = RLOO(beta=0.0)
+    algorithm = RLOO(beta=0.0, correction="none")
     prepared = algorithm.prepare(plain_batch([1.0, 0.0], [0, 0], [2, 1]), {})
     logprob_T = torch.tensor([0.0, math.log(2), math.log(3), 0.0, 0.0], requires_grad=True)
     terms = algorithm.terms(Outputs(logprob_T, torch.zeros(5)), prepared)
@@ -67,7 +68,7 @@ def test_parity_with_an_independent_one(clip: float, kl_in: str, seed: int) -> N
                 slopes[-1] = slopes[-1] + 0.2 * difference / len(members)
         return loss, slopes
 
-    parity(RLOO(beta=0.2, kl="k2", kl_in=kl_in, clip_low=clip, clip_high=clip), formula, seed, noise=0.2)
+    parity(RLOO(beta=0.2, kl="k2", kl_in=kl_in, clip_low=clip, clip_high=clip, correction="none"), formula, seed, noise=0.2)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -43,6 +43,8 @@ SETTINGS = Optimization(lr=3e-3, warmup=5, schedule="cosine")
 COMMAND = f"PIN_TRAJECTORIES=1 python -m pytest tests/laws/{Path(__file__).name}"
 WRITE = os.environ.get("PIN_TRAJECTORIES") == "1"
 NAMES = catalogue.names("algorithm")
+# their ratio to the policy at the start of a step is 1 throughout a single update: that to the sampler has something to say
+SETTINGS_OF = {"gspo": {"correction": "none"}, "rloo": {"correction": "none"}}
 
 
 def maker() -> str:
@@ -109,7 +111,7 @@ def batches(algorithm: Algorithm) -> list[Batch]:
 
 def begin(name: str, settings: Optimization) -> Trainer:
     """An algorithm's trainer with weights that are the same everywhere."""
-    algorithm = algorithm_class(name)()
+    algorithm = algorithm_class(name)(**SETTINGS_OF.get(name, {}))
     policy = copy.deepcopy(fixed_policy())
     trainer = trainer_for(algorithm, policy, settings)
     for number, other in enumerate(
