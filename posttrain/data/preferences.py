@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,20 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
         sum(int(e.mask.sum()) for e in examples), max(len(e.ids) for e in examples), max_length, margins, desirable, left_out,
     )  # fmt: skip
     return Preferences(units, report)
+
+
+def count_labels(path: str | Path) -> tuple[int, int]:
+    """(good, bad): how many responses of a file are called so; of a pair one is each. Rows that are wrong are left to
+    `read_preferences`, which names them."""
+    good, bad, kind = 0, 0, ""
+    for where, record in read_jsonl(path):
+        record = {key: value for key, value in record.items() if value is not None}
+        kind = kind or _detect(record, where)
+        with suppress(_Skip, UserError):
+            rewards = _checked(KINDS[kind], kind, record, where).rewards
+            good += len(rewards) > 1 or rewards == [1.0]
+            bad += len(rewards) > 1 or rewards == [0.0]
+    return good, bad
 
 
 def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:

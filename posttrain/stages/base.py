@@ -132,6 +132,10 @@ class Stage(ABC):
     def run(self, context: Context) -> dict[str, JSON]:
         """Do the work; the returned figures become the stage's result."""
 
+    def ready(self, names: Collection[str]) -> None:  # noqa: B027  (most stages have nothing to say)
+        """Refuse now, before the first stage runs, what can be known of the stage's files; `names` are the stages of the run, whose
+        data is not there yet."""
+
     def check_positive(self, *settings: str) -> None:
         """Refuse settings that are not above 0."""
         for setting in settings:
@@ -156,6 +160,8 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
     names = check_names(stages, only)
     for stage in stages:
         check_ready(stage, context.device)
+        if context.result(stage.name) is None and (not only or stage.name in only):
+            stage.ready(names)
     for stage in stages:
         if context.result(stage.name) is None and (doubted := doubts(stage)):
             context.announce(stage.name, doubted)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
+from posttrain.data.preferences import count_labels
 from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
 from posttrain.errors import require
 from posttrain.evals.statistics import wilson
@@ -61,6 +63,18 @@ class PreferenceStage(PreferenceLearner):
         useless = bool(self.reference) and "reference" not in self.algorithm.needs
         require(not useless, f"{name}: reference is given, but this algorithm has no use for one; try dpo")
 
+    def ready(self, names: Collection[str]) -> None:
+        if self.algorithm.unit != "pair" and all(path not in names and Path(path).is_file() for path in self.data):
+            good, bad = map(sum, zip(*map(count_labels, self.data), strict=True))
+            self.check_labels(good, bad)
+
+    def check_labels(self, good: int, bad: int) -> None:
+        """Refuse labels that are all the same: with nothing to tell apart, everything becomes likelier, or less likely."""
+        what = "good" if good else "bad"
+        require(good + bad == 0 or (good > 0 and bad > 0), f"{self.name}: all {good + bad} labelled responses are {what}, and "
+                f"{self.algorithm.name} learns from good and bad ones; add some of the other kind"
+                + (", or imitate these with an sft stage" if good else ""))  # fmt: skip
+
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""
         wanted = PAIRS if self.algorithm.unit == "pair" else LABELS
@@ -79,6 +93,9 @@ class PreferenceStage(PreferenceLearner):
             train, held_out = units, self.read(context, tokenizer, self.held_out_data)
         else:
             train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
+        if self.algorithm.unit != "pair":
+            good = sum(unit[0].reward > 0.5 for unit in train)
+            self.check_labels(good, len(train) - good)
         held_out = held_out[: self.evaluate_units]
         what = "pairs" if self.algorithm.unit == "pair" else "labelled responses"
         context.announce(self.name, [f"{len(train):,} {what} to train on, {len(held_out):,} held out"])

@@ -157,7 +157,17 @@ def test_settings_come_back_from_the_configuration() -> None:
             [{"prompt": "a", "responses": ["b", "c"], "scores": [1, 2]}],
             "holds rows of kind ranking; this algorithm learns",
         ),
-        ("kto", [{"prompt": "a", "completion": c, "label": True} for c in "bc"], "too few to hold some out"),
+        ("kto", [{"prompt": "a", "completion": c, "label": c == "b"} for c in "bc"], "too few to hold some out"),
+        (
+            "kto",
+            [row for row in LABELS if row["label"]],
+            "prefs: all 36 labelled responses are good, and kto learns from good and bad",
+        ),
+        (
+            "kto",
+            [row for row in LABELS if not row["label"]],
+            "prefs: all 36 labelled responses are bad, and kto learns from good",
+        ),
         ("dpo", [{"prompt": "a", "chosen": "b"}], "prefs.jsonl line 1: no rejected"),
         ({"name": "dpo", "labels": "soft"}, PAIRS, "soft labels are made of scores, and"),
     ],
@@ -171,6 +181,36 @@ def test_data_that_is_refused(
     assert cli.main(["run", str(path), f"out={tmp_path / 'run'}", "device=cpu"]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_labels_of_one_kind_are_refused_before_the_first_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipeline in which they would be read second; the files of a stage count together, and what is held out does not count."""
+    good, bad = ([row for row in LABELS if row["label"] == label] for label in (True, False))
+    files = [write(tmp_path, good[:20], "a.jsonl"), write(tmp_path, good[20:], "b.jsonl")]
+    first = {"stage": "preference", "name": "first", "model": "tiny:nano", "data": [write(tmp_path, PAIRS)], "steps": 1}
+    path = tmp_path / "mine.yaml"
+
+    def run(data: list[str]) -> tuple[int, str, str]:
+        tree = settings(data, algorithm={"name": "kto"}, steps=1, model="first")
+        path.write_text(yaml.safe_dump({"stages": [first, *tree["stages"]]}))
+        code = cli.main(["run", str(path), f"out={tmp_path / 'run'}", "device=cpu"])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    code, said, error = run(files)
+    assert code == 2 and "all 36 labelled responses are good" in error and error.count("\n") == 1
+    assert "first" not in said and not (tmp_path / "run").exists(), "nothing was trained"
+    assert run([*files, write(tmp_path, bad[:30], "c.jsonl")])[0] == 0
+
+
+def test_all_that_is_left_to_train_on_may_not_be_of_one_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The only bad responses are of the prompts that are held out, or too long."""
+    good = [row for row in LABELS if row["label"]]
+    path = tmp_path / "mine.yaml"
+    long = [{"prompt": "cat0", "completion": "no" * 99, "label": False}]
+    path.write_text(yaml.safe_dump(settings([write(tmp_path, good + long)], algorithm={"name": "kto"})))
+    assert cli.main(["run", str(path), f"out={tmp_path / 'run'}", "device=cpu"]) == 2
+    assert "labelled responses are good, and kto learns" in capsys.readouterr().err
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
