@@ -80,6 +80,9 @@ class RewardModelStage(PreferenceLearner):
         units = self.read(context, policy.tokenizer)
         check_lengths(policy, units, "max_length")
         train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
+        labels = {float(v) for (e, *_) in train if e.steps is not None for v in e.steps[np.isfinite(e.steps)]}
+        require(len(labels) != 1, f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to "
+                "tell apart; add steps of the other kind")  # fmt: skip
         context.announce(self.name, [f"{len(train):,} to train on, {len(held_out):,} held out"])
         verdicts = []
         for member in range(self.members):

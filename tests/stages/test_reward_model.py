@@ -157,6 +157,16 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, fatal: int, left: int, mo
     assert cut == pytest.approx(whole, abs=1e-4)
 
 
+@pytest.mark.parametrize("label", [True, False, 0.5])
+def test_labels_of_steps_that_are_all_the_same_are_refused(tmp_path: Path, label: bool | float) -> None:
+    rows = [{"prompt": f"do {n}", "completions": ["x", "y"], "labels": [label] * 2} for n in range(20)]
+    run = context(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"^reward: all steps to train on have the label {float(label):g}: there is nothing to tell"
+    ):
+        run_stages([stage(write(tmp_path / "steps.jsonl", rows), algorithm=ProcessRewardModel(), steps=2)], run)
+
+
 def test_steps_train_a_process_reward_model(tmp_path: Path) -> None:
     """A step of three letters is right where it holds no y."""
     generator = np.random.default_rng(0)
