@@ -79,7 +79,7 @@ def collected(algorithm: Algorithm, prompts: int, teach: list[bool], monkeypatch
     source = object.__new__(rollouts.Rollouts)
     source.task = source.sampler = source.tokenizer = source.decoder = source.rating = None
     source.climb, source.prompts, source.problems, source.seed = Climb(), prompts, {0: [Problem("p", "")]}, 0
-    source.sampling, source.device = Sampling(4), torch.device("cpu")
+    source.sampling, source.device, source.told = Sampling(4), torch.device("cpu"), set()
     draws = Draws(teach)
     monkeypatch.setattr(rollouts, "rollout_groups", draws)
     return source.collect(0, algorithm, {}), draws.asked
