@@ -12,8 +12,8 @@ from pathlib import Path
 
 from posttrain.changes import flatten
 from posttrain.errors import UserError, require, unknown
-from posttrain.evals.evaluate import solved_share
-from posttrain.evals.statistics import Comparison, Interval, compare, share_interval
+from posttrain.evals.evaluate import Pair, compare_rows, same_problems, shares_interval, solved_share
+from posttrain.evals.statistics import Comparison, Interval
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
 from posttrain.types import JSON
@@ -75,13 +75,13 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
     results = tuple(evaluations(run) for run in runs)
     matched, notes = [], []
     for one, other in _pairs(runs, results, stage):
-        both = results[0][one].keys() & results[1][other].keys()
+        both = same_problems(results[0][one], results[1][other])
         words = (
             f"{one} and {other} are about different problems" if one != other else f"{one} is about different problems in each"
         )
         require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
         if both:
-            matched.append(_match(results[0][one], results[1][other], one, other))
+            matched.append(_match(both, len(results[0][one]) + len(results[1][other]), one, other))
         else:
             notes.append(f"{words}, and cannot be compared in pairs")
     notes += [
@@ -98,15 +98,15 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
     )
 
 
-def evaluations(run: Run) -> dict[str, dict[tuple[str, str], float]]:
-    """For each finished evaluation of a run, in the order of its stages: the share of solved samples by problem (id and question)."""
+def evaluations(run: Run) -> dict[str, list[dict[str, JSON]]]:
+    """For each finished evaluation of a run, in the order of its stages: the rows of its problems."""
     stages = [str(stage.get("name")) for stage in run.config.get("stages", []) if isinstance(stage, dict)]
-    found: dict[str, dict[tuple[str, str], float]] = {}
+    found: dict[str, list[dict[str, JSON]]] = {}
     for name in stages:
         file = run.directory / "stages" / name / PROBLEMS
         rows = [_row(line, file) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
         if rows and all("outcomes" in row for row in rows):
-            found[name] = {(str(row["problem"]), str(row["question"])): solved_share(row) for row in rows}
+            found[name] = rows
     return found
 
 
@@ -154,14 +154,13 @@ def _pairs(runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: st
     raise UserError(f"the runs have no evaluation of the same name ({named}); say which with --stage ONE:OTHER")
 
 
-def _match(first: Mapping[tuple[str, str], float], second: Mapping[tuple[str, str], float], one: str, other: str) -> Matched:
-    pairs = [(first[key], second[key]) for key in first if key in second]
-    ours, theirs = ([pair[side] for pair in pairs if not any(map(isnan, pair))] for side in (0, 1))
-    require(bool(ours), f"{one} and {other}: no problem was scored in both runs")
-    left = len(first) + len(second) - 2 * len(pairs)
-    return Matched(
-        one, other, len(ours), left, share_interval(ours), share_interval(theirs), compare(*zip(*pairs, strict=True))
-    )
+def _match(pairs: Sequence[Pair], rows: int, one: str, other: str) -> Matched:
+    scored = [pair for pair in pairs if not any(isnan(solved_share(row)) for row in pair)]
+    paired = compare_rows(pairs)
+    if paired is None:
+        raise UserError(f"{one} and {other}: no problem was scored in both runs")
+    first, second = (shares_interval([pair[side] for pair in scored]) for side in (0, 1))
+    return Matched(one, other, len(scored), rows - 2 * len(pairs), first, second, paired)
 
 
 def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[Difference]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain import config
 from posttrain.errors import UserError, require, unknown
+from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import compare
 from posttrain.runs.console import printable, write_text
 from posttrain.runs.console import show as show_table
@@ -102,7 +103,8 @@ def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = Fal
         measured.append((name, evaluation, {"model": name, "task": task, **figures, **counted}, said))
     if asked.save:
         Path(asked.save).write_text("".join(json.dumps(row) + "\n" for row in rows(measured[0][1])), "utf-8")
-    paired = compare(*(evaluation.solved() for _, evaluation, _, _ in reversed(measured))) if against else None
+    ours, theirs = measured[0][1], measured[-1][1]
+    paired = compare(theirs.solved(), ours.solved(), prompts(ours.groups)) if against else None
     if as_json:
         written = measured[0][2] | ({"against": measured[1][2], "paired": asdict(paired)} if paired else {})
         write_text(json.dumps(encode(written)) + "\n", sys.stdout)

@@ -130,3 +130,15 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1 and error.startswith("posttrain: ")
     assert not list(tmp_path.glob("*.png")), (one, none, other)
+
+
+def test_prompts_that_come_again_count_once(tmp_path: Path) -> None:
+    """The same prompt in ten problems, answered better each time by the second run: one observation, and no small p-value."""
+    one, two = make(tmp_path / "one", {"e": single("0" * 10)}), make(tmp_path / "two", {"e": single("1" * 10)})
+    for run in (one, two):
+        file = run / "stages" / "e" / "problems.jsonl"
+        rows = [{**json.loads(line), "prompt": "same"} for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (matched,) = compare_runs(one, two, tmp_path / "x.png").evaluations
+    assert matched.problems == 10 and (matched.paired.wins, matched.paired.p_value) == (1, 1.0)
+    assert matched.second.low < 0.3

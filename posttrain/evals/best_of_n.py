@@ -12,14 +12,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from posttrain.evals.statistics import Interval, mean_interval
+from posttrain.evals.evaluate import prompts
+from posttrain.evals.statistics import Interval, mean_interval, score_interval
 from posttrain.ops.sampling import best_of_n_kl
 from posttrain.types import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One n: the most that KL(best-of-n || policy) can be, and the expected rewards with intervals over problems."""
+    """One n: the most that KL(best-of-n || policy) can be, and the expected rewards with intervals over prompts."""
 
     n: int
     kl: float
@@ -73,12 +74,13 @@ def frontier(groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | No
     as far as the smallest group.
     """
     both = any(gold in r.score.parts for group in groups for r in group.rollouts)
-    curves = []
-    for group in groups:
+    curves, asked = [], []
+    for group, key in zip(groups, prompts(groups), strict=True):
         scores = [r.score for r in group.rollouts if r.score.value is not None and (not both or gold in r.score.parts)]
         proxy = [float(s.value or 0.0) for s in scores]
         if proxy:
             true = [s.parts[gold] for s in scores] if both else proxy
+            asked.append(key)
             curves.append((expected_best(proxy, proxy), expected_best(proxy, true)))
     if not curves:
         raise ValueError("no sample has a score")
@@ -88,5 +90,5 @@ def frontier(groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | No
         if not 1 <= n <= most:
             raise ValueError(f"the best of {n} cannot be estimated from {most} samples")
         proxies, golds = [float(c[0][n - 1]) for c in curves], [float(c[1][n - 1]) for c in curves]
-        points.append(Point(n, best_of_n_kl(n), mean_interval(proxies), mean_interval(golds)))
+        points.append(Point(n, best_of_n_kl(n), mean_interval(proxies, asked), score_interval(golds, asked, means=most > 1)))
     return points

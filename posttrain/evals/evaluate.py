@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 
 from posttrain.errors import require
-from posttrain.evals.statistics import Interval, majority_at_k, mean_interval, pass_at_k, share_interval, wilson
+from posttrain.evals.statistics import Comparison, Interval, compare, majority_at_k, pass_at_k, score_interval, share_interval
 from posttrain.types import JSON, Group
+
+Row = Mapping[str, JSON]  # what is saved of one problem
+Pair = tuple[Row, Row]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,14 +28,15 @@ class Evaluation:
 
     @property
     def accuracy(self) -> Interval:
-        """Share of samples that solve their problem, averaged over problems (avg@k); the interval is over problems."""
+        """Share of samples that solve their problem, averaged over problems (avg@k); the interval is over prompts."""
         return self.passed(1)
 
     def passed(self, k: int) -> Interval:
         """pass@k, unbiased, over the problems whose samples were all scored."""
-        counts = [(len(g.rollouts), sum(solved(g))) for g in self.groups if scored(g)]
-        require(bool(counts), "every problem has a sample that could not be scored; see the failures in problems.jsonl")
-        return share_interval([pass_at_k(n, c, k) for n, c in counts])
+        kept = [g for g in self.groups if scored(g)]
+        require(bool(kept), "every problem has a sample that could not be scored; see the failures in problems.jsonl")
+        values = [pass_at_k(len(g.rollouts), sum(solved(g)), k) for g in kept]
+        return share_interval(values, prompts(kept), means=any(len(g.rollouts) > k for g in kept))
 
     @property
     def has_finals(self) -> bool:
@@ -41,13 +45,14 @@ class Evaluation:
     def majority(self, k: int) -> Interval | None:
         """majority@k: how often the most frequent final answer of k samples is right, m tied ones sharing 1/m each. A problem's n
         samples are n // k votes, whose mean counts. None where the task finds no final answers, or nothing was scored."""
-        means = []
-        for group, finals in zip(self.groups, self.finals, strict=True) if self.has_finals else ():
+        votes: dict[int, list[float]] = {}
+        for n, (group, finals) in enumerate(zip(self.groups, self.finals, strict=True) if self.has_finals else ()):
             if scored(group):
                 right = list(solved(group))
-                votes = [_vote(finals[at : at + k], right[at : at + k]) for at in range(0, len(right) - k + 1, k)]
-                means.append(sum(votes) / len(votes))
-        return share_interval(means) if means else None
+                votes[n] = [_vote(finals[at : at + k], right[at : at + k]) for at in range(0, len(right) - k + 1, k)]
+        keys = prompts([self.groups[n] for n in votes])
+        means = [sum(own) / len(own) for own in votes.values()]
+        return share_interval(means, keys, means=any(len(own) > 1 for own in votes.values())) if means else None
 
     def without(self, left_out: Sequence[bool]) -> Evaluation | None:
         """The evaluation on the other problems, or None where none is left."""
@@ -58,8 +63,7 @@ class Evaluation:
     @property
     def reward(self) -> Interval | None:
         """The mean score over problems; None where nothing was scored."""
-        means = [sum(g.rewards) / len(g.rewards) for g in self.groups if g.rewards]
-        return mean_interval(means) if means else None
+        return self._averaged([g.rewards for g in self.groups])
 
     @property
     def failed(self) -> int:
@@ -73,14 +77,15 @@ class Evaluation:
 
     def part(self, name: str) -> Interval | None:
         """One named part of the score, such as format, averaged over problems."""
-        means = []
-        for group in self.groups:
-            values = [r.score.parts[name] for r in group.rollouts if name in r.score.parts]
-            if values:
-                means.append(sum(values) / len(values))
-        if means and set(means) <= {0.0, 1.0}:
-            return wilson(int(sum(means)), len(means))
-        return mean_interval(means) if means else None
+        return self._averaged([[r.score.parts[name] for r in g.rollouts if name in r.score.parts] for g in self.groups])
+
+    def _averaged(self, values: Sequence[Sequence[float]]) -> Interval | None:
+        """The mean over problems of the mean of each one's values; None where none has any."""
+        kept = [(sum(own) / len(own), len(own) > 1, key) for own, key in zip(values, prompts(self.groups), strict=True) if own]
+        if not kept:
+            return None
+        means, several, keys = zip(*kept, strict=True)
+        return score_interval(means, keys, any(several))
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -89,6 +94,12 @@ class Evaluation:
     def solved(self) -> list[float]:
         """The share of solved samples of each problem, for a paired comparison; NaN where one could not be scored."""
         return [sum(solved(g)) / len(g.rollouts) if scored(g) else nan for g in self.groups]
+
+
+def prompts(groups: Sequence[Group]) -> list[str]:
+    """What each group answers, as one text for the same prompt: problems with the same prompt are one observation of it."""
+    given = [[g.problem.question, *(s.text for s in g.rollouts[0].segments[:1] if not s.sampled)] for g in groups]
+    return ["\0".join(texts) if any(texts) else g.problem.id for texts, g in zip(given, groups, strict=True)]
 
 
 def solved(group: Group) -> Sequence[bool]:
@@ -124,3 +135,27 @@ def solved_share(row: Mapping[str, JSON]) -> float:
     """
     marks = solved_marks(row)
     return nan if None in row.get("values", ()) else sum(marks) / len(marks)
+
+
+def same_problems(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
+    """Saved rows of the problems that both have, by id and question, in the order of the first."""
+    other = {(row["problem"], row["question"]): row for row in second}
+    return [(row, other[key]) for row in first if (key := (row["problem"], row["question"])) in other]
+
+
+def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
+    """The second of two models against the first, on saved rows of the same problems; None where none was scored on both sides."""
+    first, second = ([solved_share(pair[side]) for pair in pairs] for side in (0, 1))
+    if all(isnan(a) or isnan(b) for a, b in zip(first, second, strict=True)):
+        return None
+    return compare(first, second, [_asked(row) for row, _ in pairs])
+
+
+def shares_interval(rows: Sequence[Row]) -> Interval:
+    """The accuracy of saved rows that were all scored."""
+    several = any(len(row["outcomes"]) > 1 for row in rows)
+    return share_interval([solved_share(row) for row in rows], [_asked(row) for row in rows], several)
+
+
+def _asked(row: Row) -> str:
+    return str(row.get("prompt") or row["problem"])

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import comb, isfinite, isnan, sqrt
+from functools import lru_cache
+from math import comb, cos, fsum, isfinite, isnan, pi, sin, sqrt, tan
 
 import numpy as np
 
 from posttrain.errors import require
+
+LEVEL, Z = 0.95, 1.96  # of all intervals, and the normal quantile that goes with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Interval:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def wilson(successes: float, n: int, z: float = 1.96) -> Interval:
+def wilson(successes: float, n: int, z: float = Z) -> Interval:
     """Wilson's interval of a proportion: it holds at 0 and at n, where the normal interval has no width.
 
     centre = (p + z^2/2n) / (1 + z^2/n), half-width = z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n).
@@ -46,40 +49,118 @@ def wilson(successes: float, n: int, z: float = 1.96) -> Interval:
     p, shrink = successes / n, 1 + z * z / n
     centre = (p + z * z / (2 * n)) / shrink
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
-    # At the ends the bound is exactly the end; rounding alone would miss it.
-    return Interval(p, 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half)
+    # At the ends the bound is exactly the end; rounding alone would miss it, and may step over it nearby.
+    return Interval(p, 0.0 if successes == 0 else max(0.0, centre - half), 1.0 if successes == n else min(1.0, centre + half))
 
 
-def mean_interval(values: Sequence[float], z: float = 1.96) -> Interval:
-    """The mean of real-valued scores with its normal interval, mean +- z s / sqrt(n), s with n - 1.
+def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
+    """The mean of real-valued scores with Student's interval, mean +- t s / sqrt(n), s with n - 1 and t of n - 1 degrees of freedom.
 
-    Scores of several samples of one problem are not independent: pass the mean of each problem. One value says
-    nothing of the spread and gives an infinite interval; equal values give one of no width, so use `wilson` for 0 and 1.
+    Values with the same key in `clusters` are one observation; where all have the same, the interval is of that cluster's own values.
+    One value says nothing of the spread and gives an infinite interval; equal values give one of no width, so use `share_interval`
+    for what lies in [0, 1].
 
     >>> print(mean_interval([1.0, 2.0, 3.0]))
-    2.000 [0.868, 3.132]
+    2.000 [-0.484, 4.484]
     """
-    array = np.asarray(values, dtype=np.float64)
+    found = clustered(values, clusters)
+    array = np.asarray(found if len(found) > 1 else values, dtype=np.float64)
     if array.size == 0 or not np.isfinite(array).all():
         raise ValueError("a mean needs at least one value, all of them finite")
     mean = float(array.mean())
     if array.size == 1:
         return Interval(mean, float("-inf"), float("inf"))
-    half = z * float(array.std(ddof=1)) / sqrt(array.size)
+    half = student(array.size - 1) * float(array.std(ddof=1)) / sqrt(array.size)
     return Interval(mean, mean - half, mean + half)
 
 
-def share_interval(values: Sequence[float], z: float = 1.96) -> Interval:
-    """The mean of shares, one a problem: Wilson's interval where each is 0 or 1, which holds at 0% and 100%, and where all are equal;
-    else the normal one within [0, 1].
+@lru_cache(maxsize=256)
+def student(freedom: int) -> float:
+    """The t with P(|T| <= t) = 0.95 of Student's distribution with a whole number of degrees of freedom v.
 
-    >>> print(share_interval([0.0, 0.0]), share_interval([0.0, 0.5]))
-    0.000 [0.000, 0.658] 0.250 [0.000, 0.740]
+    With t = sqrt(v) tan a, P is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4), which is solved for a by bisection:
+
+        v even: P = sin a (1 + 1/2 cos^2 a + 1*3/(2*4) cos^4 a + ... up to cos^(v-2) a)
+        v odd:  P = 2/pi (a + sin a cos a (1 + 2/3 cos^2 a + 2*4/(3*5) cos^4 a + ... up to cos^(v-3) a))
+
+    >>> [round(student(v), 3) for v in (1, 2, 4, 30, 1000)]
+    [12.706, 4.303, 2.776, 2.042, 1.962]
     """
-    if values and (set(values) <= {0.0, 1.0} or len(set(values)) == 1):
-        return wilson(min(sum(values), len(values)), len(values), z)
-    found = mean_interval(values, z)
-    return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
+    freedom = min(freedom, 10_000)  # from there on it is the normal quantile to four digits
+    odd, k = freedom % 2, np.arange(1, (freedom + 1) // 2 - (freedom % 2))
+    factors = np.cumprod([1.0, *((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))])[: (freedom - odd) // 2]
+    powers = np.arange(len(factors))
+    low, high = 0.0, pi / 2
+    for _ in range(60):
+        a = (low + high) / 2
+        total = float((factors * cos(a) ** (2 * powers)).sum()) * sin(a)
+        inside = 2 / pi * (a + total * cos(a)) if odd else total
+        low, high = (a, high) if inside < LEVEL else (low, a)
+    return sqrt(freedom) * tan(low)
+
+
+def clustered(values: Sequence[float], clusters: Sequence[Hashable] | None) -> list[float]:
+    """One value for each cluster of values that belong together, such as the pairs of one ranking or several answers to one prompt:
+    clusters are independent of each other, and what lies in one of them is not. With C clusters, N values, m their mean, and n_c
+    values that add up to S_c in cluster c:
+
+        y_c = m + (S_c - m n_c) C / N
+
+    The mean of y is m, and its variance over C is the cluster-robust variance of m. Clusters of one size give their own means.
+
+    >>> clustered([1.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"]), clustered([1.0, 0.0], None)
+    ([0.5, 1.0], [1.0, 0.0])
+    """
+    if clusters is None or len(set(clusters)) == len(values):
+        return list(values)
+    members = _by_cluster(values, clusters).values()
+    mean, share = fsum(values) / len(values), len(members) / len(values)
+    return [mean + (fsum(own) - mean * len(own)) * share for own in members]
+
+
+def _by_cluster(values: Sequence[float], clusters: Sequence[Hashable]) -> dict[Hashable, list[float]]:
+    members: dict[Hashable, list[float]] = {}
+    for value, key in zip(values, clusters, strict=True):
+        members.setdefault(key, []).append(value)
+    return members
+
+
+def share_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False) -> Interval:
+    """The mean of values in [0, 1], over clusters of values that belong together where `clusters` has their keys.
+
+    Single outcomes have Wilson's interval of their mean m: a value in [0, 1] has a variance of at most m (1 - m), so that it also holds
+    for partial credit. Clusters of several, and `means` of several outcomes each, vary less. They have the interval of Agresti and
+    Coull with the variance that is measured: to the n clusters y_c are added z^2/2 that are 0 and as many that are 1.
+
+        m = (sum_c y_c + z^2/2) / (n + z^2),    v = (sum_c (y_c - m)^2 + z^2/2 (m^2 + (1 - m)^2)) / (n + z^2)
+        m +- z sqrt(v / (n + z^2)),  within [0, 1]
+
+    For y of 0 and 1 that is Agresti and Coull's own, which holds Wilson's, and what was added keeps a width where all are equal.
+
+    >>> print(share_interval([0.0, 0.0]), share_interval([0.0, 0.5]), share_interval([0.5] * 30, means=True))
+    0.000 [0.000, 0.658] 0.250 [0.027, 0.802] 0.500 [0.443, 0.557]
+    """
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise ValueError("shares are numbers in [0, 1], at least one")
+    found = clustered(values, clusters)
+    n = len(found)
+    if set(found) <= {0.0, 1.0} or not (means or n < len(values)):
+        return wilson(min(fsum(found), n), n)
+    added, y_C = Z * Z, np.asarray(found)
+    centre = (float(y_C.sum()) + added / 2) / (n + added)
+    variance = (float(((y_C - centre) ** 2).sum()) + added / 2 * (centre**2 + (1 - centre) ** 2)) / (n + added)
+    half = Z * sqrt(variance / (n + added))
+    return Interval(fsum(values) / len(values), max(0.0, centre - half), min(1.0, centre + half))
+
+
+def score_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False) -> Interval:
+    """The mean of a task's scores: shares where all lie in [0, 1], real numbers elsewhere.
+
+    >>> print(score_interval([1.0, 1.0]), score_interval([1.0, 2.0, 3.0]))
+    1.000 [0.342, 1.000] 2.000 [-0.484, 4.484]
+    """
+    bounded = bool(values) and all(0 <= value <= 1 for value in values)
+    return share_interval(values, clusters, means) if bounded else mean_interval(values, clusters)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -113,7 +194,8 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two models on the same problems: `wins` only the second solves, `losses` only the first, and the exact p-value."""
+    """Two models on the same problems: `wins` are better by the second, `losses` by the first, and the exact p-value. Problems with
+    the same prompt count once."""
 
     wins: int
     losses: int
@@ -127,12 +209,13 @@ class Comparison:
         return f"{self.difference}, p = {self.p_value:.3g} ({self.wins} better, {self.losses} worse, {self.ties} equal{more})"
 
 
-def compare(first: Sequence[float], second: Sequence[float], z: float = 1.96) -> Comparison:
+def compare(first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Comparison:
     """The second against the first on paired scores: an exact sign test, which on scores of 0 and 1 is McNemar's exact test.
 
     Without a difference each of the w + l problems that tell them apart is a fair coin, so the two-sided
     p = min(1, 2 P[Binomial(w + l, 1/2) <= min(w, l)]). The interval is `paired_interval`'s. The order of problems must be the
-    same in both; a pair with a NaN, which is a problem that could not be scored, is left out and counted.
+    same in both; a pair with a NaN, which is a problem that could not be scored, is left out and counted. Problems with the same key in
+    `clusters` are one observation.
 
     >>> result = compare([0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1])
     >>> result.wins, result.losses, result.p_value
@@ -140,40 +223,38 @@ def compare(first: Sequence[float], second: Sequence[float], z: float = 1.96) ->
     """
     if len(first) != len(second):
         raise ValueError(f"a paired comparison needs scores of the same problems, not {len(first)} and {len(second)}")
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if not (isnan(a) or isnan(b))]
-    require(bool(pairs), "a paired comparison needs a problem that was scored on both sides, and there is none")
-    if not all(isfinite(a) and isfinite(b) for a, b in pairs):
+    keys: Sequence[Hashable] = range(len(first)) if clusters is None else clusters
+    scored = [(a, b, key) for a, b, key in zip(first, second, keys, strict=True) if not (isnan(a) or isnan(b))]
+    require(bool(scored), "a paired comparison needs a problem that was scored on both sides, and there is none")
+    if not all(isfinite(a) and isfinite(b) for a, b, _ in scored):
         raise ValueError("scores must be finite")
-    differences = [b - a for a, b in pairs]
-    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    shares = all(0 <= a <= 1 and 0 <= b <= 1 for a, b in pairs)
-    interval = paired_interval(differences, z) if shares else mean_interval(differences, z)
-    ties = len(pairs) - wins - losses
-    return Comparison(wins, losses, ties, interval, sign_test(wins, losses), len(first) - len(pairs))
+    differences, kept = [b - a for a, b, _ in scored], [key for _, _, key in scored]
+    shares = all(0 <= a <= 1 and 0 <= b <= 1 for a, b, _ in scored)
+    interval = paired_interval(differences, kept) if shares else mean_interval(differences, kept)
+    sums = [fsum(own) for own in _by_cluster(differences, kept).values()]
+    wins, losses = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
+    ties = len(sums) - wins - losses
+    return Comparison(wins, losses, ties, interval, sign_test(wins, losses), len(first) - len(scored))
 
 
-def paired_interval(differences: Sequence[float], z: float = 1.96) -> Interval:
+def paired_interval(differences: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
     """The mean difference of paired shares, within [-1, 1].
 
-    Where each is -1, 0 or 1 (w problems won, l lost of n), half a problem is added to each of the four cells (Agresti and Min 2005):
+    Half a problem is added to each of the four cells of a table of pairs: two that differ, by 1 and by -1, and two that do not, each
+    with the weight 1/2. Of n differences d:
 
-        d = (w - l) / (n + 2),    half-width = z sqrt((w + l + 1) - (w - l)^2 / (n + 2)) / (n + 2)
+        centre = sum d / (n + 2),    half-width = z sqrt(sum d^2 + 1 - (sum d)^2 / (n + 2)) / (n + 2)
 
-    so that equal results have a width too; likewise where all differences are equal. Other shares of several samples have the normal
-    interval.
+    Where each is -1, 0 or 1 that is the interval of Agresti and Min (2005); for shares of several samples it is the same with their
+    own squares. So equal results have a width too.
 
     >>> print(paired_interval([0.0] * 20), paired_interval([1.0] * 5 + [0.0]))
     0.000 [-0.089, 0.089] 0.833 [0.210, 1.000]
     """
-    n, mean = len(differences), sum(differences) / len(differences)
-    if set(differences) <= {-1.0, 0.0, 1.0} or len(set(differences)) == 1:
-        more = n + 2
-        centre = n * mean / more
-        half = z * sqrt(sum(abs(d) for d in differences) + 1 - (n * mean) ** 2 / more) / more
-    else:
-        found = mean_interval(differences, z)
-        centre, half = found.value, found.high - found.value
-    return Interval(mean, max(-1.0, centre - half), min(1.0, centre + half))
+    d_C = np.asarray(clustered(differences, clusters), dtype=np.float64)
+    more, total = len(d_C) + 2, float(d_C.sum())
+    half = Z * sqrt(float((d_C**2).sum()) + 1 - total**2 / more) / more
+    return Interval(fsum(differences) / len(differences), max(-1.0, total / more - half), min(1.0, total / more + half))
 
 
 def sign_test(wins: int, losses: int) -> float:

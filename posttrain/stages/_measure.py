@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from posttrain.errors import require
-from posttrain.evals.statistics import Interval, mean_interval
+from posttrain.evals.evaluate import prompts
+from posttrain.evals.statistics import Interval, mean_interval, score_interval
 from posttrain.stages._material import Data, gather
 from posttrain.types import Example, Group, Sampling
 
@@ -28,7 +29,7 @@ def kl_known(sampling: Sampling) -> bool:
 def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interval:
     """KL(sampler || other) in nats a response, from the sampler's own answers: the mean of sum_t log p(a_t) - log q(a_t).
 
-    Unbiased, and so negative by chance where the two are near. The interval is over problems.
+    Unbiased, and so negative by chance where the two are near. The interval is over prompts.
     """
     import torch
 
@@ -42,16 +43,19 @@ def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interva
     ratio_T = (batch.behaviour_T - theirs_T).where(batch.mask_T, 0.0).double()
     ratio_N = torch.zeros(batch.sequences, dtype=torch.float64, device=ratio_T.device).index_add(0, batch.sequence_T, ratio_T)
     members = [[float(ratio_N[n]) for n in torch.nonzero(batch.group_N == g).flatten().tolist()] for g in range(len(groups))]
-    return mean_interval([sum(values) / len(values) for values in members])
+    return mean_interval([sum(values) / len(values) for values in members], prompts(groups))
 
 
 def proxy_gold_kl(groups: Sequence[Group], reference: Policy, sampling: Sampling) -> dict[str, Interval]:
     """What rated samples say of over-optimisation: the reward that was trained for (proxy), the task's own score (gold), and KL from
     `reference` in nats a response. Of the rewards, samples without a score are left out."""
-    scores = [rollout.score for group in groups for rollout in group.rollouts if rollout.score.value is not None]
-    proxy, gold = [s.value for s in scores if s.value is not None], [s.parts["task"] for s in scores if "task" in s.parts]
+    asked = [key for group, key in zip(groups, prompts(groups), strict=True) for _ in group.rollouts]
+    scores = [(r.score, key) for r, key in zip((r for g in groups for r in g.rollouts), asked, strict=True) if r.score.valid]
+    proxy = [(score.value, key) for score, key in scores if score.value is not None]
+    gold = [(score.parts["task"], key) for score, key in scores if "task" in score.parts]
     require(len(proxy) > 1 and len(gold) > 1, "hardly any sample could be scored: proxy and gold reward need at least 2")
-    return {"proxy": mean_interval(proxy), "gold": mean_interval(gold), "kl": kl_to(groups, reference, sampling)}
+    intervals = {"proxy": mean_interval(*zip(*proxy, strict=True)), "gold": score_interval(*zip(*gold, strict=True))}
+    return {**intervals, "kl": kl_to(groups, reference, sampling)}
 
 
 def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from posttrain.data.preferences import PreferenceReport, read_preferences
 from posttrain.data.stream import permutation
+from posttrain.data.units import prompt_length
 from posttrain.errors import require
 from posttrain.loop import Rhythm
 from posttrain.runs.guards import Guards
@@ -65,11 +66,17 @@ def read_units(
     return [tuple(until_end(example) for example in unit) for unit in found.units], found.report
 
 
+def numbered_prompts(units: Sequence[Unit]) -> list[int]:
+    """The number of each unit's prompt, the same for units that share one: what was said of those is not independent."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(unit[0].ids[: prompt_length(unit[0])].tobytes(), len(numbers)) for unit in units]
+
+
 def split_by_prompt(units: Sequence[Unit], share: float, seed: int, where: str) -> tuple[list[Unit], list[Unit]]:
     """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them."""
     if share == 0:
         return list(units), []
-    prompts = [unit[0].ids[: int(unit[0].mask.argmax())].tobytes() for unit in units]
+    prompts = numbered_prompts(units)
     different = list(dict.fromkeys(prompts))
     count = max(1, round(share * len(different)))
     require(count < len(different), f"{where}: {len(different)} different prompts are too few to hold some out; add data, or set "

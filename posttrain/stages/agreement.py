@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
 from posttrain.errors import GuardStop, require
-from posttrain.evals.statistics import wilson
+from posttrain.evals.statistics import share_interval
 from posttrain.rewards._asking import Usage
 from posttrain.rewards._endpoint import Endpoint
 from posttrain.rewards.judge import CANARY_QUESTION, Judge, Verdict, agreement, read_rubric
@@ -56,7 +56,7 @@ class AgreementStage(Stage):
                 for (q, better, worse), label in zip(rows, labels, strict=True)
             ]
         )
-        result = self.figures(verdicts, labels)
+        result = self.figures(verdicts, labels, [question for question, _, _ in rows])
         context.write_lines(self.name, (json.dumps(line) for line in self.lines(rows, labels, verdicts)), "verdicts.jsonl")
         share, low, high = result["agreement"]
         said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
@@ -67,10 +67,13 @@ class AgreementStage(Stage):
                             "change the rubric or the model")  # fmt: skip
         return {**result, "usage": usage.row()}
 
-    def figures(self, verdicts: Sequence[Verdict], labels: Sequence[str]) -> dict[str, JSON]:
-        share, kappa, judged = agreement([v.winner for v in verdicts], labels)
+    def figures(self, verdicts: Sequence[Verdict], labels: Sequence[str], questions: Sequence[str]) -> dict[str, JSON]:
+        _, kappa, judged = agreement([v.winner for v in verdicts], labels)
         require(judged > 0, f"{self.name}: the judge gave no verdict on any pair")
-        interval = wilson(round(share * judged), judged)
+        same = [
+            (float(v.winner == own), q) for v, own, q in zip(verdicts, labels, questions, strict=True) if v.winner is not None
+        ]
+        interval = share_interval(*zip(*same, strict=True))  # over prompts: one may have been compared several times
         ties = [v for v in verdicts if v.winner == "tie"]
         return {
             "agreement": interval.row(),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
-from posttrain.evals.contamination import known
-from posttrain.evals.evaluate import Evaluation
+from posttrain.evals.contamination import content_hash, known
+from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.rollouts import rollout_groups
 from posttrain.stages._contamination import trained_on
 from posttrain.stages._material import Data, alphabet, placed
@@ -144,6 +144,7 @@ def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
     return [
         {
             "problem": group.problem.id,
+            "prompt": content_hash(asked),
             "question": group.problem.question,
             "answer": group.problem.answer,
             "responses": [r.response for r in group.rollouts],
@@ -153,5 +154,5 @@ def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
             "parts": [dict(r.score.parts) for r in group.rollouts],
             **({"finals": list(found)} if evaluation.has_finals else {}),
         }
-        for group, found in zip(evaluation.groups, finals, strict=True)
+        for group, found, asked in zip(evaluation.groups, finals, prompts(evaluation.groups), strict=True)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,16 @@ from posttrain.algorithms.dpo import DPO
 from posttrain.data.preferences import count_labels
 from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
 from posttrain.errors import require
-from posttrain.evals.statistics import wilson
+from posttrain.evals.statistics import share_interval
 from posttrain.loop import Loop
 from posttrain.rollouts import Examples
 from posttrain.runs.metrics import Figures, merge
-from posttrain.stages._preferences import PreferenceLearner, read_units, split_by_prompt
+from posttrain.stages._preferences import PreferenceLearner, numbered_prompts, read_units, split_by_prompt
 from posttrain.stages.base import Context, load_policy
 from posttrain.stages.rl import same_vocabulary
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples, with_loss
-from posttrain.types import JSON, Metric
+from posttrain.types import JSON, Metric, Outputs
 
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
@@ -133,7 +133,7 @@ class PreferenceStage(PreferenceLearner):
             "trained_on": len(train),
             **loop.best_figures(),
         }
-        return result | self.verdict(context, judge.figures()) if held_out else result
+        return result | self.verdict(context, judge) if held_out else result
 
     def make_reference(self, context: Context, policy: Policy) -> Policy | None:
         """The frozen model that log-ratios are taken with, where the algorithm needs one."""
@@ -145,11 +145,16 @@ class PreferenceStage(PreferenceLearner):
             reference.model.to("cpu")
         return reference
 
-    def verdict(self, context: Context, figures: Figures) -> dict[str, JSON]:
-        """What is said of the held-out preferences at the end."""
-        right = figures.merged["accuracy"]
-        count = round(float(right.count or 0))
-        accuracy = wilson(round(float(right.total)), count)
+    def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
+        """What is said of the held-out preferences at the end. The pairs of one ranking share its responses: the interval is over
+        prompts."""
+        pieces = judge.pieces(by_unit=True)
+        figures, right = merge([metric for _, metrics in pieces for metric in metrics]), []
+        for prompt, metrics in pieces:
+            one = merge(metrics).merged["accuracy"]
+            count = round(float(one.count or 0))
+            right += [(float(one.value), prompt)] * count
+        accuracy, count = share_interval(*zip(*right, strict=True)), len(right)
         context.announce(self.name, [f"held-out accuracy {accuracy}, loss {figures['loss']:.4f}"])
         named = {name: value for name, value in figures.items() if value == value and name != "accuracy"}
         return {"held_out": count, "accuracy": accuracy.row(), "figures": named}
@@ -166,15 +171,30 @@ class Judge:
         return {f"{name}/held_out": value for name, value in self.figures().items() if value == value}
 
     def figures(self) -> Figures:
-        """As one step of all units, so that its weights and its baseline are those of all that is held out."""
+        return merge([metric for _, metrics in self.pieces() for metric in metrics])
+
+    def pieces(self, by_unit: bool = False) -> list[tuple[int, list[Metric]]]:
+        """The number of the first prompt and the metrics of each micro-batch, or of each unit: as one step of all units, so that
+        weights and baseline are those of all that is held out."""
         trainer, algorithm = self.trainer, self.trainer.algorithm
         flat = [replace(example, unit=number) for number, unit in enumerate(self.units) for example in unit]
+        prompts = [prompt for prompt, unit in zip(numbered_prompts(self.units), self.units, strict=True) for _ in unit]
         trainer.policy.model.eval()
+        found = []
         with torch.no_grad():
-            batch = algorithm.prepare(trainer.fill(pack_examples(flat, trainer.policy.device)), algorithm.start())
-            metrics: list[Metric] = []
+            packed = pack_examples(flat, trainer.policy.device)
+            packed = packed.replace(group_N=torch.tensor(prompts, device=packed.group_N.device))
+            batch = algorithm.prepare(trainer.fill(packed), algorithm.start())
             for piece in micro_batches(with_loss(batch), trainer.settings.token_budget):
-                terms = algorithm.terms(trainer.outputs(piece), piece)
-                metrics += [Metric("loss", (term.weight * term.loss).sum(), None) for term in terms.terms]
-                metrics += terms.metrics
-        return merge(metrics)
+                outputs, start = trainer.outputs(piece), 0
+                for part in micro_batches(piece, 1) if by_unit else [piece]:
+                    terms = algorithm.terms(_cut(outputs, start, start + part.tokens), part)
+                    start += part.tokens
+                    loss = [Metric("loss", (term.weight * term.loss).sum(), None) for term in terms.terms]
+                    found.append((int(part.group_N[0]), [*loss, *terms.metrics]))
+        return found
+
+
+def _cut(outputs: Outputs, start: int, end: int) -> Outputs:
+    values = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
+    return Outputs(**{name: None if value is None else value[start:end] for name, value in values.items()})

@@ -18,7 +18,7 @@ from posttrain.evals.statistics import Interval, share_interval
 from posttrain.loop import Loop
 from posttrain.rollouts import Examples
 from posttrain.stages._material import check_lengths
-from posttrain.stages._preferences import PreferenceLearner, Unit, read_units, split_by_prompt
+from posttrain.stages._preferences import PreferenceLearner, Unit, numbered_prompts, read_units, split_by_prompt
 from posttrain.stages.base import Context, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
@@ -31,16 +31,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdicts:
     """What a scorer says of held-out comparisons: `margin_K` is positive where it agrees with the people, by how much; `distance_K`
-    is how far apart the labels are, `unit_K` which ranking or solution the comparison is of."""
+    is how far apart the labels are, `prompt_K` which prompt the comparison is about."""
 
     margin_K: np.ndarray
     distance_K: np.ndarray
-    unit_K: np.ndarray
+    prompt_K: np.ndarray
 
     @property
     def accuracy(self) -> Interval:
-        """Share of comparisons in the right order, averaged over units, which are independent as those of one unit are not."""
-        return share_interval([pair_accuracy(self.margin_K[self.unit_K == unit].tolist()) for unit in np.unique(self.unit_K)])
+        """Share of comparisons in the right order, averaged over prompts, which are independent as comparisons about one prompt are
+        not: a ranking of K has K (K - 1) / 2 pairs, and K responses."""
+        numbers = np.unique(self.prompt_K)
+        shares = [pair_accuracy(self.margin_K[self.prompt_K == number].tolist()) for number in numbers]
+        return share_interval(shares, means=len(self.prompt_K) > len(numbers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +138,11 @@ class RewardModelStage(PreferenceLearner):
         return (judge_steps if by_step else judge_pairs)(scorer, units, self.optimizer.token_budget)
 
     def gate(self, context: Context, verdicts: Verdicts, member: int) -> None:
-        accuracy, count = verdicts.accuracy, len(np.unique(verdicts.unit_K))
+        accuracy, count = verdicts.accuracy, len(np.unique(verdicts.prompt_K))
         if accuracy.value < self.least_accuracy:
             which = self.folder(context, member).name
             raise GuardStop(
-                f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} units, below least_accuracy="
+                f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} prompts, below least_accuracy="
                 f"{self.least_accuracy}; a policy would learn its errors: look at the data, or train longer"
             )
 
@@ -150,7 +153,7 @@ def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Ver
 
     scores = iter(last_scores(scorer, [example.ids for unit in units for example in unit], token_budget))
     rows = []
-    for number, unit in enumerate(units):
+    for number, unit in zip(numbered_prompts(units), units, strict=True):
         own = [(example.reward, next(scores)) for example in unit]
         rows += [(a - b, better - worse, number) for a, better in own for b, worse in own if a > b]
     return verdicts_of(rows)
@@ -160,10 +163,11 @@ def judge_steps(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Ver
     """Margins of labelled steps: the score where the label is at least one half, its negative elsewhere."""
     from posttrain.train.rating import token_scores
 
-    examples = [example for unit in units for example in unit]
+    examples = [(example, number) for number, unit in zip(numbered_prompts(units), units, strict=True) for example in unit]
     rows = []
-    for number, score_T in enumerate(token_scores(scorer, [e.ids for e in examples], token_budget)):
-        label_T = examples[number].steps
+    scores = token_scores(scorer, [e.ids for e, _ in examples], token_budget)
+    for (example, number), score_T in zip(examples, scores, strict=True):
+        label_T = example.steps
         assert label_T is not None
         for score, label in zip(score_T.tolist(), label_T.tolist(), strict=True):
             if not np.isnan(label):
@@ -172,16 +176,16 @@ def judge_steps(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Ver
 
 
 def verdicts_of(rows: Sequence[tuple[float, float, int]]) -> Verdicts:
-    distance_K, margin_K, unit_K = (np.array(column) for column in zip(*rows, strict=True))
-    return Verdicts(margin_K, distance_K, unit_K)
+    distance_K, margin_K, prompt_K = (np.array(column) for column in zip(*rows, strict=True))
+    return Verdicts(margin_K, distance_K, prompt_K)
 
 
 def report(verdicts: Sequence[Verdicts]) -> dict[str, JSON]:
     """Accuracy of each member and of their mean, accuracy by how far apart labels and scores are, and calibration, of the mean."""
     first = verdicts[0]
-    mean = Verdicts(np.mean([v.margin_K for v in verdicts], axis=0), first.distance_K, first.unit_K)
+    mean = Verdicts(np.mean([v.margin_K for v in verdicts], axis=0), first.distance_K, first.prompt_K)
     margins = mean.margin_K.tolist()
-    found: dict[str, JSON] = {"held_out": len(np.unique(first.unit_K)), "pairs": len(margins)}
+    found: dict[str, JSON] = {"held_out": len(np.unique(first.prompt_K)), "pairs": len(margins)}
     for name, one in (("accuracy", mean), *((f"accuracy/{n}", v) for n, v in enumerate(verdicts) if len(verdicts) > 1)):
         found[name] = one.accuracy.row()
     found["by_label_margin"] = [asdict(b) for b in accuracy_by(mean.distance_K.tolist(), margins)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import TYPE_CHECKING
@@ -12,7 +12,8 @@ import numpy as np
 
 from posttrain.data.text import Decoder
 from posttrain.errors import require
-from posttrain.evals.statistics import Interval, mean_interval, paired_interval, wilson
+from posttrain.evals.evaluate import prompts
+from posttrain.evals.statistics import Interval, paired_interval, score_interval, share_interval, wilson
 from posttrain.rewards.judge import Verdict
 from posttrain.rollouts import group_metrics, rate_groups, rollout_groups
 from posttrain.runs.alarms import ADVICE, GOLD, SYMPTOMS, Alarms, Change, change
@@ -77,11 +78,13 @@ class VersusStage(Stage):
         pairs = list(zip(ours, theirs, strict=True))
         texts = [(a.problem.question, a.rollouts[0].response, b.rollouts[0].response) for a, b in pairs]
         verdicts = judge.compare(texts) if judge else [_scored(a, b) for a, b in pairs]
-        won = [SHARES[v.winner] for v in verdicts if v.winner is not None]
+        judged = [(SHARES[v.winner], key) for v, key in zip(verdicts, prompts(ours), strict=True) if v.winner is not None]
+        won, asked = [share for share, _ in judged], [key for _, key in judged]
         require(len(won) > 1, f"{self.name}: hardly any answer could be judged")
-        rate = win_rate(won)
+        rate = win_rate(won, asked)
         result: dict[str, JSON] = {
             "problems": len(won),
+            "prompts": len(set(asked)),
             "unjudged": len(verdicts) - len(won),
             "win_rate": rate.row(),
             "ties": won.count(0.5),
@@ -127,13 +130,16 @@ class VersusStage(Stage):
         return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
 
 
-def win_rate(won: Sequence[float]) -> Interval:
+def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> Interval:
     """The mean of wins (1), ties (1/2) and losses (0). Without ties it is a proportion, with Wilson's interval; else (1 + d) / 2 of the
-    paired difference d of wins (1), ties (0) and losses (-1), whose interval has a width also where all are ties.
+    paired difference d of wins (1), ties (0) and losses (-1), whose interval has a width also where all are ties. Where prompts
+    (`asked`) come several times, they are the clusters of a share.
 
     >>> print(win_rate([0.5] * 20), win_rate([1.0] * 20))
     0.500 [0.455, 0.545] 1.000 [0.839, 1.000]
     """
+    if asked is not None and len(set(asked)) < len(won):
+        return share_interval(won, asked)
     if 0.5 not in won:
         return wilson(won.count(1.0), len(won))
     found = paired_interval([2 * share - 1 for share in won])
@@ -176,8 +182,8 @@ def _scored(ours: Group, theirs: Group) -> Verdict:
 
 def _reward(groups: Sequence[Group]) -> list[float] | None:
     """The mean score; None where hardly any answer has one, as with a judge for a task that cannot tell."""
-    values = [g.rewards[0] for g in groups if g.rewards]
-    return mean_interval(values).row() if len(values) > 1 else None
+    kept = [g for g in groups if g.rewards]
+    return score_interval([g.rewards[0] for g in kept], prompts(kept)).row() if len(kept) > 1 else None
 
 
 def _line(ours: Group, theirs: Group, verdict: Verdict) -> dict[str, JSON]:

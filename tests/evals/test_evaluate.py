@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from math import isclose, sqrt
+from dataclasses import replace
+from math import isclose
 
 import pytest
 from material_for_tests import rollout, segment
 
 from posttrain.errors import UserError
-from posttrain.evals.evaluate import Evaluation, solved_share
+from posttrain.evals.evaluate import Evaluation, compare_rows, same_problems, solved_share
+from posttrain.evals.statistics import share_interval, wilson
 from posttrain.stages.evaluate import rows, summarise
 from posttrain.types import Group, Problem
 
@@ -33,7 +35,7 @@ def test_average_pass_and_majority_by_hand() -> None:
     assert majority is not None and majority.value == 0.5 and figures["majority_at"]["4"][0] == 0.5
     two = found.majority(2)  # two votes a problem: 7 7 and 8 9; then a tie of 7 with 5, and 5 5
     assert two is not None and two.value == ((1 + 0) / 2 + (0.5 + 0) / 2) / 2
-    assert isclose(two.high - two.value, 1.96 * sqrt(0.03125 / 2))  # s^2 of 0.5 and 0.25
+    assert two == share_interval([0.5, 0.25], means=True)
     assert rows(found)[1]["finals"] == ["7", "5", "5", "5"] and rows(found)[0]["solved"] == [True, True, False, False]
 
 
@@ -73,3 +75,29 @@ def test_saved_rows_tell_the_share_solved() -> None:
     found = evaluation([[1, 0]], [])
     assert solved_share(rows(found)[0]) == 0.5
     assert solved_share({"outcomes": ["correct", "pass", "wrong", "timeout"]}) == 0.5
+
+
+def test_problems_with_the_same_prompt_are_one_observation() -> None:
+    """29 prompts asked 17 times: the interval is that of 29 problems, for every figure."""
+    once = evaluation([[n % 2] for n in range(29)], [])
+    copies = tuple(Group(replace(g.problem, id=f"{g.problem.id}/{n}"), g.rollouts) for g in once.groups for n in range(17))
+    many = Evaluation(copies)
+    assert many.accuracy == once.accuracy == wilson(14, 29) and many.reward == once.reward == wilson(14, 29)
+
+
+def test_rewards_between_0_and_1_stay_there_and_never_collapse() -> None:
+    found = evaluation([[1.0]] * 9 + [[0.99]], []).reward
+    assert found is not None and found == wilson(9.99, 10) and found.low < 0.8 and found.high <= 1.0
+    odd = evaluation([[1.0], [3.0]], []).reward
+    assert odd is not None and odd.row() == pytest.approx([2.0, 2 - 12.7062, 2 + 12.7062], abs=1e-3)
+
+
+def test_different_numbers_of_problems_are_compared_on_those_of_both() -> None:
+    before, after = rows(evaluation([[0], [0], [1]], [])), rows(evaluation([[1], [0], [1], [1], [1]], []))
+    pairs = same_problems(before, after)
+    assert [(a["problem"], b["problem"]) for a, b in pairs] == [("p0", "p0"), ("p1", "p1"), ("p2", "p2")]
+    found = compare_rows(pairs)
+    assert found is not None and (found.wins, found.losses, found.ties) == (1, 0, 2)
+    assert compare_rows([]) is None and compare_rows(same_problems(rows(evaluation([[None]], [])), after)) is None
+    moved = [{**row, "question": "another"} for row in after]
+    assert same_problems(before, moved) == []

@@ -80,7 +80,7 @@ def test_kl_and_its_interval_against_plain_transformers() -> None:
             ratios.append((logprobs(ours, ids, 0.7) - logprobs(other, ids, 0.7))[first:].sum())
         means.append(np.mean(ratios))
     assert math.isclose(found.value, np.mean(means), abs_tol=1e-4) and abs(found.value) > 1e-3
-    assert math.isclose(found.high - found.value, 1.96 * np.std(means, ddof=1) / math.sqrt(3), abs_tol=1e-4)
+    assert math.isclose(found.high - found.value, 4.302653 * np.std(means, ddof=1) / math.sqrt(3), abs_tol=1e-4)
     assert abs(kl_to(evaluation.groups, ours, sampling).value) < 1e-4
     with pytest.raises(UserError, match="temperature above 0"):
         kl_to(evaluation.groups, other, Sampling(6, temperature=0.0))
@@ -276,3 +276,19 @@ def test_a_run_with_two_evaluations_of_several_samples_draws_pass_at_k(
         pipeline.conclude(settings, context)
     assert f"pass@k:   {tmp_path / 'run' / 'pass_at_k.png'}" in capsys.readouterr().out
     assert (tmp_path / "run" / "pass_at_k.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_more_problems_after_training_than_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table at the end compares the problems of both evaluations and says how many it leaves out."""
+    common = {
+        "stage": "evaluate",
+        "model": "tiny:nano",
+        "task": {"name": "arithmetic", "level": 1},
+        "sampling": {"temperature": 0.0},
+    }
+    stages = [{**common, "name": name, "problems": count} for name, count in (("first", 4), ("second", 7))]
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps({"stages": stages, "before": "first", "after": "second"}))
+    assert cli.main(["run", str(file), f"out={tmp_path / 'run'}", "device=cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "of the 4 problems in both evaluations; 3 that only one of them has are left out" in text

@@ -13,6 +13,7 @@ import yaml
 from posttrain import cli, config
 from posttrain.algorithms.ipo import IPO
 from posttrain.errors import UserError
+from posttrain.evals.statistics import share_interval
 from posttrain.runs.read import Run
 from posttrain.stages.base import Stage
 from posttrain.stages.preference import PreferenceStage
@@ -82,6 +83,16 @@ def test_held_out_files_and_rankings(tmp_path: Path) -> None:
     run = go(tmp_path, settings([train], held_out_data=[aside], steps=2, evaluate_every=0))
     found = result(run)
     assert found["trained_on"] == 30 and found["held_out"] == 18  # six rankings of three have three pairs each
+
+
+def test_the_interval_is_over_prompts_and_ties_are_half_right(tmp_path: Path) -> None:
+    """A model that has not moved from its reference ties every pair. Three pairs of each of five rankings are 15 halves, in five
+    prompts; rounding 7.5 of 15 to 8 and taking 15 for independent would give 0.533 and a narrower interval."""
+    ranked = [{"prompt": p["prompt"], "responses": ["no", "maybe", "yes"], "scores": [0, 1, 2]} for p in PAIRS[:5]]
+    train, aside = write(tmp_path, PAIRS[6:]), write(tmp_path, ranked, "aside.jsonl")
+    tree = settings([train], held_out_data=[aside], steps=1, evaluate_every=0, optimizer={"lr": 1e-30, "warmup": 0})
+    found = result(go(tmp_path, tree))
+    assert found["held_out"] == 15 and found["accuracy"] == share_interval([0.5] * 5, means=True).row()
 
 
 def test_prompts_do_not_cross_the_split(tmp_path: Path) -> None:

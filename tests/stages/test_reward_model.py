@@ -17,12 +17,13 @@ from posttrain.algorithms.reward_model import RewardModel
 from posttrain.algorithms.sft import SFT
 from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.evals.calibration import pair_accuracy
+from posttrain.evals.statistics import wilson
 from posttrain.loop import Loop
 from posttrain.models.scorer import load_scorer
 from posttrain.models.tiny import character_tokenizer
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
-from posttrain.stages._preferences import split_by_prompt, until_end
+from posttrain.stages._preferences import numbered_prompts, split_by_prompt, until_end
 from posttrain.stages.base import Context, Stage, run_stages
 from posttrain.stages.reward_model import RewardModelStage, Verdicts, report
 from posttrain.train.optimizer import Optimization
@@ -95,7 +96,7 @@ def test_a_bad_reward_model_stops_the_run_with_one_line(tmp_path: Path) -> None:
         row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     run = context(tmp_path / "run")
     with pytest.raises(
-        GuardStop, match=r"^reward: held-out accuracy of model is 0\.\d+ \[.*\] over 30 units, below least_accuracy=0.9"
+        GuardStop, match=r"^reward: held-out accuracy of model is 0\.\d+ \[.*\] over 30 prompts, below least_accuracy=0.9"
     ):
         run_stages([stage(write(tmp_path / "pairs.jsonl", rows), least_accuracy=0.9, steps=10)], run)
     assert run.result("reward") is None
@@ -243,6 +244,14 @@ def test_the_report_by_hand() -> None:
         pair_accuracy([2.0, -1.0, 1.0])
     )
     json.dumps(found, allow_nan=False)
+
+
+def test_pairs_about_one_prompt_are_one_observation() -> None:
+    """Rankings of nine that are written as 36 pairs each: 360 right pairs of 10 prompts are 10 prompts."""
+    units = [unit([3, n], [5, k], [6, k]) for n in range(10) for k in range(36)]
+    assert numbered_prompts(units) == [n for n in range(10) for _ in range(36)]
+    right = Verdicts(np.ones(360), np.ones(360), np.array(numbered_prompts(units)))
+    assert right.accuracy == wilson(10, 10)
 
 
 @pytest.mark.parametrize(

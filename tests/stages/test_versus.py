@@ -44,6 +44,13 @@ def test_the_interval_of_a_win_rate_by_hand() -> None:
     assert win_rate([1.0, 1.0]).row() == pytest.approx([1.0, 1 / (1 + 1.96**2 / 2), 1.0]), "Wilson's without ties"
 
 
+def test_prompts_that_come_again_are_one_observation_of_a_win_rate() -> None:
+    keys = [n % 29 for n in range(493)]
+    assert win_rate([1.0] * 493, keys) == win_rate([1.0] * 29), "not as sure as 493 prompts"
+    assert win_rate([float(key % 2) for key in keys], keys) == win_rate([float(n % 2) for n in range(29)])
+    assert win_rate([0.5, 1.0], ["a", "b"]) == win_rate([0.5, 1.0])
+
+
 def test_a_model_against_itself_and_against_a_kinder_one(tmp_path: Path) -> None:
     task, fast = Reviews(), Optimization(lr=5e-3, warmup=5)
     kind, plain = Data(task=Reviews(), counts={0: 200}), Data(task=Reviews("any"), counts={0: 200})
@@ -97,7 +104,7 @@ def answers(length: int, value: float, gold: float | None = None) -> list[Group]
     for n in range(40):
         said = segment(np.random.default_rng((length, n)).integers(3, 10_000, length + n % 4), True)
         parts = {} if gold is None else {"gold": gold + 0.01 * (n % 3)}
-        made.append(group([replace(rollout([segment([1], False), said], value), score=Score(value, parts))]))
+        made.append(group([replace(rollout([segment([1, n + 1], False), said], value), score=Score(value, parts))], f"p{n}"))
     return made
 
 
