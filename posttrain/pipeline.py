@@ -19,8 +19,8 @@ from posttrain import config
 from posttrain.changes import compare as compare_settings
 from posttrain.config import Settings
 from posttrain.errors import UserError, require
-from posttrain.evals.evaluate import solved_marks, solved_share
-from posttrain.evals.statistics import Interval, compare
+from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
+from posttrain.evals.statistics import Interval
 from posttrain.loop import Interrupt
 from posttrain.runs.alarms import told
 from posttrain.runs.console import duration, printable, show, write_text
@@ -231,15 +231,19 @@ def conclude(settings: Settings, context: Context) -> None:
         before, after = context.result(recipe.before), context.result(recipe.after)
         assert before is not None and after is not None
         first, second = problems(context, recipe.before), problems(context, recipe.after)
-        solved = [[solved_share(row) for row in rows] for rows in (first, second)]
+        pairs = same_problems(first, second)
+        paired, left = compare_rows(pairs), len(first) + len(second) - 2 * len(pairs)
         rows = [BeforeAfter("answer right", Interval(*before["accuracy"]), Interval(*after["accuracy"]),
-                            compare(*solved).difference, int(before["problems"]))]  # fmt: skip
+                            paired and paired.difference, len(pairs))]  # fmt: skip
         rows += [
             BeforeAfter(f"{name} right", Interval(*value), Interval(*after["parts"][name]))
             for name, value in before["parts"].items()
             if name != "answer" and name in after["parts"]
         ]
         show(final_table(rows, f"Held-out problems, {recipe.before} and {recipe.after} training"))
+        if left:
+            said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"
+            write_text(f"{said}\n", sys.stdout)
         show(side_by_side(chosen(first, second)))
     for stage in recipe.stages:
         best = (context.result(stage.name) or {}).get("best_score")
@@ -287,7 +291,7 @@ def verdicts(row: Mapping[str, JSON]) -> tuple[list[str], list[bool]]:
 
 def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[Answers]:
     """Three problems to show: the first ones that training changed, then others."""
-    pairs = sorted(zip(first, second, strict=True), key=lambda pair: verdicts(pair[0]) == verdicts(pair[1]))
+    pairs = sorted(same_problems(first, second), key=lambda pair: verdicts(pair[0]) == verdicts(pair[1]))
     return [
         Answers(a["question"], a["answer"], a["responses"][0], b["responses"][0], solved_marks(a)[0], solved_marks(b)[0])
         for a, b in pairs[:3]

@@ -47,7 +47,7 @@ def test_the_problems_shown_at_the_end_say_what_was_solved() -> None:
     """A reward that runs tests says `pass`; one without outcomes solves by its full value."""
 
     def row(problem: str, outcome: str, **solved: list[bool]) -> dict[str, object]:
-        return {"question": problem, "answer": "", "responses": ["r"], "outcomes": [outcome], **solved}
+        return {"problem": problem, "question": problem, "answer": "", "responses": ["r"], "outcomes": [outcome], **solved}
 
     before = [row("same", "wrong"), row("code", "fail"), row("praise", "", solved=[False])]
     after = [row("same", "wrong"), row("code", "pass"), row("praise", "", solved=[True])]
