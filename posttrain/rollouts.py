@@ -183,13 +183,13 @@ def rollout_groups(
 
     Rewards of an `isolated` task are computed in worker processes while later groups are still being written.
     """
-    began = time.perf_counter()
+    began, problems = time.perf_counter(), list(problems)  # a lazy sequence would make each of them anew
     prompts = [render_prompt(tokenizer, task.prompt(p), f"problem {p.id}") for p in problems]
     requests = [Request(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
     written: list[list[tuple[Segment, Segment]]] = []
     scores: list[Sequence[Score] | None] = []  # of each problem; None while workers have it
     scoring = 0.0
-    with Workers(task, seconds=task.seconds) as workers:
+    with Workers(task, seconds=task.seconds, problems=problems) as workers:
         for problem, request, completions in zip(problems, requests, sampler.generate(requests), strict=True):
             now = time.perf_counter()
             written.append(segments(decoder, request, completions))

@@ -1,8 +1,10 @@
 """Scoring in worker processes: a reward that is slow, hangs, crashes or leaks costs its own time limit and nothing else.
 
-Workers are forked from this process, so a user's function needs no pickling; problems and responses go to them, and scores come back,
-as JSON lines. A worker whose answer does not come in time is killed and replaced, and the response gets a named failure: it is not
-the policy's fault, so it is masked, counted and never a 0. Where processes cannot be forked, rewards are computed in this one.
+Workers are forked from this process and inherit the task and the problems as they are, so that nothing of a user's is encoded: a
+response and the place of its problem go to them, and a score comes back, as JSON lines. A worker whose answer does not come in time
+is killed and replaced, and the response gets a named failure: it is not the policy's fault, so it is masked, counted and never a 0.
+A UserError or GuardStop of the reward ends the run, wherever it was raised. Where processes cannot be forked, rewards are computed
+in this one.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from posttrain import children
 from posttrain.errors import GuardStop, UserError
+from posttrain.rewards.compose import as_score
 from posttrain.tasks.base import Task
-from posttrain.types import Problem, Score
+from posttrain.types import JSON, Problem, Score
 
 LONGEST_FAILURE = 500  # characters of a foreign error that are kept
+STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}  # errors that end the run
 RETRIES = 1  # a worker that died without an answer is tried once more
 
 
@@ -34,9 +38,19 @@ def score_one(task: Task, problem: Problem, response: str) -> Score:
         found = task.score(problem, response)
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
-        return found
-    except Exception as error:  # reward code is not ours
-        return Score.failed(f"{type(error).__name__}: {error}"[:LONGEST_FAILURE])
+        return as_score(found)
+    except tuple(STOPS.values()):  # ours: a missing option, a judge that fell for its canaries
+        raise
+    except (Exception, SystemExit) as error:  # reward code is not ours
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Score:
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # its words are not ours either
+        text = type(error).__name__
+    return Score.failed(text[:LONGEST_FAILURE])
 
 
 async def _awaited(found):  # type: ignore[no-untyped-def]
@@ -46,23 +60,24 @@ async def _awaited(found):  # type: ignore[no-untyped-def]
 def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score]:
     """Scores of a problem's responses, together where the task compares them, else one by one."""
     try:
-        together = task.score_group(problem, responses)
-    except (GuardStop, UserError):  # ours: a judge that fell for its canaries, a missing option
+        given = task.score_group(problem, responses)
+        together = None if given is None else [as_score(score) for score in given]
+    except tuple(STOPS.values()):
         raise
-    except Exception as error:  # reward code is not ours
-        return [Score.failed(f"{type(error).__name__}: {error}"[:LONGEST_FAILURE])] * len(responses)
+    except (Exception, SystemExit) as error:
+        return [_failed(error)] * len(responses)
     if together is None:
         return [score_one(task, problem, response) for response in responses]
     if len(together) != len(responses):
         return [Score.failed(f"score_group returned {len(together)} scores for {len(responses)} responses")] * len(responses)
-    return list(together)
+    return together
 
 
 @dataclass(slots=True)
 class _Job:
     """A response on its way to a score."""
 
-    problem: Problem
+    place: int  # of its problem
     response: str
     score: Score | None = None
     attempts: int = 0
@@ -75,16 +90,19 @@ class _Worker:
     pid: int
     into: int
     out: int
+    known: int  # problems that it has inherited
     job: _Job | None = None
     deadline: float = 0.0
     heard: bytearray = field(default_factory=bytearray)
 
 
 class Workers:
-    """Scores `submit`ted responses in up to `count` processes, `seconds` at most for each. Use as a context manager."""
+    """Scores `submit`ted responses in up to `count` processes, `seconds` at most for each. Use as a context manager. Workers inherit
+    `problems`; for one that is submitted later they are forked anew."""
 
-    def __init__(self, task: Task, count: int = 0, seconds: float = 10.0):
-        self.task, self.seconds = task, seconds
+    def __init__(self, task: Task, count: int = 0, seconds: float = 10.0, problems: Sequence[Problem] = ()):
+        self.task, self.seconds, self.problems = task, seconds, list(problems)
+        self.places = {id(problem): place for place, problem in enumerate(self.problems)}
         self.count = count or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         self.able = sys.platform == "linux"
         self.workers: list[_Worker] = []
@@ -99,8 +117,11 @@ class Workers:
 
     def submit(self, problem: Problem, responses: Sequence[str]) -> None:
         """Start on these; returns at once unless rewards are computed here."""
+        if id(problem) not in self.places:
+            self.places[id(problem)] = len(self.problems)
+            self.problems.append(problem)
         for response in responses:
-            job = _Job(problem, response)
+            job = _Job(self.places[id(problem)], response)
             self.jobs.append(job)
             if self.able:
                 self.waiting.append(job)
@@ -140,6 +161,9 @@ class Workers:
     def _hand_out(self) -> None:
         while self.waiting:
             free = next((w for w in self.workers if w.job is None), None)
+            if free is not None and free.known <= self.waiting[0].place:
+                self._replace(free)
+                free = None
             if free is None and len(self.workers) < self.count:
                 free = self._fork()
                 self.workers.append(free)
@@ -148,7 +172,7 @@ class Workers:
             job = self.waiting.popleft()
             job.attempts += 1
             free.job, free.deadline = job, time.monotonic() + self.seconds
-            line = json.dumps([asdict(job.problem), job.response]).encode() + b"\n"
+            line = json.dumps([job.place, job.response]).encode() + b"\n"
             try:
                 children.write_all(free.into, line, free.deadline)
             except OSError:  # it died while idle, or does not listen
@@ -163,7 +187,9 @@ class Workers:
         if worker.heard.endswith(b"\n"):
             found = json.loads(worker.heard)
             worker.heard.clear()
-            self._settle(worker, Score(found[0], found[1], tuple((int(p), float(v)) for p, v in found[2]), found[3], found[4]))
+            if isinstance(found, dict):
+                raise STOPS[found["stop"]](found["text"])
+            self._settle(worker, Score(*found))
 
     def _settle(self, worker: _Worker, score: Score) -> None:
         assert worker.job is not None
@@ -194,19 +220,24 @@ class Workers:
             for other in self.workers:  # a worker must not hold another's pipe open
                 os.close(other.into)
                 os.close(other.out)
-            _work(self.task, questions, answers)
+            _work(self.task, self.problems, questions, answers)
 
-        worker = _Worker(*children.fork(live))
+        worker = _Worker(*children.fork(live), known=len(self.problems))
         with suppress(OSError):
             os.setpgid(worker.pid, worker.pid)
         return worker
 
 
-def _work(task: Task, theirs: int, ours: int) -> None:
+def _work(task: Task, problems: Sequence[Problem], theirs: int, ours: int) -> None:
     """A worker's life: a line in, a line out, until the pipe closes."""
     with os.fdopen(theirs, "rb") as requests:
         for line in requests:
-            fields, response = json.loads(line)
-            score = score_one(task, Problem(**fields), response)
-            answer = [score.value, dict(score.parts), list(score.steps), score.outcome, score.failure]
+            place, response = json.loads(line)
+            answer: JSON
+            try:
+                score = score_one(task, problems[place], response)
+                answer = [score.value, score.parts, score.steps, score.outcome, score.failure]
+            except tuple(STOPS.values()) as error:
+                kind = next(name for name, kind in STOPS.items() if isinstance(error, kind))
+                answer = {"stop": kind, "text": str(error)}
             children.write_all(ours, json.dumps(answer).encode() + b"\n")

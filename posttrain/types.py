@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -44,9 +45,31 @@ class Problem:
     facts: Mapping[str, JSON] = field(default_factory=dict)
 
 
+def as_number(value: Any, what: str) -> float:
+    """Any real number as a float: a bool, an int, a Fraction, a Decimal, a NumPy scalar, an array or a tensor of no dimensions.
+
+    >>> as_number(np.float32(0.5), "a reward"), as_number(True, "a reward")
+    (0.5, 1.0)
+    >>> as_number("0.5", "a reward")
+    Traceback (most recent call last):
+    TypeError: a reward must be a number, not str
+    """
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # of NumPy: neither text nor complex numbers nor dates
+    if not hasattr(value, "__float__") or kind not in "biuf" or getattr(value, "ndim", 0) > 0:
+        raise TypeError(f"{what} must be a number, not {type(value).__name__}")
+    return float(value)
+
+
+def _as_text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be text, not {type(value).__name__}")
+    return str.__str__(value)  # of a subclass, such as an enumeration's, the text itself
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward says: a value with its named parts, or a named failure. Never NaN, never a failure dressed as 0.
+    """What a reward says: a value with its named parts, or a named failure. Never NaN, never a failure dressed as 0. Numbers of any
+    kind become floats.
 
     >>> Score(1.0, parts={"format": 1.0}).valid
     True
@@ -66,6 +89,14 @@ class Score:
     def __post_init__(self) -> None:
         if (self.value is None) != (self.failure is not None):
             raise ValueError("a score has either a value or a failure")
+        if self.value is not None:
+            object.__setattr__(self, "value", as_number(self.value, "a score"))
+        parts = {_as_text(k, "a part's name"): as_number(v, f"the part {k!r} of a score") for k, v in self.parts.items()}
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "steps", tuple((index(place), as_number(v, "a step's value")) for place, v in self.steps))
+        object.__setattr__(self, "outcome", _as_text(self.outcome, "an outcome"))
+        if self.failure is not None:
+            object.__setattr__(self, "failure", _as_text(self.failure, "a failure"))
         for value in (self.value, *self.parts.values(), *(v for _, v in self.steps)):
             if value is not None and not np.isfinite(value):
                 raise ValueError(f"a score must be finite, not {value}; use Score.failed(reason) where there is no value")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.errors import require
-from posttrain.types import Score
+from posttrain.types import Score, as_number
 
 # (prompt, response, answer): what a user writes, and what this room's files hold
 Reward = Callable[[str, str, str], "Score | float"]
@@ -23,10 +23,10 @@ JUDGED = ("correct", "wrong", "unparseable", "pass", "fail")
 
 
 def as_score(value: Score | float) -> Score:
-    """A reward may return a plain number. One that is not finite is a failure, never a 0."""
+    """A reward may return a plain number of any kind. One that is not finite is a failure, never a 0."""
     if isinstance(value, Score):
         return value
-    number = float(value)
+    number = as_number(value, "a reward")
     return Score(number) if math.isfinite(number) else Score.failed(f"the reward returned {number}")
 
 

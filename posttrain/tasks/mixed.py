@@ -9,6 +9,7 @@ from inspect import isawaitable
 from typing import Any
 
 from posttrain.errors import require
+from posttrain.rewards.compose import as_score
 from posttrain.tasks._procedural import Procedural, require_split
 from posttrain.tasks.base import Task
 from posttrain.types import Message, Problem, Rating, Rollout, Score
@@ -112,6 +113,7 @@ class Mixed(Task):
 
 
 def _named(name: str, score: Score) -> Score:
+    score = as_score(score)  # a task of the user's may return a number
     return score if score.value is None else replace(score, parts={**score.parts, name: score.value})
 
 
