@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, require
+from posttrain.types import JSON, Message
 
+ROLES = ("system", "user", "assistant", "tool")
+Tools = list[dict[str, JSON]] | None  # what a conversation may call, as JSON schemas
 UNPACKED, LONGEST = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
 
 
@@ -61,3 +64,52 @@ def _parsed(text: str, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         plain = "a number of too many digits" if isinstance(error, ValueError) else "nested too deep"
         raise UserError(f"{where}: not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else plain}") from error
+
+
+def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
+    """A conversation as a file writes it, checked. Everything that a message holds is kept but null and empty values."""
+    require(isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages")
+    messages = []
+    for number, item in enumerate(value):
+        at = f"{where}: message {number}"
+        require(isinstance(item, dict), f"{at} is not an object")
+        role, content = item.get("role"), item.get("content")
+        require(role in ROLES, f"{at} has role {role!r}; expected one of {', '.join(ROLES)}")
+        more = {key: v for key, v in item.items() if key not in ("role", "content") and v not in (None, "", [], {})}
+        if "tool_calls" in more:
+            more["tool_calls"] = _parse_calls(more["tool_calls"], at)
+        if content is None and more.keys() & {"tool_calls", "function_call"}:
+            content = ""  # a turn that only calls
+        if isinstance(content, list) and all(isinstance(p, dict) and p.keys() == {"type", "text"} for p in content):
+            content = "".join(str(part["text"]) for part in content)
+        require(isinstance(content, str), f"{at} has no content that is a string or parts of text")
+        messages.append(Message(str(role), str(content), more))
+    return tuple(messages)
+
+
+def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
+    """Calls of tools, with arguments as an object: templates would write a text of JSON as JSON once more, between quotes."""
+    calls = []
+    for call in _objects(value, f"{where}: tool_calls"):
+        inner = call.get("function", call)
+        named = isinstance(inner, dict) and isinstance(inner.get("name"), str)
+        require(named, f"{where}: a tool call has no function with a name")
+        given = inner.get("arguments")
+        arguments = (
+            _parsed(given, f"{where}: the arguments of {inner['name']}") if isinstance(given, str) and given else given or {}
+        )
+        require(isinstance(arguments, dict), f"{where}: the arguments of {inner['name']} are not an object")
+        changed = {**inner, "arguments": arguments}
+        calls.append({**call, "function": changed} if "function" in call else changed)
+    return calls
+
+
+def parse_tools(value: Any, where: str) -> Tools:
+    """The column `tools`: a list of schemas, or that as a text of JSON."""
+    return _objects(value, f"{where}: tools") if value not in (None, "", []) else None
+
+
+def _objects(value: Any, where: str) -> list[dict[str, JSON]]:
+    found = _parsed(value, where) if isinstance(value, str) else value
+    require(isinstance(found, list) and all(isinstance(item, dict) for item in found), f"{where}: expected a list of objects")
+    return list(found)

@@ -32,6 +32,12 @@ class Message:
 
     role: str  # system | user | assistant | tool
     content: str
+    # what else the chat template is given: tool_calls, name, reasoning_content, ...
+    more: Mapping[str, JSON] = field(default_factory=dict, repr=False, hash=False)
+
+    def row(self) -> dict[str, JSON]:
+        """As a file and a template have it."""
+        return {"role": self.role, "content": self.content, **self.more}
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "types": "",
     "catalogue": "",
     "children": "",
-    "records": "",
+    "records": LEAVES,
     "version": "",
     "machine": "",
     "advise": LEAVES,

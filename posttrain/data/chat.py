@@ -3,47 +3,63 @@
 Which tokens are the assistant's is taken from the template's `{% generation %}` blocks where it has them. Elsewhere it is found
 by rendering: the conversation up to a turn, with the generation prompt, must begin the conversation with that turn; what was
 added is the turn. The token that ends the turn belongs to it, so that stopping is learned.
+
+What a message holds beside its content (tool_calls, name, ...) and the tools of a conversation go to the template too. A field whose
+removal does not change the text is refused: the template would drop it in silence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from posttrain.errors import UserError, require
-from posttrain.types import Example, Message
+from posttrain.records import Tools
+from posttrain.types import JSON, Example, Message
 from posttrain.untrusted import limited
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 
 
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a prompt") -> tuple[int, ...]:
+LINKS = ("tool_call_id",)  # which answer belongs to which call: templates that write both in order need not show it
+
+
+def render_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a prompt", tools: Tools = None
+) -> tuple[int, ...]:
     """The ids a policy continues: the conversation and the generation prompt. The template alone decides on a BOS token.
 
     Text in a message that spells a control token is refused: a reader must not be able to end a turn or to open another.
     """
-    _check(tokenizer, messages, where)
-    text = _render(tokenizer, messages, where, generation_prompt=True)
+    _check(tokenizer, messages, where, tools)
+    text = _render(tokenizer, messages, where, True, tools)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def render_example(tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a conversation", given: int = 0) -> Example:
+def render_example(
+    tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a conversation", given: int = 0, tools: Tools = None
+) -> Example:
     """The whole conversation, with loss on the assistant's turns but not on those among the first `given` messages."""
-    _check(tokenizer, messages, where)
+    _check(tokenizer, messages, where, tools)
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     require(any(i >= given for i in turns), f"{where}: no assistant turn to learn from")
     require(bool(tokenizer.is_fast), f"{where}: finding the assistant's tokens needs a fast tokenizer, one with offsets")
-    if GENERATION.search(tokenizer.get_chat_template()):
-        text, spans = _marked_spans(tokenizer, messages, where)
+    if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+        text, spans = _marked_spans(tokenizer, messages, where, tools)
         require(len(spans) == len(turns), f"{where}: the chat template marks {len(spans)} of {len(turns)} assistant turns")
+        lost = _lost(messages, turns, lambda changed: _marked_texts(tokenizer, changed, where, tools))
+        require(
+            not lost, f"{where}: the chat template writes the {lost} outside of its generation block: it would not be learned"
+        )
     else:
-        text, spans = _rendered_spans(tokenizer, messages, turns, where)
+        text, spans = _rendered_spans(tokenizer, messages, turns, where, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts = np.array(encoded["input_ids"], dtype=np.int64), [start for start, _ in encoded["offset_mapping"]]
     special = np.isin(ids, tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer))))
@@ -66,14 +82,50 @@ def _turn_end(start: int, end: int, special: np.ndarray) -> int:
     return end + 1 if special[end : end + 1].any() else end
 
 
-def _check(tokenizer: Tokenizer, messages: Sequence[Message], where: str) -> None:
+def _check(tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools) -> None:
     require(len(messages) > 0, f"{where}: an empty conversation")
     require(bool(tokenizer.chat_template), f"{where}: this tokenizer has no chat template; use a chat model's, or plain text")
     control = special_texts(tokenizer)
-    for message in messages:
+    said = [(f"a {m.role} message contains", text) for m in messages for text in (m.content, *_strings(m.more))]
+    for what, words in [*said, *(("the tools contain", text) for text in _strings(tools))]:
         for text in control:
-            if text in message.content:
-                raise UserError(f"{where}: a {message.role} message contains the control token {text!r} as text; rewrite it")
+            if text in words:
+                raise UserError(f"{where}: {what} the control token {text!r} as text; rewrite it")
+    if tools and _render(tokenizer, messages, where, False, tools) == _render(tokenizer, messages, where, False, None):
+        raise UserError(f"{where}: the chat template does not show the tools; use a template that does, or remove them")
+    lost = _lost(messages, range(len(messages)), lambda changed: _render(tokenizer, changed, where, False, tools))
+    require(not lost, f"{where}: the chat template does not show the {lost}; use a template that does, or remove it")
+
+
+def _strings(value: JSON) -> Iterator[str]:
+    """Every text in a tree, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (str(key), *_strings(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _lost(messages: Sequence[Message], places: Iterable[int], render: Callable[[Sequence[Message]], object]) -> str:
+    """The first field of these messages without which the same is rendered, in words; "" where every field is shown."""
+    full = render(messages) if any(m.more for m in messages) else None
+    for n in places:
+        message = messages[n]
+        for name in (*message.more, "content") if message.more else ():
+            if name in LINKS or (name == "content" and not message.content):
+                continue
+            rest = {key: value for key, value in message.more.items() if key != name}
+            changed = replace(message, content="" if name == "content" else message.content, more=rest)
+            try:
+                same = render([*messages[:n], changed, *messages[n + 1 :]]) == full
+            except UserError:  # without it the template refuses the conversation
+                continue
+            if same:
+                return f"{name} of message {n} ({message.role})"
+    return ""
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -98,15 +150,20 @@ def _template_errors(where: str) -> Iterator[None]:
         raise UserError(f"{where}: the chat template refused the conversation: {reason}") from error
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], where: str, generation_prompt: bool) -> str:
-    conversation = [{"role": m.role, "content": m.content} for m in messages]
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], where: str, generation_prompt: bool, tools: Tools) -> str:
+    conversation, more = [m.row() for m in messages], {"add_generation_prompt": generation_prompt}
     with _template_errors(where):
-        return limited(
-            lambda: str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt))
-        )
+        return limited(lambda: str(tokenizer.apply_chat_template(conversation, tools, tokenize=False, **more)))
 
 
-def _marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
+def _marked_texts(tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools) -> list[str]:
+    text, spans = _marked_spans(tokenizer, messages, where, tools)
+    return [text[start:end] for start, end in spans]
+
+
+def _marked_spans(
+    tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools
+) -> tuple[str, list[tuple[int, int]]]:
     """The conversation and the character spans of its generation blocks.
 
     Taken from the renderer: the token mask that `apply_chat_template` makes of them loses the end of a last character that is
@@ -117,8 +174,9 @@ def _marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], where: str)
     with _template_errors(where):
         texts, spans = limited(
             lambda: render_jinja_template(
-                conversations=[[{"role": m.role, "content": m.content} for m in messages]],
-                chat_template=tokenizer.get_chat_template(),
+                conversations=[[m.row() for m in messages]],
+                tools=tools,
+                chat_template=tokenizer.get_chat_template(tools=tools),
                 return_assistant_tokens_mask=True,
                 **tokenizer.special_tokens_map,
             )
@@ -127,15 +185,15 @@ def _marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], where: str)
 
 
 def _rendered_spans(
-    tokenizer: Tokenizer, messages: Sequence[Message], turns: list[int], where: str
+    tokenizer: Tokenizer, messages: Sequence[Message], turns: list[int], where: str, tools: Tools
 ) -> tuple[str, list[tuple[int, int]]]:
     """The conversation and the character spans of the assistant's turns, found by rendering it up to and with each of them."""
     require(0 not in turns, f"{where}: it begins with an assistant turn, which only a template with generation blocks can show")
-    full = _render(tokenizer, messages, where, generation_prompt=False)
+    full = _render(tokenizer, messages, where, False, tools)
     spans = []
     for turn in turns:
-        before = _render(tokenizer, messages[:turn], where, generation_prompt=True)
-        after = full if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], where, generation_prompt=False)
+        before = _render(tokenizer, messages[:turn], where, True, tools)
+        after = full if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], where, False, tools)
         require(
             after.startswith(before) and full.startswith(after),
             f"{where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "

@@ -4,13 +4,15 @@ A line of a file is one of
     {"messages": [{"role": "user", "content": ...}, ...]}     loss on every assistant turn
     {"prompt": text or messages, "completion": text or messages}     loss on the completion alone
     {"text": ...}     loss on every token, for pretraining; taken as it is, so control tokens written in it count as such
+A message may have more than role and content (tool_calls, name, reasoning_content, ...), and a line may have "tools": the chat
+template is given them, and what it does not show is refused. Columns that are not read are named in the report.
 A prompt and completion that are plain text become a user and an assistant turn where the tokenizer has a chat template, and are
 laid end to end, closed by the end-of-sequence token, where it has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +21,13 @@ import numpy as np
 from posttrain.data.chat import Tokenizer, render_example
 from posttrain.data.stream import permutation, philox
 from posttrain.errors import UserError, require
-from posttrain.records import read_jsonl
+from posttrain.records import Tools, parse_messages, parse_tools, read_jsonl
 from posttrain.types import Example, Message, Problem
 
-ROLES = ("system", "user", "assistant", "tool")
+COLUMNS = frozenset({"messages", "prompt", "completion", "text", "tools"})
+# of other conventions: the model would learn to answer without what they hold
+NEEDED = frozenset({"system", "functions", "function_call", "image", "images", "video", "videos", "audio", "audios", "weight",
+                    "chat_template_kwargs"})  # fmt: skip
 
 
 class Teaching(Protocol):
@@ -63,17 +68,35 @@ def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
     return list(chosen)[:count]
 
 
-def from_file(path: str | Path, tokenizer: Tokenizer) -> list[Example]:
-    """Every line of a JSONL file as an Example. An error names the file and the line."""
-    return [_example(record, tokenizer, where) for where, record in read_jsonl(path)]
+def from_file(path: str | Path, tokenizer: Tokenizer, unused: set[str] | None = None) -> list[Example]:
+    """Every line of a JSONL file as an Example; the names of columns that are not read go into `unused`. An error names the file and
+    the line."""
+    examples = []
+    for where, record in read_jsonl(path):
+        record = {key: value for key, value in record.items() if value is not None}  # tables write what a row lacks as null
+        extra = unread(record, COLUMNS, where)
+        if unused is not None:
+            unused |= extra
+        examples.append(_example(record, tokenizer, where))
+    return examples
+
+
+def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set[str]:
+    """The columns of a row that are not read. Those that the model would be shown elsewhere are refused."""
+    extra = record.keys() - set(known)
+    for name in sorted(extra & NEEDED):
+        require(not record[name], f"{where}: the column {name} would be lost; write it into the messages or remove it")
+    return extra
 
 
 def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:
+    tools = parse_tools(record.get("tools"), where)
     if "messages" in record:
-        return render_example(tokenizer, parse_messages(record["messages"], f"{where}: messages"), where)
+        return render_example(tokenizer, parse_messages(record["messages"], f"{where}: messages"), where, tools=tools)
     if "prompt" in record and "completion" in record:
-        return completion_example(record["prompt"], record["completion"], tokenizer, where)
+        return completion_example(record["prompt"], record["completion"], tokenizer, where, tools)
     if "text" in record:
+        require(not tools, f"{where}: tools beside a plain text would be lost; give messages")
         require(isinstance(record["text"], str), f"{where}: text is not a string")
         ids = list(tokenizer(record["text"])["input_ids"])
         return plain_example(ids, 0, tokenizer)
@@ -84,9 +107,9 @@ def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Exampl
     raise UserError(f"{where}: expected messages, prompt with completion, or text; found {names}")
 
 
-def completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str) -> Example:
+def completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
-    plain = isinstance(prompt, str) and isinstance(completion, str)
+    plain = isinstance(prompt, str) and isinstance(completion, str) and not tools
     if plain and not tokenizer.chat_template:
         ids = list(tokenizer(prompt)["input_ids"])
         if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
@@ -95,7 +118,7 @@ def completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where
     before = parse_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{where}: prompt")
     reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     after = parse_messages(reply, f"{where}: completion")
-    return render_example(tokenizer, before + after, where, given=len(before))
+    return render_example(tokenizer, before + after, where, given=len(before), tools=tools)
 
 
 def plain_example(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
@@ -105,16 +128,3 @@ def plain_example(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
         ids = [*ids, end]
     mask = np.arange(len(ids)) >= max(given, 1)
     return Example(np.asarray(ids, dtype=np.int64), mask)
-
-
-def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """A conversation as a file writes it, checked."""
-    require(isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages")
-    messages = []
-    for number, item in enumerate(value):
-        require(isinstance(item, dict), f"{where}: message {number} is not an object")
-        role, content = item.get("role"), item.get("content")
-        require(role in ROLES, f"{where}: message {number} has role {role!r}; expected one of {', '.join(ROLES)}")
-        require(isinstance(content, str), f"{where}: message {number} has no content that is a string")
-        messages.append(Message(str(role), str(content)))
-    return tuple(messages)

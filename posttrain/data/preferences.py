@@ -22,6 +22,7 @@ and counts the others. So nothing is trained on in silence, and nothing is left 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -33,10 +34,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.chat import Tokenizer
-from posttrain.data.demonstrations import completion_example
+from posttrain.data.demonstrations import completion_example, unread
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
-from posttrain.records import read_jsonl
+from posttrain.records import Tools, parse_tools, read_jsonl
 from posttrain.types import Example
 
 JOINT = "\n"  # between the steps of a response
@@ -84,6 +85,7 @@ class PreferenceReport:
     margins: bool  # rewards are the file's own scores or margins, not just an order
     desirable: int  # of unpaired rows
     skipped: tuple[Skipped, ...]
+    unused: tuple[str, ...] = ()  # columns that were not read
 
     def lines(self) -> list[str]:
         """Words for the console."""
@@ -93,6 +95,7 @@ class PreferenceReport:
         return [
             f"{self.path}: {kind}{by}; {self.kept:,} of {self.total:,} rows kept, {self.sequences:,} sequences{good}",
             f"{self.tokens:,} tokens, {self.loss_tokens:,} carry loss; longest {self.longest} (limit {self.max_length})",
+            *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
             *map(str, self.skipped),
         ]
 
@@ -113,6 +116,7 @@ class _Row:
     responses: list[Any]
     rewards: list[float]
     margins: bool = False
+    tools: Tools = None
     steps: list[str] | None = None
     labels: list[float] | None = None
 
@@ -123,6 +127,11 @@ class _Kind:
     reveals: frozenset[str]  # a first row with all of these keys is of this kind
     fields: tuple[str, ...]  # "a|b" is one of the two
     read: Callable[[dict[str, Any], str], _Row]
+    optional: tuple[str, ...] = ("prompt",)
+
+    @property
+    def columns(self) -> set[str]:
+        return {"tools", *self.optional, *(choice for field in self.fields for choice in field.split("|"))}
 
 
 class _Skip(Exception):
@@ -136,6 +145,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     units: list[tuple[Example, ...]] = []
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
+    unused: set[str] = set()
     decoder = Decoder(tokenizer)
     for where, record in read_jsonl(path):
         total += 1
@@ -143,6 +153,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
         kind = kind or _detect(record, where)
         try:
             row = _checked(KINDS[kind], kind, record, where)
+            unused |= unread(record, KINDS[kind].columns, where)
             units.append(_unit(row, tokenizer, decoder, max_length, where))
         except _Skip as skip:
             skipped.setdefault(str(skip), []).append(int(where.rsplit(" ", 1)[1]))
@@ -161,6 +172,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     report = PreferenceReport(
         str(path), kind, total, len(units), len(examples), sum(len(e.ids) for e in examples),
         sum(int(e.mask.sum()) for e in examples), max(len(e.ids) for e in examples), max_length, margins, desirable, left_out,
+        tuple(sorted(unused)),
     )  # fmt: skip
     return Preferences(units, report)
 
@@ -192,6 +204,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
         except _Skip:
             continue
         texts = [_spoken(part) for part in (row.prompt, *row.responses)]
+        texts[0] = f"tools: {json.dumps(row.tools)}\n\n{texts[0]}" if row.tools else texts[0]
         if all(text.strip() for text in texts) and texts[1] != texts[2]:
             found.append((texts[0], texts[1], texts[2]))
     require(bool(found), f"{path}: no pair is left to judge")
@@ -202,8 +215,15 @@ def _spoken(said: Any) -> str:
     """Text, or messages as text: a single one as it is, several with their roles."""
     if not isinstance(said, list):
         return str(said)
-    turns = [(str(m.get("role", "")), str(m.get("content", ""))) for m in said if isinstance(m, dict)]
+    turns = [(str(m.get("role", "")), _words(m)) for m in said if isinstance(m, dict)]
     return turns[0][1] if len(turns) == 1 else "\n\n".join(f"{role}: {content}" for role, content in turns)
+
+
+def _words(message: dict[str, Any]) -> str:
+    """What a message says, and what it holds beside that."""
+    more = {key: value for key, value in message.items() if key not in ("role", "content") and value not in (None, "", [], {})}
+    spoken = [str(message["content"])] if message.get("content") else []
+    return "\n".join([*spoken, *([json.dumps(more, ensure_ascii=False, sort_keys=True)] if more else [])])
 
 
 def _detect(record: dict[str, Any], where: str) -> str:
@@ -231,7 +251,9 @@ def _checked(kind: _Kind, name: str, record: dict[str, Any], where: str) -> _Row
             other = next((k.title for n, k in KINDS.items() if n != name and k.reveals <= record.keys()), "")
             mixed = f"; it looks like a row of {other}, and a file holds one kind" if other else ""
             raise UserError(f"{where}: no {field.replace('|', ' or ')} in a row of {kind.title}{mixed}")
-    return kind.read(record, where)
+    given = record.get("input")
+    tools = record.get("tools") or (given.get("tools") if isinstance(given, dict) else None)
+    return replace(kind.read(record, where), tools=parse_tools(tools, where))
 
 
 def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, where: str) -> tuple[Example, ...]:
@@ -244,7 +266,7 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
     if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
         raise _Skip("tied")
     examples = [
-        replace(completion_example(row.prompt, response, tokenizer, where), reward=reward)
+        replace(completion_example(row.prompt, response, tokenizer, where, row.tools), reward=reward)
         for response, reward in zip(row.responses, row.rewards, strict=True)
     ]
     if not all(e.mask.any() for e in examples):
@@ -381,14 +403,15 @@ def _number(value: Any, what: str) -> float:
 def _text(response: Any) -> str:
     """What a response says, to tell empty and equal ones. The type is checked where it is rendered."""
     if isinstance(response, list):
-        said = [(m.get("role"), m.get("content")) if isinstance(m, dict) else m for m in response]
-        spoken = any(isinstance(m, dict) and m.get("role") == "assistant" and str(m.get("content")).strip() for m in response)
+        said = [(m.get("role"), _words(m)) if isinstance(m, dict) else m for m in response]
+        spoken = any(isinstance(m, dict) and m.get("role") == "assistant" and _words(m).strip() for m in response)
         return repr(said) if spoken else ""
     return response if isinstance(response, str) else repr(response)
 
 
 KINDS: dict[str, _Kind] = {
-    "pair": _Kind("pairs", frozenset({"chosen", "rejected"}), ("chosen", "rejected"), _read_pair),
+    "pair": _Kind("pairs", frozenset({"chosen", "rejected"}), ("chosen", "rejected"), _read_pair,
+                  ("prompt", "margin", "score_chosen", "score_rejected", "chosen_score", "rejected_score")),
     "openai": _Kind("pairs (OpenAI)", frozenset({"preferred_output", "non_preferred_output"}),
                     ("input", "preferred_output", "non_preferred_output"), _read_openai),
     "steps": _Kind("labelled steps", frozenset({"completions", "labels"}), ("prompt", "completions", "labels"), _read_steps),

@@ -24,6 +24,7 @@ class DataReport:
     loss_tokens: int
     max_length: int
     percentiles: tuple[int, int, int, int]  # length at 50, 90, 99 and 100 percent of what is kept
+    unused: tuple[str, ...] = ()  # columns of the file that were not read
 
     def lines(self) -> list[str]:
         """Words for the console."""
@@ -38,6 +39,7 @@ class DataReport:
             (self.masked, "dropped because no token carries loss"),
             (self.empty, "dropped because they are empty"),
         )
+        said += [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         return said + [f"{count:,} {reason}" for count, reason in reasons if count]
 
 
@@ -62,7 +64,10 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
     half, most, nearly, longest = (int(v) for v in np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf"))
     loss_tokens = sum(int(example.mask.sum()) for example in kept)
     report = DataReport(
-        **counts,
+        total=counts["total"],
+        overlong=counts["overlong"],
+        masked=counts["masked"],
+        empty=counts["empty"],
         kept=len(kept),
         tokens=int(lengths.sum()),
         loss_tokens=loss_tokens,

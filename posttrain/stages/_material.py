@@ -38,9 +38,9 @@ class Data:
         require(self.task is None or bool(self.counts), "data: a task needs counts, such as {1: 200, 2: 1000}")
         require(self.weight >= 0, f"data: weight must not be negative, not {self.weight}")
 
-    def examples(self, tokenizer: Any, seed: int) -> list[Example]:
+    def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
         if self.task is None:
-            return from_file(self.file, tokenizer)
+            return from_file(self.file, tokenizer, unused)
         return from_task(self.task, tokenizer, dict(self.counts), seed)
 
     def __str__(self) -> str:
@@ -68,12 +68,13 @@ def gather(sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, 
     require(bool(sources), "a supervised stage needs data")
     sets, reports = [], []
     for source in sources:
-        examples = source.examples(tokenizer, seed)
+        unused: set[str] = set()
+        examples = source.examples(tokenizer, seed, unused)
         if all_tokens:
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
         kept, report = prepare(examples, max_length)
         sets.append(kept)
-        reports.append(report)
+        reports.append(replace(report, unused=tuple(sorted(unused))))
     tokens = [len(s) if source.weight == 0 else source.weight for s, source in zip(sets, sources, strict=True)]
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")

@@ -97,7 +97,7 @@ class ComparisonsStage(Stage):
             counts["equal"] += 1
             return None
         counts["written"] += 1
-        prompt = [{"role": m.role, "content": m.content} for m in self.task.prompt(group.problem)]
+        prompt = [m.row() for m in self.task.prompt(group.problem)]
         ranked = self.ordered(different, coin)
         if self.samples == 2:  # a file holds rows of one kind
             return {"prompt": prompt, "chosen": _said(ranked[0]), "rejected": _said(ranked[1])}

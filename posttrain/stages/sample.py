@@ -48,7 +48,7 @@ class SampleStage(Stage):
         for group in answers(context, self.model, self.task, problems, self.samples, self.sampling, self.skip, alphabet):
             kept = self.chosen(group, counts)
             answered += bool(kept)
-            prompt = [{"role": m.role, "content": m.content} for m in self.task.prompt(group.problem)]
+            prompt = [m.row() for m in self.task.prompt(group.problem)]
             for rollout in kept:
                 lines.append(json.dumps({"prompt": prompt, "completion": [{"role": "assistant", "content": rollout.response}]}))
         require(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, require
-from posttrain.records import read_jsonl
+from posttrain.records import parse_messages, read_jsonl
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem
@@ -48,7 +48,7 @@ class Questions(Task):
         before = [Message("system", self.system)] if self.system else []
         given = problem.facts.get("messages")
         if given:
-            return (*before, *(Message(str(m["role"]), str(m["content"])) for m in given))
+            return (*before, *parse_messages(given, f"problem {problem.id}"))
         shown: list[Message] = []
         if self.examples:
             others = [p for p in self.pool("train")[: self.examples + 1] if p.id != problem.id]
@@ -121,7 +121,7 @@ def make_problem(
         told = all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in asked)
         require(told, f"{where}: {question} has no messages")
         facts["messages"] = asked
-        asked = str(asked[-1]["content"]) if asked else ""
+        asked = parse_messages(asked, f"{where}: {question}")[-1].content if asked else ""
     require(isinstance(asked, str) and bool(asked.strip()), f"{where}: the field {question!r} is empty or no text")
     return Problem(name, asked, gold.strip(), facts=facts)
 

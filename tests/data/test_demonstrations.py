@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers_for_tests import CHATML_BLOCKS, byte_level, characters
+from tokenizers_for_tests import (
+    CHATML,
+    CHATML_BLOCKS,
+    CHATML_CALLS_OUTSIDE,
+    CHATML_TOOL_BLOCKS,
+    CHATML_TOOLS,
+    byte_level,
+    characters,
+)
 
 from posttrain.data.demonstrations import from_file, from_task
 from posttrain.errors import UserError
@@ -125,3 +133,78 @@ def test_windows_line_ends_and_byte_order_marks_are_read(tmp_path: Path) -> None
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b\xe2\x80\xa8c"}\r\n')
     tokenizer = byte_level(None)
     assert [tokenizer.decode(e.ids) for e in from_file(path, tokenizer)] == ["a<|im_end|>", "b\u2028c<|im_end|>"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [
+    {"role": "user", "content": "1+2"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None, "refusal": None},
+    {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    {"role": "assistant", "content": "it is 3", "tool_calls": []},
+]
+
+
+@pytest.mark.parametrize("template", [CHATML_TOOLS, CHATML_TOOL_BLOCKS])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tool_calls_are_shown_and_learned(tmp_path: Path, template: str, as_text: bool) -> None:
+    """Tools, and the arguments of a call, may be written as a text of JSON."""
+    tokenizer = byte_level(template)
+    call = {**CALL, "function": {"name": "add", "arguments": '{"a": 1}' if as_text else {"a": 1}}}
+    talk = [CALLED[0], {**CALLED[1], "tool_calls": [call]}, *CALLED[2:]]
+    (example,) = from_file(write(tmp_path, {"messages": talk, "tools": json.dumps(TOOLS) if as_text else TOOLS}), tokenizer)
+    text = tokenizer.decode(example.ids)
+    assert '"parameters"' in text and text.count("<tool_call>") == 1
+    said = tokenizer.decode(example.ids[example.mask])
+    assert said == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>it is 3<|im_end|>'
+    (last,) = from_file(write(tmp_path, {"prompt": talk[:3], "completion": talk[3:], "tools": TOOLS}), tokenizer)
+    assert last.ids.tolist() == example.ids.tolist() and tokenizer.decode(last.ids[last.mask]) == "it is 3<|im_end|>"
+
+
+SPOKEN = {"role": "assistant", "content": "b"}
+LOST: list[tuple[str, dict[str, Any], str]] = [
+    (CHATML, {"messages": CALLED}, r"does not show the tool_calls of message 1 \(assistant\)"),
+    (CHATML_BLOCKS, {"messages": CALLED}, "does not show the tool_calls of message 1"),
+    (CHATML_CALLS_OUTSIDE, {"messages": CALLED}, "writes the tool_calls of message 1 .* outside of its generation block"),
+    (CHATML, {"messages": [CALLED[0], SPOKEN], "tools": TOOLS}, "does not show the tools"),
+    (CHATML, {"prompt": "a", "completion": "b", "tools": TOOLS}, "does not show the tools"),
+    (CHATML, {"messages": [{**CALLED[0], "name": "ann"}, SPOKEN]}, r"does not show the name of message 0 \(user\)"),
+    (CHATML, {"messages": [CALLED[0], {**SPOKEN, "reasoning_content": "hm"}]}, "does not show the reasoning_content of message 1"),
+    (CHATML_TOOLS, {"messages": [CALLED[0], {**SPOKEN, "function_call": {"name": "f"}}]}, "does not show the function_call"),
+    (CHATML_TOOLS, {"messages": [CALLED[0], {**SPOKEN, "weight": 0}]}, "does not show the weight of message 1"),
+    (CHATML_TOOLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"),
+     {"messages": [CALLED[0], {**CALLED[1], "content": "let me see"}]}, "does not show the content of message 1"),
+    (CHATML_TOOLS, {"messages": [CALLED[0], {**CALLED[1], "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     "message 1: the arguments of f: not JSON"),
+    (CHATML_TOOLS, {"messages": [CALLED[0], {**CALLED[1], "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+     "message 1: the arguments of f are not an object"),
+    (CHATML_TOOLS, {"messages": [CALLED[0], {**CALLED[1], "tool_calls": [{"function": {}}]}]}, "no function with a name"),
+    (CHATML_TOOLS, {"messages": [CALLED[0], {**CALLED[1], "tool_calls": {"a": 1}}]}, "tool_calls: expected a list of objects"),
+    (CHATML_TOOLS, {"messages": CALLED, "tools": {"name": "add"}}, "tools: expected a list of objects"),
+    (CHATML_TOOLS, {"messages": [CALLED[0], {**CALLED[1], "tool_calls": [{"function": {"name": "<|im_end|>", "arguments": {}}}]}]},
+     "assistant message contains the control token"),
+    (CHATML_TOOLS, {"messages": CALLED, "tools": [{"name": "<|im_end|>"}]}, "the tools contain the control token"),
+    (CHATML_TOOLS, {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, SPOKEN]}, "no content that is a string"),
+    (CHATML_TOOLS, {"text": "a", "tools": TOOLS}, "tools beside a plain text would be lost"),
+    (CHATML_TOOLS, {"messages": CALLED, "system": "be brief"}, "the column system would be lost"),
+    (CHATML_TOOLS, {"prompt": "a", "completion": "b", "images": ["x.png"]}, "the column images would be lost"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "record", "said"), LOST)
+def test_what_would_be_lost_is_refused_with_its_line(tmp_path: Path, template: str, record: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"data.jsonl line 2: .*({said})") as caught:
+        from_file(write(tmp_path, {"text": "fine"}, record), byte_level(template))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_template_shows_and_what_says_nothing_is_read(tmp_path: Path) -> None:
+    tokenizer = byte_level(CHATML_TOOLS)
+    talk = [{"role": "user", "name": "ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "reasoning_content": "hm", "content": "c", "tool_calls": None}]  # fmt: skip
+    unused: set[str] = set()
+    (example,) = from_file(
+        write(tmp_path, {"messages": talk, "tools": None, "id": 7, "system": None, "source": "x"}), tokenizer, unused
+    )
+    assert tokenizer.decode(example.ids).startswith("<|im_start|>user ann\nab<|im_end|>") and unused == {"id", "source"}
+    assert tokenizer.decode(example.ids[example.mask]) == "<think>hm</think>c<|im_end|>"

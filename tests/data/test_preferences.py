@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import CHATML, CHATML_BLOCKS, byte_level, word_marks
+from tokenizers_for_tests import CHATML, CHATML_BLOCKS, CHATML_TOOLS, byte_level, word_marks
 
 from posttrain.data.preferences import Preferences, read_pairs, read_preferences
 from posttrain.errors import UserError
@@ -309,3 +309,29 @@ def check(found: Preferences) -> None:
     for unit in found.units:
         assert all(e.mask.any() and not e.mask[0] and len(e.ids) <= 200 for e in unit)
         assert len(unit) == 1 or max(e.reward for e in unit) > min(e.reward for e in unit)
+
+
+def test_tool_calls_are_part_of_what_is_preferred(tmp_path: Path) -> None:
+    """Two responses that differ in their calls alone are a pair; tools are shown, and a column that is not read is named."""
+    tokenizer = byte_level(CHATML_TOOLS)
+    asked = [{"role": "user", "content": "1+2"}]
+    calls = [
+        [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": name, "arguments": {}}}]}]
+        for name in ("add", "sub")
+    ]
+    tools = [{"name": "add"}]
+    rows = [{"prompt": asked, "chosen": calls[0], "rejected": calls[1], "tools": tools, "id": 3}]
+    rows += [{"input": {"messages": asked, "tools": tools}, "preferred_output": calls[0], "non_preferred_output": calls[1]}]
+    for number, row in enumerate(rows):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        found = read_preferences(path, tokenizer, 1000)
+        texts = [tokenizer.decode(e.ids[e.mask]) for e in found.units[0]]
+        assert ['"add"' in texts[0], '"sub"' in texts[1]] == [True, True]
+        assert '[{"name": "add"}]' in tokenizer.decode(found.units[0][0].ids)
+        ((prompt, better, worse),) = read_pairs(path)
+        assert '"add"' in prompt and '"add"' in better and '"sub"' in worse
+    report = read_preferences(tmp_path / "0.jsonl", tokenizer, 1000).report
+    assert report.unused == ("id",) and "columns that are not used: id" in report.lines()
+    with pytest.raises(UserError, match="0.jsonl line 1: the chat template does not show the tools"):
+        read_preferences(tmp_path / "0.jsonl", byte_level(CHATML), 1000)

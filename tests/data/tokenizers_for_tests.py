@@ -19,6 +19,28 @@ CHATML_BLOCKS = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Shows tools, calls, names and reasoning, as Qwen's does; the blocks hold the whole turn.
+_TOOL_TURN = (
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}<tool_call>"
+    '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</tool_call>{% endfor %}'
+)
+CHATML_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}{{ '\\n' }}"
+    + _TOOL_TURN
+    + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_TOOL_BLOCKS = CHATML_TOOLS.replace(
+    _TOOL_TURN,
+    "{% if m.role == 'assistant' %}{% generation %}" + _TOOL_TURN + "{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
+)
+# The block holds the content alone: the calls stand after it.
+CHATML_CALLS_OUTSIDE = CHATML_TOOLS.replace(
+    "{{ m.content }}{% for c",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% for c",
+)
 # Writes every assistant turn but the last without its thinking, as reasoning models' templates do.
 FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
 

@@ -11,6 +11,7 @@ import pytest
 from posttrain import config
 from posttrain.errors import UserError
 from posttrain.scoring import Workers
+from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks.base import Task
 from posttrain.tasks.jsonl import Jsonl
 
@@ -68,6 +69,19 @@ def test_conversations_are_taken_as_they_are(tmp_path: Path) -> None:
     problem = task.problems("train")[0]
     assert [m.content for m in task.prompt(problem)] == ["s", "hi?", problem.question]
     assert task.score(problem, f"#{problem.answer}").value == 1.0
+
+
+def test_calls_in_a_conversation_reach_the_prompt(tmp_path: Path) -> None:
+    """A turn that only calls a tool has no content, and must not become the word None."""
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "hi?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "content": "3"}]  # fmt: skip
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps({"prompt": turns, "gold": str(n)}) + "\n" for n in range(30)))
+    task = Jsonl(str(path), question="prompt", answer="gold", reward="answer", held_out=0.5)
+    side = "train" if stable_hash("held out", "3") % 10_000 >= 5_000 else "test"
+    asked = task.prompt(task.problems(side)[0])
+    assert [m.content for m in asked] == ["hi?", "", "3"] and asked[1].more == {"tool_calls": [call]}
 
 
 def test_a_test_file_that_repeats_training_questions_is_refused(file: str, tmp_path: Path) -> None:
