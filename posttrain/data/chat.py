@@ -28,7 +28,10 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 
 
-LINKS = ("tool_call_id",)  # which answer belongs to which call: templates that write both in order need not show it
+LINKS = (
+    "tool_call_id",
+    "name",
+)  # of a tool's answer, which call it belongs to: templates that write both in order need not show it
 
 
 def render_prompt(
@@ -115,7 +118,7 @@ def _lost(messages: Sequence[Message], places: Iterable[int], render: Callable[[
     for n in places:
         message = messages[n]
         for name in (*message.more, "content") if message.more else ():
-            if name in LINKS or (name == "content" and not message.content):
+            if (name in LINKS and message.role == "tool") or (name == "content" and not message.content):
                 continue
             rest = {key: value for key, value in message.more.items() if key != name}
             changed = replace(message, content="" if name == "content" else message.content, more=rest)

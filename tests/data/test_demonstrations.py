@@ -171,6 +171,7 @@ LOST: list[tuple[str, dict[str, Any], str]] = [
     (CHATML, {"messages": [{**CALLED[0], "name": "ann"}, SPOKEN]}, r"does not show the name of message 0 \(user\)"),
     (CHATML, {"messages": [CALLED[0], {**SPOKEN, "reasoning_content": "hm"}]}, "does not show the reasoning_content of message 1"),
     (CHATML_TOOLS, {"messages": [CALLED[0], {**SPOKEN, "function_call": {"name": "f"}}]}, "does not show the function_call"),
+    (CHATML, {"messages": [{**CALLED[0], "tool_call_id": "c1"}, SPOKEN]}, "does not show the tool_call_id of message 0"),
     (CHATML_TOOLS, {"messages": [CALLED[0], {**SPOKEN, "weight": 0}]}, "does not show the weight of message 1"),
     (CHATML_TOOLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"),
      {"messages": [CALLED[0], {**CALLED[1], "content": "let me see"}]}, "does not show the content of message 1"),
@@ -208,3 +209,11 @@ def test_what_a_template_shows_and_what_says_nothing_is_read(tmp_path: Path) -> 
     )
     assert tokenizer.decode(example.ids).startswith("<|im_start|>user ann\nab<|im_end|>") and unused == {"id", "source"}
     assert tokenizer.decode(example.ids[example.mask]) == "<think>hm</think>c<|im_end|>"
+
+
+def test_a_tools_answer_need_not_name_its_call(tmp_path: Path) -> None:
+    """Its name and tool_call_id say which call it belongs to, and the order says so too."""
+    answer = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "3"}
+    tokenizer = byte_level(CHATML)
+    (example,) = from_file(write(tmp_path, {"messages": [CALLED[0], SPOKEN, answer, SPOKEN]}), tokenizer)
+    assert "<|im_start|>tool\n3<|im_end|>" in tokenizer.decode(example.ids)
