@@ -42,6 +42,13 @@ CONTROLS = [
           "    t.start(); t.join()\n    return r.pop()", "pass"),
     calls("modules", "import re, math, json, random, decimal, itertools, functools, heapq, string, datetime, typing, dataclasses, asyncio\n"
           "@dataclasses.dataclass\nclass A:\n    n: int\ndef double(n):\n    return asyncio.run(go(A(n)))\nasync def go(a):\n    return 2 * a.n", "pass"),
+    calls("the builtins of a module", "def double(n):\n    return 2 * n if globals()['__builtins__'] else 0", "pass"),
+    calls("signals to itself", "import os, signal\nhits = []\nsignal.signal(signal.SIGUSR1, lambda *_: hits.append(1))\ndef double(n):\n    hits.clear()\n"
+          "    os.kill(os.getpid(), signal.SIGUSR1); signal.raise_signal(signal.SIGUSR1)\n    return 2 * n if len(hits) == 2 else 0", "pass"),
+    calls("limits and events", "import asyncio, mmap, resource, select, os\nfrom concurrent.futures import ThreadPoolExecutor\nresource.setrlimit(resource.RLIMIT_STACK,"
+          " resource.getrlimit(resource.RLIMIT_STACK))\nasync def go(n):\n    return await asyncio.to_thread(lambda: 2 * n)\ndef double(n):\n    r, w = os.pipe(); os.write(w, b'x')\n"
+          "    assert select.select([r], [], [], 1)[0]; os.close(r); os.close(w)\n    with ThreadPoolExecutor(4) as p:\n        assert sum(p.map(abs, range(9))) == 36\n"
+          "    m = mmap.mmap(-1, 1 << 20); m.write(b'x'); m.flush()\n    return asyncio.run(go(n))", "pass"),
     calls("deep recursion", "import sys\nsys.setrecursionlimit(10**5)\ndef down(k):\n    return 0 if k == 0 else 1 + down(k - 1)\n"
           "def double(n):\n    assert down(20000) == 20000\n    return 2 * n", "pass"),
     calls("a main block that would read input", HONEST + "if __name__ == '__main__':\n    print(double(int(input())))", "pass"),

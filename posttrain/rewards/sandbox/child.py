@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DEPTH, SMALL = 100, 1 << 53
 DEATH_SIGNAL, KEEP_CAPS, CAP_READ_SEARCH, CAPABILITY_VERSION = 1, 8, 1 << 2, 0x20080522
 NO_NEW_PRIVILEGES, SECCOMP, SECCOMP_FILTER = 38, 22, 2
+OWN_PID = bytes.fromhex("17faa17f")  # in the rules: see seccomp.py
 CRASH, OUT_OF_MEMORY, SYNTAX = 1, 77, 78  # exit codes where the program has the streams for itself
 
 
@@ -45,49 +46,62 @@ def confine(settings: dict[str, Any]) -> None:
         # a second between soft and hard, so that running out of processor time has a signal of its own
         highest = value + 1 if name == "CPU" and hard == resource.RLIM_INFINITY else value
         resource.setrlimit(number, (value, highest))
+    library = Library()
     user = settings["user"]
     if user:
-        become(user, settings["read_search"])
+        become(library, user, settings["read_search"])
         if 0 in os.getresuid() or 0 in os.getresgid():
             raise RuntimeError("still root")
     os.chdir("/")
     os.umask(0o077)
+    # to die with whoever started us (becoming another user takes this back); one that is gone already sends no signal
+    library.call("prctl", DEATH_SIGNAL, 9, 0, 0, 0)
+    if settings["parent"] not in (0, os.getppid()):
+        os._exit(0)
     if settings["rules"]:
-        restrict(bytes.fromhex(settings["rules"]))
+        restrict(library, bytes.fromhex(settings["rules"]))
 
 
-def restrict(rules: bytes) -> None:
-    """From here on the kernel refuses these calls, to whatever this process becomes: struct sock_fprog, as seccomp(2) has it."""
-    import ctypes
+class Library:
+    """The C library, through the part of `ctypes` written in C: the rest of it takes longer to import than the interpreter to start.
+    Numbers are passed as a C int, bytes as a pointer to them."""
 
-    library = ctypes.CDLL(None, use_errno=True)
-    steps = ctypes.create_string_buffer(rules, len(rules))
-    form: Any = type("Program", (ctypes.Structure,), {"_fields_": [("count", ctypes.c_ushort), ("steps", ctypes.c_void_p)]})
-    program = form(len(rules) // 8, ctypes.addressof(steps))
-    if library.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or library.prctl(SECCOMP, SECCOMP_FILTER, ctypes.byref(program)):
-        raise OSError(ctypes.get_errno(), "prctl")
+    def __init__(self) -> None:
+        import _ctypes
+
+        self.module: Any = _ctypes
+        number = type("Number", (_ctypes._SimpleCData,), {"_type_": "i"})
+        flags = self.module.FUNCFLAG_CDECL | self.module.FUNCFLAG_USE_ERRNO
+        self.function: Any = type("Function", (_ctypes.CFuncPtr,), {"_flags_": flags, "_restype_": number})
+        self.handle = self.module.dlopen(None, 0)
+
+    def call(self, name: str, *arguments: int | bytes) -> None:
+        if self.function(self.module.dlsym(self.handle, name))(*arguments):
+            raise OSError(self.module.get_errno(), name)
 
 
-def become(user: int, read_search: bool) -> None:
+def restrict(library: Library, rules: bytes) -> None:
+    """From here on the kernel refuses all calls that `rules` does not allow, to all threads of this process: struct sock_fprog, as
+    seccomp(2) has it."""
+    import array
+
+    steps = array.array("B", rules.replace(OWN_PID, os.getpid().to_bytes(4, sys.byteorder)))
+    address, size = steps.buffer_info()
+    program = (size // 8).to_bytes(8, sys.byteorder) + address.to_bytes(8, sys.byteorder)
+    library.call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    library.call("prctl", SECCOMP, SECCOMP_FILTER, program)
+
+
+def become(library: Library, user: int, read_search: bool) -> None:
     """Leave root, and with it all capabilities. The interpreter may live where only root may look (/root): then the one to
     search and read is kept, and Landlock says what of all that can be opened."""
-    import ctypes
-
-    library = ctypes.CDLL(None, use_errno=True)
-
-    def check(failed: int) -> None:
-        if failed:
-            raise OSError(ctypes.get_errno(), "prctl or capset")
-
-    check(library.prctl(KEEP_CAPS, int(read_search), 0, 0, 0))
+    library.call("prctl", KEEP_CAPS, int(read_search), 0, 0, 0)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     if read_search:
-        header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-        check(library.capset(header, (ctypes.c_uint32 * 6)(CAP_READ_SEARCH, CAP_READ_SEARCH, 0, 0, 0, 0)))
-    # becoming another user took this back: to die with whoever started us (who, if gone by now, has closed our input too)
-    check(library.prctl(DEATH_SIGNAL, 9, 0, 0, 0))
+        words = (CAPABILITY_VERSION, 0), (CAP_READ_SEARCH, CAP_READ_SEARCH, 0, 0, 0, 0)
+        library.call("capset", *(b"".join(word.to_bytes(4, sys.byteorder) for word in part) for part in words))
 
 
 def read_exactly(descriptor: int, count: int) -> bytes:
@@ -186,7 +200,7 @@ def run(source: str, name: str, names: dict[str, Any]) -> ModuleType:
     except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
         raise NotAProgramError from error
     module = type(sys)(name)
-    module.__dict__.update(names)
+    module.__dict__.update(names, __builtins__=__builtins__)  # as every module has: numpy looks there
     sys.modules[name] = module
     function: Any = type(run)
     function(code, module.__dict__)()

@@ -1,8 +1,7 @@
 """A container runtime as the wall: docker or podman, where the user names one. It is never chosen by itself, and is self-tested like
 the others. The image must be there already and hold `env`, `timeout` and `python3`, as python:3.12-slim does.
 
-Inside, PID 1 is `timeout`, which a program cannot kill, so that no container outlives its hour even if the grader is killed; the
-limits on the address space, processor time and single processes, and the filter of system calls, are set by the child itself.
+Inside, PID 1 is `timeout`, which a program cannot kill, so that no container outlives its hour even if the grader is killed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-import signal
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,9 +28,9 @@ LOG = logging.getLogger(__name__)
 class ContainerChild(PopenChild):
     """The runtime's client is our process, the container is not: ending the client would leave it running."""
 
-    def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str, several: bool) -> None:
-        super().__init__(process, None, whole_group=False)
-        self.runtime, self.name, self.several = runtime, name, several
+    def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str) -> None:
+        super().__init__(process)
+        self.runtime, self.name = runtime, name
 
     def kill(self) -> None:
         with suppress(OSError):
@@ -53,8 +51,7 @@ class ContainerChild(PopenChild):
                         stream.close()
                 self._stop()
         found = super().finish(0.0)
-        memory = self.several and not running and found.signal == signal.SIGKILL  # nobody else ends it so
-        self._exit = Exit(found.code, found.signal, memory, ended=running)
+        self._exit = Exit(found.code, found.signal, ended=running)
         return self._exit
 
     def _waited(self, seconds: float) -> bool:
@@ -92,12 +89,12 @@ class Container:
             raise Infrastructure(f"{self.name} is not on PATH")
         title = f"posttrain-{secrets.token_hex(8)}"
         process = mechanisms.spawn([program, *self.walls(limits, title), self.image, *self.inside(limits)], self.name)
-        return ContainerChild(process, program, title, limits.processes > 1)
+        return ContainerChild(process, program, title)
 
     def walls(self, limits: Limits, title: str) -> list[str]:
         """What the runtime is asked for. Output goes to us and into no log on disk; an image is never fetched."""
         line = f"run --rm --interactive --name {title} --pull never --log-driver none --network none --ipc none --read-only"
-        line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.tasks + 1} --cpus 1"
+        line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.threads + 1} --cpus 1"
         line += f" --ulimit core=0:0 --ulimit nofile={limits.open_files}:{limits.open_files}"
         line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
         line += " --tmpfs /tmp:rw,noexec,nosuid,nodev,size=1m --entrypoint env"
@@ -107,8 +104,7 @@ class Container:
     def inside(self, limits: Limits) -> list[str]:
         """An empty environment but for ours, then the clock, then the interpreter."""
         environment = {**mechanisms.ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-        rules = seccomp.program(allow_processes=limits.processes > 1)
-        child = mechanisms.command(limits, user=0, count_tasks=False, program="python3", rules=rules)
+        child = mechanisms.command(limits, user=0, count_tasks=False, program="python3")
         return ["-i", *(f"{k}={v}" for k, v in environment.items()), "timeout", "-s", "KILL", str(LONGEST), *child]
 
 

@@ -7,14 +7,16 @@ environment, a writable folder, this process. What a mechanism cannot stop is fo
 from __future__ import annotations
 
 import os
+import select
 import socket
 import tempfile
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import UserError, unknown
-from posttrain.rewards.sandbox import container
+from posttrain.rewards.sandbox import container, probes
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import ENVIRONMENT, Infrastructure, Mechanism, Unsafe, candidates
 from posttrain.rewards.sandbox.pool import Pool
@@ -23,45 +25,15 @@ from posttrain.rewards.sandbox.session import Ended
 SECRET = "posttrain-sandbox-self-test"
 NAMES = ("auto", "sandlock", "bubblewrap", *container.RUNTIMES, "unsafe")
 LIMITS = Limits(wall=10.0, memory=256 * MEGABYTE, threads=32)
-
-# Each prints OPEN where it gets through the wall, and CLOSED where not. In braces: what the self-test sets up.
-PROBES = {
-    "runs a program": "import json, math, re, collections, random, decimal\nprint('CLOSED')",
-    "network (TCP)": "import socket\nsocket.create_connection(('127.0.0.1', {tcp}), 2)\nprint('OPEN')",
-    "network (UDP)": (
-        "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp}))\nprint('OPEN')"
-    ),
-    "unix sockets": "import socket\nsocket.socket(socket.AF_UNIX).connect({unix!r})\nprint('OPEN')",
-    "reading host files": "open({secret!r}).read()\nprint('OPEN')",
-    "reading /proc of the grader": "print('OPEN' if open('/proc/{pid}/environ', 'rb').read() else 'CLOSED')",
-    "writing host files": "open({written!r}, 'w').write('x')\nprint('OPEN')",
-    "modes and times of host files": "import os\nos.chmod({secret!r}, 0o666)\nos.utime({secret!r})\nprint('OPEN')",
-    "the environment": "import os\nprint('OPEN' if set(os.environ) & {environment} else 'CLOSED')",
-    "signals to the grader": "import os\nos.kill({pid}, 0)\nprint('OPEN')",
-    "other processes": (
-        "import os, time\nfor _ in range({processes}):\n    if os.fork() == 0:\n"
-        "        time.sleep(1)\n        os._exit(0)\nprint('OPEN')"
-    ),
-    "memory": "x = bytearray({memory})\nprint('OPEN')",
-    "memory of a file": (
-        "import os\nf = os.memfd_create('x')\nfor _ in range({memory} >> 20):\n    os.write(f, bytes(1 << 20))\nprint('OPEN')"
-    ),
-    "new privileges": "import os\nos.setuid(0)\nos.chroot('/')\nprint('OPEN')",
-}
-# Bounded by memory and time where the kernel cannot count a run's threads apart from the user's others.
-EXTRA = {
-    "threads": (
-        "import threading, time, os\nthreading.stack_size(65536)\nfor _ in range({threads}):\n"
-        "    threading.Thread(target=time.sleep, args=(1,), daemon=True).start()\nprint('OPEN', flush=True)\nos._exit(0)"
-    ),
-}
+SOCKETS = (socket.AF_INET, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """A mechanism with the result of its self-test: `open` names what it does not stop."""
+    """A mechanism with the result of its self-test: how many escapes were tried, and the names of those that it does not stop."""
 
     mechanism: Mechanism
+    tried: int = 0
     open: tuple[str, ...] = ()
 
     @property
@@ -69,67 +41,72 @@ class Isolation:
         return self.mechanism.name
 
     def describe(self) -> str:
-        """One line for a log: what protects this machine, and what was proven."""
+        """One line for a log: what protects this machine, and what was shown."""
         if self.name == "unsafe":
-            return "code sandbox: unsafe (limits only; programs read, write and connect as you do)"
-        if image := getattr(self.mechanism, "image", ""):
-            return f"code sandbox: {self.name} (a container of {image} for each run); self-test: {len(PROBES)} ways out closed"
-        groups = ", a control group for several processes" if getattr(self.mechanism, "groups", False) else ""
+            return "code sandbox: unsafe (limits, no sockets and no other processes; programs read your files and variables as you do)"
+        image = getattr(self.mechanism, "image", "")
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
+        kind = f"a container of {image} for each run" if image else user
         left = f"; not counted: {', '.join(self.open)} (bounded by memory and time)" if self.open else ""
-        return f"code sandbox: {self.name} ({user}{groups}); self-test: {len(PROBES)} ways out closed{left}"
+        closed = f"{self.tried - len(self.open)} of {self.tried} escapes closed"
+        return f"code sandbox: {self.name} ({kind}); self-test: {closed}{left}"
 
 
 def probe(mechanism: Mechanism) -> tuple[list[str], str]:
     """What gets through this mechanism, and what kept it from starting ('' where it starts)."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         os.chmod(folder, 0o777)
-        secret = Path(folder, "secret")
+        secret, path = Path(folder, "secret"), os.path.join(folder, "s")
         secret.write_text(SECRET)
         secret.chmod(0o666)
-        with socket.socket(socket.AF_UNIX) as unix:
-            tcp.bind(("127.0.0.1", 0))
-            tcp.listen()
-            udp.bind(("127.0.0.1", 0))
-            unix.bind(os.path.join(folder, "s"))
-            os.chmod(os.path.join(folder, "s"), 0o777)
-            unix.listen()
-            facts = {
-                "tcp": tcp.getsockname()[1],
-                "udp": udp.getsockname()[1],
-                "unix": os.path.join(folder, "s"),
-                "secret": str(secret),
-                "written": os.path.join(folder, "written"),
-                "pid": os.getpid(),
-                # names only: the values are what must not get in; the last two are made by bubblewrap and by Python
-                "environment": set(os.environ) - {*ENVIRONMENT, "PWD", "LC_CTYPE"} or {SECRET},
-                "memory": LIMITS.memory * 2,
-                "processes": LIMITS.processes,
-                "threads": LIMITS.threads * 2,
-            }
-            return _run_probes(mechanism, facts)
+        tcp, udp, unix = (stack.enter_context(socket.socket(*kind)) for kind in SOCKETS)
+        tcp.bind(("127.0.0.1", 0))
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(path)
+        os.chmod(path, 0o777)
+        tcp.listen()
+        unix.listen()
+        facts = {
+            "tcp": tcp.getsockname()[1],
+            "udp": udp.getsockname()[1],
+            "unix": path,
+            "secret": str(secret),
+            "written": os.path.join(folder, "written"),
+            "pid": os.getpid(),
+            # names only: the values are what must not get in; the last two are made by bubblewrap and by Python
+            "environment": set(os.environ) - {*ENVIRONMENT, "PWD", "LC_CTYPE"} or {SECRET},
+            "memory": LIMITS.memory * 2,
+            "threads": LIMITS.threads * 2,
+        }
+        through, lacking = _run_probes(mechanism, facts)
+        if select.select([tcp, udp, unix], [], [], 0)[0]:
+            through.append("something reached a socket of the host")
+        return through, lacking
 
 
 def _run_probes(mechanism: Mechanism, facts: dict[str, object]) -> tuple[list[str], str]:
-    pool, through = Pool(), []
+    """A probe counts as closed only where the program says so: one that could not be tried is open."""
+    pool, said = Pool(spare=1), list[str]()
     try:
-        for name, text in {**PROBES, **EXTRA}.items():
-            try:
-                with pool.take(mechanism, LIMITS) as session:
-                    session.begin("stdio", text.format(**facts))
+        for text in probes.programs(facts):
+            with pool.take(mechanism, LIMITS) as session:
+                how = "stopped"
+                try:
+                    session.begin("stdio", text)
                     session.write(b"", last=True)
-                    said = session.read_all()
-            except Ended as ended:
-                said = ended.outcome.encode()
-            if name == "runs a program" and said.strip() != b"CLOSED":
-                return [], f"it cannot run a plain program ({said[:80]!r})"
-            if b"OPEN" in said:
-                through.append(name)
+                    session.read_all()
+                except Ended as ended:
+                    how = ended.outcome
+                said += session.incoming.decode(errors="replace").splitlines()
+            if "ready" not in said:
+                return [], f"it cannot run a plain program ({how}: {session.errors[-80:]!r})"
     except Infrastructure as error:
         return [], str(error)
     finally:
         pool.close()
-    return through, ""
+    return [
+        name for name in probes.NAMES if f"open {name}" in said or (name in probes.PROBES and f"closed {name}" not in said)
+    ], ""
 
 
 _chosen: dict[tuple[str, int], Isolation] = {}
@@ -155,7 +132,7 @@ def choose(name: str = "auto") -> Isolation:
 
 def _choose(name: str) -> Isolation:
     if name == "unsafe":
-        return Isolation(Unsafe(), open=tuple(PROBES))
+        return Isolation(Unsafe())
     rejected: list[str] = []
     asked = container.named(name)
     for mechanism, lacking in [(asked, asked.lacking())] if asked else candidates():
@@ -164,9 +141,9 @@ def _choose(name: str) -> Isolation:
         through: list[str] = []
         if not lacking:
             through, lacking = probe(mechanism)
-        serious = [entry for entry in through if entry not in EXTRA]
+        serious = [entry for entry in through if entry not in probes.UNCOUNTED]
         if not lacking and not serious:
-            return Isolation(mechanism, tuple(through))
+            return Isolation(mechanism, len(probes.NAMES), tuple(through))
         rejected.append(f"{mechanism.name}: {lacking or 'does not stop ' + ', '.join(serious)}")
     tried = "; ".join(dict.fromkeys(rejected)) or "only Linux has one"
     if asked:

@@ -1,10 +1,11 @@
 """Ways to put an interpreter behind a wall. Each starts `child.py` in a fresh process and can end all that came of it.
 
 sandlock    Landlock and seccomp, from a package; no root, no namespaces
-bubblewrap  namespaces and an empty file system, with our own seccomp filter and limits inside it
-unsafe      limits only: for programs that you wrote yourself
+bubblewrap  namespaces and an empty file system
+unsafe      nothing that keeps a program from your files: for programs that you wrote yourself
 
-A container runtime, where the user names one, is in container.py.
+In each of them the child sets limits and our filter of system calls (seccomp.py) for itself before it is given a program. A container
+runtime, where the user names one, is in container.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.rewards.sandbox import cgroup, seccomp
+from posttrain.rewards.sandbox import seccomp
 from posttrain.rewards.sandbox.limits import Limits
 
 SOURCE = Path(__file__).with_name("child.py").read_text()
@@ -42,14 +41,11 @@ ENVIRONMENT = {
 }
 NOBODY = 65534
 USERS, FIRST_USER = 4000, 61_200  # a user of its own for each run under root: nobody else's processes count against its limit
-# The filter's names, beyond sandlock's own list; making processes and sockets it watches itself.
-DENIED = [name for name in seccomp.denied() if name not in (*seccomp.MAKE_A_PROCESS, "clone3", "socket")]
 OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
 SYNTAX = 78
 MARK = f"posttrain-{secrets.token_hex(8)}"  # on the command line of every child of this process
 _numbers = itertools.count()
 _alive: set[Any] = set()
-LOG = logging.getLogger(__name__)
 
 
 class Infrastructure(Exception):
@@ -62,7 +58,6 @@ class Exit:
 
     code: int = 0
     signal: int = 0
-    memory: bool = False
     ended: bool = False  # it was still running
 
 
@@ -122,27 +117,29 @@ def open_to_all(path: str) -> bool:
 
 
 def command(
-    limits: Limits, user: int, count_tasks: bool, read_search: bool = False, program: str = "", rules: bytes = b""
+    limits: Limits, user: int, count_tasks: bool, read_search: bool = False, program: str = "", parent: int = 0
 ) -> list[str]:
-    """The interpreter's command line. It holds no secret: the job comes through a pipe. `rules` is a filter of system calls that the
-    child is to set for itself, where nothing around it does."""
+    """The interpreter's command line. It holds no secret: the job comes through a pipe. `parent` is who must be alive for the child to
+    begin, where they share their process numbers."""
     limited = {
         "CORE": 0,
         "FSIZE": 0,
         "MSGQUEUE": 0,
+        "SIGPENDING": limits.threads,
         "NOFILE": limits.open_files,
         "CPU": limits.cpu_seconds,
         "AS": limits.memory,
     }
     if count_tasks:
-        limited["NPROC"] = limits.tasks
+        limited["NPROC"] = limits.threads
     settings = {
         "limits": limited,
         "user": user,
         "read_search": read_search,
         "result": limits.result,
         "mark": MARK,
-        "rules": rules.hex(),
+        "parent": parent,
+        "rules": seccomp.program().hex() if seccomp.supported() else "",
     }
     return [program or interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", SOURCE, json.dumps(settings)]
 
@@ -162,9 +159,8 @@ def disown() -> None:
 
 
 class SandlockChild:
-    def __init__(self, process: Any, group: cgroup.ControlGroup | None, several: bool) -> None:
-        self.process, self.group, self.several = process, group, several
-        self.pid = process.pid
+    def __init__(self, process: Any) -> None:
+        self.process, self.pid = process, process.pid
         self.stdin, self.stdout, self.stderr = (s.fileno() for s in (process.stdin, process.stdout, process.stderr))
         self._exit: Exit | None = None
         _alive.add(self)
@@ -186,25 +182,9 @@ class SandlockChild:
             with suppress(OSError):
                 stream.close()
         reason = result.reason.name
-        # of several processes sandlock counts the memory, and ends them with SIGKILL
-        killed = reason == "KILLED" and patience > 0
-        memory = _remove(self.group) or (killed and self.several)
-        number = signal.SIGKILL if killed else max(result.signal, 0)
-        self._exit = Exit(max(result.exit_code, 0), number, memory, ended=reason == "TIMEOUT" or patience <= 0)
+        number = signal.SIGKILL if reason == "KILLED" and patience > 0 else max(result.signal, 0)
+        self._exit = Exit(max(result.exit_code, 0), number, ended=reason == "TIMEOUT" or patience <= 0)
         return self._exit
-
-
-def _remove(group: cgroup.ControlGroup | None) -> bool:
-    """Whether the group ran out of memory. What cannot be removed stays and is named: that is no reason to mask a score."""
-    if group is None:
-        return False
-    killed = False
-    try:
-        killed = group.killed()
-        group.remove()
-    except (OSError, ValueError) as error:
-        LOG.warning("the control group %s stays: %s", group.memory, error)
-    return killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +192,6 @@ class Sandlock:
     """`own_namespace`: a user namespace of its own, in which the kernel counts this run's tasks alone."""
 
     own_namespace: bool = False
-    groups: bool = False
     name: str = "sandlock"
 
     def start(self, limits: Limits) -> Child:
@@ -224,11 +203,9 @@ class Sandlock:
             fs_readable=[*paths, "/dev/null", "/dev/urandom"],
             clean_env=True,
             env=ENVIRONMENT,
-            max_memory=limits.memory if limits.processes > 1 else None,  # one process: the kernel's own limit is the total
-            max_processes=limits.processes,
+            max_processes=1,
             max_open_files=limits.open_files,
             no_coredump=True,
-            extra_deny_syscalls=DENIED,
             uid=mapped,
             gid=mapped,
             cwd="/",
@@ -239,6 +216,7 @@ class Sandlock:
             user=next_user() if root else 0,
             count_tasks=root or self.own_namespace,
             read_search=root and not all(open_to_all(path) for path in paths),
+            parent=os.getpid(),
         )
         pipe = sandlock.StdioMode.PIPED
         # it does have an effect, by way of the user: the child's group is mapped
@@ -247,38 +225,23 @@ class Sandlock:
             process = sandbox.popen(line, stdin=pipe, stdout=pipe, stderr=pipe)
         except Exception as error:  # whatever the package raises, the program has not been started
             raise Infrastructure(f"sandlock: {error}") from error
-        return SandlockChild(process, _group(self.groups, limits, process.pid, process.kill), limits.processes > 1)
+        return SandlockChild(process)
 
 
-def _group(wanted: bool, limits: Limits, pid: int, kill: Any) -> cgroup.ControlGroup | None:
-    if not wanted or limits.processes == 1:
-        return None  # one process: its own limit is the total already
-    try:
-        group = cgroup.make(limits)
-        group.add(pid)
-    except (OSError, ValueError) as error:
-        kill()
-        raise Infrastructure(f"control group: {error}") from error
-    return group
-
-
-def spawn(
-    line: Sequence[str], name: str, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), apart: bool = False
-) -> subprocess.Popen[bytes]:
+def spawn(line: Sequence[str], name: str, env: Mapping[str, str] | None = None, apart: bool = False) -> subprocess.Popen[bytes]:
     """A process with pipes to us for its three streams. `apart`: in the root folder, and in a group of its own."""
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(
             line, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd="/" if apart else None, start_new_session=apart,
-            pass_fds=pass_fds,
         )  # fmt: skip
     except OSError as error:
         raise Infrastructure(f"{name}: {error}") from error
 
 
 class PopenChild:
-    def __init__(self, process: subprocess.Popen[bytes], group: cgroup.ControlGroup | None, whole_group: bool) -> None:
-        self.process, self.group, self.whole_group = process, group, whole_group
+    def __init__(self, process: subprocess.Popen[bytes], whole_group: bool = False) -> None:
+        self.process, self.whole_group = process, whole_group
         self.pid = process.pid
         self.streams = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
         self.stdin, self.stdout, self.stderr = (stream.fileno() for stream in self.streams)
@@ -309,8 +272,7 @@ class PopenChild:
             with suppress(OSError):
                 stream.close()
         number = -code if code < 0 else code - 128 if code > 128 else 0  # bubblewrap reports a signal as a shell does
-        memory = _remove(self.group)
-        self._exit = Exit(max(code, 0), number, memory, ended)
+        self._exit = Exit(max(code, 0), number, ended)
         return self._exit
 
 
@@ -319,23 +281,16 @@ class Bubblewrap:
     """`privileged`: namespaces made by root itself, which then becomes an ordinary user; else a user namespace."""
 
     privileged: bool = False
-    groups: bool = False
     name: str = "bubblewrap"
 
     def start(self, limits: Limits) -> Child:
         program = shutil.which("bwrap")
-        if program is None or not seccomp.supported():
-            raise Infrastructure("bubblewrap: no bwrap on PATH, or no filter for this machine's architecture")
-        with tempfile.TemporaryFile() as rules:
-            rules.write(seccomp.program(allow_processes=limits.processes > 1))
-            rules.flush()
-            rules.seek(0)
-            line = [program, *self.walls(rules.fileno()), "--"]
-            line += command(limits, next_user() if self.privileged else 0, count_tasks=True)
-            process = spawn(line, "bubblewrap", env={}, pass_fds=(rules.fileno(),))
-        return PopenChild(process, _group(self.groups, limits, process.pid, process.kill), whole_group=False)
+        if program is None:
+            raise Infrastructure("bubblewrap: no bwrap on PATH")
+        line = [program, *self.walls(), "--", *command(limits, next_user() if self.privileged else 0, count_tasks=True)]
+        return PopenChild(spawn(line, "bubblewrap", env={}))
 
-    def walls(self, rules: int) -> list[str]:
+    def walls(self) -> list[str]:
         spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
         if self.privileged:
             user = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
@@ -354,19 +309,19 @@ class Bubblewrap:
                 line += ["--symlink", os.readlink(link), link]
         for device in ("/dev/null", "/dev/urandom"):
             line += ["--dev-bind", device, device]
-        return [*line, "--remount-ro", "/", "--chdir", "/", "--seccomp", str(rules)]
+        return [*line, "--remount-ro", "/", "--chdir", "/"]
 
 
 @dataclass(frozen=True, slots=True)
 class Unsafe:
-    """No wall at all: an ordinary process with limits, which reads, writes and connects as you do."""
+    """An ordinary process that reads your files and variables as you do. It has limits and, on Linux, the filter: no sockets, no other
+    processes, and it ends with the grader."""
 
     name: str = "unsafe"
 
     def start(self, limits: Limits) -> Child:
-        line = command(limits, user=0, count_tasks=False)
-        process = spawn(line, "no process could be started", env=ENVIRONMENT, apart=True)
-        return PopenChild(process, None, whole_group=True)
+        line = command(limits, user=0, count_tasks=False, parent=os.getpid())
+        return PopenChild(spawn(line, "no process could be started", env=ENVIRONMENT, apart=True), whole_group=True)
 
 
 def candidates() -> list[tuple[Mechanism, str]]:
@@ -374,18 +329,18 @@ def candidates() -> list[tuple[Mechanism, str]]:
     if not sys.platform.startswith("linux"):
         return []
     root = os.getuid() == 0
-    groups = cgroup.available(Limits())
     found: list[tuple[Mechanism, str]] = []
+    no_filter = "" if seccomp.supported() else "there is no filter of system calls for this machine's architecture"
     try:
         importlib.import_module("sandlock")
-        lacking = ""
+        lacking = no_filter
     except Exception as error:  # its native library may refuse in many ways
         lacking = f"not importable ({type(error).__name__}: {error})"
-    found.append((Sandlock(own_namespace=not root, groups=groups), lacking))
+    found.append((Sandlock(own_namespace=not root), lacking))
     if not root:
-        found.append((Sandlock(own_namespace=False, groups=groups), lacking))
-    lacking = "" if shutil.which("bwrap") else "bwrap is not on PATH"
+        found.append((Sandlock(own_namespace=False), lacking))
+    lacking = no_filter if shutil.which("bwrap") else "bwrap is not on PATH"
     if root:
-        found.append((Bubblewrap(privileged=True, groups=groups), lacking))
-    found.append((Bubblewrap(privileged=False, groups=groups), lacking))
+        found.append((Bubblewrap(privileged=True), lacking))
+    found.append((Bubblewrap(privileged=False), lacking))
     return found

@@ -1,11 +1,18 @@
-"""System calls that a program has no business with, and a filter of them as bytes, for bubblewrap.
+"""The system calls that a program may make, as a filter for the kernel. What is not listed here fails: deny by default.
 
-Other processes' memory, keys, mounts, memory that no limit counts; and what is left to the owner of a file where it cannot be
-opened for writing: its mode, owner, times and attributes.
+A program computes, reads files and talks to the grader through pipes. So there is no call that makes a socket, another process or
+another program, none that names another process (its limits, priority, processors, signals, memory), and none that changes a file
+system. Where a call is needed but some of its arguments are not, the arguments are compared:
 
-Denied calls fail with EPERM; making another process fails with EAGAIN, as if a limit had been reached, unless processes are
-allowed; clone3 does not exist (ENOSYS), so that the C library falls back to clone, whose flags can be read. A call of another
-architecture's numbers ends the process.
+- `socketpair` makes unnamed stream pairs alone (asyncio wakes itself through one), and `sendto` takes no address;
+- `prlimit64` is for the caller (pid 0), `kill` and `tgkill` for the caller's own pid;
+- `prctl` sets names, so that the signal that ends a program with its grader cannot be taken back;
+- `fcntl` and `ioctl` are for plain descriptors: no owner that receives signals, no lease, no lock, no terminal;
+- `clone` makes threads.
+
+A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit had been reached; clone3 and newer
+calls do not exist (ENOSYS), so that the C library falls back to those that are listed. A call of another architecture (32-bit x86)
+ends the process; numbers of x32 are too large to be listed.
 """
 
 from __future__ import annotations
@@ -15,30 +22,64 @@ import platform
 import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-NUMBERS: dict[str, tuple[int | None, int | None]] = {  # name: (x86_64, aarch64); None where it does not exist
-    "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "pidfd_open": (434, 434), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "userfaultfd": (323, 282), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "unshare": (272, 97), "setns": (308, 268),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
-    "open_tree": (428, 428), "fsopen": (430, 430), "fsmount": (432, 432), "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "mlock": (149, 228), "mlockall": (151, 230), "mlock2": (325, 284), "kexec_load": (246, 104), "init_module": (175, 105),
-    "finit_module": (313, 273), "swapon": (167, 224), "quotactl": (179, 60), "fanotify_init": (300, 262),
-    "inotify_init1": (294, 26), "personality": (135, 92), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "listen": (50, 201),
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-    "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "removexattrat": (466, 466), "file_setattr": (469, 469),
+Numbers = dict[str, tuple[int | None, int | None]]  # name: (x86_64, aarch64); None where it does not exist
+ALLOWED: Numbers = {
+    # descriptors and files: which files, the mechanism says
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
+    "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "pipe": (22, None), "pipe2": (293, 59), "open": (2, None), "openat": (257, 56), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "stat": (4, None), "lstat": (6, None), "fstat": (5, 80), "newfstatat": (262, 79),
+    "statx": (332, 291), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17),
+    "chdir": (80, 49), "fchdir": (81, 50), "umask": (95, 166), "getsockname": (51, 204),
+    # waiting
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "epoll_pwait2": (441, 441), "eventfd2": (290, 19), "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "pause": (34, None),
+    "alarm": (37, None), "setitimer": (38, 103), "getitimer": (36, 102), "restart_syscall": (219, 128),
+    # its own memory and threads
+    "brk": (12, 214), "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "madvise": (28, 233),
+    "msync": (26, 227), "mseal": (462, 462), "futex": (202, 98), "set_robust_list": (273, 99), "set_tid_address": (218, 96),
+    "rseq": (334, 293), "membarrier": (324, 283), "arch_prctl": (158, None), "sched_yield": (24, 124), "exit": (60, 93),
+    "exit_group": (231, 94),
+    # its own signal handlers
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132),
+    # questions; of those with a pid the C library asks about its own threads
+    "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
+    "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "getcpu": (309, 168), "getpid": (39, 172),
+    "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
+    "getegid": (108, 177), "getresuid": (118, 148), "getresgid": (120, 150), "getgroups": (115, 158), "getpgrp": (111, None),
+    "getrlimit": (97, 163), "getrandom": (318, 278), "sched_getaffinity": (204, 123), "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120), "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
 }  # fmt: skip
-MAKE_A_PROCESS = ("fork", "vfork", "clone")
+COMPARED: Numbers = {
+    "socketpair": (53, 199), "sendto": (44, 206), "recvfrom": (45, 207), "prlimit64": (302, 261), "kill": (62, 129),
+    "tgkill": (234, 131), "prctl": (157, 167), "fcntl": (72, 25), "ioctl": (16, 29),
+}  # fmt: skip
+PROCESSES: Numbers = {"fork": (57, None), "vfork": (58, None)}
+CLONE: Numbers = {"clone": (56, 220)}
+CLONE3: Numbers = {"clone3": (435, 435)}
+NEWEST = 450  # a C library of today uses calls above this number only where they exist
 
-LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-NUMBER, ARCHITECTURE, FLAGS = 0, 4, 16  # offsets in struct seccomp_data; FLAGS is the low half of the first argument
-CLONE_THREAD, X32 = 0x00010000, 0x40000000
+NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
+CLONE_THREAD, CLONE_OTHER = 0x00010000, 0x7E02F000  # namespaces, and what has to do with parents, tracers and pidfds
+OWN_PID = 0x7FA1FA17  # stands for the pid of the process that sets the filter, which puts its own here
+
+# For each compared call: what its arguments must be, as (offset of 32 bits in struct seccomp_data, accepted values), all of them.
+_FIRST, _SECOND, _FLAGS, _ADDRESS = 16, 24, 40, 48
+ARGUMENTS: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {
+    "socketpair": ((_FIRST, (1,)), (_SECOND, (1, 0x801, 0x80001, 0x80801))),  # AF_UNIX; SOCK_STREAM, _NONBLOCK, _CLOEXEC
+    "sendto": ((_FLAGS, (0, 0x40, 0x4000, 0x4040)), (_ADDRESS, (0,)), (_ADDRESS + 4, (0,))),  # MSG_DONTWAIT, MSG_NOSIGNAL
+    "recvfrom": ((_FLAGS, (0, 0x2, 0x40, 0x100)),),  # MSG_PEEK, MSG_DONTWAIT, MSG_WAITALL
+    "prlimit64": ((_FIRST, (0,)),),
+    "kill": ((_FIRST, (OWN_PID,)),),
+    "tgkill": ((_FIRST, (OWN_PID,)),),
+    "prctl": ((_FIRST, (15, 16, 0x53564D41)),),  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+    "fcntl": ((_SECOND, (0, 1, 2, 3, 4, 1030)),),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+    "ioctl": ((_SECOND, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
+}
 
 
 def _step(code: int, value: int, true: int = 0, false: int = 0) -> bytes:
@@ -49,39 +90,47 @@ def supported() -> bool:
     return platform.machine() in ARCHITECTURES
 
 
-def denied() -> dict[str, int]:
-    """The calls that exist on this machine, by name."""
-    column = list(ARCHITECTURES).index(platform.machine()) if supported() else 0
-    return {name: number for name, numbers in NUMBERS.items() if (number := numbers[column]) is not None}
+def _compare(arguments: tuple[tuple[int, tuple[int, ...]], ...]) -> list[bytes]:
+    """Allow where each argument has one of its values, else EPERM."""
+    steps: list[bytes] = []
+    for offset, values in arguments:
+        steps.append(_step(LOAD, offset))
+        steps += [_step(EQUAL, value, true=len(values) - i) for i, value in enumerate(values)]
+        steps.append(_step(RETURN, FAIL | errno.EPERM))
+    return [*steps, _step(RETURN, ALLOW)]
 
 
-def program(allow_processes: bool) -> bytes:
+def program() -> bytes:
     """The filter for this machine, as the kernel's struct sock_filter[].
 
-    >>> len(program(allow_processes=False)) % 8
+    >>> len(program()) % 8
     0
     """
-    machine = platform.machine()
+    column = list(ARCHITECTURES).index(platform.machine())
     steps = [
         _step(LOAD, ARCHITECTURE),
-        _step(EQUAL, ARCHITECTURES[machine], true=1),
+        _step(EQUAL, ARCHITECTURES[platform.machine()], true=1),
         _step(RETURN, KILL),
         _step(LOAD, NUMBER),
     ]
-    if machine == "x86_64":
-        steps += [_step(ANY_BIT, X32, false=1), _step(RETURN, KILL)]
-    for name, number in denied().items():
-        if allow_processes and name in MAKE_A_PROCESS:
-            continue
-        if name == "clone":
-            steps += [
-                _step(EQUAL, number, false=4),
-                _step(LOAD, FLAGS),
-                _step(ANY_BIT, CLONE_THREAD, true=1),
-                _step(RETURN, FAIL | errno.EAGAIN),
-                _step(RETURN, ALLOW),
-            ]
-            continue
-        failure = errno.ENOSYS if name == "clone3" else errno.EAGAIN if name in MAKE_A_PROCESS else errno.EPERM
-        steps += [_step(EQUAL, number, false=1), _step(RETURN, FAIL | failure)]
-    return b"".join([*steps, _step(RETURN, ALLOW)])
+
+    def add(calls: Numbers, actions: list[bytes]) -> None:
+        for numbers in calls.values():
+            if (number := numbers[column]) is not None:
+                steps.extend([_step(EQUAL, number, false=len(actions)), *actions])
+
+    add(ALLOWED, [_step(RETURN, ALLOW)])
+    for name, numbers in COMPARED.items():
+        add({name: numbers}, _compare(ARGUMENTS[name]))
+    refused = _step(RETURN, FAIL | errno.EAGAIN)
+    thread = [
+        _step(LOAD, _FIRST),
+        _step(ANY_BIT, CLONE_OTHER, true=2),
+        _step(ANY_BIT, CLONE_THREAD, false=1),
+        _step(RETURN, ALLOW),
+    ]
+    add(CLONE, [*thread, refused])
+    add(PROCESSES, [refused])
+    add(CLONE3, [_step(RETURN, FAIL | errno.ENOSYS)])
+    steps += [_step(ABOVE, NEWEST, false=1), _step(RETURN, FAIL | errno.ENOSYS), _step(RETURN, FAIL | errno.EPERM)]
+    return b"".join(steps)

@@ -172,7 +172,7 @@ class Session:
         """The outcome of a program that has ended: `stopped` where it did so in good order, which says nothing for it."""
         if end.ended or end.signal == XCPU:
             return "timeout"
-        if end.memory or end.code == OUT_OF_MEMORY:
+        if end.code == OUT_OF_MEMORY:
             return "memory"
         if end.code == SYNTAX:
             return "syntax"
