@@ -181,6 +181,45 @@ def test_a_client_that_nobody_listens_to_ends_at_once(tmp_path: Path, caplog: py
     assert (tmp_path / "asked").read_text() == "kill mine\n"
 
 
+GRADER = """
+import sys, time
+from posttrain.rewards.sandbox import container, limits, pool
+session = pool.Pool(spare=0).take(container.Container("docker"), limits.Limits(wall=50.0))
+session.begin("stdio", "import os, time\\nos.write(1, b'up')\\ntime.sleep(50)")
+session.write(b"", last=True)
+while b"up" not in session.incoming: session._turn()
+print(session.child.name, flush=True)
+time.sleep(50)
+"""
+
+
+def test_a_container_does_not_outlive_a_killed_grader(tmp_path: Path, asked: Any) -> None:
+    """Neither the runtime nor its client notices that the grader is gone, and the program reads no input."""
+    stand_in(tmp_path, [])
+    with subprocess.Popen([sys.executable, "-c", GRADER], stdout=subprocess.PIPE, text=True) as grader:
+        assert grader.stdout is not None
+        title = grader.stdout.readline().strip()
+        first = Path("/proc", (tmp_path / title).read_text())
+        inside = Path("/proc", (first / f"task/{first.name}/children").read_text().split()[0])
+        assert b"python" in (inside / "cmdline").read_bytes()
+        grader.kill()
+        grader.wait(5)
+    end = time.monotonic() + 2
+    while (alive(first) or alive(inside)) and time.monotonic() < end:
+        time.sleep(0.02)
+    left = [int(process.name) for process in (inside, first) if alive(process)]
+    for pid in left:
+        os.kill(pid, 9)
+    assert not left and asked()[-1] == ["kill", title]
+
+
+def alive(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def test_it_is_used_only_where_it_is_named(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, [])
     assert not any(mechanism.name in container.RUNTIMES for mechanism, _ in mechanisms.candidates())

@@ -1,7 +1,8 @@
 """A container runtime as the wall: docker or podman, where the user names one. It is never chosen by itself, and is self-tested like
 the others. The image must be there already and hold `env`, `timeout` and `python3`, as python:3.12-slim does.
 
-Inside, PID 1 is `timeout`, which a program cannot kill, so that no container outlives its hour even if the grader is killed.
+A container is no child of ours, so a small process outside it, which ends when the grader does however that happens, has the runtime
+kill it. Inside, PID 1 is `timeout`, which a program cannot kill: should the runtime fail, no container outlives its hour.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class ContainerChild(PopenChild):
     """The runtime's client is our process, the container is not: ending the client would leave it running."""
 
     def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str) -> None:
+        self.name, quiet = name, subprocess.DEVNULL
+        line = ["/bin/sh", "-c", 'read _; exec "$0" kill "$1"', runtime, name]  # its input ends with us
+        self.reaper = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
         super().__init__(process)
-        self.runtime, self.name = runtime, name
 
     def kill(self) -> None:
-        with suppress(OSError):
-            quiet = subprocess.DEVNULL
-            subprocess.Popen([self.runtime, "kill", self.name], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        if self.reaper.stdin is not None:
+            self.reaper.stdin.close()
         self.process.kill()
 
     def finish(self, patience: float) -> Exit:
@@ -51,8 +53,17 @@ class ContainerChild(PopenChild):
                         stream.close()
                 self._stop()
         found = super().finish(0.0)
+        self._end_reaper()
         self._exit = Exit(found.code, found.signal, ended=running)
         return self._exit
+
+    def _end_reaper(self) -> None:
+        stdin = self.reaper.stdin
+        if stdin is not None and not stdin.closed:
+            self.reaper.kill()  # there is nothing to end
+            stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.reaper.wait(PATIENCE)
 
     def _waited(self, seconds: float) -> bool:
         try:
@@ -62,10 +73,8 @@ class ContainerChild(PopenChild):
         return True
 
     def _stop(self) -> None:
-        try:
-            subprocess.run([self.runtime, "kill", self.name], stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            LOG.warning("the container %s could not be ended: %s", self.name, error)
+        if self.reaper.stdin is not None:
+            self.reaper.stdin.close()
         if not self._waited(PATIENCE):
             LOG.warning("the client of container %s had to be killed; the container ends within %d s", self.name, LONGEST)
 
