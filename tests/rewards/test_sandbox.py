@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain import doctor
 from posttrain.errors import UserError
 from posttrain.rewards._code_data import fenced
 from posttrain.rewards.code import CallTest, StdioTest, grade
@@ -356,8 +357,10 @@ def test_where_a_wall_can_work_it_does() -> None:
 
 @needs_wall
 def test_the_choice_says_what_it_is() -> None:
-    text = isolation.describe()
-    assert isolation.choose().name in text and "self-test" in text and "\n" not in text
+    text, chosen = isolation.describe(), isolation.choose()
+    assert chosen.name in text and "\n" not in text
+    assert f"self-test: {chosen.tried - len(chosen.open)} of {len(probes.NAMES)} escapes closed" in text
+    assert doctor.sandbox().text == text.removeprefix("code sandbox: ")
     assert isolation.choose() is isolation.choose()
 
 

@@ -22,6 +22,7 @@ RUNTIMES = ("docker", "podman")
 IMAGE = "python:3.12-slim"
 LONGEST = 3600  # seconds that any container may live, waiting included
 GRACE = 0.25  # seconds for an interpreter to see that its input has ended, before its container is killed
+REAPER = "import os, sys; os.read(0, 1); os.execv(sys.argv[1], sys.argv[1:])"  # its input ends with the grader
 PATIENCE = 10.0  # seconds for the runtime to do so
 LOG = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class ContainerChild(PopenChild):
 
     def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str) -> None:
         self.name, quiet = name, subprocess.DEVNULL
-        line = ["/bin/sh", "-c", 'read _; exec "$0" kill "$1"', runtime, name]  # its input ends with us
+        line = [mechanisms.interpreter(), "-I", "-S", "-c", REAPER, runtime, "kill", name]
         self.reaper = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
         super().__init__(process)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import UserError, unknown
-from posttrain.rewards.sandbox import container, probes
+from posttrain.rewards.sandbox import container, probes, seccomp
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import ENVIRONMENT, Infrastructure, Mechanism, Unsafe, candidates
 from posttrain.rewards.sandbox.pool import Pool
@@ -43,7 +43,8 @@ class Isolation:
     def describe(self) -> str:
         """One line for a log: what protects this machine, and what was shown."""
         if self.name == "unsafe":
-            return "code sandbox: unsafe (limits, no sockets and no other processes; programs read your files and variables as you do)"
+            kept = "limits, no sockets, no other processes" if seccomp.supported() else "limits only"
+            return f"code sandbox: unsafe ({kept}; programs read your files and variables as you do)"
         image = getattr(self.mechanism, "image", "")
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
         kind = f"a container of {image} for each run" if image else user
