@@ -19,7 +19,7 @@ from posttrain.rewards.sandbox import isolation
 from tests.rewards import escapes
 
 ROOT = Path(__file__).parent.parent.parent
-UID = 60_000 + os.getpid() % 1000  # a user without other processes
+UID = escapes.USERS[os.getpid() % len(escapes.USERS)]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sandboxes are for Linux")
 
 # Becomes an ordinary user, and then the program of its arguments. Folders that only root may enter (the interpreter may live in one)
@@ -90,9 +90,14 @@ def attacked(user: str, name: str) -> dict[str, list[str]]:
         pytest.skip(reason)
     said, errors = grader(user, name, "attack").communicate(timeout=60)
     assert said, errors
+    if said == NONE:
+        pytest.skip(f"{name} does not start as this user")
     found: dict[str, list[str]] = json.loads(said)
-    assert set(found) == {*escapes.NETWORK, *escapes.PROCESS}, "each was tried"
+    assert {*found, *escapes.WIDE} == {*escapes.NETWORK, *escapes.PROCESS}, "each was tried"
     return found
+
+
+NONE = "none\n"
 
 
 def test_each_attack_has_an_effect_without_the_filter() -> None:
@@ -162,7 +167,9 @@ def test_nothing_outlives_a_killed_grader(user: str, name: str) -> None:
         pytest.skip(reason)
     with grader(user, name, "outlive") as process:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "up\n", process.stderr.read()
+        if (said := process.stdout.readline()) == NONE:
+            pytest.skip(f"{name} does not start as this user")
+        assert said == "up\n", process.stderr.read()
         family = below(process.pid)
         assert len(family) > len(escapes.OUTLIVE) / 2, "most of them are there"
         process.kill()
@@ -181,18 +188,23 @@ def test_nothing_outlives_a_killed_grader(user: str, name: str) -> None:
 
 def test_some_outlive_a_killed_grader_without_the_filter() -> None:
     """So that the test above can fail."""
-    if reason := lacking("user", "bare"):
+    if reason := lacking("user", "bare") or ("" if os.getuid() == 0 else "needs a user without other processes"):
         pytest.skip(reason)
     with grader("user", "bare", "outlive") as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
-        uid = int(Path(f"/proc/{process.pid}/status").read_text().split("Uid:")[1].split()[0])
-        family = below(process.pid)
         process.kill()
         process.wait(5)
     time.sleep(0.5)
-    left = family & {(pid, begin) for pid, (_, begin) in processes().items()}
+    left = {(pid, begin) for pid, (_, begin) in processes().items() if owner(pid) == UID}
     end(left)
-    assert uid != 0 and len(left) >= 3
+    assert len(left) >= 3
+
+
+def owner(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
 
 
 @pytest.mark.parametrize(("user", "name"), [KINDS[0], *KINDS[2:]])
@@ -203,7 +215,9 @@ def test_a_grader_killed_while_it_starts_leaves_nothing(user: str, name: str) ->
     families: set[tuple[int, str]] = set()
     for delay in (0.005, 0.03):
         with grader(user, name, "start") as process:
-            assert process.stdout is not None and process.stdout.readline() == "up\n"
+            assert process.stdout is not None
+            if process.stdout.readline() == NONE:
+                pytest.skip(f"{name} does not start as this user")
             time.sleep(delay)
             families |= below(process.pid)
             process.kill()
