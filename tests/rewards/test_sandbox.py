@@ -38,9 +38,9 @@ ROOT = Path(__file__).parent.parent.parent
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sandboxes are for Linux")
 
 
-def usable() -> str:
+def usable(name: str = "auto") -> str:
     try:
-        isolation.choose()
+        isolation.choose(name)
     except UserError as error:
         return str(error).partition(". Install")[0]
     return ""
@@ -394,6 +394,20 @@ def test_interpreters_are_started_ahead_and_used_once() -> None:
     assert wait_for(lambda: not strangers())
     with pytest.raises(Infrastructure):
         own.take(mechanism, limits)
+
+
+@LINUX
+@pytest.mark.parametrize("name", ["sandlock", "bubblewrap", "unsafe"])
+def test_an_interpreter_that_is_given_up_while_it_starts_leaves_nothing(name: str) -> None:
+    """At any moment: bubblewrap's first process waits for ever where bwrap is killed at the wrong one."""
+    if reason := "" if name == "unsafe" else usable(name):
+        pytest.skip(reason)
+    mechanism = isolation.choose(name).mechanism
+    for step in range(30):
+        child = mechanism.start(Limits())
+        time.sleep(step * 0.0004)
+        child.finish(0)
+    assert wait_for(lambda: not strangers())
 
 
 class Stillborn:

@@ -43,6 +43,7 @@ NOBODY = 65534
 USERS, FIRST_USER = 4000, 61_200  # a user of its own for each run under root: nobody else's processes count against its limit
 OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
 SYNTAX = 78
+PATIENCE = 5.0  # seconds for a process to end once all below it is killed
 MARK = f"posttrain-{secrets.token_hex(8)}"  # on the command line of every child of this process
 _numbers = itertools.count()
 _alive: set[Any] = set()
@@ -263,8 +264,14 @@ class PopenChild:
             code = self.process.wait(max(patience, 0))
         except subprocess.TimeoutExpired:
             ended = True
-            self.process.kill()
-            code = self.process.wait()
+            with suppress(OSError):
+                self.close_input()
+            self.kill()
+            try:
+                code = self.process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                code = self.process.wait()
         if self.whole_group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -274,6 +281,19 @@ class PopenChild:
         number = -code if code < 0 else code - 128 if code > 128 else 0  # bubblewrap reports a signal as a shell does
         self._exit = Exit(max(code, 0), number, ended)
         return self._exit
+
+
+class BubblewrapChild(PopenChild):
+    """bwrap, and below it the first process of the new namespace, with which all others end. That one waits for bwrap before it asks to
+    die with it: were bwrap killed in this moment, it would wait for ever. So it is killed, and bwrap ends by itself; before it exists,
+    bwrap goes on, and the interpreter ends because its input has ended."""
+
+    def kill(self) -> None:
+        try:
+            for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+        except OSError:  # it has just ended, or this kernel has no such file
+            self.process.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +308,7 @@ class Bubblewrap:
         if program is None:
             raise Infrastructure("bubblewrap: no bwrap on PATH")
         line = [program, *self.walls(), "--", *command(limits, next_user() if self.privileged else 0, count_tasks=True)]
-        return PopenChild(spawn(line, "bubblewrap", env={}))
+        return BubblewrapChild(spawn(line, "bubblewrap", env={}))
 
     def walls(self) -> list[str]:
         spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
