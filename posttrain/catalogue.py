@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.errors import UserError, require, unknown
+from posttrain.trust import active, code_place
 
 HOME = Path(__file__).parent
 KINDS = {"algorithm": "algorithms", "task": "tasks", "recipe": "recipes", "reward": "rewards", "stage": "stages"}
@@ -58,14 +59,14 @@ def _class_constant(tree: ast.Module, name: str) -> str:
     return ""
 
 
-def load(kind: str, name: str, base: type | None = None, allow_code: bool = True) -> Any:
+def load(kind: str, name: str, base: type | None = None) -> Any:
     """The class (or, for a recipe, the function) called `name`, or the one in a user's `file.py:Name`.
 
     A shipped module defines exactly one public subclass of `base`; a recipe module defines a function of its own name.
     """
-    if ":" in name and name.split(":", 1)[0].endswith(".py"):
-        require(allow_code, f"{kind} {name!r} would run code from a file; pass --allow-code if you trust it")
-        return _from_file(kind, *name.split(":", 1))
+    if (place := code_place(name)) is not None:
+        active().require_code(kind, name)
+        return _from_file(kind, *place)
     if name not in names(kind):
         raise unknown(kind, name, names(kind))
     module = importlib.import_module(f"posttrain.{KINDS[kind]}.{name}")
@@ -91,18 +92,23 @@ def name_of(thing: type | object) -> str:
     return f"{origin}:{cls.__name__}" if origin else cls.__module__.rsplit(".", 1)[-1]
 
 
-def _from_file(kind: str, file: str, attribute: str) -> Any:
-    path = Path(file).expanduser().resolve()
-    require(path.is_file(), f"{kind} file {file!r} does not exist")
+def _from_file(kind: str, path: Path, attribute: str) -> Any:
+    require(path.is_file(), f"{kind} file '{path}' does not exist")
+    module = _module(path)
+    if not hasattr(module, attribute):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise unknown(f"name in {path}", attribute, public)
+    return getattr(module, attribute)
+
+
+def _module(path: Path) -> ModuleType:
+    """The only place that runs a user's file."""
     module_name = f"posttrain_user_{path.stem}_{abs(hash(str(path))) % 10**8}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{kind} file {file!r} is not Python")
+        raise UserError(f"{path} is not Python")
     module = importlib.util.module_from_spec(spec)
     module.__posttrain_file__ = str(path)  # type: ignore[attr-defined]
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
-    if not hasattr(module, attribute):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise unknown(f"name in {file}", attribute, public)
-    return getattr(module, attribute)
+    return module

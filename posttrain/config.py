@@ -7,7 +7,7 @@ import inspect
 import re
 import shlex
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.errors import UserError, require, unknown
 from posttrain.machine import check_threads, told_threads
 from posttrain.recipes.base import Recipe, repeat
+from posttrain.stages._lineage import PLACES, inside, place
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Code
+from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
+from posttrain.types import JSON
 from posttrain.untrusted import read_yaml
 
 NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
-KEY_VARIABLE = "OPENAI_API_KEY"  # the secret that a judge's server is sent where nothing else is said
+# fields that name models: those are opened as tensors and settings, and their content is sent nowhere
+MODELS = ("model", "models", "against", "reference", "critic", "reward_model", "reward_models", "reward_reference", "judge",
+          "trained")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Settings:
     deterministic: bool = False  # on a GPU: the same bits every time, for some speed; on a CPU that is always so
     only: tuple[str, ...] = ()  # stages to run alone, on what is in the directory; never part of a run's configuration
     again: bool = False  # let the directory hold a run, and do again what has changed
+    trust: Trust = dataclasses.field(default=EVERYTHING, compare=False)  # in whoever named all this; no key
 
     def __post_init__(self) -> None:
         """Refused before there is a directory."""
@@ -62,18 +67,20 @@ def check_machine(seed: int, device: str) -> None:
     check_threads(told_threads(), "OMP_NUM_THREADS")
 
 
-TOP = [f.name for f in dataclasses.fields(Settings)][2:]  # the keys that belong to no stage
+TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage
 PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
 
 
-def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> Settings:
-    """A recipe's name, YAML file or Python file, and key=value arguments in the words of the README."""
+def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False, source: str = "") -> Settings:
+    """A recipe's name, YAML file or Python file, and key=value arguments in the words of the README. Nobody typed them where they come
+    from a file, the `source`."""
     pairs = dict(pair(argument) for argument in arguments)
-    if recipe.endswith((".yaml", ".yml")):
-        return _from_yaml(Path(recipe), pairs, allow_code)
-    function = catalogue.load("recipe", recipe, allow_code=True)
-    name = recipe.rsplit(":", 1)[-1]
-    return build(name, function, pairs)
+    written = recipe.endswith((".yaml", ".yml"))
+    trust = Trust(source, strict=False) if source else Trust(recipe if written else "", pairs)
+    with trusting(EVERYTHING if allow_code else trust):
+        if written:
+            return _from_yaml(Path(recipe), pairs)
+        return build(recipe.rsplit(":", 1)[-1], catalogue.load("recipe", recipe), pairs)
 
 
 def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
@@ -101,7 +108,9 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
             found[key] = tuple(word.strip() for word in map(str, listed) if word.strip())
         else:
             found[key] = str(value) if hints[key] is str else _check(key, hints[key], value)
-    return Settings(recipe, name, **found)
+    active().require_program(top.get("checkpoint_hook"))
+    check_named(recipe.stages, found.get("out", ""))
+    return Settings(recipe, name, **found, trust=active())
 
 
 def _words(command: JSON) -> tuple[str, ...]:
@@ -112,27 +121,40 @@ def _words(command: JSON) -> tuple[str, ...]:
         raise UserError(f"checkpoint_hook: {command!r} is not a command line ({error})") from None
 
 
-def _refuse_programs(tree: Mapping[str, JSON], where: str, allow_code: bool) -> None:
-    """Unless it is trusted, a file may not name programs to run, as it may not name code, nor take the walls around a model's
-    programs away, nor choose which of the user's secrets a judge's server is sent."""
-    allowed = allow_code or not tree.get("checkpoint_hook")
-    require(allowed, f"{where}: checkpoint_hook would run a program; pass --allow-code if you trust it")
-    left: list[JSON] = [] if allow_code else [{k: v for k, v in tree.items() if k != "recipe"}]
-    while left:  # options of rewards, and of rewards inside them, may be at any depth
-        value = left.pop()
-        # keys of a recipe are applied together with those of the command line, which may name code; of stages `from_tree` asks
-        code = "recipe" in tree and isinstance(value, str) and ".py:" in value
-        require(not code, f"{where}: {value!r} would run code from a file; pass --allow-code if you trust it")
-        inside = list(value.items()) if isinstance(value, Mapping) else []
-        left += [v for _, v in inside] + (value if isinstance(value, list) else [])
-        for key, setting in ((str(k).rpartition(".")[2], v) for k, v in inside):
-            open_sandbox = key == "sandbox" and setting == "unsafe"
-            require(
-                not open_sandbox, f"{where}: sandbox: unsafe runs a model's programs as you; pass --allow-code if you trust it"
-            )
-            other = key == "key_variable" and setting != KEY_VARIABLE
-            require(not other, f"{where}: key_variable: {setting} would send that variable to an address; pass --allow-code if you "
-                    "trust it")  # fmt: skip
+def check_named(stages: Sequence[Stage], out: str) -> None:
+    """Refuse what the resolved stages name and the file they come from may not; see trust.py. Whatever a name went through on its way
+    here (rounds, overrides, a recipe's parameters), this is what the stages will use."""
+    trust = active()
+    if trust.whole:
+        return
+    found = [(field, value) for stage in stages for field, value in inside(stage) if isinstance(value, str) and value]
+    checks: dict[str, Callable[[str], None]] = {
+        "reward": lambda name: trust.require_code("reward", name),
+        "sandbox": trust.require_sandbox,
+        "url": trust.require_address,
+        "key_variable": trust.require_variable,
+    }
+    for field, value in found:
+        if field in checks:
+            checks[field](value)
+    sends = any(field == "url" for field, _ in found)
+    for field, value in found if sends or trust.strict else ():
+        path = _path(field, value) if field not in MODELS and field not in checks else None
+        if path is not None:
+            fine = field != "dataset" or trust.said(value)  # a data set in a folder may itself name files elsewhere
+            require(fine, f"{trust.file} names the folder {value} as a dataset: give it on the command line, or {TRUST_IT}")
+            trust.require_file(value, path)
+    for folder in (Path(root) / "stages" for root in (trust.folder, out) if sends and root):
+        trust.require_file(str(folder), folder)  # what earlier stages wrote is read by their names
+
+
+def _path(field: str, value: str) -> Path | None:
+    """The file or folder that a setting names: in a field for places whatever there is, "." too, even where a stage is called so."""
+    try:
+        path = Path(value).expanduser()
+        return path if field in PLACES and path.exists() else place(value, field)
+    except (OSError, ValueError, RuntimeError):  # can be no path: too long, a null, a user who is not there
+        return None
 
 
 def pair(argument: str) -> tuple[str, JSON]:
@@ -201,7 +223,7 @@ def _group(hint: Any, tree: JSON) -> Any:
     base = next((c for c in choices if c in NAMED), None)
     if base is not None:
         named = isinstance(tree, dict) and "name" in tree
-        return catalogue.load(NAMED[base], str(tree["name"]), base, True) if named else None
+        return catalogue.load(NAMED[base], str(tree["name"]), base) if named else None
     return next((c for c in choices if dataclasses.is_dataclass(c)), None)
 
 
@@ -224,7 +246,7 @@ def to_tree(value: Any) -> JSON:
     return value
 
 
-def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any:
+def from_tree(tree: JSON, kind: Any, where: str) -> Any:
     """The inverse of `to_tree`, with every key and type checked; errors name the key and what it accepts."""
     base = next((b for b in NAMED if kind is b), None)
     if base is not None:
@@ -233,7 +255,7 @@ def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any
         tree = _shorthand(tree) if base is Task else tree
         rest = {k: v for k, v in tree.items() if k != tag}
         require(tag in tree, f"{where}: no {tag!r} says which {NAMED[base]} it is")
-        return from_tree(rest, catalogue.load(NAMED[base], str(tree[tag]), base, allow_code), where, allow_code)
+        return from_tree(rest, catalogue.load(NAMED[base], str(tree[tag]), base), where)
     if dataclasses.is_dataclass(kind):
         require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
         hints = typing.get_type_hints(kind)
@@ -241,17 +263,14 @@ def from_tree(tree: JSON, kind: Any, where: str, allow_code: bool = True) -> Any
         for key in tree:
             if key not in names:
                 raise unknown(f"key in {where}:", str(key), names)
-        for key, hint in typing.get_type_hints(kind, include_extras=True).items():
-            code = hint == Code and ".py:" in str(tree.get(key, ""))
-            require(allow_code or not code, f"{where}.{key} would run code from a file; pass --allow-code if you trust it")
-        return _construct(kind, {k: from_tree(v, hints[k], f"{where}.{k}", allow_code) for k, v in tree.items()}, where)
+        return _construct(kind, {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and inner and (dataclasses.is_dataclass(inner[0]) or inner[0] in NAMED):
         require(isinstance(tree, list), f"{where} takes a list")
-        return tuple(from_tree(item, inner[0], f"{where}[{n}]", allow_code) for n, item in enumerate(tree))
+        return tuple(from_tree(item, inner[0], f"{where}[{n}]") for n, item in enumerate(tree))
     optional = [i for i in inner if i in NAMED or dataclasses.is_dataclass(i)]
     if optional and type(None) in inner:
-        return None if tree is None else from_tree(tree, optional[0], where, allow_code)
+        return None if tree is None else from_tree(tree, optional[0], where)
     return _check(where, kind, tree)
 
 
@@ -288,19 +307,18 @@ def _check(where: str, kind: Any, value: JSON) -> Any:
         raise UserError(f"{where}{inside}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}") from None
 
 
-def _from_yaml(path: Path, pairs: Mapping[str, JSON], allow_code: bool) -> Settings:
+def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
     require(path.is_file(), f"recipe file {path} does not exist")
     try:
         tree = read_yaml(path.read_text(), str(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(tree, dict), f"{path} must hold keys")
-    _refuse_programs(tree, str(path), allow_code)
     if "recipe" in tree:
         rest = _flatten({k: v for k, v in tree.items() if k != "recipe"})
         name = str(tree["recipe"])
-        return build(name, catalogue.load("recipe", name, allow_code=allow_code), {**rest, **pairs})
-    return from_config(tree, str(path), pairs, allow_code)
+        return build(name, catalogue.load("recipe", name), {**rest, **pairs})
+    return _resolved(tree, str(path), pairs)
 
 
 def _flatten(tree: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
@@ -316,33 +334,38 @@ def _flatten(tree: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
 def from_config(
     tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON] | None = None, allow_code: bool = False
 ) -> Settings:
-    """A resolved configuration, as a run directory keeps it or a YAML file says it in full."""
+    """The configuration that a run directory keeps, the file `where`, with the user's own `pairs`."""
+    with trusting(EVERYTHING if allow_code else Trust(where, dict(pairs or {}), strict=False)):
+        return _resolved(tree, where, pairs or {})
+
+
+def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:
+    """A configuration that says everything in full."""
     known = ("name", "stages", "before", "after", "next_command", "versions", *TOP)
     for key in tree:
         if key not in known:
             raise unknown(f"key in {where}:", str(key), known)
-    _refuse_programs(tree, where, allow_code)
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
-    stages = tuple(stage for n, t in enumerate(tree["stages"]) for stage in _expanded(t, f"stages[{n}]", allow_code))
-    top = {**{k: v for k, v in tree.items() if k in TOP}, **{k: v for k, v in (pairs or {}).items() if "." not in k}}
+    stages = tuple(stage for n, t in enumerate(tree["stages"]) for stage in _expanded(t, f"stages[{n}]"))
+    top = {**{k: v for k, v in tree.items() if k in TOP}, **{k: v for k, v in pairs.items() if "." not in k}}
     for key in top:
         if key not in TOP:
             raise unknown("key", key, TOP)
-    stages = override(stages, {k: v for k, v in (pairs or {}).items() if "." in k})
+    stages = override(stages, {k: v for k, v in pairs.items() if "." in k})
     recipe = Recipe(stages, str(tree.get("before", "")), str(tree.get("after", "")), str(tree.get("next_command", "")))
     return _settings(str(tree.get("name", where)), recipe, top)
 
 
-def _expanded(tree: JSON, where: str, allow_code: bool) -> list[Stage]:
+def _expanded(tree: JSON, where: str) -> list[Stage]:
     """One stage, or those of some rounds: {rounds: 3, first: {...}, advance: {...}, stages: [...]}; see recipes/base.py."""
     if not isinstance(tree, dict) or "rounds" not in tree:
-        return [from_tree(tree, Stage, where, allow_code)]
+        return [from_tree(tree, Stage, where)]
     known = ("rounds", "first", "advance", "stages")
     for key in tree:
         if key not in known:
             raise unknown(f"key in {where}:", str(key), known)
     require(isinstance(tree.get("stages"), list), f"{where}: rounds need a list of stages")
-    stages = [from_tree(t, Stage, f"{where}.stages[{n}]", allow_code) for n, t in enumerate(tree["stages"])]
+    stages = [from_tree(t, Stage, f"{where}.stages[{n}]") for n, t in enumerate(tree["stages"])]
     first = _check(f"{where}.first", dict[str, str], tree.get("first") or {})
     advance = _check(f"{where}.advance", dict[str, int | float], tree.get("advance") or {})
     return repeat(stages, _check(f"{where}.rounds", int, tree["rounds"]), first, advance)

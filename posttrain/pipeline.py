@@ -33,6 +33,7 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import RESULT, references
 from posttrain.stages.base import Context, Stage, check_names, exported, run_stages
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.trust import trusting
 from posttrain.types import JSON
 from posttrain.version import VERSION
 
@@ -143,7 +144,7 @@ def _run(settings: Settings, writer: RunWriter) -> None:
     trackers = Trackers.open(settings.trackers, writer, config.to_config(settings)) if settings.trackers else None
     began = time.perf_counter()
     write_text(f"run directory: {writer.directory}\n", sys.stdout)
-    with interrupts() as interrupt:
+    with interrupts() as interrupt, trusting(settings.trust):
         saving = Saving(keep=settings.checkpoint_keep, synchronous=settings.checkpoint_sync, hook=settings.checkpoint_hook)
         context = Context(writer, settings.seed, device, interrupt, trackers, threads=settings.threads, saving=saving)
         run_stages(settings.recipe.stages, context, settings.only, settings.again)
@@ -262,7 +263,7 @@ def conclude(settings: Settings, context: Context) -> None:
     summary = run.summary or {}
     write_text(f"took {duration(float(summary.get('seconds', 0)))}\n", sys.stdout)
     if recipe.next_command:
-        write_text(f"try next: {recipe.next_command}\n", sys.stdout)
+        write_text(f"try next: {printable(recipe.next_command)}\n", sys.stdout)
 
 
 def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:

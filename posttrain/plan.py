@@ -25,6 +25,7 @@ from posttrain.stages.rl import RLStage, same_vocabulary
 from posttrain.stages.sft import SFTStage
 from posttrain.train.memory import activation_bytes, at_hand, checkpointing_pays, learning_bytes, logits_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
+from posttrain.trust import trusting
 
 if TYPE_CHECKING:
     from posttrain.config import Settings
@@ -161,11 +162,11 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     )
     if not away:
         check_device(device)
-    seen = estimate(settings.recipe.stages, settings.seed, device, settings.threads) if dry else {}
     lines = [f"recipe {settings.name}, seed {settings.seed}: {' -> '.join(s.name for s in settings.recipe.stages)}"]
     if away:
         lines.append(f"priced for {device}, which this machine does not have")
-    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
+    with trusting(settings.trust), tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
+        seen = estimate(settings.recipe.stages, settings.seed, device, settings.threads) if dry else {}
         context = Context(writer, settings.seed, device, say=False)
         policies: dict[str, Any] = {}
         before: dict[str, Stage] = {}

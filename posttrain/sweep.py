@@ -101,17 +101,18 @@ def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]
     return made
 
 
-def run(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> int:
-    """Run a sweep, or go on with one; the number of members that failed."""
+def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source: str = "") -> int:
+    """Run a sweep, or go on with one; the number of members that failed. `source` is the file that all this comes from, where nobody
+    typed it."""
     plain, found = axes(arguments)
     pairs = dict(config.pair(argument) for argument in plain)
-    settings = config.parse(recipe, [a for a in plain if not a.startswith("out=")], allow_code)
+    settings = config.parse(recipe, [a for a in plain if not a.startswith("out=")], allow_code, source)
     require(not settings.only and not settings.again, "a sweep runs whole pipelines: leave out only and again")
     directory = Path(str(pairs.get("out") or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     common = [a for a in plain if not a.startswith("out=")]
     planned = members(directory, found)
     for member in planned:  # every mistake in a setting is found before the first run
-        config.parse(recipe, [*common, *member.arguments], allow_code)
+        config.parse(recipe, [*common, *member.arguments], allow_code, source)
     record = {"recipe": recipe, "arguments": [*common, *(a for a in arguments if a.partition("=")[0] in ("seeds", *found))]}
     _check_same(directory, record)
     done: list[Member] = []
@@ -119,7 +120,7 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> int:
     for number, member in enumerate(planned):
         write_text(f"\nsweep {number + 1}/{len(planned)}: {', '.join(member.arguments)}\n", sys.stdout)
         try:
-            done.append(_run_member(recipe, common, member, allow_code))
+            done.append(_run_member(recipe, common, member, allow_code, source))
         except Interrupted as error:
             raise Interrupted(f"{error}; continue with: posttrain resume {directory}") from None
         _write(directory, record, [*done, *planned[number + 1 :]])
@@ -129,17 +130,26 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False) -> int:
 
 def resume(directory: Path, allow_code: bool = False) -> int:
     """Go on with a sweep."""
-    tree = json.loads((directory / RECORD).read_text())
-    words = [str(tree["recipe"]), *map(str, tree["arguments"])]
-    code = any(".py" in word or word.startswith("checkpoint_hook=") for word in words)
-    require(allow_code or not code, f"{directory / RECORD} would run code from a file; pass --allow-code if you trust it")
-    return run(words[0], [*words[1:], f"out={directory}"], allow_code)
+    tree = _record(directory / RECORD)
+    return run(tree["recipe"], [*tree["arguments"], f"out={directory}"], allow_code, str(directory / RECORD))
+
+
+def _record(path: Path) -> dict[str, JSON]:
+    try:
+        tree = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        tree = None
+    whole = isinstance(tree, dict) and isinstance(tree.get("recipe"), str) and isinstance(tree.get("arguments"), list)
+    require(
+        whole and all(isinstance(word, str) for word in tree["arguments"]), f"{path} is damaged: no recipe and arguments in it"
+    )
+    return dict(tree)
 
 
 def _check_same(directory: Path, record: Mapping[str, JSON]) -> None:
     path = directory / RECORD
     if path.is_file():
-        before = json.loads(path.read_text())
+        before = _record(path)
         same = before["recipe"] == record["recipe"] and sorted(before["arguments"]) == sorted(record["arguments"])
         said = " ".join([before["recipe"], *before["arguments"]])
         require(
@@ -151,14 +161,15 @@ def _check_same(directory: Path, record: Mapping[str, JSON]) -> None:
         require(not used, f"{directory} already holds a run; choose another directory for the sweep")
 
 
-def _run_member(recipe: str, common: Sequence[str], member: Member, allow_code: bool) -> Member:
+def _run_member(recipe: str, common: Sequence[str], member: Member, allow_code: bool, source: str) -> Member:
     """Run, resume or skip one member. Whatever goes wrong in it is its own affair, but for the user's wish to stop."""
     directory = Path(member.directory)
     try:
         if (directory / CONFIG).is_file() and Run(directory).summary is not None:
             write_text(f"{directory} is complete\n", sys.stdout)
         else:  # again: what an earlier attempt left is taken up, with the settings of this command line
-            pipeline.start(config.parse(recipe, [*common, *member.arguments, f"out={directory}", "again=true"], allow_code))
+            words = [*common, *member.arguments, f"out={directory}", "again=true"]
+            pipeline.start(config.parse(recipe, words, allow_code, source))
         (directory / FAILURE).unlink(missing_ok=True)
         return replace(member, outcome="done")
     except (Interrupted, KeyboardInterrupt):

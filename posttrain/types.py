@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from posttrain.errors import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-Code = Annotated[str, "code"]  # a name that may be `file.py:name`: never taken from a run directory without --allow-code
 JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
 
 

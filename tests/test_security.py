@@ -39,6 +39,7 @@ from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import check_names
 from posttrain.train import checkpoint
+from posttrain.trust import KEY_VARIABLE
 from posttrain.types import Message
 from tests.faults.harness import settings
 from tests.test_architecture import PACKAGE, ROOT, dangers, imports, sources
@@ -391,7 +392,7 @@ def test_x03_a_file_does_not_lower_walls_or_choose_a_secret(
         assert "\n" not in str(caught.value)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"stages": [stage]}))
     assert config.parse(str(tmp_path / "mine.yaml"), [], allow_code=True).recipe.stages[0].task.options == options
-    assert Endpoint(url="http://x", model="m").key_variable == config.KEY_VARIABLE
+    assert Endpoint(url="http://x", model="m").key_variable == KEY_VARIABLE
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 from posttrain.errors import UserError, require
 from posttrain.rewards._asking import Form, Messages, Replies, Usage
+from posttrain.trust import KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
 UNKNOWN_FIELD = {400, 404, 415, 422, 501}  # how servers refuse a request with something in it that they do not know
@@ -29,13 +28,13 @@ class Unanswered(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where to ask. The key is read from an environment variable and appears nowhere else; prices are per million tokens. The server
-    is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked again without,
-    and from then on."""
+    """Where to ask. The key is read from an environment variable and appears nowhere else; trust.py says who may be sent it. Prices are
+    per million tokens. The server is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked
+    again without, and from then on."""
 
     url: str
     model: str
-    key_variable: str = "OPENAI_API_KEY"
+    key_variable: str = KEY_VARIABLE  # "": no key
     temperature: float = 0.0
     max_tokens: int = 512
     seconds: float = 60.0  # of one attempt
@@ -50,11 +49,9 @@ class Endpoint:
     refused: list[int] = field(default_factory=list, init=False, compare=False, repr=False)  # statuses of refusing a form
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        require(parts.scheme in ("http", "https") and bool(parts.netloc), f"judge: {self.url!r} is no http address")
-        require(
-            not parts.username and not parts.password, "judge: put the key into an environment variable, not into the address"
-        )
+        active().require_address(self.url)
+        active().require_variable(self.key_variable)
+        active().key(self.url, self.key_variable)  # refused now rather than with the first question
         require(self.attempts >= 1 and self.parallel >= 1, "judge: attempts and parallel must be at least 1")
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
@@ -67,10 +64,11 @@ class Endpoint:
 
     async def _ask_all(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         httpx = _httpx()
-        key = os.environ.get(self.key_variable, "")
+        key = active().key(self.url, self.key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         gate, pace = asyncio.Semaphore(self.parallel), _Pace(self.per_minute)
-        settings = {"timeout": self.seconds, "headers": headers, "follow_redirects": False, "verify": _certificates()}
+        settings = {"timeout": self.seconds, "headers": headers, "follow_redirects": False, "verify": _certificates(),
+                    "trust_env": not Address.of(self.url).loopback}  # what is for this machine goes through no proxy  # fmt: skip
         async with httpx.AsyncClient(**settings) as client:
 
             async def one(messages: Messages) -> str | None:

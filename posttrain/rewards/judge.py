@@ -14,11 +14,12 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from posttrain.errors import GuardStop, require
+from posttrain.errors import GuardStop, require, unknown
 from posttrain.rewards._asking import Asking, Form, Messages
 from posttrain.rewards._endpoint import Endpoint
 from posttrain.types import JSON, Score
@@ -231,32 +232,25 @@ def _judge(endpoint: Endpoint, rubric: str) -> Judge:
     return found
 
 
-def judged(
-    question: str,
-    responses: Sequence[str],
-    url: str = "",
-    model: str = "",
-    rubric: str = "",
-    cache: str = "",
-    mode: str = "points",
-    key_variable: str = "OPENAI_API_KEY",
-    parallel: int = 16,
-    per_minute: int = 0,
-    seconds: float = 60.0,
-    attempts: int = 4,
-    prompt_price: float = 0.0,
-    completion_price: float = 0.0,
-    constrain: bool = True,
-) -> list[Score]:
-    """Responses to one question by a model behind an OpenAI-compatible address, each a value in [0, 1]. `mode`: points (1 to 10, one
-    by one), group (all in one request) or tournament (win rate over all pairs, each in both orders). The canaries come first. What
-    it took is in the parts: tokens and, where prices (per million) are given, money, each a mean over the responses."""
-    require(bool(url) and bool(model), "the judge reward needs the options url and model")
+def check_judge(rubric: str = "", mode: str = "points", **options: Any) -> Endpoint:
+    """The address that the options of a judge reward name, after all that can be known of them before it is asked."""
+    known = [f.name for f in fields(Endpoint) if f.init and f.name != "usage"]
+    for name in options:
+        if name not in known:
+            raise unknown("option of the judge reward:", name, ["rubric", "mode", *known])
+    require(bool(options.get("url")) and bool(options.get("model")), "the judge reward needs the options url and model")
     check_mode(mode)
-    endpoint = Endpoint(
-        url=url, model=model, cache=cache, key_variable=key_variable, parallel=parallel, per_minute=per_minute, seconds=seconds,
-        attempts=attempts, prompt_price=prompt_price, completion_price=completion_price, constrain=constrain,
-    )  # fmt: skip
+    endpoint = Endpoint(**options)
+    read_rubric(rubric)
+    return endpoint
+
+
+def judged(question: str, responses: Sequence[str], rubric: str = "", mode: str = "points", **options: Any) -> list[Score]:
+    """Responses to one question by a model behind an OpenAI-compatible address, each a value in [0, 1]. `mode`: points (1 to 10, one
+    by one), group (all in one request) or tournament (win rate over all pairs, each in both orders). `options` are those of an
+    `Endpoint`. The canaries come first. What it took is in the parts: tokens and, where prices (per million) are given, money, each a
+    mean over the responses."""
+    endpoint = check_judge(rubric, mode, **options)
     one = _judge(endpoint, read_rubric(rubric))
     asked = one.model
     assert isinstance(asked, Endpoint)
@@ -265,26 +259,11 @@ def judged(
     used = asked.usage
     tokens = used.prompt_tokens + used.completion_tokens - before.prompt_tokens - before.completion_tokens
     spent = {"judge_tokens": tokens / len(responses)}
-    if prompt_price or completion_price:
+    if endpoint.prompt_price or endpoint.completion_price:
         spent["judge_cost"] = (used.cost - before.cost) / len(responses)
     return [replace(score, parts={**score.parts, **spent}) if score.valid else score for score in scores]
 
 
-def judge(
-    prompt: str,
-    response: str,
-    answer: str,
-    url: str = "",
-    model: str = "",
-    rubric: str = "",
-    cache: str = "",
-    key_variable: str = "OPENAI_API_KEY",
-    per_minute: int = 0,
-    prompt_price: float = 0.0,
-    completion_price: float = 0.0,
-) -> Score:
+def judge(prompt: str, response: str, answer: str, **options: Any) -> Score:
     """The plain reward: 1 to 10 points, as a value in [0, 1]. A task asks with `judged`, for all responses to a problem at once."""
-    return judged(
-        prompt, [response], url, model, rubric, cache, key_variable=key_variable, per_minute=per_minute, prompt_price=prompt_price,
-        completion_price=completion_price,
-    )[0]  # fmt: skip
+    return judged(prompt, [response], **options)[0]

@@ -21,6 +21,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.changes import HARMLESS, WHOLE, flatten
 from posttrain.runs.layout import dump_line
 from posttrain.tasks.base import Task
+from posttrain.trust import code_place
 from posttrain.types import JSON
 
 # how the work is done, not what comes of it; a harmless "name" is that of the run, and `evaluate_units` decides a stage's own result
@@ -29,7 +30,8 @@ RECORD, RESULT = "lineage.json", "result.json"
 OWN = ("name", "cache")
 CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")  # of a result: true, and no reason to do anything again
 PLACES = ("model", "models", "against", "reference", "critic", "reward_model", "reward_models", "reward_reference", "judge", "data",
-          "test_data", "file", "test_file", "problems", "before", "trained")  # fmt: skip
+          "test_data", "file", "test_file", "problems", "before", "trained", "held_out_data", "again", "rubric", "judge_rubric",
+          "dataset")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,8 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     """The lineage of a stage as things are now. `folders` are those of the stages before it."""
     config = flatten({"seed": seed, "stage": Path(catalogue.name_of(stage)).name, **_plain(stage)})
     inputs = {name: content(folders[name]) for name in references(stage, folders) if (folders[name] / RESULT).is_file()}
-    for field, word in dict.fromkeys((field, value) for field, value in _inside(stage) if isinstance(value, str) and value):
-        if word not in folders and (path := _place(word, field)) is not None:
+    for field, word in dict.fromkeys((field, value) for field, value in inside(stage) if isinstance(value, str) and value):
+        if word not in folders and (path := place(word, field)) is not None:
             inputs[word] = sha256(path) if path.is_file() else content(path)
     code = _code(stage)
     alike = Counter(path.name for path in code)
@@ -97,7 +99,7 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     return Lineage(json.loads(dump_line(config)), inputs)
 
 
-def _place(word: str, field: str) -> Path | None:
+def place(word: str, field: str) -> Path | None:
     """The file or directory that a setting names. Most words are no paths: what happens to be called like one is none, so that a word
     without a slash must have an ending or stand in a field for places."""
     try:
@@ -155,31 +157,31 @@ def _plain(value: object) -> JSON:
     return value
 
 
-def _inside(value: object, field: str = "") -> Iterator[tuple[str, object]]:
+def inside(value: object, field: str = "") -> Iterator[tuple[str, object]]:
     """A value and everything it is made of, each with the field it stands in, but for names of its own and for caches, which the work
     itself fills."""
     yield field, value
     if is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
             if f.init and f.name not in OWN:
-                yield from _inside(getattr(value, f.name), f.name)
+                yield from inside(getattr(value, f.name), f.name)
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             if key not in OWN:
-                yield from _inside(inner, str(key))
+                yield from inside(inner, str(key))
     elif isinstance(value, tuple | list):
         for inner in value:
-            yield from _inside(inner, field)
+            yield from inside(inner, field)
 
 
 def _words(stage: object) -> Iterator[str]:
-    return (value for _, value in _inside(stage) if isinstance(value, str) and value)
+    return (value for _, value in inside(stage) if isinstance(value, str) and value)
 
 
 def _code(stage: object) -> list[Path]:
     """Files that a user's own classes were taken from, and those of functions that are named FILE.py:FUNCTION."""
-    names = [catalogue.name_of(value) for _, value in _inside(stage) if is_dataclass(value)]
-    files = (Path(name.rsplit(":", 1)[0]).expanduser() for name in dict.fromkeys([*names, *_words(stage)]) if ".py:" in name)
+    names = [catalogue.name_of(value) for _, value in inside(stage) if is_dataclass(value)]
+    files = (found[0] for name in [*names, *_words(stage)] if (found := code_place(name)) is not None)
     return list(dict.fromkeys(path for path in files if path.is_file()))
 
 

@@ -14,16 +14,16 @@ from posttrain import catalogue
 from posttrain.errors import UserError, require
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted, as_score
-from posttrain.rewards.judge import judged
+from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import final_answer
 from posttrain.rewards.sandbox import isolation
 from posttrain.tasks._questions import Questions, canonical, one_side, require_apart
-from posttrain.types import JSON, Code, Problem, Score
+from posttrain.trust import code_place
+from posttrain.types import JSON, Problem, Score
 
 
-def check_code(name: str) -> None:
+def check_code(name: str, path: Path) -> None:
     """Refuse FILE.py:NAME where the file is not there or is no Python; nothing in it is run."""
-    path = Path(name.rsplit(":", 1)[0]).expanduser()
     try:
         ast.parse(path.read_bytes())
     except OSError as error:
@@ -40,7 +40,7 @@ class Judged(Questions):
     question: str = "question"  # the field that holds it, or a path such as `qa.question`; a list of messages is a conversation
     answer: str = "answer"
     answer_after: str = ""  # take what follows the last of these in the answer, such as "####"
-    reward: Code = "math"
+    reward: str = "math"
     options: Mapping[str, JSON] = field(default_factory=dict)  # keyword arguments of the reward
     style: str = "direct"
     system: str = ""
@@ -98,8 +98,11 @@ class Judged(Questions):
     def ready(self) -> tuple[str, ...]:
         """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice. A reward of
         the user's own must at least parse: in the workers a mistake is found with the first answer."""
-        for name in (name for name, _ in self.rewards() if ".py:" in name):
-            check_code(name)
+        for name, options in self.rewards():
+            if (place := code_place(name)) is not None:
+                check_code(name, place[0])
+            if name == "judge":
+                check_judge(**options)
         given = [(name, options) for name, options in self.rewards() if name == "code"]
         return tuple(isolation.describe(str(options.get("sandbox", "auto"))) for _, options in given)
 
@@ -112,7 +115,7 @@ class Judged(Questions):
 
     @property
     def isolated(self) -> bool:
-        return any(".py:" in name or name == "code" for name, _ in self.rewards())
+        return any(code_place(name) is not None or name == "code" for name, _ in self.rewards())
 
     @property
     def seconds(self) -> float:

@@ -12,7 +12,6 @@ from posttrain import config
 from posttrain.errors import UserError
 from posttrain.scoring import Workers
 from posttrain.tasks._procedural import stable_hash
-from posttrain.tasks.base import Task
 from posttrain.tasks.jsonl import Jsonl
 
 GSM = [
@@ -114,11 +113,15 @@ def test_a_reward_of_the_users_own(file: str, tmp_path: Path) -> None:
 
 
 def test_code_in_a_configuration_needs_leave(file: str, tmp_path: Path) -> None:
-    tree = {"name": "jsonl", "file": file, "reward": f"{tmp_path}/mine.py:short"}
+    def named(reward: str, allow_code: bool) -> str:
+        task = {"name": "jsonl", "file": file, "reward": reward}
+        tree = {"stages": [{"stage": "rl", "name": "rl", "model": "tiny:nano", "task": task}]}
+        return str(config.from_config(tree, "config.yaml", {}, allow_code).recipe.stages[0].task.reward)  # type: ignore[attr-defined]
+
+    mine = f"{tmp_path}/mine.py:short"
     with pytest.raises(UserError, match="allow-code"):
-        config.from_tree(tree, Task, "task", allow_code=False)
-    assert isinstance(config.from_tree(tree, Task, "task", allow_code=True), Jsonl)
-    assert config.from_tree(tree | {"reward": "math"}, Task, "task", allow_code=False).reward == "math"
+        named(mine, False)
+    assert named(mine, True) == mine and named("math", False) == "math"
 
 
 @pytest.mark.parametrize(

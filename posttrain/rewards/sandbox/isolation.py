@@ -21,6 +21,7 @@ from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import ENVIRONMENT, Infrastructure, Mechanism, Unsafe, candidates
 from posttrain.rewards.sandbox.pool import Pool
 from posttrain.rewards.sandbox.session import Ended
+from posttrain.trust import active
 
 SECRET = "posttrain-sandbox-self-test"
 NAMES = ("auto", "sandlock", "bubblewrap", *container.RUNTIMES, "unsafe")
@@ -124,6 +125,7 @@ def choose(name: str = "auto") -> Isolation:
     """
     if name not in NAMES and container.named(name) is None:
         raise unknown("sandbox", name, NAMES)
+    active().require_sandbox(name)
     key = (name, os.getuid() if hasattr(os, "getuid") else 0)
     with _lock:
         if key not in _chosen:

@@ -1,0 +1,179 @@
+"""Who named a thing decides what it may do. The person at the command line and whoever writes Python may name anything. A recipe in
+YAML or a run directory may come from a stranger: it may not name code to run, a sandbox that is none, an address for the user's key
+and texts, the key itself, or files of the user's elsewhere. One object, made where names are read, is asked wherever one is used:
+before the first stage of the resolved pipeline (config.py), and again where code is loaded, an address is asked, a sandbox is chosen.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from posttrain.errors import require
+from posttrain.types import JSON
+
+KEY_VARIABLE = "OPENAI_API_KEY"  # the key that a judge's server is sent where the user says nothing else
+HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # HOST or HOST:PORT, with commas between: who may be sent texts and the key
+# Nothing that two readers of addresses could disagree about: no user, no query, no fragment, no escapes in the host.
+ADDRESS = re.compile(r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?")
+TRUST_IT = "pass --allow-code if you trust it"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address in the parts that decide who is asked."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        found = ADDRESS.fullmatch(url)
+        require(found is not None, f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
+                "environment variable, not into the address)")  # fmt: skip
+        assert found is not None
+        scheme, host, port, _ = found.groups()
+        return cls(scheme, host.lower().strip("[]"), int(port) if port else {"http": 80, "https": 443}[scheme])
+
+    @property
+    def loopback(self) -> bool:
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def listed(self) -> bool:
+        """Whether the environment permits it."""
+        names = [name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.host in names or f"{host}:{self.port}" in names
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What `file` may name, when the user has typed `typed` (key: value). Without a file nothing is from a stranger."""
+
+    file: str = ""
+    typed: Mapping[str, JSON] = field(default_factory=dict)
+    strict: bool = True  # files lie within the folder always; else only where texts leave the machine
+
+    @property
+    def whole(self) -> bool:
+        return not self.file
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.file).parent.resolve()
+
+    def said(self, text: str) -> bool:
+        """Whether the user has typed this, alone or within a value."""
+        return text in texts(self.typed)
+
+    def require_code(self, kind: str, name: str) -> None:
+        """For FILE.py:NAME: that the user named it himself."""
+        place = code_place(name)
+        said = self.whole or place is None or place in map(code_place, texts(self.typed))
+        require(said, f"{self.file}: {kind} {name!r} would run code from a file; {TRUST_IT}")
+
+    def require_program(self, command: JSON) -> None:
+        said = self.whole or not command or self.typed.get("checkpoint_hook") == command
+        require(said, f"{self.file}: checkpoint_hook would run a program; {TRUST_IT}")
+
+    def require_sandbox(self, name: str) -> None:
+        """A file may choose among sandboxes that test themselves, not what is in a container."""
+        fine = self.whole or self.said(name) or (name != "unsafe" and ":" not in name)
+        what = "runs a model's programs as you" if name == "unsafe" else "names a container image"
+        require(fine, f"{self.file}: sandbox: {name} {what}; {TRUST_IT}")
+
+    def require_variable(self, name: str) -> None:
+        fine = self.whole or self.said(name) or name in ("", KEY_VARIABLE)
+        require(fine, f"{self.file}: key_variable: {name} would send that variable to an address; {TRUST_IT}")
+
+    def require_address(self, url: str) -> None:
+        """Texts go to hosts that the user named, and to servers on this machine."""
+        address = Address.of(url)
+        fine = self.whole or self.said(url) or address.listed or address.loopback
+        require(fine, f"{self.file} would send texts and your key to {url}: to permit it, set the environment variable "
+                f"{HOSTS_VARIABLE}={address.host}, or type the url on the command line")  # fmt: skip
+
+    def key(self, url: str, variable: str) -> str:
+        """The secret that the server at `url` may see, "" for none. A server on this machine whose address only a file names gets none,
+        and none crosses a network in the clear."""
+        address, key = Address.of(url), os.environ.get(variable, "") if variable else ""
+        clear = bool(key) and address.scheme == "http" and not address.loopback
+        require(not clear, f"judge: the key in {variable} is not sent to {address.host} over plain http; use https, or ask without a "
+                "key (key_variable: '')")  # fmt: skip
+        return key if self.whole or self.said(url) or address.listed else ""
+
+    def require_file(self, name: str, path: Path) -> None:
+        """That a file or folder, with all that symbolic links in it lead to, lies beside the file that names it, or is the user's own
+        choice."""
+        roots = [self.folder, *(found for text in texts(self.typed) if (found := _real(text)))]
+        links = (link for link in path.rglob("*") if link.is_symlink())
+        for place in chain([path], links):  # lazily: a folder elsewhere is not searched
+            inside = any(place.resolve().is_relative_to(root) for root in roots)
+            what = f"names {name}" if place is path else f"names {name}, where {place.name} leads"
+            require(
+                inside,
+                f"{self.file} {what} outside of its folder {self.folder}: give the path on the command line, or {TRUST_IT}",
+            )
+
+
+EVERYTHING = Trust()
+_active = EVERYTHING
+
+
+def active() -> Trust:
+    """The trust in what is being read or run now; that of Python code, which may do anything, where nobody has said otherwise."""
+    return _active
+
+
+@contextmanager
+def trusting(trust: Trust) -> Iterator[Trust]:
+    """Within this, names are those of a file that is trusted so far. It holds for all threads, and for processes forked within."""
+    global _active
+    before, _active = _active, trust
+    try:
+        yield trust
+    finally:
+        _active = before
+
+
+def texts(value: JSON) -> Iterator[str]:
+    """Every text in plain data, but for keys."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from texts(inner)
+
+
+def code_place(name: str) -> tuple[Path, str] | None:
+    """The file and the name within it of FILE.py:NAME; None for other names, and for what can be no path.
+
+    >>> code_place("/x/../mine.py:reward"), code_place("math"), code_place("x.PY:f")
+    ((PosixPath('/mine.py'), 'reward'), None, None)
+    """
+    file, colon, attribute = name.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return None
+    try:
+        return Path(file).expanduser().resolve(), attribute
+    except (OSError, ValueError, RuntimeError):  # a null, a loop of links, a user who is not there
+        return None
+
+
+def _real(text: str) -> Path | None:
+    """The place that a typed text names; "." and "/" are marks of something else."""
+    try:
+        path = Path(text).expanduser()
+        return path.resolve() if path.name not in ("", "..") and path.exists() else None
+    except (OSError, ValueError, RuntimeError):
+        return None

@@ -1,0 +1,441 @@
+"""Names from a stranger's file: no code runs, no key or file leaves, unless the user types it. All through the command line.
+
+Traps: a Python file that leaves a mark when it is executed, and a server on this machine that answers for every host and keeps what
+it is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain import cli, config
+from posttrain.runs.write import RunWriter
+
+KEY, PRIVATE = "sk-this-key-is-the-users", "this text is the users"
+RL = {"stage": "rl", "name": "rl", "model": "tiny:nano", "steps": 1, "prompts": 2}
+ROWS = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(30)]
+PAIRS = [{"prompt": f"say {n}", "chosen": "good", "rejected": "bad"} for n in range(4)]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server: Server = self.server  # type: ignore[assignment]
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        server.seen.append((dict(self.headers), body))
+        if server.redirect:
+            self.send_response(307)
+            self.send_header("location", server.redirect)
+            self.end_headers()
+            return
+        verdict = '{"verdict": "A"}' if "verdict" in body.rpartition("response_format")[2] else '{"score": 1}'
+        reply = json.dumps({"choices": [{"message": {"content": verdict}}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen: list[tuple[dict[str, str], str]] = []
+        self.redirect = ""
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def keys(self) -> set[str | None]:
+        return {headers.get("Authorization", headers.get("authorization")) for headers, _ in self.seen}
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Server]]:
+    """Servers that every host name leads to."""
+    running: list[Server] = []
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: real("127.0.0.1", *rest, **more))
+
+    def start() -> Server:
+        running.append(Server())
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stranger's folder, with what his recipe may read; beside it what he may not. The user stands above both."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY + "2")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("POSTTRAIN_JUDGE_HOSTS", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "stranger"
+    made.mkdir()
+    for place in (made, tmp_path):
+        for name, rows in (("rows.jsonl", ROWS), ("pairs.jsonl", PAIRS)):
+            (place / name).write_text("".join(json.dumps(row | {"note": PRIVATE}) + "\n" for row in rows))
+        (place / "rubric.txt").write_text(f"Judge the answer. {PRIVATE}")
+    for name in ("private", "agree"):
+        (tmp_path / name).write_text(PRIVATE)
+    (made / "evil.py").write_text(EVIL.format(mark=str(tmp_path / "mark")))
+    return made
+
+
+EVIL = """
+import pathlib
+with open({mark!r}, "a") as file:
+    file.write("x")
+from posttrain.recipes.quickstart import quickstart as recipe
+from posttrain.stages.evaluate import EvaluateStage as Evil
+def f(prompt, response, answer): return 1.0
+"""
+
+
+def write(folder: Path, tree: Any) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False))
+    return str(path)
+
+
+def run_directory(folder: Path, tree: Any) -> str:
+    RunWriter.create(folder / "run", {}).close()
+    text = tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False)
+    (folder / "run" / "config.yaml").write_text(text)
+    return str(folder / "run")
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: list[str], *said: str) -> None:
+    capsys.readouterr()
+    assert cli.main(words) == 2, words
+    line = capsys.readouterr().err.strip()
+    assert "\n" not in line and all(part in line for part in said), line
+
+
+# --- code ----------------------------------------------------------------------------------------------------------------------
+
+JSONL = {"name": "jsonl", "file": "stranger/rows.jsonl"}
+CODE: dict[str, Any] = {
+    "a reward through the rounds": {
+        "stages": [{"rounds": 1, "first": {"rl": "EVIL:f"}, "stages": [RL | {"task": JSONL | {"reward": "previous rl"}}]}]
+    },
+    "a second round": {
+        "stages": [
+            {
+                "rounds": 2,
+                "first": {"rl": "EVIL:f"},
+                "stages": [RL | {"task": {"name": "mixed", "sources": [{"name": "a", "task": JSONL | {"reward": "previous rl"}}]}}],
+            }
+        ]
+    },
+    "a plain reward": {"stages": [RL | {"task": JSONL | {"reward": "EVIL:f"}}]},
+    "a reward behind ./ and ..": {"stages": [RL | {"task": JSONL | {"reward": "./stranger/../stranger/evil.py:f"}}]},
+    "a reward behind ~": {"stages": [RL | {"task": JSONL | {"reward": "~/stranger/evil.py:f"}}]},
+    "a reward behind a link": {"stages": [RL | {"task": JSONL | {"reward": "stranger/link.py:f"}}]},
+    "escapes of YAML": 'stages: [{stage: rl, name: rl, model: "tiny:nano", task: {name: "EVIL\\x3aEvil"}}]',
+    "a merge key": "stages:\n- &s {stage: rl, name: rl, model: 'tiny:nano', task: {name: 'EVIL:Evil'}}\n- {<<: *s, name: again}\n",
+    "a stage": {"stages": [{"stage": "EVIL:Evil", "name": "x"}]},
+    "an algorithm": {"stages": [RL | {"task": {"name": "arithmetic"}, "algorithm": {"name": "EVIL:Evil"}}]},
+    "a task of data": {
+        "stages": [{"stage": "sft", "name": "s", "model": "tiny:nano", "data": [{"task": {"name": "EVIL:Evil"}, "counts": {1: 1}}]}]
+    },
+    "a task within a mixture": {
+        "stages": [RL | {"task": {"name": "mixed", "sources": [{"name": "a", "task": {"name": "EVIL:Evil"}}]}}]
+    },
+    "a recipe": {"recipe": "EVIL:recipe"},
+    "a key of a recipe": {"recipe": "quickstart", "rl": {"task": {"name": "EVIL:Evil"}}},
+    "a dotted key of a recipe": {"recipe": "quickstart", "rl.task": JSONL | {"reward": "EVIL:f"}},
+    "a shorthand": {"recipe": "quickstart", "rl.algorithm": "EVIL:Evil"},
+    "a program": {"recipe": "quickstart", "checkpoint_hook": ["python3", "stranger/evil.py"]},
+}  # fmt: skip
+
+
+def placed(tree: Any) -> Any:
+    """A tree with EVIL replaced by the stranger's Python file."""
+    if isinstance(tree, dict):
+        return {key: placed(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [placed(value) for value in tree]
+    return tree.replace("EVIL", "stranger/evil.py") if isinstance(tree, str) else tree
+
+
+@pytest.mark.parametrize("place", ["recipe", "run"])
+@pytest.mark.parametrize("name", CODE)
+def test_a_file_does_not_name_code(name: str, place: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "link.py").symlink_to(folder / "evil.py")
+    tree = placed(CODE[name])
+    keys = ["rl.lr=1e-4"] if "rl" in str(tree) and "rounds" not in str(tree) else []
+    if place == "run":
+        said = "key in" if "recipe" in tree else "--allow-code"  # a run directory holds no recipes
+        refused(capsys, ["resume", run_directory(folder, tree), *keys], said)
+    else:
+        for command in ("plan", "run"):
+            refused(capsys, [command, write(folder, tree), *keys], "--allow-code")
+        refused(capsys, ["run", write(folder, tree), "seeds=0,1"], "--allow-code")
+    assert not Path("mark").exists() and not Path("runs").exists()
+
+
+SHIPPED = r'{"recipe": "quickstart", "arguments": ["seeds=0,1", "KEY"]}'
+ROWS_TASK = r"rl.task={name: jsonl, file: rows.jsonl, "
+SWEEPS = {
+    "a recipe": '{"recipe": "stranger/evil.py:recipe", "arguments": ["seeds=0,1"]}',
+    "a recipe in escapes of JSON": '{"recipe": "stranger/evil.\\u0070y:recipe", "arguments": ["seeds=0,1"]}',
+    "a task in escapes of YAML": SHIPPED.replace("KEY", r"rl.task={name: \"stranger/evil.\\x70y:Evil\"}"),
+    "an algorithm": SHIPPED.replace("KEY", r"rl.algorithm=\"stranger/evil.\\u0070y:Evil\""),
+    "a reward": SHIPPED.replace("KEY", ROWS_TASK + r"reward: \"stranger/evil\\x2epy:f\"}"),
+    "one of several values": '{"recipe": "quickstart", "arguments": ["rl.algorithm=grpo,stranger/evil.py:Evil"]}',
+    "a program": SHIPPED.replace("KEY", "checkpoint_hook=touch mark"),
+    "a recipe file": '{"recipe": "stranger/recipe.yaml", "arguments": ["seeds=0,1"]}',
+    "an open sandbox": SHIPPED.replace("KEY", ROWS_TASK + r"reward: code, options: {sandbox: uns\u0061fe}}"),
+}
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_record_of_a_sweep_does_not_name_code(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, {"stages": [RL | {"task": JSONL | {"reward": "stranger/evil.py:f"}}]})
+    (folder / "sweep.json").write_text(SWEEPS[name])
+    refused(capsys, ["resume", str(folder)], "sweep.json", "--allow-code")
+    assert not Path("mark").exists() and not list(folder.glob("*seed*"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"recipe": 3, "arguments": []}', '{"recipe": "x", "arguments": [3]}', "[" * 99999]
+)
+def test_a_damaged_record_of_a_sweep_is_one_line(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sweep.json").write_text(text)
+    refused(capsys, ["resume", str(folder)], "sweep.json is damaged")
+
+
+def test_a_user_names_code_on_the_command_line_or_allows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml_file = write(folder, {"stages": [RL | {"task": JSONL}]})
+    assert cli.main(["plan", yaml_file, "rl.task.reward=stranger/evil.py:f"]) == 0
+    assert cli.main(["plan", yaml_file, "rl.task={name: jsonl, file: stranger/rows.jsonl, reward: stranger/evil.py:f}"]) == 0
+    yaml_file = write(folder, {"stages": [RL | {"task": JSONL | {"reward": "stranger/evil.py:f"}}]})
+    assert cli.main(["plan", yaml_file, "--allow-code"]) == 0
+    assert cli.main(["plan", yaml_file, "rl.task.reward=./stranger/evil.py:f"]) == 0
+    refused(capsys, ["plan", yaml_file, "rl.task.style=boxed"], "--allow-code")
+    assert not Path("mark").exists(), "nothing of a reward runs before there are answers"
+
+
+@pytest.mark.parametrize("sandbox", ["unsafe", "docker:evil", "podman:evil/image:1", "docker:"])
+def test_a_file_does_not_open_the_sandbox(sandbox: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"sandbox": sandbox}
+    for reward, given in (("code", options), ("compose", {"parts": [{"reward": "code", "options": options}]})):
+        tree = {"stages": [RL | {"task": JSONL | {"reward": reward, "options": given}}]}
+        refused(capsys, ["plan", write(folder, tree)], f"sandbox: {sandbox}", "--allow-code")
+        refused(capsys, ["resume", run_directory(folder, tree)], f"sandbox: {sandbox}", "--allow-code")
+        shutil.rmtree(folder / "run")
+    assert cli.main(["plan", write(folder, tree), "--allow-code"]) == 0
+
+
+# --- keys and texts ----------------------------------------------------------------------------------------------------------------
+
+AGREE = {"stage": "agreement", "name": "agree", "data": "stranger/pairs.jsonl", "judge": "m"}
+
+
+def judged_by(url: str, where: str, **more: Any) -> dict[str, Any]:
+    """A pipeline that asks a judge, named in one of the places that can."""
+    options = {"url": url, "model": "m", **more}
+    part = {"parts": [{"reward": "format"}, {"reward": "judge", "options": options}]}
+    task = {"judge": JSONL | {"reward": "judge", "options": options}, "compose": JSONL | {"reward": "compose", "options": part}}
+    evaluate = {"stage": "evaluate", "name": "e", "model": "tiny:nano", "problems": 2}
+    versus = {
+        "stage": "versus",
+        "name": "v",
+        "model": "tiny:nano",
+        "against": "tiny:nano",
+        "task": JSONL,
+        "judge": "m",
+        "url": url,
+    }
+    rubric = {key: value for key, value in more.items() if key == "rubric"}
+    return {"stages": {
+        "agreement": [AGREE | {"url": url} | rubric],
+        "versus": [versus | rubric],
+        "judge": [evaluate | {"task": task["judge"]}],
+        "compose": [evaluate | {"task": task["compose"]}],
+        "mixed": [evaluate | {"task": {"name": "mixed", "sources": [{"name": "a", "task": task["judge"]}]}}],
+        "rounds": [{"rounds": 1, "first": {"agree": url}, "stages": [AGREE | {"url": "previous agree"}]}],
+    }[where]}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["agreement", "versus", "judge", "compose", "mixed", "rounds"])
+def test_a_file_does_not_choose_who_is_sent_the_key(
+    where: str, folder: Path, servers: Callable[[], Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = servers()
+    tree = judged_by(f"http://judge.example:{server.server_port}/v1", where)
+    refused(capsys, ["run", write(folder, tree)], "POSTTRAIN_JUDGE_HOSTS=judge.example")
+    refused(capsys, ["resume", run_directory(folder, tree)], "POSTTRAIN_JUDGE_HOSTS=judge.example")
+    assert server.seen == [] and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://localhost.evil.example/v1", "http://127.0.0.1.evil.example:PORT/v1", "http://0.0.0.0:PORT/v1", "http://2130706433:PORT/v1",
+        "http://localhost:PORT@evil.example/v1", "http://user@localhost:PORT/v1", "http://evil.example:PORT\\@localhost/v1",
+        "http://evil.example:PORT#@localhost/v1", "http://evil.example:PORT?@localhost/v1", "http://@evil.example:PORT/v1",
+        " http://evil.example:PORT/v1", "HTTP://evil.example:PORT/v1", "http://loc\talhost:PORT/v1", "http://localhost%2eevil.example:PORT",
+        "http://ⓛocalhost:PORT/v1", "file:///etc/passwd", "http://[::ffff:8.8.8.8]:PORT/v1", "http:localhost:PORT",
+        "//localhost:PORT/v1",
+    ],
+)  # fmt: skip
+def test_an_address_that_only_looks_like_this_machine(
+    url: str, folder: Path, servers: Callable[[], Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = servers()
+    tree = judged_by(url.replace("PORT", str(server.server_port)), "agreement")
+    refused(capsys, ["run", write(folder, tree)])
+    assert server.seen == []
+
+
+def test_who_may_be_asked_and_who_is_sent_the_key(
+    folder: Path, servers: Callable[[], Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, proxy = servers(), servers()
+    port = server.server_port
+    monkeypatch.setenv("HTTP_PROXY", f"http://proxy.example:{proxy.server_port}")
+    here = f"http://localhost:{port}/v1"
+
+    def asked(tree: dict[str, Any], *words: str) -> set[str | None]:
+        server.seen.clear()
+        assert cli.main(["run", write(folder, tree), *words]) == 0, capsys.readouterr().err
+        assert server.seen and PRIVATE in server.seen[0][1]
+        return server.keys
+
+    mine = judged_by(here, "agreement", rubric="stranger/rubric.txt")
+    assert asked(mine) == {None}, "a server on this machine, without the key"
+    assert asked(mine, f"agree.url={here}") == {f"Bearer {KEY}"}, "typed"
+    assert asked(mine, "--allow-code") == {f"Bearer {KEY}"}
+    monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", f"api.example, localhost:{port}")
+    assert asked(mine) == {f"Bearer {KEY}"}, "in the environment"
+    monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", "api.example, localhost:1")
+    assert asked(mine) == {None}
+    assert proxy.seen == [], "what is for this machine goes through no proxy"
+    clear = f"http://judge.example:{port}/v1"
+    server.seen.clear()
+    refused(capsys, ["run", write(folder, mine), f"agree.url={clear}"], "not sent to judge.example over plain http")
+    assert server.seen == []
+    monkeypatch.delenv("HTTP_PROXY")
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert asked(mine, f"agree.url={clear}") == {None}, "without a key plain http is the user's choice"
+
+
+def test_a_redirect_carries_nothing_elsewhere(folder: Path, servers: Callable[[], Server]) -> None:
+    server, other = servers(), servers()
+    server.redirect = f"http://judge.example:{other.server_port}/v1/chat/completions"
+    tree = judged_by(f"http://localhost:{server.server_port}/v1", "agreement")
+    assert cli.main(["run", write(folder, tree), "--allow-code"]) == 3, "no verdict, and the canaries stop the run"
+    assert server.seen and other.seen == []
+
+
+@pytest.mark.parametrize("variable", ["AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME", "openai_api_key", "OPENAI_API_KEY "])
+def test_a_file_does_not_choose_the_key(variable: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for where in ("judge", "compose", "mixed"):
+        tree = judged_by("http://localhost:1/v1", where, key_variable=variable)
+        refused(capsys, ["run", write(folder, tree)], f"key_variable: {variable.strip()}", "--allow-code")
+        refused(capsys, ["resume", run_directory(folder, tree)], f"key_variable: {variable.strip()}", "--allow-code")
+        shutil.rmtree(folder / "run")
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------------
+
+FILES = {
+    "absolute": "ROOT/rubric.txt", "up": "stranger/../rubric.txt", "of the working directory": "rubric.txt", "home": "~/rubric.txt",
+    "no ending": "private", "called like the stage": "agree", "a link": "stranger/link.txt",
+    "a link of a folder": "stranger/folder/rubric.txt",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["agreement", "versus", "judge", "mixed"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_rubric_lies_beside_the_recipe(
+    name: str, where: str, folder: Path, servers: Callable[[], Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = servers()
+    (folder / "link.txt").symlink_to(folder.parent / "private")
+    (folder / "folder").symlink_to(folder.parent)
+    file = FILES[name].replace("ROOT", str(folder.parent))
+    tree = judged_by(f"http://localhost:{server.server_port}/v1", where, rubric=file)
+    refused(capsys, ["run", write(folder, tree)], f"names {file} outside of its folder")
+    refused(capsys, ["resume", run_directory(folder, tree)], "outside of its folder")
+    assert server.seen == []
+
+
+DATA = {
+    "rows": [RL | {"task": {"name": "jsonl", "file": "FILE"}}],
+    "held-out rows": [RL | {"task": JSONL | {"test_file": "FILE"}}],
+    "a folder": [RL | {"task": {"name": "gsm8k", "data": "FOLDER"}}],
+    "the folder above": [RL | {"task": {"name": "gsm8k", "data": "stranger/.."}}],
+    "the working directory": [RL | {"task": {"name": "gsm8k", "data": "."}}],
+    "everything": [RL | {"task": {"name": "gsm8k", "data": "/"}}],
+    "a folder with a link in it": [RL | {"task": {"name": "math", "data": "stranger/data"}}],
+    "a folder as a data set": [RL | {"task": {"name": "hub", "dataset": "stranger"}}],
+    "examples": [{"stage": "sft", "name": "s", "model": "tiny:nano", "data": [{"file": "FILE"}]}],
+    "pairs": [{"stage": "preference", "name": "p", "model": "tiny:nano", "data": ["FILE"], "algorithm": {"name": "dpo"}}],
+    "held-out pairs": [{"stage": "preference", "name": "p", "model": "tiny:nano", "data": ["stranger/pairs.jsonl"],
+                        "held_out_data": ["FILE"], "algorithm": {"name": "dpo"}}],
+    "problems": [RL | {"task": {"name": "arithmetic"}, "problems": "FILE"}],
+    "mined again": [{"stage": "mine", "name": "m", "model": "tiny:nano", "task": {"name": "arithmetic"}, "again": "FILE"}],
+    "compared before": [{"stage": "comparisons", "name": "c", "model": "tiny:nano", "task": {"name": "arithmetic"}, "before": "FILE"}],
+    "judged pairs": [AGREE | {"data": "FILE"}],
+    "through the rounds": [{"rounds": 1, "first": {"agree": "FILE"}, "stages": [AGREE | {"data": "previous agree"}]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_lies_beside_the_recipe(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").symlink_to(folder.parent / "rows.jsonl")
+    text = json.dumps(DATA[name]).replace("FILE", "rows.jsonl").replace("FOLDER", str(folder.parent))
+    stages = json.loads(text)
+    refused(capsys, ["plan", write(folder, {"stages": stages})], "give ", "on the command line")
+    # nothing leaves the machine: a run that is taken up again reads what it read
+    settings = config.from_config({"stages": stages}, str(folder / "run" / "config.yaml"))
+    assert settings.trust.file.endswith("config.yaml")
+    sends = {"stages": [*stages, AGREE | {"name": "asks", "url": "http://localhost:1/v1", "data": "stranger/run/pairs.jsonl"}]}
+    refused(capsys, ["resume", run_directory(folder, sends)], "give ", "on the command line")
+
+
+def test_a_path_on_the_command_line_may_be_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml_file = write(folder, {"stages": [RL | {"task": {"name": "jsonl", "file": "rows.jsonl"}}]})
+    refused(capsys, ["plan", yaml_file], "outside of its folder")
+    for words in (
+        ["rl.task.file=rows.jsonl"],
+        ["rl.task={name: jsonl, file: rows.jsonl}"],
+        ["rl.task.file=stranger/rows.jsonl"],
+        ["--allow-code"],
+    ):
+        assert cli.main(["plan", yaml_file, *words]) == 0  # fmt: skip
+    yaml_file = write(folder, {"recipe": "quickstart", "sft.data": [{"file": "rows.jsonl"}]})
+    refused(capsys, ["plan", yaml_file], "outside of its folder")
+
+
+def test_what_an_earlier_stage_left_does_not_lead_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run directory with a link in place of the data that a stage wrote, which a later stage would send to a judge."""
+    made = {"stage": "comparisons", "name": "made", "model": "tiny:nano", "task": {"name": "arithmetic"}}
+    tree = {"stages": [made, AGREE | {"data": "made", "url": "http://localhost:1/v1"}]}
+    run = Path(run_directory(folder, tree))
+    (run / "stages" / "made").mkdir(parents=True)
+    (run / "stages" / "made" / "data.jsonl").symlink_to(folder.parent / "pairs.jsonl")
+    refused(capsys, ["resume", str(run)], "data.jsonl leads outside of its folder")
+    refused(capsys, ["run", write(folder, tree), f"out={run}", "again=true"], "data.jsonl leads outside of its folder")
