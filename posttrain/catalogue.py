@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,15 +95,17 @@ def name_of(thing: type | object) -> str:
 
 def _from_file(kind: str, path: Path, attribute: str) -> Any:
     require(path.is_file(), f"{kind} file '{path}' does not exist")
-    module = _module(path)
+    about = path.stat()
+    module = _module(path, about.st_mtime_ns, about.st_size)
     if not hasattr(module, attribute):
         public = [n for n in vars(module) if not n.startswith("_")]
         raise unknown(f"name in {path}", attribute, public)
     return getattr(module, attribute)
 
 
-def _module(path: Path) -> ModuleType:
-    """The only place that runs a user's file."""
+@lru_cache(maxsize=64)
+def _module(path: Path, changed: int, size: int) -> ModuleType:
+    """The only place that runs a user's file: once in a process, and again where it was edited since."""
     module_name = f"posttrain_user_{path.stem}_{abs(hash(str(path))) % 10**8}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

@@ -246,6 +246,46 @@ def test_a_file_does_not_open_the_sandbox(sandbox: str, folder: Path, capsys: py
     assert cli.main(["plan", write(folder, tree), "--allow-code"]) == 0
 
 
+# --- executed once ---------------------------------------------------------------------------------------------------------------
+
+COUNTED = """
+from dataclasses import dataclass, field
+with open({log!r}, "a") as file:
+    file.write("executed\\n")
+from posttrain.algorithms.grpo import GRPO
+from posttrain.recipes.base import Recipe
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.arithmetic import Arithmetic
+@dataclass(frozen=True)
+class MyTask(Arithmetic): pass
+@dataclass(frozen=True)
+class MyGRPO(GRPO): paper = "mine"
+@dataclass(frozen=True)
+class MyStage(RLStage): pass
+def mine(steps: int = 1) -> Recipe:
+    return Recipe((MyStage(name="rl", model="tiny:nano", task=MyTask(), algorithm=MyGRPO(), steps=steps),))
+"""
+
+
+@pytest.mark.parametrize("how", ["recipe", "keys", "yaml"])
+def test_a_users_file_is_executed_once(how: str, folder: Path) -> None:
+    mine, log = folder / "mine.py", folder / "log"
+    mine.write_text(COUNTED.format(log=str(log)))
+    stages = [RL | {"stage": f"{mine}:MyStage", "task": {"name": f"{mine}:MyTask"}, "algorithm": {"name": f"{mine}:MyGRPO"}}]
+    words = {
+        "recipe": [f"{mine}:mine", "rl.lr=1e-4", "rl.task.level=2", "rl.algorithm.group=4", "steps=2"],
+        "keys": ["quickstart", f"rl.task={mine}:MyTask", f"rl.algorithm={mine}:MyGRPO", "rl.algorithm.group=4"],
+        "yaml": [write(folder, {"stages": stages}), "rl.lr=1e-4", "rl.algorithm.group=4"],
+    }[how]
+    made = config.parse(words[0], words[1:], allow_code=how == "yaml")
+    assert log.read_text() == "executed\n"
+    again = config.parse(words[0], words[1:], allow_code=how == "yaml")
+    assert log.read_text() == "executed\n" and again.recipe.stages == made.recipe.stages
+    mine.write_text(mine.read_text() + "\n")  # edited: another file
+    config.parse(words[0], words[1:], allow_code=how == "yaml")
+    assert log.read_text() == "executed\n" * 2
+
+
 # --- keys and texts ----------------------------------------------------------------------------------------------------------------
 
 AGREE = {"stage": "agreement", "name": "agree", "data": "stranger/pairs.jsonl", "judge": "m"}
