@@ -20,7 +20,7 @@ from posttrain.errors import UserError, require, unknown
 from posttrain.machine import check_threads, told_threads
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages._lineage import PLACES, inside, place
-from posttrain.stages.base import Stage
+from posttrain.stages.base import Stage, check_names
 from posttrain.tasks.base import Task
 from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
 from posttrain.types import JSON
@@ -109,6 +109,7 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
         else:
             found[key] = str(value) if hints[key] is str else _check(key, hints[key], value)
     active().require_program(top.get("checkpoint_hook"))
+    check_names(recipe.stages)
     check_named(recipe.stages, found.get("out", ""))
     return Settings(recipe, name, **found, trust=active())
 
@@ -178,7 +179,7 @@ def number(value: JSON) -> JSON:
 
 def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage, ...]:
     """Apply `stage.key=value`, where key may be a path, or the one nested key of that name."""
-    trees = {stage.name: to_tree(stage) for stage in stages}
+    trees = dict(zip(check_names(stages) if stages else [], map(to_tree, stages), strict=True))  # two of one name would be one
     for dotted, value in pairs.items():
         name, *path = dotted.split(".")
         meant = (

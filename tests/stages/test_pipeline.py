@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 from posttrain import cli, config, pipeline
 from posttrain.errors import UserError
 from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
 
 ARGUMENTS = (
     "threads=1", "sft.steps=8", "sft.batch=4", "sft.checkpoint_every=3", "rl.steps=8", "rl.prompts=2", "rl.group=2", "rl.beta=0.04",
@@ -226,3 +229,70 @@ def test_a_users_recipe_and_task_run_from_a_file(tmp_path: Path, capsys: pytest.
     assert config.from_config(Run(tmp_path / "run").config, "config.yaml", allow_code=True).recipe.stages[1].name == "check"
     assert cli.main(["run", f"{path}:mime"]) == 2
     assert "did you mean 'mine'" in capsys.readouterr().err
+
+
+ONE = "{stage: evaluate, name: NAME, model: 'tiny:nano', task: {name: arithmetic}, problems: PROBLEMS}"
+TWICE = {
+    "the same name": [ONE.replace("NAME", "check").replace("PROBLEMS", str(n)) for n in (2, 3)],
+    "a round's name": [ONE.replace("NAME", "check_1"), "{rounds: 2, stages: [" + ONE.replace("NAME", "check") + "]}"],
+    "within a round": ["{rounds: 2, stages: [" + ", ".join([ONE.replace("NAME", "check")] * 2) + "]}"],
+    "beside others": [ONE.replace("NAME", name) for name in ("a", "check", "b", "check")],
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_two_stages_of_one_name_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of them would vanish in silence."""
+    text = "stages:\n" + "".join(f"- {stage.replace('PROBLEMS', '2')}\n" for stage in TWICE[name])
+    (tmp_path / "twice.yaml").write_text(text)
+    RunWriter.create(tmp_path / "old", {}).close()
+    (tmp_path / "old" / "config.yaml").write_text(text)
+    out = f"out={tmp_path / 'run'}"
+    for words in (
+        ["run", str(tmp_path / "twice.yaml"), out],
+        ["plan", str(tmp_path / "twice.yaml")],
+        ["resume", str(tmp_path / "old")],
+    ):
+        assert cli.main(words) == 2
+        line = capsys.readouterr().err.strip()
+        assert "\n" not in line and "stage names must differ: " in line and "check" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_does_not_take_the_name_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "quickstart", "before.name=after"]) == 2
+    assert "stage names must differ: sft, after, rl, after" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["-1", "-0.5", "-9223372036854775808", str(2**63), "1.5", "x"])
+def test_seeds_that_no_resume_could_take_up_are_refused_at_once(
+    seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "seed.yaml").write_text(f"recipe: quickstart\nseed: {seed}\n")
+    RunWriter.create(tmp_path / "old", {}).close()
+    (tmp_path / "old" / "config.yaml").write_text(
+        f"seed: {seed}\nstages:\n- {ONE.replace('NAME', 'x').replace('PROBLEMS', '2')}\n"
+    )
+    out = f"out={tmp_path / 'run'}"
+    mine, old = str(tmp_path / "seed.yaml"), str(tmp_path / "old")
+    single, several = f"seed={seed}", (f"seeds=0,{seed}", f"seed=0,{seed}")
+    started = [["run", "quickstart", word, out] for word in (single, *several)]
+    others = [["eval", "m", "--task", "arithmetic", single], ["sample", "m", "hello", single]]
+    for words in (*started, ["run", mine, out], ["resume", old], *others):
+        assert cli.main(words) == 2, words
+        line = capsys.readouterr().err.strip()
+        assert ("\n" not in line and "seed" in line and "whole number" in line) or "valid integer" in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_largest_seed_runs_and_is_taken_up_again(tmp_path: Path) -> None:
+    from tests.faults.harness import settings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "draw", lambda *_: None)  # a picture takes longer than this training
+        made = dataclasses.replace(settings("sft", tmp_path / "run"), seed=2**63 - 1)
+        pipeline.start(made)
+        (tmp_path / "run" / "summary.json").unlink()
+        shutil.rmtree(tmp_path / "run" / "stages")
+        pipeline.resume(tmp_path / "run")
+    assert Run(tmp_path / "run").summary["seed"] == 2**63 - 1  # type: ignore[index]
