@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -144,12 +144,10 @@ def _run(settings: Settings, writer: RunWriter) -> None:
     trackers = Trackers.open(settings.trackers, writer, config.to_config(settings)) if settings.trackers else None
     began = time.perf_counter()
     write_text(f"run directory: {writer.directory}\n", sys.stdout)
-    with interrupts() as interrupt, trusting(settings.trust):
+    with closing(trackers) if trackers else nullcontext(), interrupts() as interrupt, trusting(settings.trust):
         saving = Saving(keep=settings.checkpoint_keep, synchronous=settings.checkpoint_sync, hook=settings.checkpoint_hook)
         context = Context(writer, settings.seed, device, interrupt, trackers, threads=settings.threads, saving=saving)
         run_stages(settings.recipe.stages, context, settings.only, settings.again)
-    if trackers is not None:
-        trackers.close()
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
         write_text(f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n", sys.stdout)

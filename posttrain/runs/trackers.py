@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import re
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +15,13 @@ from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from posttrain.errors import UserError, unknown
-from posttrain.runs.layout import Row
+from posttrain.runs.layout import METRICS, Row, json_lines
 from posttrain.runs.write import RunWriter
 from posttrain.types import JSON
 
 OPENING_SECONDS, LOGGING_SECONDS = 120.0, 30.0
+RECORD = "trackers.json"  # in the run directory: what a service calls this run, for the next attempt to go on with
+PROJECT = "posttrain"  # where the user's own settings name none
 Result = TypeVar("Result")
 
 
@@ -28,11 +34,17 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of a run. One that raises, or does not answer in time, is dropped with an event; training goes on without it."""
+    """The trackers of a run. One that raises, or does not answer in time, is dropped with an event; training goes on without it. A
+    stage that goes on from a checkpoint repeats steps that an earlier attempt has sent: those are not sent again."""
 
     def __init__(self, trackers: Mapping[str, Tracker], writer: RunWriter) -> None:
         self._active = dict(trackers)
         self._writer = writer
+        self._sent: dict[str, list[int]] = {}  # by stage: the steps of earlier attempts
+        for row in json_lines(writer.directory / METRICS) if writer.attempt > 1 else ():
+            if row and isinstance(row.get("step"), int):
+                self._sent.setdefault(str(row.get("stage")), []).append(row["step"])
+        self._goes_on: dict[str, bool] = {}  # by stage: whether this attempt began after its first step
 
     @classmethod
     def open(cls, names: Sequence[str], writer: RunWriter, config: Mapping[str, JSON]) -> Trackers:
@@ -56,6 +68,9 @@ class Trackers:
         return tuple(self._active)
 
     def log(self, row: Row) -> None:
+        sent = self._sent.get(row.stage, [])
+        if self._goes_on.setdefault(row.stage, bool(sent) and row.step > min(sent)) and row.step <= max(sent):
+            return
         for name, tracker in list(self._active.items()):
             try:
                 _bounded(partial(tracker.log, row), LOGGING_SECONDS)
@@ -118,12 +133,18 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. Each stage has its own step axis, because stages count from 0."""
+    """Weights & Biases. Each stage has its own step axis, because stages count from 0. Attempts of a run are one run there, by an id
+    that the run directory keeps. The project is that of the user's settings; a run directory, which may be a stranger's, names none."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
         wandb = _module("wandb")
-        name = directory.resolve().name
-        self._run: Any = wandb.init(project="posttrain", name=name, dir=str(directory), config=dict(config))
+        key = recorded(directory, "wandb") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex
+        record(directory, "wandb", key)
+        project = {} if _project_is_set() else {"project": PROJECT}
+        self._run: Any = wandb.init(
+            **project, id=key, resume="allow", name=directory.resolve().name, dir=str(directory), config=dict(config),
+            allow_val_change=True,  # another number of threads is no other run
+        )  # fmt: skip
         self._stages: set[str] = set()
 
     def log(self, row: Row) -> None:
@@ -137,11 +158,15 @@ class WandB:
 
 
 class Trackio:
-    """Trackio: the same calls, kept on the user's own disk."""
+    """Trackio: the same calls, kept on the user's own disk. A run is known by its name there, which the run directory keeps: another
+    directory of the same name is another run."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
         trackio = _module("trackio")
-        self._run: Any = trackio.init(project="posttrain", name=directory.resolve().name, config=dict(config))
+        before = recorded(directory, "trackio")
+        name, resume = before or directory.resolve().name, "allow" if before else "never"
+        self._run: Any = trackio.init(project=PROJECT, name=name, config=dict(config), resume=resume)
+        record(directory, "trackio", str(getattr(self._run, "name", name)))
 
     def log(self, row: Row) -> None:
         self._run.log({f"{row.stage}/step": row.step, **_prefixed(row)})
@@ -155,6 +180,30 @@ KINDS: Mapping[str, type[TensorBoard] | type[WandB] | type[Trackio]] = {
     "wandb": WandB,
     "trackio": Trackio,
 }
+
+
+def recorded(directory: Path, tracker: str) -> str:
+    """What a service called this run before; "" where there is none, or nothing that could be a name."""
+    try:
+        name = json.loads((directory / RECORD).read_text("utf-8"))[tracker]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return name if isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^/\\#?%:]{1,200}", name) else ""
+
+
+def record(directory: Path, tracker: str, name: str) -> None:
+    known = {kind: found for kind in KINDS if (found := recorded(directory, kind))}
+    partial_file = directory / f".{RECORD}.tmp"
+    partial_file.write_text(json.dumps(known | {tracker: name}), "utf-8")
+    partial_file.replace(directory / RECORD)
+
+
+def _project_is_set() -> bool:
+    """Whether the user has named a project of W&B: in the environment, or with `wandb init`, for this folder or for himself."""
+    own = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    files = [folder / "settings" for folder in (Path("wandb"), own)]
+    named = (re.search(r"(?m)^\s*project\s*=\s*\S", file.read_text("utf-8", "replace")) for file in files if file.is_file())
+    return bool(os.environ.get("WANDB_PROJECT")) or any(named)
 
 
 def _prefixed(row: Row) -> dict[str, float]:
