@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from posttrain.errors import require, unknown
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
+from posttrain.stages.evaluate import EvaluateStage
 
 PREVIOUS = "previous "
 
@@ -29,6 +30,13 @@ class Recipe:
     before: str = ""  # an evaluate stage
     after: str = ""
     next_command: str = ""  # what to try afterwards
+
+    def __post_init__(self) -> None:
+        """What the summary compares must be there when all stages have run."""
+        known = [stage.name for stage in self.stages if isinstance(stage, EvaluateStage)]
+        for key, name in (("before", self.before), ("after", self.after)):
+            if name and name not in known:
+                raise unknown(f"evaluate stage in {key}:", name, known)
 
 
 def repeat(

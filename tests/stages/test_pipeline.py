@@ -260,8 +260,8 @@ def test_two_stages_of_one_name_are_refused(name: str, tmp_path: Path, capsys: p
 
 
 def test_a_stage_does_not_take_the_name_of_another(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "quickstart", "before.name=after"]) == 2
-    assert "stage names must differ: sft, after, rl, after" in capsys.readouterr().err
+    assert cli.main(["plan", "quickstart", "sft.name=rl"]) == 2
+    assert "stage names must differ: rl, before, rl, after" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", ["-1", "-0.5", "-9223372036854775808", str(2**63), "1.5", "x"])
@@ -296,3 +296,41 @@ def test_the_largest_seed_runs_and_is_taken_up_again(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run" / "stages")
         pipeline.resume(tmp_path / "run")
     assert Run(tmp_path / "run").summary["seed"] == 2**63 - 1  # type: ignore[index]
+
+
+SHORT = "sampling: {max_new_tokens: 2, temperature: 0.0}"
+LEVEL = (
+    "{stage: evaluate, name: NAME, model: 'tiny:nano', task: {name: arithmetic, level: LEVEL}, problems: COUNT, " + SHORT + "}"
+)
+
+
+@pytest.mark.parametrize(
+    ("counts", "levels", "same"),
+    [((4, 6), (3, 3), 4), ((6, 4), (3, 3), 4), ((4, 4), (3, 3), 4), ((4, 4), (3, 2), 0), ((1, 3), (3, 3), 1)],
+)
+def test_evaluations_of_different_problems_are_compared_on_those_they_share(
+    counts: tuple[int, int], levels: tuple[int, int], same: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was found after all training that the numbers differ, and the command crashed."""
+    stages = [
+        LEVEL.replace("NAME", n).replace("COUNT", str(c)).replace("LEVEL", str(v))
+        for n, c, v in zip("ba", counts, levels, strict=True)
+    ]
+    (tmp_path / "x.yaml").write_text("before: b\nafter: a\nstages:\n" + "".join(f"- {stage}\n" for stage in stages))
+    assert cli.main(["run", str(tmp_path / "x.yaml"), f"out={tmp_path / 'run'}", "device=cpu", "threads=1"]) == 0
+    said = capsys.readouterr().out
+    line = f"of the {same} problems in both evaluations; {sum(counts) - 2 * same} that only one of them has are left out"
+    assert (line in said) == (counts != (same, same)) and "Held-out problems" in said
+
+
+@pytest.mark.parametrize(("key", "name"), [("before", "nowhere"), ("after", "nowhere"), ("before", "sft"), ("after", "rl")])
+def test_what_the_summary_compares_is_an_evaluation_of_the_recipe(
+    key: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = config.to_config(config.parse("quickstart", list(ARGUMENTS)))
+    (tmp_path / "x.yaml").write_text(json.dumps(tree | {key: name}))
+    assert cli.main(["run", str(tmp_path / "x.yaml"), f"out={tmp_path / 'run'}"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert f"unknown evaluate stage in {key}:" in line and "\n" not in line and not (tmp_path / "run").exists()
+    assert cli.main(["run", "quickstart", *ARGUMENTS, f"{key}.name=measured", f"out={tmp_path / 'run'}"]) == 2
+    assert "unknown evaluate stage" in capsys.readouterr().err and not (tmp_path / "run").exists()
