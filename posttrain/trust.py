@@ -39,8 +39,10 @@ class Address:
         require(found is not None, f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
                 "environment variable, not into the address)")  # fmt: skip
         assert found is not None
-        scheme, host, port, _ = found.groups()
-        return cls(scheme, host.lower().strip("[]"), int(port) if port else {"http": 80, "https": 443}[scheme])
+        scheme, host, given, _ = found.groups()
+        port = int(given) if given else {"http": 80, "https": 443}[scheme]
+        require(0 < port < 2**16, f"judge: {url!r} has no port of 1 to 65535")
+        return cls(scheme, host.lower().strip("[]"), port)
 
     @property
     def loopback(self) -> bool:
@@ -116,13 +118,14 @@ class Trust:
     def require_file(self, name: str, path: Path) -> None:
         """That a file or folder, with all that symbolic links in it lead to, lies beside the file that names it, or is the user's own
         choice."""
-        roots = [self.folder, *(found for text in texts(self.typed) if (found := _real(text)))]
+        own = {key: value for key, value in self.typed.items() if key != "out"}  # where to write is no leave to read
+        if path.resolve() in map(_real, texts(own)):
+            return
         links = (link for link in path.rglob("*") if link.is_symlink())
         for place in chain([path], links):  # lazily: a folder elsewhere is not searched
-            inside = any(place.resolve().is_relative_to(root) for root in roots)
             what = f"names {name}" if place is path else f"names {name}, where {place.name} leads"
             require(
-                inside,
+                place.resolve().is_relative_to(self.folder),
                 f"{self.file} {what} outside of its folder {self.folder}: give the path on the command line, or {TRUST_IT}",
             )
 
@@ -171,9 +174,7 @@ def code_place(name: str) -> tuple[Path, str] | None:
 
 
 def _real(text: str) -> Path | None:
-    """The place that a typed text names; "." and "/" are marks of something else."""
     try:
-        path = Path(text).expanduser()
-        return path.resolve() if path.name not in ("", "..") and path.exists() else None
+        return Path(text).expanduser().resolve()
     except (OSError, ValueError, RuntimeError):
         return None

@@ -336,6 +336,7 @@ def test_a_file_does_not_choose_who_is_sent_the_key(
         "http://evil.example:PORT#@localhost/v1", "http://evil.example:PORT?@localhost/v1", "http://@evil.example:PORT/v1",
         " http://evil.example:PORT/v1", "HTTP://evil.example:PORT/v1", "http://loc\talhost:PORT/v1", "http://localhost%2eevil.example:PORT",
         "http://ⓛocalhost:PORT/v1", "file:///etc/passwd", "http://[::ffff:8.8.8.8]:PORT/v1", "http:localhost:PORT",
+        "http://localhost:99999/v1", "http://localhost:0/v1", "http://localhost.:PORT/v1", "http://127.1:PORT/v1", "http://0x7f000001:PORT",
         "//localhost:PORT/v1",
     ],
 )  # fmt: skip
@@ -468,6 +469,8 @@ def test_a_path_on_the_command_line_may_be_anywhere(folder: Path, capsys: pytest
         assert cli.main(["plan", yaml_file, *words]) == 0  # fmt: skip
     yaml_file = write(folder, {"recipe": "quickstart", "sft.data": [{"file": "rows.jsonl"}]})
     refused(capsys, ["plan", yaml_file], "outside of its folder")
+    for word in (f"out={folder.parent}", f"sft.model={folder.parent}", "out=rows.jsonl"):
+        refused(capsys, ["plan", yaml_file, word], "outside of its folder")
 
 
 def test_what_an_earlier_stage_left_does_not_lead_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,8 +101,12 @@ class Judged(Questions):
         for name, options in self.rewards():
             if (place := code_place(name)) is not None:
                 check_code(name, place[0])
+            else:
+                _reward(name)
             if name == "judge":
                 check_judge(**options)
+        if self.reward == "compose":
+            composed(self.options)
         given = [(name, options) for name, options in self.rewards() if name == "code"]
         return tuple(isolation.describe(str(options.get("sandbox", "auto"))) for _, options in given)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,3 +162,23 @@ def test_a_reward_file_that_is_missing_or_no_python_is_told_before_a_run(file: s
         task.ready()
     path.write_text("raise SystemExit\ndef good(problem, response): return 1.0\n")
     assert task.ready() == (), "nothing in it is run"
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "complaint"),
+    [
+        ("maths", {}, "did you mean 'math'"),
+        ("ensemble", {}, "no reward of a task"),
+        ("compose", {"parts": [{"reward": "maths"}]}, "did you mean 'math'"),
+        ("compose", {"parts": []}, "give a list of parts"),
+        ("judge", {}, "needs the options url and model"),
+        ("judge", {"url": "http://localhost:1", "model": "m", "rubrik": "x"}, "did you mean 'rubric'"),
+        ("judge", {"url": "http://localhost:1", "model": "m", "mode": "pairs"}, "mode is one of"),
+        ("judge", {"url": "http://localhost:1", "model": "m", "rubric": "nowhere.txt"}, "no rubric file"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_refused_before_the_first_stage(
+    file: str, reward: str, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        gsm(file, reward=reward, options=options).ready()
