@@ -90,6 +90,7 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
     for key in top:
         if key not in own and key not in TOP:
             raise unknown("key", key, [*own, *TOP])
+    active().require_program(top.get("checkpoint_hook"))
     hints = typing.get_type_hints(function)
     made = function(**{key: _check(key, hints[key], value) for key, value in top.items() if key in own})
     dotted = {key: value for key, value in pairs.items() if "." in key}
@@ -108,7 +109,6 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
             found[key] = tuple(word.strip() for word in map(str, listed) if word.strip())
         else:
             found[key] = str(value) if hints[key] is str else _check(key, hints[key], value)
-    active().require_program(top.get("checkpoint_hook"))
     check_names(recipe.stages)
     check_named(recipe.stages, found.get("out", ""))
     return Settings(recipe, name, **found, trust=active())
@@ -346,6 +346,7 @@ def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -
     for key in tree:
         if key not in known:
             raise unknown(f"key in {where}:", str(key), known)
+    active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
     stages = tuple(stage for n, t in enumerate(tree["stages"]) for stage in _expanded(t, f"stages[{n}]"))
     top = {**{k: v for k, v in tree.items() if k in TOP}, **{k: v for k, v in pairs.items() if "." not in k}}
