@@ -3,4 +3,6 @@
 import sys
 from pathlib import Path
 
+import posttrain  # noqa: F401  before torch: it sets how idle threads wait, on which runs with two of them depend
+
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,6 +20,7 @@ GOOD = set("abcdefghijklm")
 class Letters(Task):
     workers: bool = True  # score in worker processes
     limit: float = 2.0
+    grades: int = 1000  # the score is rounded to so many parts of 1
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         return [Problem(f"{split}-{n}", f"say {n}", "a") for n in (range(16) if split == "train" else range(50, 54))]
@@ -27,7 +28,7 @@ class Letters(Task):
     def score(self, problem: Problem, response: str) -> Score:
         self.obey()
         share = sum(c in GOOD for c in response) / max(1, len(response))
-        return Score(round(share, 3), outcome="correct" if share > 0.5 else "wrong")
+        return Score(round(share * self.grades) / self.grades, outcome="correct" if share > 0.5 else "wrong")
 
     def obey(self) -> None:
         """What the file that LETTERS_ORDERS names asks for: hang, die or raise. It is obeyed once and removed."""

@@ -1,10 +1,11 @@
-"""Pinned runs: ten steps from the recipe to the exported weights, in one process and with generation in two.
+"""Pinned runs: ten steps from the recipe to the weights that are saved, in one process and with generation in two.
 
 The trajectories in test_trajectories.py feed fixed batches to the trainer. These go through all of it: recipe, data, engine, scoring,
-selection, packing, loss, optimizer, what is written. A run is read from its directory alone, so that what is pinned is what a user
-sees: for every step the metrics to the bit, the text and the reward of every rollout, the ids and the log-prob bits of those trained on;
-at the end the weights. They hold to the bit where torch, the instruction set and the processor are those that the file names. Elsewhere
-sums are rounded otherwise, so only the first step is compared, and its figures within 1e-4. After a change that is meant,
+selection, packing, loss, optimizer, and what is written. A run is read from its directory alone, so that what is pinned is what a user
+sees: for every step the metrics to the bit, the text and the reward of every rollout, and the ids, log-prob bits and advantages of
+those trained on; at the end the weights. They hold to the bit where torch, the instruction set and the processor are those that the
+file names. Elsewhere sums are rounded otherwise, so only the first step is compared, its figures within 1e-4. After a change that is
+meant,
 
     PIN_TRAJECTORIES=1 python -m pytest tests/laws/test_end_to_end.py
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import platform
 from dataclasses import fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from material_for_tests import WIDE, algorithm_class, small_policy, trainer_for
+from pins_for_tests import WRITE, place
 from torch import Tensor, nn
 
 from posttrain import catalogue
@@ -41,24 +40,9 @@ FILE = Path(__file__).with_name("trajectories.json")
 STEPS, BATCHES = 30, 3
 SETTINGS = Optimization(lr=3e-3, warmup=5, schedule="cosine")
 COMMAND = f"PIN_TRAJECTORIES=1 python -m pytest tests/laws/{Path(__file__).name}"
-WRITE = os.environ.get("PIN_TRAJECTORIES") == "1"
 NAMES = catalogue.names("algorithm")
 # their ratio to the policy at the start of a step is 1 throughout a single update: that to the sampler has something to say
 SETTINGS_OF = {"gspo": {"correction": "none"}, "rloo": {"correction": "none"}}
-
-
-def maker() -> str:
-    """The processor's vendor: libraries of linear algebra choose their kernels by it too."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), platform.machine())
-
-
-def place() -> dict[str, str]:
-    """Where bits can be expected to be the same."""
-    return {"torch": torch.__version__, "instructions": torch.backends.cpu.get_cpu_capability(), "processor": maker()}
 
 
 class WideRotary(nn.Module):
