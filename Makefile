@@ -8,6 +8,9 @@ READY := $(VENV)/ready
 PEERS := $(VENV)/peers
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Two processes. A file stays in one of them, whose tests share models and runs; files keep their order, in which the last are short.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
 # Idle worker threads sleep instead of spinning: on few cores, spinning costs more than waking up.
 export OMP_WAIT_POLICY := PASSIVE
 unexport HF_HUB_OFFLINE
@@ -39,7 +42,7 @@ demo: $(READY) ## train a small model on this machine and see it improve
 	@$(BIN)/posttrain run quickstart
 
 test: $(READY) ## all tests but the slow ones, those for a GPU, and those against peers
-	@$(BIN)/python -m pytest -q -m "not gpu and not slow and not peers"
+	@$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not slow and not peers"
 
 test-faults: $(READY) ## kill runs, corrupt files, fill disks; resume must be exact
 	@$(BIN)/python -m pytest -q -m "not gpu and not peers" tests/faults
