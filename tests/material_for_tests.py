@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -90,12 +91,18 @@ POLICIES = [case for case in CASES if case.values[0].trains == "policy"]  # thos
 
 
 def small_policy(seed: int = 0, dtype: torch.dtype = WIDE, stop_ids: tuple[int, ...] = (STOP,), **shape: Any) -> Policy:
-    """A Llama of a few thousand weights, large enough in scale that its distribution is far from uniform."""
+    """A Llama of a few thousand weights, large enough in scale that its distribution is far from uniform. It is a copy: to build a
+    model takes five times as long."""
+    return copy.deepcopy(_small_policy(seed, dtype, stop_ids, tuple(sorted(shape.items()))))
+
+
+@lru_cache
+def _small_policy(seed: int, dtype: torch.dtype, stop_ids: tuple[int, ...], shape: tuple[tuple[str, Any], ...]) -> Policy:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25}
-    config = LlamaConfig(**(sizes | heads | {"tie_word_embeddings": True} | shape))
+    config = LlamaConfig(**(sizes | heads | {"tie_word_embeddings": True} | dict(shape)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -156,7 +163,13 @@ def plain_batch(
     return pack_groups(made, 1.0)
 
 
+@cache
 def material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
+    """`make_material`, once for each algorithm: nobody may change the tensors of a step in place."""
+    return make_material(algorithm, seed, noise)
+
+
+def make_material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
     """A step that the algorithm can prepare: ragged, with an observation in the middle of one rollout, a rollout that could not
     be scored and a group in which all rewards are equal; what the algorithm needs of others is filled in."""
     strange = algorithm.needs - {"reference", "value", "proximal", "pretraining"}
@@ -235,8 +248,7 @@ def gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a prepared step and its gradient by parameter name, as the trainer adds them up. An algorithm that trains a
     scorer gets one on the policy's body; one with a critic, a fixed one beside it."""
-    policy = policy or shared_policy()
-    trainer = trainer_for(algorithm, policy, Optimization(token_budget=budget))
+    trainer = shared_trainer(algorithm) if policy is None else trainer_for(algorithm, policy, Optimization())
     trained = [m.model for m in (trainer.policy, trainer.critic) if m is not None]
     for model in trained:
         model.zero_grad()
@@ -258,6 +270,12 @@ def trainer_for(algorithm: Algorithm, policy: Policy, settings: Optimization, re
     learner = from_policy(policy, zero=False) if algorithm.trains == "scorer" else policy
     critic = from_policy(policy, zero=False, seed=1) if "value" in algorithm.needs else None
     return Trainer(learner, algorithm, settings, reference, critic)
+
+
+@cache
+def shared_trainer(algorithm: Algorithm) -> Trainer:
+    """A trainer of the shared policy, for gradients alone: it may not update."""
+    return trainer_for(algorithm, shared_policy(), Optimization())
 
 
 def assert_same_gradients(

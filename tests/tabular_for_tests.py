@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 
 import numpy as np
@@ -47,12 +47,17 @@ class Table:
         pairs = [(0, 0) if n < 0 else (where[r[:n]], r[n]) for r in responses for n in range(-1, len(r))]
         return torch.tensor([s for s, _ in pairs]), torch.tensor([v for _, v in pairs])
 
+    @cached_property
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """Whose token stands at each position of prompts and responses laid end to end, and whether it is a prompt's."""
+        owner_T = torch.tensor([n for n, r in enumerate(self.responses) for _ in range(1 + len(r))])
+        return owner_T, torch.tensor([position < 0 for r in self.responses for position in range(-1, len(r))])
+
     def policy(self, logits_SV: Tensor) -> Policy:
         """The probability of each response."""
         state_T, token_T = self.cells(self.responses)
         logprob_T = logits_SV.detach().log_softmax(1)[state_T, token_T]
-        owner_T = torch.tensor([n for n, r in enumerate(self.responses) for _ in range(1 + len(r))])
-        prompt_T = torch.tensor([position < 0 for r in self.responses for position in range(-1, len(r))])
+        owner_T, prompt_T = self.owners
         sums_N = torch.zeros(len(self.responses), dtype=WIDE).index_add(0, owner_T, logprob_T.where(~prompt_T, 0.0))
         return sums_N.exp().numpy()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,29 +48,42 @@ PROMPTS = [(5,), (7, 8, 9), (3, 4, 5, 6, 7, 8, 9, 10, 11), (20, 19, 18, 17)]
 LENGTH = 24  # far past every sliding window
 
 
-def models(family: str) -> tuple[Any, Policy]:
-    """The same random model twice: as transformers runs it, with eager attention, and with our attention in it."""
+@cache
+def stock_model(family: str) -> Any:
+    """A random model as transformers runs it, with eager attention."""
     name, changes = FAMILIES[family]
     config = getattr(transformers, name)(**(SHAPE | HEADS | IDS | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        stock = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def models(family: str) -> tuple[Any, Policy]:
+    """The same random model twice: as transformers runs it, and with our attention in it."""
+    stock = stock_model(family)
     policy = adopt(copy.deepcopy(stock), None, (STOP,))
     assert stock.config._attn_implementation == "eager" and policy.model.config._attn_implementation == "posttrain"
     return stock, policy
 
 
+@cache
+def greedy_ids(family: str, prompt: tuple[int, ...]) -> list[int]:
+    """What transformers continues a prompt with."""
+    ids = stock_model(family).generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=LENGTH, eos_token_id=STOP, pad_token_id=0,
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+    )  # fmt: skip
+    return ids[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_are_those_of_transformers(family: str) -> None:
     """All prompts at once here, one by one there. Log-probs of a sampled continuation agree with the stock model's forward."""
-    stock, policy = models(family)
+    _, policy = models(family)
     requests = [Request(prompt, 1, 0, Sampling(LENGTH, temperature=0.0)) for prompt in PROMPTS]
     for prompt, (completion,) in zip(PROMPTS, Engine(policy).generate(requests), strict=True):
-        expected = stock.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=LENGTH, eos_token_id=STOP, pad_token_id=0,
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        )[0, len(prompt) :]  # fmt: skip
-        assert completion.ids.tolist() == expected.tolist()
+        expected = greedy_ids(family, prompt)
+        assert completion.ids.tolist() == expected
         assert completion.logprobs.tolist() == [0.0] * len(expected)
 
 

@@ -19,6 +19,7 @@ from material_for_tests import (
     gradients,
     material,
     shared_policy,
+    shared_trainer,
     small_policy,
     trainer_for,
 )
@@ -168,12 +169,13 @@ def test_a3_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
 def test_a7_figures_do_not_depend_on_the_layout(algorithm: Algorithm, budget: int) -> None:
     """Metrics are sums over counts: no mean of means."""
     prepared = with_loss(algorithm.prepare(material(algorithm), {}))
-    policy = shared_policy()
+    trainer = shared_trainer(algorithm)
 
     def figures(token_budget: int) -> dict[str, float]:
-        trainer = trainer_for(algorithm, policy, Optimization())
         found = [m for piece in micro_batches(prepared, token_budget) for m in trainer.forward_backward(piece)]
-        policy.model.zero_grad()
+        for network in (trainer.policy, trainer.critic):
+            if network is not None:
+                network.model.zero_grad()
         return dict(merge(found))
 
     one, other = figures(10**6), figures(budget)

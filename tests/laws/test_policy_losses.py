@@ -144,12 +144,13 @@ def test_i20_what_stands_at_masked_positions_reaches_nothing(algorithm: Algorith
     hidden_T = ~prepared.mask_T
     assert bool(hidden_T.any())
 
+    with torch.no_grad():
+        clean = forward(shared_policy(), prepared)
+
     def soiled(values: Tensor | None) -> Tensor | None:
         return None if values is None else torch.where(hidden_T, junk, values)
 
     def answer(batch: Batch, dirty: bool) -> tuple[Any, ...]:
-        with torch.no_grad():
-            clean = forward(shared_policy(), prepared)
         tensors = [soiled(t) if dirty else t for t in (clean.logprob_T, clean.entropy_T)]
         leaves = [t.clone().requires_grad_() for t in tensors if t is not None]
         terms = algorithm.terms(Outputs(leaves[0], leaves[1], value_T=batch.value_T), batch)

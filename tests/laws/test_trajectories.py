@@ -88,7 +88,7 @@ def batches(algorithm: Algorithm) -> list[Batch]:
         mock.patch.object(material_for_tests, "shared_policy", fixed_policy),
         mock.patch.object(material_for_tests, "shared_scorer", fixed_scorer),
     ):
-        made = [material_for_tests.material(algorithm, seed) for seed in range(BATCHES)]
+        made = [material_for_tests.make_material(algorithm, seed) for seed in range(BATCHES)]
     wide = [[f.name for f in fields(b) if isinstance(v := getattr(b, f.name), Tensor) and v.is_floating_point()] for b in made]
     return [b.replace(**{name: getattr(b, name).to(WIDE) for name in names}) for b, names in zip(made, wide, strict=True)]
 

@@ -13,7 +13,8 @@ from posttrain.errors import UserError
 
 def test_best_of_n_pleases_the_annotator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    shorter = ["pretrain.steps=250", "sft.steps=30", "rl.steps=12", "versus_sft.problems=300"]
+    once = "pretrain.data=[{task: {name: reviews, mood: any}, counts: {0: 4800}}]"  # as many as 150 steps of 32 read
+    shorter = ["pretrain.steps=150", once, "sft.steps=30", "rl.steps=12", "versus_sft.problems=300"]
     assert cli.main(["run", "best_of_n", f"out={run}", "threads=1", *shorter]) == 0
     found = json.loads((run / "stages" / "versus_sft" / "result.json").read_text())
     value, low, _ = found["win_rate"]
