@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from posttrain.engine.forked import Crew
+from posttrain.runs import watchdog as watchdog_module
 from posttrain.runs.watchdog import WRITING, Watchdog, forks
 from posttrain.scoring import Workers
 from posttrain.types import Completion, Problem, Request, Sampling, Score
@@ -28,6 +29,13 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
     while not true() and time.monotonic() < deadline:
         time.sleep(0.02)
     return true()
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is late on a busy machine does not write into the stacks of the next."""
+    monkeypatch.setattr(watchdog_module, "LOOK", 1.0)
+    monkeypatch.setattr(watchdog_module, "WRITING", 0.5)
 
 
 class Hanging:
@@ -47,6 +55,7 @@ class Hanging:
         return None
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_step_that_hangs_shows_its_threads_and_its_workers(tmp_path: Path) -> None:
     path, gate = tmp_path / "alarms" / "rl-stacks.txt", tmp_path / "gate"
     with closing(Watchdog(path)) as watchdog, Workers(Hanging(gate), count=2, seconds=30.0) as workers:
@@ -104,6 +113,7 @@ def test_by_hand(tmp_path: Path) -> None:
         assert "in test_by_hand" in path.read_text()
 
 
+@pytest.mark.usefixtures("apart")
 def test_generation_helpers_are_asked_too(tmp_path: Path) -> None:
     path, gate = tmp_path / "rl-stacks.txt", tmp_path / "gate"
 

@@ -21,7 +21,7 @@ from posttrain.runs.write import RunWriter
 ARGUMENTS = (
     "threads=1", "sft.steps=8", "sft.batch=4", "sft.checkpoint_every=3", "rl.steps=8", "rl.prompts=2", "rl.group=2", "rl.beta=0.04",
     "rl.checkpoint_every=3", "rl.rollouts_every=1", "rl.evaluate_every=4", "rl.evaluate_problems=4", "before.problems=8",
-    "after.problems=8",
+    "after.problems=8", "sft.data=[{task: {name: arithmetic, level: 2}, counts: {1: 20, 2: 60}}]",
 )  # fmt: skip
 
 
