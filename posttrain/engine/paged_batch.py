@@ -7,7 +7,6 @@ device's state, brought there when rows come or go; between, the device goes on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +22,7 @@ STOPPABLE = 16  # steps between two looks where a response may end at any of the
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
 
 
-def pages_of(tokens: Any) -> Any:
-    """Of a number of tokens, or of each number of an array."""
+def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
@@ -76,6 +74,7 @@ class PagedBatch:
         self.count, self.homes = 0, list(range(rows.capacity - 1, -1, -1))
         self.ids, self.logprobs = np.zeros((rows.capacity, 0), np.int64), np.zeros((rows.capacity, 0), np.float32)
         self.prompts: dict[int, tuple[int, np.ndarray]] = {}  # request -> live rows, pages of its prompt
+        self.promised = 0  # pages of all live rows at their longest, and of their prompts
         self.stop_V = paged.stop_V.cpu().numpy().astype(bool)
         self.changed, self.shape = True, (0, 0)  # the device does not know yet; how many rows and tiles it knew last
 
@@ -107,8 +106,7 @@ class PagedBatch:
         keeps its pages until the last row of its group is done."""
         if self.waiting == len(self.requests) or self.count + self.requests[self.waiting].group > self.capacity:
             return False
-        promised = sum(len(pages) for _, pages in self.prompts.values()) + int(pages_of(self["limit"][: self.count]).sum())
-        return promised + most_pages(self.requests[self.waiting]) < self.room
+        return self.promised + most_pages(self.requests[self.waiting]) < self.room
 
     def _admit(self) -> None:
         """Compute waiting prompts, each once, and draw the first token of every row that they make."""
@@ -120,6 +118,7 @@ class PagedBatch:
             length = len(request.prompt_ids)
             pages = self._take(pages_of(length))
             self.prompts[self.waiting] = (request.group, pages)
+            self.promised += most_pages(request)
             self._enter(request, pages)
             at = np.arange(length)
             ids.append(np.array(request.prompt_ids, np.int64))
@@ -264,7 +263,9 @@ class PagedBatch:
         self.paged.pages.give(self.table[finished][taken])
         for request, gone in zip(*(a.tolist() for a in np.unique(self.host[0, finished], return_counts=True)), strict=True):
             left, pages = self.prompts.pop(request)
+            self.promised -= gone * pages_of(self.requests[request].sampling.max_new_tokens)
             if left == gone:
+                self.promised -= len(pages)
                 self.paged.pages.give(pages)
             else:
                 self.prompts[request] = (left - gone, pages)
