@@ -67,6 +67,8 @@ PROCESS = {
     "setpriority": "os.setpriority(os.PRIO_PROCESS, grader, os.getpriority(os.PRIO_PROCESS, grader) + 1)",
     "setpriority of a group": "os.setpriority(os.PRIO_PGRP, group, os.getpriority(os.PRIO_PROCESS, grader) + 1)",
     "setpriority of a user": "os.setpriority(os.PRIO_USER, os.getuid(), os.getpriority(os.PRIO_PROCESS, grader) + 1)",
+    "priority inheritance": "lock = (ctypes.c_uint * 1)(other)\n"  # FUTEX_LOCK_PI of a lock that another is said to hold
+    "threading.Thread(target=call, args=((202, 98), lock, 6, 0, None), daemon=True).start(); time.sleep(0.2)",
     "sched_setattr": "b = ctypes.create_string_buffer(48); call((315, 275), grader, b, 48, 0)\n"
     "b[16] = b[16][0] + 1; call((314, 274), grader, b, 0)",
     "sched_setscheduler": "os.sched_setscheduler(grader, 3, os.sched_param(0))",
@@ -149,7 +151,10 @@ class Host:
         self.signals: list[int] = []
         signal.signal(signal.SIGUSR1, lambda number, _: self.signals.append(number))
         self.other = subprocess.Popen(
-            ["/bin/sleep", "30"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            ["nice", "-n", "5", "/bin/sleep", "30"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self.sockets = {"tcp": socket.create_server(("127.0.0.1", 0)), "udp": socket.socket(type=socket.SOCK_DGRAM)}
         self.sockets["udp"].bind(("127.0.0.1", 0))
@@ -185,6 +190,7 @@ class Host:
             state |= {
                 f"{who} limits": [resource.prlimit(pid, limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)],
                 f"{who} priority": os.getpriority(os.PRIO_PROCESS, pid),
+                f"{who} priority now": Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[15],
                 f"{who} processors": sorted(os.sched_getaffinity(pid)),
                 f"{who} scheduler": os.sched_getscheduler(pid),
                 f"{who} io": ctypes.CDLL(None).syscall(IOPRIO_GET, 1, pid),

@@ -192,6 +192,7 @@ def decide(filter_: bytes, number: int, *arguments: int, architecture: int) -> i
 
 
 KILLED, DENIED, AGAIN, ABSENT = 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.EAGAIN, 0x50000 | errno.ENOSYS
+NO_LINK = 0x50000 | errno.EINVAL
 # Numbers by hand, from the kernel's tables: (x86_64, aarch64)
 NEEDED = {"read": (0, 63), "write": (1, 64), "close": (3, 57), "mmap": (9, 222), "futex": (202, 98), "openat": (257, 56)}
 REFUSED = {
@@ -208,8 +209,16 @@ REFUSED = {
 }  # fmt: skip
 THREAD, FORK, NEW_USER = 0x3D0F00, 0x1200011, 0x10000000  # the flags of pthread_create and of fork, as strace shows them
 OWN = seccomp.OWN_PID
+LISTED = seccomp.ALLOWED, seccomp.COMPARED, seccomp.OPEN, seccomp.OPENAT, seccomp.CLONE
 COMPARED: list[tuple[tuple[int, int], list[tuple[tuple[int, ...], int]]]] = [  # a call with arguments, and what becomes of it
-    ((56, 220), [((THREAD,), seccomp.ALLOW), ((FORK,), AGAIN), ((17,), AGAIN), ((THREAD | NEW_USER,), AGAIN), ((0x4111,), AGAIN)]),
+    ((56, 220), [((THREAD,), seccomp.ALLOW), ((FORK,), AGAIN), ((17,), AGAIN), ((THREAD | NEW_USER,), AGAIN), ((0x4111,), AGAIN),
+                 ((THREAD & ~0x400,), AGAIN)]),  # a thread with open files of its own, and a limit of its own on them
+    ((436, 436), [((3, 9, 0), seccomp.ALLOW), ((3, 9, 4), seccomp.ALLOW), ((3, 9, 2), DENIED), ((3, 9, 6), DENIED)]),
+    ((257, 56), [((9, 9, 0x80000), seccomp.ALLOW), ((9, 9, 0x80241), seccomp.ALLOW), ((9, 9, 2), seccomp.ALLOW), ((9, 9, 3), DENIED),
+                 ((9, 9, 3 | 1 << 32), DENIED), ((9, 9, 0x410003), DENIED), ((9, 9, 0x203), DENIED)]),
+    ((267, 78), [((9, 9), NO_LINK)]),
+    ((202, 98), [*(((9, operation), seccomp.ALLOW) for operation in (0, 1, 0x80, 0x81, 0x83, 0x84, 0x85, 0x89, 0x109, 0x189)),
+                 *(((9, operation), DENIED) for operation in (6, 0x86, 7, 8, 11, 0x8B, 12, 13, 0x18D, 2))]),  # PI: names its owner
     ((302, 261), [((0, 7), seccomp.ALLOW), ((1 << 32,), seccomp.ALLOW), ((1,), DENIED), ((OWN,), DENIED)]),
     ((62, 129), [((OWN, 9), seccomp.ALLOW), ((0, 9), DENIED), ((2**32 - 1, 9), DENIED), ((2**64 - OWN, 9), DENIED)]),
     ((234, 131), [((OWN, 5, 9), seccomp.ALLOW), ((5, OWN, 9), DENIED)]),
@@ -234,11 +243,13 @@ def test_the_filter(machine: str, column: int, monkeypatch: pytest.MonkeyPatch) 
     for numbers, cases in COMPARED:
         for arguments, action in cases:
             assert decide(rules, numbers[column], *arguments, architecture=own) == action, (numbers, arguments)
-    listed = {numbers[column] for table in (seccomp.ALLOWED, seccomp.COMPARED, seccomp.CLONE) for numbers in table.values()}
+    listed = {numbers[column] for table in LISTED for numbers in table.values()}
     allowed = {number for number in range(2000) if decide(rules, number, architecture=own) == seccomp.ALLOW}
     assert allowed <= listed and len(allowed) > 80, "what is not listed is denied"
     assert decide(rules, 435, architecture=own) == decide(rules, 1999, architecture=own) == ABSENT
     if machine == "x86_64":
+        assert [decide(rules, 2, 9, mode, architecture=own) for mode in (0, 1, 2, 3)] == [seccomp.ALLOW] * 3 + [DENIED]  # open
+        assert decide(rules, 89, architecture=own) == NO_LINK
         assert decide(rules, 57, architecture=own) == decide(rules, 58, architecture=own) == AGAIN
         assert decide(rules, 0x40000000 | 41, architecture=own) == decide(rules, 0x40000000, architecture=own) == ABSENT  # x32
     assert decide(rules, 0, architecture=0x40000003) == decide(rules, 0, architecture=other) == KILLED

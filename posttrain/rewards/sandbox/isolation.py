@@ -75,6 +75,7 @@ def probe(mechanism: Mechanism) -> tuple[list[str], str]:
             "secret": str(secret),
             "written": os.path.join(folder, "written"),
             "pid": os.getpid(),
+            "parent": os.getppid(),
             # names only: the values are what must not get in; the last two are made by bubblewrap and by Python
             "environment": set(os.environ) - {*ENVIRONMENT, "PWD", "LC_CTYPE"} or {SECRET},
             "memory": LIMITS.memory * 2,

@@ -1,8 +1,9 @@
 """What a hostile program tries, for the self-test: one statement each. To get to its end is to get out.
 
 All of them run in one program, one after the other, against things that the self-test sets up: `tcp`, `udp` (ports), `unix` (a path),
-`secret` (a file), `written` (a path), `pid` (of the grader), `memory` (more bytes than are allowed), `environment` (variables),
-`threads` (twice as many as are allowed). None does harm where it succeeds: what it sets is what was there before.
+`secret` (a file), `written` (a path), `pid` (of the grader), `parent` (of its parent), `memory` (more bytes than are allowed),
+`environment` (variables), `threads` (twice as many as are allowed). None does harm where it succeeds: what it sets is what was there
+before.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ PROBES = {
     "a message through a pair": "pair = socket.socketpair(); pair[0].sendmsg([b'x'])",
     "io_uring": "call((425, 425), 8, space)",
     "reading host files": "open(secret).read()",
+    "opening host files for neither": "os.open(secret, 3)",  # reading nor writing: Landlock has no name for it
     "writing host files": "open(written, 'w')",
     "modes and times of host files": "os.chmod(secret, 0o666); os.utime(secret)",
     "locks on host files": "fcntl.flock(os.open(os.__file__, 0), fcntl.LOCK_SH)",
     "leases on files": "fcntl.fcntl(os.open(os.__file__, 0), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "reading /proc of the grader": "assert open(f'/proc/{pid}/environ', 'rb').read()",
+    "links of another process": "os.readlink(f'/proc/{parent}/cwd')",
     "the grader's out-of-memory score": "open(f'/proc/{pid}/oom_score_adj', 'r+')",
     "the environment": "assert set(os.environ) & environment",
     "kill": "os.kill(pid, 0)",
@@ -72,6 +75,7 @@ PROBES = {
     "setpriority": "os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid))",
     "setpriority of a group": "reach(3, os.setpriority, os.PRIO_PGRP, 0x7FFFFFF0, 0)",
     "setpriority of a user": "reach(3, os.setpriority, os.PRIO_USER, 0x7FFFFFF0, 0)",
+    "priority inheritance": "reach(110, call, (202, 98), (ctypes.c_uint * 1)(pid), 6, 0, bytes(16))",
     "sched_setaffinity": "os.sched_setaffinity(pid, os.sched_getaffinity(pid))",
     "sched_setscheduler": "os.sched_setscheduler(pid, os.sched_getscheduler(pid), os.sched_getparam(pid))",
     "sched_setparam": "os.sched_setparam(pid, os.sched_getparam(pid))",
@@ -92,6 +96,7 @@ PROBES = {
     "adopting processes": "check(library.prctl(36, 1, 0, 0, 0))",
     "another user": "os.setresuid(os.getuid(), os.getuid(), os.getuid())",
     "new privileges": "os.setuid(0); os.chroot('/')",
+    "another table of open files": "call((436, 436), 900, 901, 2)",
     "memory": "bytearray(memory)",
     "memory of a file": "f = os.memfd_create('x'); [os.write(f, bytes(1 << 20)) for _ in range(memory >> 20)]",
     "locked memory": "check(library.mlockall(1))",

@@ -8,11 +8,14 @@ system. Where a call is needed but some of its arguments are not, the arguments 
 - `prlimit64` is for the caller (pid 0), `kill` and `tgkill` for the caller's own pid;
 - `prctl` sets names, so that the signal that ends a program with its grader cannot be taken back;
 - `fcntl` and `ioctl` are for plain descriptors: no owner that receives signals, no lease, no lock, no terminal;
-- `clone` makes threads.
+- `futex` is for plain locks: one with priority inheritance names the thread that holds it, of any process, and changes its priority;
+- `open` is for reading or writing: Landlock lets pass what asks for neither (access mode 3), and a file can be made that way;
+- `clone` makes threads, and neither it nor `close_range` a second table of open files, which would have a limit of its own.
 
-A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit had been reached; clone3 and newer
-calls do not exist (ENOSYS), so that the C library falls back to those that are listed. A call of another architecture (32-bit x86)
-ends the process; numbers of x32 are too large to be listed.
+There are no links to read (EINVAL, as for what is no link): sandlock answers that call itself, with the rights of the grader, and
+would tell which files other processes have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit
+had been reached; clone3 and newer calls do not exist (ENOSYS), so that the C library falls back to those that are listed. A call of
+another architecture (32-bit x86) ends the process; numbers of x32 are too large to be listed.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ Numbers = dict[str, tuple[int | None, int | None]]  # name: (x86_64, aarch64); N
 ALLOWED: Numbers = {
     # descriptors and files: which files, the mechanism says
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
-    "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
-    "pipe": (22, None), "pipe2": (293, 59), "open": (2, None), "openat": (257, 56), "access": (21, None), "faccessat": (269, 48),
+    "close": (3, 57), "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "pipe": (22, None), "pipe2": (293, 59), "access": (21, None), "faccessat": (269, 48),
     "faccessat2": (439, 439), "stat": (4, None), "lstat": (6, None), "fstat": (5, 80), "newfstatat": (262, 79),
-    "statx": (332, 291), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17),
+    "statx": (332, 291), "getdents64": (217, 61), "getcwd": (79, 17),
     "chdir": (80, 49), "fchdir": (81, 50), "umask": (95, 166), "getsockname": (51, 204),
     # waiting
     "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
@@ -38,7 +41,7 @@ ALLOWED: Numbers = {
     "alarm": (37, None), "setitimer": (38, 103), "getitimer": (36, 102), "restart_syscall": (219, 128),
     # its own memory and threads
     "brk": (12, 214), "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "madvise": (28, 233),
-    "msync": (26, 227), "mseal": (462, 462), "futex": (202, 98), "set_robust_list": (273, 99), "set_tid_address": (218, 96),
+    "msync": (26, 227), "mseal": (462, 462), "set_robust_list": (273, 99), "set_tid_address": (218, 96),
     "rseq": (334, 293), "membarrier": (324, 283), "arch_prctl": (158, None), "sched_yield": (24, 124), "exit": (60, 93),
     "exit_group": (231, 94),
     # its own signal handlers
@@ -54,8 +57,11 @@ ALLOWED: Numbers = {
 }  # fmt: skip
 COMPARED: Numbers = {
     "socketpair": (53, 199), "sendto": (44, 206), "recvfrom": (45, 207), "prlimit64": (302, 261), "kill": (62, 129),
-    "tgkill": (234, 131), "prctl": (157, 167), "fcntl": (72, 25), "ioctl": (16, 29),
+    "tgkill": (234, 131), "prctl": (157, 167), "fcntl": (72, 25), "ioctl": (16, 29), "futex": (202, 98), "close_range": (436, 436),
 }  # fmt: skip
+OPEN: Numbers = {"open": (2, None)}
+OPENAT: Numbers = {"openat": (257, 56)}
+LINKS: Numbers = {"readlink": (89, None), "readlinkat": (267, 78)}
 PROCESSES: Numbers = {"fork": (57, None), "vfork": (58, None)}
 CLONE: Numbers = {"clone": (56, 220)}
 CLONE3: Numbers = {"clone3": (435, 435)}
@@ -64,11 +70,17 @@ NEWEST = 450  # a C library of today uses calls above this number only where the
 LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-CLONE_THREAD, CLONE_OTHER = 0x00010000, 0x7E02F000  # namespaces, and what has to do with parents, tracers and pidfds
+CLONE_THREAD, CLONE_FILES, CLONE_OTHER = (
+    0x00010000,
+    0x400,
+    0x7E02F000,
+)  # namespaces, and what is about parents, tracers and pidfds
 OWN_PID = 0x7FA1FA17  # stands for the pid of the process that sets the filter, which puts its own here
 
 # For each compared call: what its arguments must be, as (offset of 32 bits in struct seccomp_data, accepted values), all of them.
-_FIRST, _SECOND, _FLAGS, _ADDRESS = 16, 24, 40, 48
+_FIRST, _SECOND, _THIRD, _FLAGS, _ADDRESS = 16, 24, 32, 40, 48
+_PRIVATE, _REALTIME = 0x80, 0x100
+_FUTEX = tuple(kind | operation for kind in (_PRIVATE, 0) for operation in (0, 1, 9, 9 | _REALTIME, 10, 3, 4, 5))
 ARGUMENTS: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {
     "socketpair": ((_FIRST, (1,)), (_SECOND, (1, 0x801, 0x80001, 0x80801))),  # AF_UNIX; SOCK_STREAM, _NONBLOCK, _CLOEXEC
     "sendto": ((_FLAGS, (0, 0x40, 0x4000, 0x4040)), (_ADDRESS, (0,)), (_ADDRESS + 4, (0,))),  # MSG_DONTWAIT, MSG_NOSIGNAL
@@ -79,6 +91,8 @@ ARGUMENTS: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {
     "prctl": ((_FIRST, (15, 16, 0x53564D41)),),  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
     "fcntl": ((_SECOND, (0, 1, 2, 3, 4, 1030)),),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
     "ioctl": ((_SECOND, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
+    "futex": ((_SECOND, _FUTEX),),  # FUTEX_WAIT, WAKE, WAIT_BITSET, WAKE_BITSET, REQUEUE, CMP_REQUEUE, WAKE_OP
+    "close_range": ((_THIRD, (0, 4)),),  # CLOSE_RANGE_CLOEXEC
 }
 
 
@@ -98,6 +112,12 @@ def _compare(arguments: tuple[tuple[int, tuple[int, ...]], ...]) -> list[bytes]:
         steps += [_step(EQUAL, value, true=len(values) - i) for i, value in enumerate(values)]
         steps.append(_step(RETURN, FAIL | errno.EPERM))
     return [*steps, _step(RETURN, ALLOW)]
+
+
+def _opening(flags: int) -> list[bytes]:
+    """Allow but for access mode 3, which has both of the lowest bits."""
+    steps = [_step(LOAD, flags), _step(ANY_BIT, 1, false=1), _step(ANY_BIT, 2, true=1)]
+    return [*steps, _step(RETURN, ALLOW), _step(RETURN, FAIL | errno.EPERM)]
 
 
 def program() -> bytes:
@@ -122,11 +142,15 @@ def program() -> bytes:
     add(ALLOWED, [_step(RETURN, ALLOW)])
     for name, numbers in COMPARED.items():
         add({name: numbers}, _compare(ARGUMENTS[name]))
+    add(OPEN, _opening(_SECOND))
+    add(OPENAT, _opening(_THIRD))
+    add(LINKS, [_step(RETURN, FAIL | errno.EINVAL)])
     refused = _step(RETURN, FAIL | errno.EAGAIN)
     thread = [
         _step(LOAD, _FIRST),
-        _step(ANY_BIT, CLONE_OTHER, true=2),
-        _step(ANY_BIT, CLONE_THREAD, false=1),
+        _step(ANY_BIT, CLONE_OTHER, true=3),
+        _step(ANY_BIT, CLONE_THREAD, false=2),
+        _step(ANY_BIT, CLONE_FILES, false=1),
         _step(RETURN, ALLOW),
     ]
     add(CLONE, [*thread, refused])
