@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from posttrain.rewards.code import CallTest, StdioTest, grade
 from posttrain.rewards.sandbox import container, isolation, mechanisms, pool, probes
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import Bubblewrap
+from posttrain.rewards.sandbox.session import Ended
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sandboxes are for Linux")
 LIMITS = Limits(wall=0.6, memory=256 * MEGABYTE)
@@ -55,10 +57,10 @@ def stand_in(folder: Path, walls: list[str]) -> None:
 
 
 def bubblewrap() -> list[str]:
-    """Walls of another make, with the two programs that an image must hold."""
+    """Walls of another make, with the program that an image must hold, and /proc, as containers have it."""
     walls = Bubblewrap(privileged=False).walls()
     at = walls.index("--remount-ro")
-    tools = ["--ro-bind", "/usr/bin/env", "/usr/bin/env", "--ro-bind", "/usr/bin/timeout", "/usr/bin/timeout"]
+    tools = ["--ro-bind", "/usr/bin/env", "/usr/bin/env", "--proc", "/proc"]
     return [str(shutil.which("bwrap")), *walls[:at], "--perms", "0755", "--dir", "/usr/bin", *tools, *walls[at:], "--"]
 
 
@@ -139,8 +141,8 @@ def test_what_a_runtime_is_asked_for() -> None:
     assert not {"--env", "-e", "--env-file", "--volume", "-v", "--mount", "--privileged", "--device", "--gpus"} & set(line)
     assert "--http-proxy=false" in container.Container("podman").walls(limits, "t")
     inside = container.Container("docker").inside(limits)
-    assert inside[0] == "-i" and inside[inside.index("timeout") :][:5] == ["timeout", "-s", "KILL", "3600", "python3"]
     settings = json.loads(inside[-1])
+    assert inside[0] == "-i" and "python3" in inside and settings["longest"] == 3600
     assert settings["limits"]["AS"] == 128 << 20 and settings["limits"]["CORE"] == 0 and len(settings["rules"]) > 100
 
 
@@ -181,24 +183,48 @@ def test_a_client_that_nobody_listens_to_ends_at_once(tmp_path: Path, caplog: py
     assert (tmp_path / "asked").read_text() == "kill mine\n"
 
 
+def test_a_container_ends_after_its_hour(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should all else fail; a program that ignores its input and every signal cannot prevent it."""
+    monkeypatch.setattr(container, "LONGEST", 1)
+    stand_in(tmp_path, [])
+    with pool.Pool(spare=0).take(container.Container("docker"), Limits(wall=50.0)) as session:
+        session.begin("stdio", "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(50)")
+        assert session.child.finish(10.0) == mechanisms.Exit(code=1)
+
+
+def test_a_container_has_the_exit_code_of_its_program(tmp_path: Path, asked: Any) -> None:
+    stand_in(tmp_path, [])
+    for text, outcome in (("import os\nos._exit(3)", (3, 0)), ("import os\nos.kill(os.getpid(), 9)", (137, 9)), ("", (0, 0))):
+        with pool.Pool(spare=0).take(container.Container("docker"), Limits(wall=50.0)) as session:
+            session.begin("stdio", text)
+            session.write(b"", last=True)
+            with suppress(Ended):
+                session.read_all()
+            end = session.child.finish(10.0)
+            assert (end.code, end.signal) == outcome
+
+
 GRADER = """
-import sys, time
+import os, sys, time
 from posttrain.rewards.sandbox import container, limits, pool
 session = pool.Pool(spare=0).take(container.Container("docker"), limits.Limits(wall=50.0))
 session.begin("stdio", "import os, time\\nos.write(1, b'up')\\ntime.sleep(50)")
 session.write(b"", last=True)
 while b"up" not in session.incoming: session._turn()
-print(session.child.name, flush=True)
+forked = os.fork() if "fork" in sys.argv else os.getpid()
+if forked: print(session.child.name, forked, flush=True)
 time.sleep(50)
 """
 
 
-def test_a_container_does_not_outlive_a_killed_grader(tmp_path: Path, asked: Any) -> None:
-    """Neither the runtime nor its client notices that the grader is gone, and the program reads no input."""
+@pytest.mark.parametrize("way", ["alone", "fork"])
+def test_a_container_does_not_outlive_a_killed_grader(way: str, tmp_path: Path, asked: Any) -> None:
+    """Neither the runtime nor its client notices that the grader is gone, and the program reads no input. A process that the grader
+    forked, such as one that loads data, lives a little longer."""
     stand_in(tmp_path, [])
-    with subprocess.Popen([sys.executable, "-c", GRADER], stdout=subprocess.PIPE, text=True) as grader:
+    with subprocess.Popen([sys.executable, "-c", GRADER, way], stdout=subprocess.PIPE, text=True) as grader:
         assert grader.stdout is not None
-        title = grader.stdout.readline().strip()
+        title, forked = grader.stdout.readline().split()
         first = Path("/proc", (tmp_path / title).read_text())
         inside = Path("/proc", (first / f"task/{first.name}/children").read_text().split()[0])
         assert b"python" in (inside / "cmdline").read_bytes()
@@ -208,7 +234,7 @@ def test_a_container_does_not_outlive_a_killed_grader(tmp_path: Path, asked: Any
     while (alive(first) or alive(inside)) and time.monotonic() < end:
         time.sleep(0.02)
     left = [int(process.name) for process in (inside, first) if alive(process)]
-    for pid in left:
+    for pid in left if way == "alone" else [*left, int(forked)]:
         os.kill(pid, 9)
     assert not left and asked()[-1] == ["kill", title]
 

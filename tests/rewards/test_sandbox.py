@@ -271,6 +271,7 @@ def unsupported() -> set[str]:
             found.add(f"{name} socket")
     if os.getuid() != 0:
         found |= {"new privileges", "locked memory", "process_madvise", "leases on files", "ptrace", "process_vm_readv"}
+        found |= {"memory of its parent"}
     return found | {
         "io_uring",
         "migrate_pages",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any, Never
 
 DEPTH, SMALL = 100, 1 << 53
-DEATH_SIGNAL, KEEP_CAPS, CAP_READ_SEARCH, CAPABILITY_VERSION = 1, 8, 1 << 2, 0x20080522
+DEATH_SIGNAL, DUMPABLE, KEEP_CAPS, CAP_READ_SEARCH, CAPABILITY_VERSION = 1, 4, 8, 1 << 2, 0x20080522
 NO_NEW_PRIVILEGES, SECCOMP, SECCOMP_FILTER = 38, 22, 2
 OWN_PID = bytes.fromhex("17faa17f")  # in the rules: see seccomp.py
 CRASH, OUT_OF_MEMORY, SYNTAX = 1, 77, 78  # exit codes where the program has the streams for itself
@@ -36,7 +36,24 @@ scanner: Any = make_scanner
 scan = scanner(Settings)
 
 
-def confine(settings: dict[str, Any]) -> None:
+def guard(library: Library, settings: dict[str, Any]) -> None:
+    """The first process of a container stays behind here, and ends it after its hour. It has the user of the program, which must not
+    reach it through /proc/1/mem: the kernel keeps that closed where a process may not be dumped."""
+    import signal
+
+    library.call("prctl", DUMPABLE, 0, 0, 0, 0)
+    settings["parent"] = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        return
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
+    signal.alarm(settings["longest"])
+    os.closerange(0, 3)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os._exit(128 - code if code < 0 else code)
+
+
+def confine(library: Library, settings: dict[str, Any]) -> None:
     """Limits first, then the user: an ordinary one, with nobody else's processes to count against its limit."""
     for name, value in settings["limits"].items():
         number = getattr(resource, "RLIMIT_" + name)
@@ -46,7 +63,6 @@ def confine(settings: dict[str, Any]) -> None:
         # a second between soft and hard, so that running out of processor time has a signal of its own
         highest = value + 1 if name == "CPU" and hard == resource.RLIM_INFINITY else value
         resource.setrlimit(number, (value, highest))
-    library = Library()
     user = settings["user"]
     if user:
         become(library, user, settings["read_search"])
@@ -312,7 +328,10 @@ def leave(code: int, name: str) -> Never:
 def main() -> None:
     settings = scan(sys.argv[1], 0)[0]
     sys.argv = ["program.py"]
-    confine(settings)
+    library = Library()
+    if settings["longest"]:
+        guard(library, settings)
+    confine(library, settings)
     os.write(1, b"ready\n")
     job = receive(0)
     os.write(1, b"began\n")

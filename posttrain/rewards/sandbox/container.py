@@ -1,8 +1,9 @@
 """A container runtime as the wall: docker or podman, where the user names one. It is never chosen by itself, and is self-tested like
-the others. The image must be there already and hold `env`, `timeout` and `python3`, as python:3.12-slim does.
+the others. The image must be there already and hold `env` and `python3`, as python:3.12-slim does.
 
 A container is no child of ours, so a small process outside it, which ends when the grader does however that happens, has the runtime
-kill it. Inside, PID 1 is `timeout`, which a program cannot kill: should the runtime fail, no container outlives its hour.
+kill it. Inside, PID 1 is an interpreter that only waits, which a program cannot reach: should the runtime fail, no container outlives
+its hour.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from posttrain.rewards.sandbox import mechanisms, seccomp
 from posttrain.rewards.sandbox.limits import Limits
-from posttrain.rewards.sandbox.mechanisms import NOBODY, Child, Exit, Infrastructure, PopenChild
+from posttrain.rewards.sandbox.mechanisms import NOBODY, Child, Exit, Infrastructure, PopenChild, close_all
 
 RUNTIMES = ("docker", "podman")
 IMAGE = "python:3.12-slim"
@@ -36,6 +37,9 @@ class ContainerChild(PopenChild):
         self.reaper = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
         super().__init__(process)
 
+    def close_pipes(self) -> None:
+        close_all((*self.streams, self.reaper.stdin))
+
     def kill(self) -> None:
         if self.reaper.stdin is not None:
             self.reaper.stdin.close()
@@ -49,9 +53,7 @@ class ContainerChild(PopenChild):
             with suppress(OSError):
                 self.close_input()
             if not self._waited(GRACE):
-                for stream in self.streams:  # nobody reads any more, and a client that still has something to say would not end
-                    with suppress(OSError):
-                        stream.close()
+                close_all(self.streams)  # nobody reads any more, and a client that still has something to say would not end
                 self._stop()
         found = super().finish(0.0)
         self._end_reaper()
@@ -112,10 +114,10 @@ class Container:
         return [*line.split(), *proxies]
 
     def inside(self, limits: Limits) -> list[str]:
-        """An empty environment but for ours, then the clock, then the interpreter."""
+        """An empty environment but for ours, then the interpreter."""
         environment = {**mechanisms.ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-        child = mechanisms.command(limits, user=0, count_tasks=False, program="python3")
-        return ["-i", *(f"{k}={v}" for k, v in environment.items()), "timeout", "-s", "KILL", str(LONGEST), *child]
+        child = mechanisms.command(limits, user=0, count_tasks=False, program="python3", longest=LONGEST)
+        return ["-i", *(f"{k}={v}" for k, v in environment.items()), *child]
 
 
 def named(name: str) -> Container | None:

@@ -21,11 +21,11 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from posttrain.rewards.sandbox import seccomp
 from posttrain.rewards.sandbox.limits import Limits
@@ -71,6 +71,8 @@ class Child(Protocol):
     stderr: int
 
     def close_input(self) -> None: ...
+
+    def close_pipes(self) -> None: ...
 
     def kill(self) -> None:
         """End it without waiting; another thread may be talking to it."""
@@ -118,10 +120,16 @@ def open_to_all(path: str) -> bool:
 
 
 def command(
-    limits: Limits, user: int, count_tasks: bool, read_search: bool = False, program: str = "", parent: int = 0
+    limits: Limits,
+    user: int,
+    count_tasks: bool,
+    read_search: bool = False,
+    program: str = "",
+    parent: int = 0,
+    longest: int = 0,
 ) -> list[str]:
     """The interpreter's command line. It holds no secret: the job comes through a pipe. `parent` is who must be alive for the child to
-    begin, where they share their process numbers."""
+    begin, where they share their process numbers; `longest`, the seconds that it may live where it is the first process."""
     limited = {
         "CORE": 0,
         "FSIZE": 0,
@@ -140,6 +148,7 @@ def command(
         "result": limits.result,
         "mark": MARK,
         "parent": parent,
+        "longest": longest,
         "rules": seccomp.program().hex() if seccomp.supported() else "",
     }
     return [program or interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", SOURCE, json.dumps(settings)]
@@ -155,8 +164,17 @@ def alive() -> set[Any]:
 
 
 def disown() -> None:
-    """After a fork: those children are the parent's."""
+    """After a fork: those children are the parent's. Our copies of their pipes are closed: they are to end with the parent's."""
+    for child in _alive:
+        child.close_pipes()
     _alive.clear()
+
+
+def close_all(streams: Iterable[IO[bytes] | None]) -> None:
+    for stream in streams:
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
 
 
 class SandlockChild:
@@ -169,6 +187,9 @@ class SandlockChild:
     def close_input(self) -> None:
         self.process.stdin.close()
 
+    def close_pipes(self) -> None:
+        close_all((self.process.stdin, self.process.stdout, self.process.stderr))
+
     def kill(self) -> None:
         self.process.kill()
 
@@ -179,9 +200,7 @@ class SandlockChild:
         if patience <= 0:
             self.process.kill()
         result = self.process.wait(max(patience, 0.001))
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            with suppress(OSError):
-                stream.close()
+        self.close_pipes()
         reason = result.reason.name
         number = signal.SIGKILL if reason == "KILLED" and patience > 0 else max(result.signal, 0)
         self._exit = Exit(max(result.exit_code, 0), number, ended=reason == "TIMEOUT" or patience <= 0)
@@ -252,6 +271,9 @@ class PopenChild:
     def close_input(self) -> None:
         self.streams[0].close()
 
+    def close_pipes(self) -> None:
+        close_all(self.streams)
+
     def kill(self) -> None:
         self.process.kill()
 
@@ -275,9 +297,7 @@ class PopenChild:
         if self.whole_group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-        for stream in self.streams:
-            with suppress(OSError):
-                stream.close()
+        close_all(self.streams)
         number = -code if code < 0 else code - 128 if code > 128 else 0  # bubblewrap reports a signal as a shell does
         self._exit = Exit(max(code, 0), number, ended)
         return self._exit

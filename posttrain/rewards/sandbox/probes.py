@@ -58,6 +58,7 @@ PROBES = {
     "locks on host files": "fcntl.flock(os.open(os.__file__, 0), fcntl.LOCK_SH)",
     "leases on files": "fcntl.fcntl(os.open(os.__file__, 0), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "reading /proc of the grader": "assert open(f'/proc/{pid}/environ', 'rb').read()",
+    "memory of its parent": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
     "links of another process": "os.readlink(f'/proc/{parent}/cwd')",
     "the grader's out-of-memory score": "open(f'/proc/{pid}/oom_score_adj', 'r+')",
     "the environment": "assert set(os.environ) & environment",
