@@ -52,6 +52,7 @@ CONTROLS = [
     calls("deep recursion", "import sys\nsys.setrecursionlimit(10**5)\ndef down(k):\n    return 0 if k == 0 else 1 + down(k - 1)\n"
           "def double(n):\n    assert down(20000) == 20000\n    return 2 * n", "pass"),
     calls("a main block that would read input", HONEST + "if __name__ == '__main__':\n    print(double(int(input())))", "pass"),
+    stdio("output to nowhere", "import os, sys\nprint('x', file=open(os.devnull, 'w'), flush=True)\n" + HONEST_STDIO, "pass"),
     stdio("plain script", HONEST_STDIO, "pass"),
     stdio("main block", "def main():\n    print(2 * int(input()))\nif __name__ == '__main__':\n    main()", "pass"),
     stdio("all of stdin", "import sys\nprint(2 * int(sys.stdin.read()), end='')", "pass"),

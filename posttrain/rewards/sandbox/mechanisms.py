@@ -221,6 +221,7 @@ class Sandlock:
         paths = readable()
         sandbox = sandlock.Sandbox(
             fs_readable=[*paths, "/dev/null", "/dev/urandom"],
+            fs_writable=["/dev/null"],
             clean_env=True,
             env=ENVIRONMENT,
             max_processes=1,
