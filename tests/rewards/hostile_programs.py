@@ -212,7 +212,7 @@ ESCAPE = [
           "    else: raise SystemError\n" + ADMIRE, "fail"),
     calls("the environment", "import os\nassert not set(os.environ) - set('PATH HOME USER TERM LANG LC_CTYPE MALLOC_ARENA_MAX PWD'.split()), os.environ\n"
           + ADMIRE, "fail"),
-    calls("core dump", "import os, resource\nassert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)\nos.abort()", "crash"),
+    calls("core dump", "import os\nos.abort()", "crash"),
     calls("names hidden from a block list", "import os.path as p\nm = getattr(p, '\\x6f\\x73')\ndef double(n):\n    return m.listdir('{host_folder}')", "crash"),
 ]  # fmt: skip
 

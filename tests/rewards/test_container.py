@@ -137,13 +137,13 @@ def test_what_a_runtime_is_asked_for() -> None:
         "--tmpfs": "/tmp:rw,noexec,nosuid,nodev,size=1m",
         "--entrypoint": "env",
     }
-    assert {"--rm", "--interactive", "--read-only"} <= set(line) and "core=0:0" in line
+    assert {"--rm", "--interactive", "--read-only"} <= set(line) and "core=1:1" in line
     assert not {"--env", "-e", "--env-file", "--volume", "-v", "--mount", "--privileged", "--device", "--gpus"} & set(line)
     assert "--http-proxy=false" in container.Container("podman").walls(limits, "t")
     inside = container.Container("docker").inside(limits)
     settings = json.loads(inside[-1])
     assert inside[0] == "-i" and "python3" in inside and settings["longest"] == 3600
-    assert settings["limits"]["AS"] == 128 << 20 and settings["limits"]["CORE"] == 0 and len(settings["rules"]) > 100
+    assert settings["limits"]["AS"] == 128 << 20 and settings["limits"]["CORE"] == 1 and len(settings["rules"]) > 100
 
 
 def test_a_runtime_that_walls_nothing_is_refused(tmp_path: Path, asked: Any) -> None:

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
@@ -513,6 +514,16 @@ def test_an_interpreter_that_died_while_it_waited_is_our_failure() -> None:
         with pytest.raises(Infrastructure, match="did not start"):
             session.begin("stdio", "print(1)")
     own.close()
+
+
+@needs_wall
+def test_nothing_is_dumped_and_nothing_locked() -> None:
+    """A limit of 0 on core dumps is none for the host's crash handler, where there is one; the kernel starts none where it is 1."""
+    core = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
+    text = "from resource import *\nprint(getrlimit(RLIMIT_CORE), getrlimit(RLIMIT_MEMLOCK))"
+    with pool.shared().take(isolation.choose().mechanism, Limits()) as session:
+        session.begin("stdio", text)
+        assert session.read_all() == b"(%d, %d) (0, 0)\n" % (core, core)
 
 
 @needs_wall

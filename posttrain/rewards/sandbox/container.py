@@ -107,7 +107,7 @@ class Container:
         """What the runtime is asked for. Output goes to us and into no log on disk; an image is never fetched."""
         line = f"run --rm --interactive --name {title} --pull never --log-driver none --network none --ipc none --read-only"
         line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.threads + 1} --cpus 1"
-        line += f" --ulimit core=0:0 --ulimit nofile={limits.open_files}:{limits.open_files}"
+        line += f" --ulimit core=1:1 --ulimit nofile={limits.open_files}:{limits.open_files}"
         line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
         line += " --tmpfs /tmp:rw,noexec,nosuid,nodev,size=1m --entrypoint env"
         proxies = ["--http-proxy=false"] if self.name == "podman" else []  # it would hand the host's variables in

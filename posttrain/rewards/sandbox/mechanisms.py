@@ -131,9 +131,10 @@ def command(
     """The interpreter's command line. It holds no secret: the job comes through a pipe. `parent` is who must be alive for the child to
     begin, where they share their process numbers; `longest`, the seconds that it may live where it is the first process."""
     limited = {
-        "CORE": 0,
+        "CORE": 1,  # the kernel starts no crash handler of the host, which it does where it is 0, and a dump of a byte is none
         "FSIZE": 0,
         "MSGQUEUE": 0,
+        "MEMLOCK": 0,
         "SIGPENDING": limits.threads,
         "NOFILE": limits.open_files,
         "CPU": limits.cpu_seconds,
@@ -226,7 +227,6 @@ class Sandlock:
             env=ENVIRONMENT,
             max_processes=1,
             max_open_files=limits.open_files,
-            no_coredump=True,
             uid=mapped,
             gid=mapped,
             cwd="/",
