@@ -49,8 +49,8 @@ def guard(library: Library, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
     signal.alarm(settings["longest"])
     os.closerange(0, 3)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os._exit(128 - code if code < 0 else code)
+    status = os.waitpid(pid, 0)[1]
+    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))  # as a shell has it
 
 
 def confine(library: Library, settings: dict[str, Any]) -> None:
