@@ -206,7 +206,7 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
             _assign(tree[inside[0]], groups[inside[0]], path, value, dotted)
             return
         nested = [k for f, group in groups.items() if isinstance(tree.get(f), dict) for k in _keys(group)]
-        raise unknown(f"key {dotted!r}: no", key, [*names, *nested])
+        raise _unknown_key(f"key {dotted!r}: no", key, [*names, *nested], [kind, *groups.values()])
     if len(path) == 1:
         if isinstance(value, str) and isinstance(tree.get(key), dict) and "name" in tree[key]:
             value = _shorthand({"name": value})  # another algorithm or task, with its own defaults
@@ -230,6 +230,12 @@ def _group(hint: Any, tree: JSON) -> Any:
 
 def _keys(kind: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(kind) if f.init]
+
+
+def _unknown_key(what: str, key: str, known: Sequence[str], kinds: Sequence[Any]) -> UserError:
+    """As `unknown`; where one of the kinds had the key in an earlier version (`removed`), with what to use instead."""
+    hint = next((kind.removed[key] for kind in kinds if issubclass(kind, Algorithm) and key in kind.removed), "")
+    return UserError(f"unknown {what} {key!r}; it was removed: {hint}") if hint else unknown(what, key, known)
 
 
 def to_tree(value: Any) -> JSON:
@@ -263,7 +269,7 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         names = _keys(kind)
         for key in tree:
             if key not in names:
-                raise unknown(f"key in {where}:", str(key), names)
+                raise _unknown_key(f"key in {where}:", str(key), names, [kind])
         return _construct(kind, {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and inner and (dataclasses.is_dataclass(inner[0]) or inner[0] in NAMED):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ class Algorithm:
     online: ClassVar[bool] = True  # learns from what it samples itself; else from examples
     unit: ClassVar[str] = "sequence"  # token | sequence | pair | ranking: what a micro-batch may not cut
     trains: ClassVar[str] = "policy"  # policy | scorer: a language model, or one with a head of one number
+    removed: ClassVar[Mapping[str, str]] = {}  # settings of earlier versions, and what to use instead
 
     def check(self, condition: bool, message: str) -> None:
         """Refuse settings unless `condition` holds."""

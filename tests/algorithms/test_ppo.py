@@ -21,6 +21,7 @@ from material_for_tests import (
 )
 from torch import Tensor
 
+from posttrain import config
 from posttrain.algorithms.base import State
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
@@ -77,6 +78,20 @@ def test_contract() -> None:
     assert PPO().group_size == 1
     assert "value" not in {f.name for f in fields(PPO)}, "a coefficient that the critic's own Adam would undo"
     assert (PPO().clip, PPO().lam, PPO().gamma, PPO().beta) == (0.2, 0.95, 1.0, 0.2)
+
+
+def test_a_setting_that_was_removed_is_named_with_what_to_use() -> None:
+    """On the command line, by its path and by its name alone, and in the configuration of a run of an earlier version."""
+    hint = "it was removed: .*leave it out, and set critic_optimizer.lr$"
+    for key in ("rl.algorithm.value", "rl.value"):
+        with pytest.raises(UserError, match=f"^unknown key '{key}': no 'value'; {hint}"):
+            config.parse("instructgpt", [f"{key}=0.1"])
+    stage = {"stage": "rl", "name": "rl", "model": "tiny:nano", "task": {"name": "arithmetic"}}
+    tree = {"stages": [{**stage, "algorithm": {"name": "ppo", "value": 0.1}}]}
+    with pytest.raises(UserError, match=rf"^unknown key in stages\[0\].algorithm: 'value'; {hint}"):
+        config.from_config(tree, "config.yaml")
+    with pytest.raises(UserError, match="did you mean"):
+        config.parse("quickstart", ["rl.algorithm.value=0.1"])
 
 
 # --- rewards and advantages ------------------------------------------------------------------------------------------------
