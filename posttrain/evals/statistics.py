@@ -14,6 +14,7 @@ import numpy as np
 from posttrain.errors import require
 
 LEVEL, Z = 0.95, 1.96  # of all intervals, and the normal quantile that goes with it
+ROUNDING = 1e-9  # of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,10 @@ def compare(first: Sequence[float], second: Sequence[float], clusters: Sequence[
     differences, kept = [b - a for a, b, _ in scored], [key for _, _, key in scored]
     shares = all(0 <= a <= 1 and 0 <= b <= 1 for a, b, _ in scored)
     interval = paired_interval(differences, kept) if shares else mean_interval(differences, kept)
-    sums = [fsum(own) for own in _by_cluster(differences, kept).values()]
+    sums = [
+        total if abs(total := fsum(own)) > ROUNDING * fsum(map(abs, own)) else 0.0
+        for own in _by_cluster(differences, kept).values()
+    ]
     wins, losses = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
     ties = len(sums) - wins - losses
     return Comparison(wins, losses, ties, interval, sign_test(wins, losses), len(first) - len(scored))

@@ -212,6 +212,14 @@ def test_clusters_keep_the_mean_and_have_the_robust_variance() -> None:
     assert share_interval([1.0] * 6, keys) == wilson(3, 3), "six right pairs of three rankings are three rankings"
 
 
+def test_differences_of_a_cluster_that_add_up_to_nothing_are_a_tie() -> None:
+    """0 + 0 + 1 and three thirds: the rounding of thirds is neither a win nor a loss."""
+    found = compare([0.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3], ["a"] * 3)
+    assert (found.wins, found.losses, found.ties) == (0, 0, 1)
+    found = compare([0.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3 + 1e-6], ["a"] * 3)
+    assert (found.wins, found.losses, found.ties) == (1, 0, 0)
+
+
 def test_one_share_between_does_not_make_it_sure() -> None:
     """All of 30 solved, then one of them three times in four: the interval must not collapse."""
     sure, nearly = share_interval([1.0] * 30, means=True), share_interval([1.0] * 29 + [0.75], means=True)
