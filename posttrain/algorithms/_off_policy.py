@@ -49,8 +49,11 @@ class OffPolicy(Algorithm):
         )
 
     def step_values(self, step: Batch) -> Tensor:
-        """[T]: the values of steps at the tokens they end in, NaN elsewhere; refused where the reward gives none."""
+        """[T]: the values of steps at the tokens they end in, NaN elsewhere; refused where the reward gives none. A step in which no
+        response could be scored has none either, and is skipped."""
         found, chosen = step.step_T, getattr(self, "supervision", "outcome")
+        if found is None and not bool(step.valid_N.any()):
+            return torch.full_like(step.behaviour_T, torch.nan)
         self.check(
             found is not None, f"supervision={chosen} needs a reward that scores steps (Score.steps); this one scores none"
         )

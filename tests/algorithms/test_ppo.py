@@ -22,7 +22,8 @@ from material_for_tests import (
 from torch import Tensor
 
 from posttrain import config
-from posttrain.algorithms.base import State
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
 from posttrain.engine.engine import Engine
@@ -149,6 +150,15 @@ def test_process_supervision_needs_steps() -> None:
     for supervision in ("process", "both"):
         with pytest.raises(UserError, match=f"^ppo: supervision={supervision} needs a reward that scores steps"):
             PPO(supervision=supervision).prepare(hand_step(), {})
+
+
+@pytest.mark.parametrize("algorithm", [PPO(supervision="process"), PPO(supervision="both"), GRPO(supervision="process")])
+def test_a_step_in_which_nothing_was_scored_is_skipped(algorithm: Algorithm) -> None:
+    """There are no values of steps then, which is no fault of the reward."""
+    step = plain_batch([None, None], [0, 0], [2, 2])
+    zero_T = torch.zeros(step.tokens, dtype=WIDE)
+    prepared = algorithm.prepare(step.replace(value_T=zero_T, reference_T=zero_T, behaviour_T=zero_T), algorithm.start())
+    assert not prepared.mask_T.any() and prepared.advantage_T is not None and not prepared.advantage_T.any()
 
 
 def test_prepare_by_hand() -> None:
