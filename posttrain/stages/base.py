@@ -160,11 +160,11 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
     names = check_names(stages, only)
     for stage in stages:
         check_ready(stage, context.device)
-        if context.result(stage.name) is None and (not only or stage.name in only):
-            stage.ready(names)
-    for stage in stages:
-        if context.result(stage.name) is None and (doubted := doubts(stage)):
-            context.announce(stage.name, doubted)
+    due = [stage for stage in stages if context.result(stage.name) is None and (not only or stage.name in only)]
+    for stage in due:
+        stage.ready(names)
+    for stage in due:
+        context.announce(stage.name, doubts(stage))
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
         now, before = _lineage.trace(stage, context.seed, folders), _lineage.read(context.folder(stage.name))
@@ -215,8 +215,13 @@ def optimizers(stage: Stage) -> dict[str, Optimization]:
 
 def doubts(stage: Stage) -> list[str]:
     """What a stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
-    steps = getattr(stage, "steps", None)
-    found = [settings.doubt(name, steps) for name, settings in optimizers(stage).items() if isinstance(steps, int)]
+    steps, known = getattr(stage, "steps", None), optimizers(stage)
+    policy, critic = known.get(f"{stage.name}.optimizer"), known.get(f"{stage.name}.critic_optimizer")
+    found = [policy.doubt(f"{stage.name}.optimizer", steps)] if policy is not None and isinstance(steps, int) else []
+    for name in ("warmup", "schedule", "final") if policy is not None and critic is not None else ():
+        if getattr(critic, name) not in (getattr(policy, name), getattr(type(critic), name)):
+            found.append(f"{stage.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "
+                         f"{stage.name}.optimizer at a rate of its own")  # fmt: skip
     return [f"warning: {text}" for text in found if text]
 
 

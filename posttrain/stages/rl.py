@@ -64,7 +64,9 @@ class RLStage(Stage):
     reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
     critic: str = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
     critic_head: str = "linear"  # of a new head: linear, or mlp with one hidden layer
-    critic_optimizer: Optimization | None = None  # None: the policy's settings
+    critic_optimizer: Optimization | None = (
+        None  # None: the policy's settings, whose warm-up and schedule it follows in any case
+    )
     reward_models: tuple[str, ...] = ()  # stages or directories: they score in place of the task, whose score is still reported
     # what they are: outcome, process (a value for every step), implicit (models tuned by DPO), or judge
     reward_kind: str = "outcome"

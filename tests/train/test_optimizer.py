@@ -19,6 +19,7 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.errors import UserError
 from posttrain.runs.write import RunWriter
 from posttrain.stages import base
+from posttrain.stages._material import Data
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -399,11 +400,34 @@ def test_a_warm_up_longer_than_its_stage_is_said_before_the_first_stage(
     assert plan.describe(settings)[-2:] == [f"two ({type(stages[1]).__name__})", f"  {line}"]
 
 
-def test_the_warm_up_of_the_critic_too() -> None:
-    late = Optimization(warmup=9)
-    stage = RLStage(name="rl", model="x", task=Arithmetic(), steps=8, algorithm=PPO(), critic_optimizer=late)
-    (line,) = base.doubts(stage)
-    assert line.startswith("warning: rl.critic_optimizer.warmup is 9 steps and the stage has 8")
+def test_the_critic_follows_the_schedule_of_the_policy() -> None:
+    """So a warm-up of its own has no effect, short or long, and that is said; the same as the policy's needs no words."""
+
+    def stage(critic: Optimization) -> RLStage:
+        policy = Optimization(warmup=4)
+        return RLStage(
+            name="rl", model="x", task=Arithmetic(), steps=8, algorithm=PPO(), optimizer=policy, critic_optimizer=critic
+        )
+
+    for warmup in (2, 9):
+        (line,) = base.doubts(stage(Optimization(lr=1e-3, warmup=warmup)))
+        assert line == ("warning: rl.critic_optimizer.warmup has no effect: the critic follows the warm-up and the schedule of "
+                        "rl.optimizer at a rate of its own")  # fmt: skip
+    (line,) = base.doubts(stage(Optimization(lr=1e-3, schedule="cosine")))
+    assert line.startswith("warning: rl.critic_optimizer.schedule has no effect")
+    assert base.doubts(stage(Optimization(lr=1e-3))) == base.doubts(stage(Optimization(lr=1e-3, warmup=4))) == []
+
+
+def test_only_stages_that_will_run_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [SFTStage(name=name, model="tiny:nano", data=(Data(task=Arithmetic(), counts={1: 4}),), steps=1,
+                       optimizer=Optimization(warmup=2)) for name in ("one", "two")]  # fmt: skip
+    monkeypatch.setattr(SFTStage, "run", lambda self, context: {})
+    with RunWriter(tmp_path / "run", config={}) as writer:
+        base.run_stages(stages, base.Context(writer, 0), only=["two"])
+    out = capsys.readouterr().out
+    assert "two.optimizer.warmup" in out and "one.optimizer" not in out
 
 
 def test_a_run_without_a_compiler_ends_before_its_first_stage(
