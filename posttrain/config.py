@@ -17,7 +17,7 @@ import yaml
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import UserError, require, unknown
-from posttrain.machine import check_threads, told_threads
+from posttrain.machine import check_threads, requested_threads
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages._lineage import PLACES, inside, place
 from posttrain.stages.base import Stage, check_names
@@ -64,7 +64,7 @@ def check_machine(seed: int, device: str) -> None:
     require(0 <= seed < 2**63, f"seed is a whole number, 0 or more and below 2**63, not {seed}")
     known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device) is not None
     require(known, f"device must be auto, cpu, mps, cuda or cuda:0, not {device!r}")
-    check_threads(told_threads(), "OMP_NUM_THREADS")
+    check_threads(requested_threads(), "OMP_NUM_THREADS")
 
 
 TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage

@@ -114,7 +114,7 @@ def accelerator() -> Finding:
 def threads() -> Finding:
     cores, asked = machine.cores(), os.environ.get("OMP_NUM_THREADS", "")
     text = f"{cores} cores" + (f", OMP_NUM_THREADS={asked}" if asked else "")
-    if machine.told_threads() > cores:
+    if machine.requested_threads() > cores:
         return Finding("threads", NOTE, text, f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it")
     return Finding("threads", OK, text)
 

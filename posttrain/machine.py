@@ -1,4 +1,4 @@
-"""The cores that this process may use, and the number of threads that it was told to use."""
+"""The cores that this process may use, and the number of threads that OMP_NUM_THREADS asks for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def told_threads() -> int:
+def requested_threads() -> int:
     """OMP_NUM_THREADS: a number, or a list with one for each level of nested threads, of which the first counts here. 0 where it is
     not set, or no such number: OpenMP ignores it then."""
     found = re.match(r"\s*([0-9]{1,9})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))

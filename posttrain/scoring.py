@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from posttrain import children
+from posttrain import children, machine
 from posttrain.errors import GuardStop, UserError
 from posttrain.rewards.compose import as_score
 from posttrain.tasks.base import Task
@@ -103,7 +103,7 @@ class Workers:
     def __init__(self, task: Task, count: int = 0, seconds: float = 10.0, problems: Sequence[Problem] = ()):
         self.task, self.seconds, self.problems = task, seconds, list(problems)
         self.places = {id(problem): place for place, problem in enumerate(self.problems)}
-        self.count = count or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        self.count = count or machine.cores()
         self.able = sys.platform == "linux"
         self.workers: list[_Worker] = []
         self.waiting: deque[_Job] = deque()

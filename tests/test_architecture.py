@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "engine": f"{MODELS} children machine",
     "train": f"{MODELS} algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking",
     "evals": f"{LEAVES} tasks runs ops.sampling data.steps data.stream data.text engine.sampler",
-    "scoring": f"{LEAVES} children rewards tasks",
+    "scoring": f"{LEAVES} children machine rewards tasks",
     "rollouts": f"{LOOP} scoring",
     "dry": f"{LOOP} runs stages",
     "plan": f"{LOOP} stages config dry",

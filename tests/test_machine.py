@@ -60,7 +60,7 @@ def test_spawned_processes_wait_in_the_same_way() -> None:
 def test_omp_num_threads_is_read_as_openmp_reads_it(told: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list is one number for each level of nesting; what is no number is as if nothing were said."""
     monkeypatch.setenv("OMP_NUM_THREADS", told)
-    assert machine.told_threads() == threads
+    assert machine.requested_threads() == threads
     assert doctor.threads().state in (doctor.OK, doctor.NOTE)
 
 

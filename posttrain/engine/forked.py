@@ -30,7 +30,7 @@ import torch
 from posttrain import children, machine
 from posttrain.types import Completion, Request, Sampling
 
-CORES = machine.told_threads() or machine.cores()
+CORES = machine.requested_threads() or machine.cores()
 LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
 LEAST_TOKENS = 2048  # a call for fewer is over before the others are awake
 STACKS = "-stacks.txt"  # of the watchdog's file, into which a helper that is asked writes where it stands

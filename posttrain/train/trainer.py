@@ -24,7 +24,7 @@ from posttrain.train.pack import micro_batches, with_loss
 from posttrain.types import Batch, Metric, Outputs
 
 CRITIC = "critic."  # what the critic's tensors are called by in a checkpoint
-BESIDE = "pretraining/"  # and the figures of what is mixed in
+PRETRAINING = "pretraining/"  # and the figures of the text that is mixed in
 Result = TypeVar("Result")
 
 
@@ -178,7 +178,7 @@ class Trainer:
             other, more = beside
             for piece in micro_batches(with_loss(more), self.token_budget):
                 found = self.forward_backward(piece, other)
-                metrics += [replace(m, name=BESIDE + m.name) for m in found if m.name != "loss"]
+                metrics += [replace(m, name=PRETRAINING + m.name) for m in found if m.name != "loss"]
         return of_one_update(metrics)
 
     def _check(self, metrics: Sequence[Metric], norm: float, critic_norm: float) -> None:
@@ -263,7 +263,7 @@ def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:
     losses: dict[str, Tensor | float] = {}
     rest = []
     for metric in metrics:
-        if metric.name.removeprefix(BESIDE).split("/")[0] == "loss":
+        if metric.name.removeprefix(PRETRAINING).split("/")[0] == "loss":
             losses[metric.name] = losses.get(metric.name, 0.0) + metric.total
         else:
             rest.append(metric)
