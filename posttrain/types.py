@@ -61,7 +61,8 @@ def as_number(value: Any, what: str) -> float:
     """
     kind = getattr(getattr(value, "dtype", None), "kind", "f")  # of NumPy: neither text nor complex numbers nor dates
     if not hasattr(value, "__float__") or kind not in "biuf" or getattr(value, "ndim", 0) > 0:
-        raise TypeError(f"{what} must be a number, not {type(value).__name__}")
+        shape = f" of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) > 0 and hasattr(value, "shape") else ""
+        raise TypeError(f"{what} must be a number, not {type(value).__name__}{shape}")
     return float(value)
 
 

@@ -269,6 +269,7 @@ def test_what_is_no_number_is_named_by_its_type(value: Any) -> None:
     ((here, there),) = both_ways(lambda p, r: value, [PROBLEM])
     assert here == there and not here.valid and here.failure is not None
     assert "must be a number" in here.failure and type(value).__name__ in here.failure
+    assert ("of shape (" in here.failure) == (getattr(value, "ndim", 0) > 0), "a tensor of no dimensions is a number"
     ((here, there),) = both_ways(lambda p, r: Score(1.0, {"a": value}), [PROBLEM])
     assert here == there and not here.valid and type(value).__name__ in str(here.failure)
 
