@@ -28,10 +28,8 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 
 
-LINKS = (
-    "tool_call_id",
-    "name",
-)  # of a tool's answer, which call it belongs to: templates that write both in order need not show it
+# of a tool's answer, which call it belongs to: templates that write both in order need not show it
+LINKS = ("tool_call_id", "name")
 
 
 def render_prompt(
@@ -113,22 +111,56 @@ def _strings(value: JSON) -> Iterator[str]:
 
 
 def _lost(messages: Sequence[Message], places: Iterable[int], render: Callable[[Sequence[Message]], object]) -> str:
-    """The first field of these messages without which the same is rendered, in words; "" where every field is shown."""
-    full = render(messages) if any(m.more for m in messages) else None
-    for n in places:
+    """The first field of these messages without which the same is rendered, in words; "" where every field is shown.
+
+    To render once for each field takes seconds for a long conversation, so one rendering with a marker for every text of a field
+    comes first: a field whose marker is there is shown.
+    """
+    fields = [
+        (n, name) for n in places if messages[n].more for name in (*messages[n].more, "content") if _counts(messages[n], name)
+    ]
+    if not fields:
+        return ""
+    marks = {field: f"shown{number}field" for number, field in enumerate(fields)}
+    try:
+        shown = str(render([replace(m, **_marked(m, n, marks)) for n, m in enumerate(messages)]))
+    except UserError:  # the template reads the texts
+        shown = ""
+    doubtful = [field for field, mark in marks.items() if mark not in shown]
+    full = render(messages) if doubtful else None
+    for n, name in doubtful:
         message = messages[n]
-        for name in (*message.more, "content") if message.more else ():
-            if (name in LINKS and message.role == "tool") or (name == "content" and not message.content):
-                continue
-            rest = {key: value for key, value in message.more.items() if key != name}
-            changed = replace(message, content="" if name == "content" else message.content, more=rest)
-            try:
-                same = render([*messages[:n], changed, *messages[n + 1 :]]) == full
-            except UserError:  # without it the template refuses the conversation
-                continue
-            if same:
-                return f"{name} of message {n} ({message.role})"
+        rest = {key: value for key, value in message.more.items() if key != name}
+        changed = replace(message, content="" if name == "content" else message.content, more=rest)
+        try:
+            same = render([*messages[:n], changed, *messages[n + 1 :]]) == full
+        except UserError:  # without it the template refuses the conversation
+            continue
+        if same:
+            return f"{name} of message {n} ({message.role})"
     return ""
+
+
+def _counts(message: Message, name: str) -> bool:
+    """Whether a template must show a field."""
+    return bool(message.content) if name == "content" else not (name in LINKS and message.role == "tool")
+
+
+def _marked(message: Message, place: int, marks: Mapping[tuple[int, str], str]) -> dict[str, Any]:
+    """The parts of a message with each text of a field replaced by the field's marker."""
+    more = {
+        name: _filled(value, marks[place, name]) if (place, name) in marks else value for name, value in message.more.items()
+    }
+    return {"content": marks.get((place, "content"), message.content), "more": more}
+
+
+def _filled(value: JSON, text: str) -> JSON:
+    """A tree with every text in it, names apart, replaced."""
+    if isinstance(value, Mapping):
+        return {key: _filled(item, text) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_filled(item, text) for item in value]
+    return text if isinstance(value, str) else value
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:

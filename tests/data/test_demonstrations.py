@@ -17,6 +17,7 @@ from tokenizers_for_tests import (
     characters,
 )
 
+from posttrain.data import chat
 from posttrain.data.demonstrations import from_file, from_task
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import Arithmetic
@@ -143,6 +144,17 @@ CALLED = [
     {"role": "tool", "tool_call_id": "c1", "content": "3"},
     {"role": "assistant", "content": "it is 3", "tool_calls": []},
 ]
+
+
+def test_checking_that_calls_are_shown_does_not_grow_with_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendering for each field made a file of long conversations take minutes."""
+    counted: list[int] = []
+    inner = chat._marked_spans
+    monkeypatch.setattr(chat, "_marked_spans", lambda *given: counted.append(1) or inner(*given))
+    for rounds in (1, 12):
+        counted.clear()
+        from_file(write(tmp_path, {"messages": CALLED * rounds, "tools": TOOLS}), byte_level(CHATML_TOOL_BLOCKS))
+        assert len(counted) == 2, "once to render, once with every field marked"
 
 
 @pytest.mark.parametrize("template", [CHATML_TOOLS, CHATML_TOOL_BLOCKS])
