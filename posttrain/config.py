@@ -20,7 +20,7 @@ from posttrain.errors import UserError, require, unknown
 from posttrain.machine import check_threads, requested_threads
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages._lineage import PLACES, inside, place
-from posttrain.stages.base import Stage, check_names
+from posttrain.stages.base import Stage, check_name, check_names
 from posttrain.tasks.base import Task
 from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
 from posttrain.types import JSON
@@ -76,7 +76,8 @@ def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False, sourc
     from a file, the `source`."""
     pairs = dict(pair(argument) for argument in arguments)
     written = recipe.endswith((".yaml", ".yml"))
-    trust = Trust(source, strict=False) if source else Trust(recipe if written else "", pairs)
+    own = {key: pairs[key] for key in PASSING if key in pairs}  # not from the file: see sweep.py
+    trust = Trust(source, own, strict=False) if source else Trust(recipe if written else "", pairs)
     with trusting(EVERYTHING if allow_code else trust):
         if written:
             return _from_yaml(Path(recipe), pairs)
@@ -110,7 +111,8 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
         else:
             found[key] = str(value) if hints[key] is str else _check(key, hints[key], value)
     check_names(recipe.stages)
-    check_named(recipe.stages, found.get("out", ""))
+    check_named(recipe.stages)
+    active().require_output(found.get("out", ""), {key: found.get(key) for key in ("only", "again")})
     return Settings(recipe, name, **found, trust=active())
 
 
@@ -122,7 +124,7 @@ def _words(command: JSON) -> tuple[str, ...]:
         raise UserError(f"checkpoint_hook: {command!r} is not a command line ({error})") from None
 
 
-def check_named(stages: Sequence[Stage], out: str) -> None:
+def check_named(stages: Sequence[Stage]) -> None:
     """Refuse what the resolved stages name and the file they come from may not; see trust.py. Whatever a name went through on its way
     here (rounds, overrides, a recipe's parameters), this is what the stages will use."""
     trust = active()
@@ -145,8 +147,6 @@ def check_named(stages: Sequence[Stage], out: str) -> None:
             fine = field != "dataset" or trust.said(value)  # a data set in a folder may itself name files elsewhere
             require(fine, f"{trust.file} names the folder {value} as a dataset: give it on the command line, or {TRUST_IT}")
             trust.require_file(value, path)
-    for folder in (Path(root) / "stages" for root in (trust.folder, out) if sends and root):
-        trust.require_file(str(folder), folder)  # what earlier stages wrote is read by their names
 
 
 def _path(field: str, value: str) -> Path | None:
@@ -325,6 +325,9 @@ def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
         rest = _flatten({k: v for k, v in tree.items() if k != "recipe"})
         name = str(tree["recipe"])
         return build(name, catalogue.load("recipe", name), {**rest, **pairs})
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:60].strip(".-")
+    tree = {"name": plain or "recipe", **tree}
+    check_name("recipe", str(tree["name"]))  # it becomes a folder
     return _resolved(tree, str(path), pairs)
 
 

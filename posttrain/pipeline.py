@@ -43,6 +43,7 @@ def start(settings: Settings) -> Path:
     that are done and have not changed are left alone."""
     directory = Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
     check_only(settings, directory)
+    settings.trust.require_links(directory)
     tree = config.to_config(settings)
     if (settings.again or settings.only) and (directory / CONFIG).is_file():
         with RunWriter.resume(directory) as writer:
@@ -81,6 +82,7 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     settings = config.from_config(run.config, str(directory / "config.yaml"), pairs, allow_code)
     if run.summary is not None:
         raise UserError(f"{directory} is complete; see {directory / 'summary.json'}, or start another with 'posttrain run'")
+    settings.trust.require_links(directory)
     tree = config.to_config(settings)
     named = changed(run, tree)
     with RunWriter.resume(directory) as writer:

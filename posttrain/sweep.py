@@ -109,6 +109,7 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
     settings = config.parse(recipe, [a for a in plain if not a.startswith("out=")], allow_code, source)
     require(not settings.only and not settings.again, "a sweep runs whole pipelines: leave out only and again")
     directory = Path(str(pairs.get("out") or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
+    settings.trust.require_links(directory)
     common = [a for a in plain if not a.startswith("out=")]
     planned = members(directory, found)
     for member in planned:  # every mistake in a setting is found before the first run

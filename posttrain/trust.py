@@ -119,15 +119,35 @@ class Trust:
         """That a file or folder, with all that symbolic links in it lead to, lies beside the file that names it, or is the user's own
         choice."""
         own = {key: value for key, value in self.typed.items() if key != "out"}  # where to write is no leave to read
-        if path.resolve() in map(_real, texts(own)):
+        if _real_path(path) in map(_real, texts(own)):
             return
         links = (link for link in path.rglob("*") if link.is_symlink())
         for place in chain([path], links):  # lazily: a folder elsewhere is not searched
             what = f"names {name}" if place is path else f"names {name}, where {place.name} leads"
             require(
-                place.resolve().is_relative_to(self.folder),
+                _within(place, self.folder),
                 f"{self.file} {what} outside of its folder {self.folder}: give the path on the command line, or {TRUST_IT}",
             )
+
+    def require_output(self, out: str, replacing: Mapping[str, JSON]) -> None:
+        """A file may name a directory to write, below the working directory or beside itself and not hidden; not one that holds a run.
+        `replacing` has the settings that let it."""
+        for key, value in replacing.items():
+            said = self.whole or not value or key in self.typed
+            require(
+                said, f"{self.file}: {key} would change a run that is there; type {key}= on the command line, or {TRUST_IT}"
+            )
+        fine = self.whole or not out or self.said(out) or any(_below(Path(out), root) for root in (Path.cwd(), self.folder))
+        require(fine, f"{self.file} would write to {out}: give out= on the command line, or {TRUST_IT}")
+
+    def require_links(self, run: Path) -> None:
+        """That no symbolic link in a run directory leads out of it: what is written there would go into a file of the user's, and what
+        is read there would come from one."""
+        for folder, *inner in os.walk(run) if not self.whole else ():
+            for link in (Path(folder, name) for name in chain(*inner) if os.path.islink(Path(folder, name))):
+                require(
+                    _within(link, run), f"{run}: the link {link.name} leads outside of its folder; remove it, or {TRUST_IT}"
+                )
 
 
 EVERYTHING = Trust()
@@ -171,6 +191,23 @@ def code_place(name: str) -> tuple[Path, str] | None:
         return Path(file).expanduser().resolve(), attribute
     except (OSError, ValueError, RuntimeError):  # a null, a loop of links, a user who is not there
         return None
+
+
+def _real_path(path: Path) -> Path:
+    """Without links. A loop of them, and what can be no path, stays as it is."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError:
+        return path
+
+
+def _within(path: Path, folder: Path) -> bool:
+    return _real_path(path).is_relative_to(_real_path(folder))
+
+
+def _below(path: Path, folder: Path) -> bool:
+    """Whether it is in the folder, and not in a hidden one there (.ssh, .config, .git)."""
+    return _within(path, folder) and not any(part[0] == "." for part in _real_path(path).relative_to(_real_path(folder)).parts)
 
 
 def _real(text: str) -> Path | None:

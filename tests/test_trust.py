@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from posttrain import cli, config
+from posttrain.runs.console import printable
 from posttrain.runs.write import RunWriter
 
 KEY, PRIVATE = "sk-this-key-is-the-users", "this text is the users"
@@ -482,3 +483,107 @@ def test_what_an_earlier_stage_left_does_not_lead_elsewhere(folder: Path, capsys
     (run / "stages" / "made" / "data.jsonl").symlink_to(folder.parent / "pairs.jsonl")
     refused(capsys, ["resume", str(run)], "data.jsonl leads outside of its folder")
     refused(capsys, ["run", write(folder, tree), f"out={run}", "again=true"], "data.jsonl leads outside of its folder")
+
+
+# --- places to write ---------------------------------------------------------------------------------------------------------------
+
+EVALUATE = {"stage": "evaluate", "name": "e", "model": "tiny:nano", "problems": 2, "task": {"name": "arithmetic"}}
+LINKS = [
+    "metrics.jsonl",
+    "events.jsonl",
+    "lock",
+    "stages/e/problems.jsonl",
+    "stages/e/model",
+    "checkpoints",
+    "export",
+    "plot.png",
+]
+
+
+@pytest.mark.parametrize("place", LINKS)
+def test_links_in_a_run_directory_are_not_written_through(place: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is sent anywhere here; but what a run writes into a file of the user's may be executed, as in .bashrc."""
+    run = Path(run_directory(folder, {"stages": [EVALUATE]}))
+    (run / place).unlink(missing_ok=True)
+    (run / place).parent.mkdir(parents=True, exist_ok=True)
+    (run / place).symlink_to(folder.parent / "private")
+    before = sorted(run.rglob("*"))
+    refused(capsys, ["resume", str(run)], f"{Path(place).name} leads outside", "--allow-code")
+    refused(capsys, ["run", write(folder, {"stages": [EVALUATE]}), f"out={run}", "again=true"], "leads outside", "--allow-code")
+    shutil.copytree(run, folder / "sweep" / "seed=0", symlinks=True)
+    (folder / "sweep" / "sweep.json").write_text('{"recipe": "quickstart", "arguments": ["seeds=0,1"]}')
+    refused(capsys, ["resume", str(folder / "sweep")], "leads outside", "--allow-code")
+    assert (folder.parent / "private").read_text() == PRIVATE and sorted(run.rglob("*")) == before
+
+
+def test_links_within_a_run_directory_are_fine(folder: Path) -> None:
+    run = Path(run_directory(folder, {"stages": [EVALUATE]}))
+    (run / "wandb").mkdir()
+    (run / "wandb" / "latest-run").symlink_to(run / "wandb")
+    assert cli.main(["resume", str(run)]) == 0
+
+
+def test_a_typed_out_may_be_anywhere(folder: Path, servers: Callable[[], Server]) -> None:
+    server = servers()
+    tree = judged_by(f"http://localhost:{server.server_port}/v1", "agreement")
+    assert cli.main(["run", write(folder, tree), f"out={folder.parent / 'elsewhere'}"]) == 0
+    assert server.seen
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "a/b", "..", ".hidden", "", "a\\b", "a\nb", "x" * 200, "\x1b[2J", 3.5])
+def test_the_name_of_a_recipe_file_is_no_path(name: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {"name": name, "stages": [EVALUATE]}
+    if name == 3.5:
+        assert cli.main(["plan", write(folder, tree)]) == 0  # a number is a plain name, too
+        return
+    for words in (["plan"], ["run"], ["run", "seeds=0,1"], ["run", "out=there"]):
+        refused(capsys, [words[0], write(folder, tree), *words[1:]], "plain name")
+    assert sorted(p.name for p in folder.parent.iterdir()) == [
+        "agree",
+        "pairs.jsonl",
+        "private",
+        "rows.jsonl",
+        "rubric.txt",
+        "stranger",
+    ]
+
+
+@pytest.mark.parametrize("file", ["recipe.yaml", "my recipe.yaml", ".hidden.yaml", "x.y.yml", "é.yaml"])
+def test_a_recipe_file_without_a_name_runs_under_runs(file: str, folder: Path) -> None:
+    (folder / file).write_text(yaml.safe_dump({"stages": [EVALUATE]}))
+    for path in (str(folder / file), f"stranger/{file}", f"stranger/../stranger/{file}"):
+        assert cli.main(["run", path]) == 0
+    assert len(list(Path("runs").iterdir())) == 3 and all(p.name.endswith(f"-{p.name[-1]}") for p in Path("runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    "out", ["ROOT/elsewhere", "../elsewhere", "runs/../../elsewhere", "stranger/link/elsewhere", ".config/x", "a\0b"]
+)
+def test_a_file_does_not_choose_where_to_write(
+    out: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = folder.parent / "work"
+    work.mkdir()
+    folder.rename(work / "stranger")
+    folder = work / "stranger"
+    monkeypatch.chdir(work)
+    (folder / "link").symlink_to(work.parent)
+    out = out.replace("ROOT", str(work.parent))
+    refused(
+        capsys, ["run", write(folder, {"stages": [EVALUATE], "out": out})], f"would write to {printable(out)}", "command line"
+    )
+    refused(
+        capsys, ["run", write(folder, {"recipe": "quickstart", "out": out})], f"would write to {printable(out)}", "command line"
+    )
+    assert not (work.parent / "elsewhere").exists()
+    for fine in ("runs/mine", "stranger/mine"):
+        assert cli.main(["run", write(folder, {"stages": [EVALUATE], "out": fine})]) == 0
+    assert "\0" in out or cli.main(["run", write(folder, {"stages": [EVALUATE]}), f"out={out}"]) == 0
+
+
+@pytest.mark.parametrize("key", ["again", "only"])
+def test_a_file_does_not_do_a_run_of_the_users_again(key: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", write(folder, {"stages": [EVALUATE]}), "out=mine"]) == 0
+    other = {"stages": [EVALUATE | {"problems": 3}], "out": "mine", key: {"again": True, "only": ["e"]}[key]}
+    refused(capsys, ["run", write(folder, other)], f"{key}", "command line")
+    assert json.loads(Path("mine/stages/e/result.json").read_text())["problems"] == 2

@@ -225,13 +225,17 @@ def doubts(stage: Stage) -> list[str]:
     return [f"warning: {text}" for text in found if text]
 
 
+def check_name(kind: str, name: str) -> None:
+    require(plain_name(name), f"{kind} name {name!r} is not a plain name: use letters, digits, '-', '_' and '.', not first")
+
+
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:
     """The names of the stages, which must differ, and of which `only` may name some."""
     require(bool(stages), "a recipe needs at least one stage")
     names = [stage.name for stage in stages]
     require(len(set(names)) == len(names), f"stage names must differ: {', '.join(names)}")
     for name in names:  # a name becomes a folder, and may come from a file
-        require(plain_name(name), f"stage name {name!r} is not a plain name: use letters, digits, '-', '_' and '.', not first")
+        check_name("stage", name)
     for name in only:
         if name not in names:
             raise unknown("stage in only:", name, names)
