@@ -112,6 +112,7 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
             found[key] = str(value) if hints[key] is str else _check(key, hints[key], value)
     check_names(recipe.stages)
     check_named(recipe.stages)
+    active().require_trackers(found.get("trackers", ()))
     active().require_output(found.get("out", ""), {key: found.get(key) for key in ("only", "again")})
     return Settings(recipe, name, **found, trust=active())
 

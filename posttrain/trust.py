@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,6 +22,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"  # the key that a judge's server is sent where t
 HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # HOST or HOST:PORT, with commas between: who may be sent texts and the key
 # Nothing that two readers of addresses could disagree about: no user, no query, no fragment, no escapes in the host.
 ADDRESS = re.compile(r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?")
+WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")
 TRUST_IT = "pass --allow-code if you trust it"
 
 
@@ -88,6 +89,12 @@ class Trust:
     def require_program(self, command: JSON) -> None:
         said = self.whole or not command or self.typed.get("checkpoint_hook") == command
         require(said, f"{self.file}: checkpoint_hook would run a program; {TRUST_IT}")
+
+    def require_trackers(self, names: Sequence[str]) -> None:
+        """W&B takes the server that is sent its key, and more, from a file in the working directory, which may be a stranger's."""
+        given = next((place for place in WANDB_SETTINGS if Path(place).is_file()), "")
+        fine = self.whole or "trackers" in self.typed or "wandb" not in names or not given
+        require(fine, f"{self.file}: trackers: wandb would follow {given} of this folder; type trackers=wandb, or {TRUST_IT}")
 
     def require_sandbox(self, name: str) -> None:
         """A file may choose among sandboxes that test themselves, not what is in a container."""

@@ -587,3 +587,18 @@ def test_a_file_does_not_do_a_run_of_the_users_again(key: str, folder: Path, cap
     other = {"stages": [EVALUATE | {"problems": 3}], "out": "mine", key: {"again": True, "only": ["e"]}[key]}
     refused(capsys, ["run", write(folder, other)], f"{key}", "command line")
     assert json.loads(Path("mine/stages/e/result.json").read_text())["problems"] == 2
+
+
+def test_settings_of_a_folder_do_not_say_where_figures_go(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """W&B takes the server that gets the key, and more, from wandb/settings in the working directory, which may be a stranger's."""
+    for place in ("wandb", ".wandb"):
+        Path(place).mkdir()
+        (Path(place) / "settings").write_text("[default]\nbase_url = https://evil.example\n")
+        for named in (["wandb"], "wandb", "tensorboard, wandb"):
+            tree = {"stages": [EVALUATE], "trackers": named}
+            refused(capsys, ["run", write(folder, tree)], f"{place}/settings", "trackers=wandb")
+            refused(capsys, ["resume", run_directory(folder, tree)], f"{place}/settings", "trackers=wandb")
+            shutil.rmtree(folder / "run")
+            assert cli.main(["plan", write(folder, tree), "trackers=wandb"]) == 0
+        shutil.rmtree(place)
+        assert cli.main(["plan", write(folder, tree)]) == 0
