@@ -19,8 +19,10 @@ import pytest
 import yaml
 
 from posttrain import cli, config
+from posttrain.errors import UserError
 from posttrain.runs.console import printable
 from posttrain.runs.write import RunWriter
+from posttrain.tasks.hub import Hub
 
 KEY, PRIVATE = "sk-this-key-is-the-users", "this text is the users"
 RL = {"stage": "rl", "name": "rl", "model": "tiny:nano", "steps": 1, "prompts": 2}
@@ -587,6 +589,17 @@ def test_a_file_does_not_do_a_run_of_the_users_again(key: str, folder: Path, cap
     other = {"stages": [EVALUATE | {"problems": 3}], "out": "mine", key: {"again": True, "only": ["e"]}[key]}
     refused(capsys, ["run", write(folder, other)], f"{key}", "command line")
     assert json.loads(Path("mine/stages/e/result.json").read_text())["problems"] == 2
+
+
+@pytest.mark.parametrize("dataset", ["text", "json", "csv", "pandas", "parquet", "webdataset", "imagefolder"])
+def test_a_data_set_is_no_builder_that_reads_the_working_directory(
+    dataset: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`load_dataset("text")` without files reads those of the working directory."""
+    task = {"name": "hub", "dataset": dataset, "test_split": "", "question": "note", "answer": "note"}
+    refused(capsys, ["run", write(folder, {"stages": [EVALUATE | {"task": task}]})], f"{dataset!r}", "org/name")
+    with pytest.raises(UserError, match="org/name"):
+        Hub(dataset).problems("train")
 
 
 def test_settings_of_a_folder_do_not_say_where_figures_go(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,6 +181,10 @@ def load_hub(dataset: str, config: str, split: str, revision: str, task: str) ->
         hint = "" if task == "hub" else "; or name a folder that holds the files: task.data=FOLDER"
         raise UserError(f"{task}: reading {dataset} needs the package datasets: pip install 'posttrain[data]'{hint}") from None
     place = Path(dataset).expanduser()
+    # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
+    named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None
+    require(named or place.is_dir(), f"{task}: {dataset!r} is no folder here; a data set of the hub is called org/name, such as "
+            "openai/gsm8k")  # fmt: skip
     try:
         if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
             whole: Any = datasets.load_from_disk(str(place))
