@@ -602,6 +602,14 @@ def test_a_data_set_is_no_builder_that_reads_the_working_directory(
         Hub(dataset).problems("train")
 
 
+@pytest.mark.parametrize("options", [[["url", "http://localhost:1/v1"], ["model", "m"], ["rubric", "private"]], "x", 3, [3]])
+@pytest.mark.parametrize("reward", ["judge", "code", "format"])
+def test_options_of_a_part_have_names(reward: str, options: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """dict() would make options of a list of pairs, in which no check finds an url or a file."""
+    task = JSONL | {"reward": "compose", "options": {"parts": [{"reward": reward, "options": options}]}}
+    refused(capsys, ["run", write(folder, {"stages": [EVALUATE | {"task": task}]})], "compose", "options")
+
+
 def test_settings_of_a_folder_do_not_say_where_figures_go(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """W&B takes the server that gets the key, and more, from wandb/settings in the working directory, which may be a stranger's."""
     for place in ("wandb", ".wandb"):

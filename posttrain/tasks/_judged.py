@@ -99,6 +99,9 @@ class Judged(Questions):
         """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice. A reward of
         the user's own must at least parse: in the workers a mistake is found with the first answer."""
         for name, options in self.rewards():
+            require(
+                isinstance(options, Mapping), f"{self.reward}: the options of {name} are not a mapping: {str(options)[:80]}"
+            )
             if (place := code_place(name)) is not None:
                 check_code(name, place[0])
             else:
@@ -167,6 +170,7 @@ def composed(options: Mapping[str, JSON]) -> Weighted | Product | Gate:
 def _part(settings: JSON) -> Part:
     known = {"reward", "name", "weight", "options"}
     fine = isinstance(settings, Mapping) and "reward" in settings and set(settings) <= known
+    fine = fine and isinstance(settings.get("options", {}), Mapping)  # a list of pairs would hide what it names from trust.py
     require(fine, f"compose: a part is a reward with, as needed, a name, a weight and options, not {str(settings)[:80]}")
     # options may come from any file, and code may not: a mix with a function of yours is a function of yours
     shipped = ":" not in str(settings["reward"])
