@@ -71,7 +71,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def complain(text: str, code: int) -> int:
-    sys.stderr.write(f"posttrain: {' '.join(text.split())}\n")
+    from posttrain.runs.console import write_text
+
+    write_text(f"posttrain: {' '.join(text.split())}\n", sys.stderr)
     return code
 
 
@@ -179,9 +181,10 @@ def resume(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> None:
     from posttrain import config
     from posttrain.plan import describe
+    from posttrain.runs.console import printable, write_text
 
     for line in describe(config.parse(options.recipe, options.settings, options.allow_code), options.dry):
-        sys.stdout.write(line + "\n")
+        write_text(printable(line) + "\n", sys.stdout)
 
 
 def list_(options: argparse.Namespace) -> None:
@@ -231,10 +234,12 @@ def compare(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from posttrain.compare import compare_runs, lines
+    from posttrain.runs.console import printable, write_text
     from posttrain.runs.layout import encode
 
     found = compare_runs(options.first, options.second, options.out, options.stage)
-    sys.stdout.write(json.dumps(encode(asdict(found)), indent=2) + "\n" if options.json else "\n".join(lines(found)) + "\n")
+    text = json.dumps(encode(asdict(found)), indent=2) if options.json else "\n".join(map(printable, lines(found)))
+    write_text(text + "\n", sys.stdout)
 
 
 def sample(options: argparse.Namespace) -> None:

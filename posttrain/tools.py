@@ -159,7 +159,7 @@ def show(directory: Path, rollout: str = "") -> None:
     require(0 <= number < len(rows), f"{stage} step {step} has rollouts 0 to {len(rows) - 1}, not {number}")
     arrays = run.arrays(stage, step)
     for line in episode(rows[number], arrays, number, _tokenizer(directory, stage)):
-        write_text(line + "\n", sys.stdout)
+        write_text(printable(line) + "\n", sys.stdout)
 
 
 def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | None]:

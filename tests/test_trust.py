@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from posttrain import cli, config
+from posttrain import cli, config, tools
 from posttrain.errors import UserError
 from posttrain.runs.console import printable
 from posttrain.runs.write import RunWriter
@@ -623,3 +623,51 @@ def test_settings_of_a_folder_do_not_say_where_figures_go(folder: Path, capsys: 
             assert cli.main(["plan", write(folder, tree), "trackers=wandb"]) == 0
         shutil.rmtree(place)
         assert cli.main(["plan", write(folder, tree)]) == 0
+
+
+# --- terminals ---------------------------------------------------------------------------------------------------------------------
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
+
+
+def test_what_a_file_says_does_not_steer_the_terminal(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(words: list[str], code: int) -> None:
+        assert cli.main(words) == code, words
+        found = capfd.readouterr()
+        assert not set("\x1b\x07\u202e") & set(found.out + found.err), words
+        assert "\\x1b]0;owned" in found.out + found.err, words
+
+    said(
+        [
+            "run",
+            write(folder, {"stages": [RL | {"task": JSONL | {"reward": "code", "options": {"sandbox": f"docker:{ESCAPE}"}}}]}),
+        ],
+        2,
+    )
+    said(["plan", write(folder, {"stages": [EVALUATE | {"model": ESCAPE}]})], 2)
+    data = [{"file": f"stranger/{ESCAPE}.jsonl"}]
+    (folder / f"{ESCAPE}.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    said(["plan", write(folder, {"stages": [{"stage": "sft", "name": "s", "model": "tiny:nano", "data": data}]})], 0)
+    runs = []
+    for n in range(2):
+        task = JSONL | {"system": f"{ESCAPE}{n}"}
+        run = folder / f"run{n}"
+        RunWriter.create(run, {"stages": [EVALUATE | {"task": task, "name": f"{ESCAPE}{n}"}], f"{ESCAPE}{n}": 1}).close()
+        (run / "metrics.jsonl").write_text("")
+        runs.append(str(run))
+    said(["compare", *runs], 0)
+    rollouts = folder / "run0" / "rollouts" / "rl"
+    rollouts.mkdir(parents=True)
+    row = {"problem": ESCAPE, "level": 1, "question": ESCAPE, "answer": ESCAPE, "response": ESCAPE, "sample": 0, "version": 0,
+           "reward": 0.0, "advantage": 0.0, "finish": ESCAPE, "outcome": ESCAPE, "failure": ESCAPE, "parts": {ESCAPE: 1.0},
+           "length": 1, "attempt": 1}  # fmt: skip
+    (rollouts / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "run0" / "metrics.jsonl").write_text(json.dumps({"stage": "rl", "step": 1, "attempt": 1, "time": 0.0}) + "\n")
+    said(["show", runs[0]], 0)
+    monkeypatch.setattr(tools, "_tokenizer", lambda *_: None)
+    said(["show", runs[0], "rl/1/0"], 0)
+    (folder / "sweep").mkdir()
+    (folder / "sweep" / "sweep.json").write_text(json.dumps({"recipe": f"{ESCAPE}.yaml", "arguments": [f"{ESCAPE}=1"]}))
+    said(["resume", str(folder / "sweep")], 2)

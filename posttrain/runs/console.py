@@ -254,7 +254,7 @@ def render_plain(renderable: RenderableType, width: int = 100) -> str:
 
 
 def write_text(text: str, stream: TextIO) -> None:
-    """Write and flush; characters that the stream cannot encode become escapes instead of an exception."""
+    """Write lines and flush. Control characters, whoever's text they are in, and those that the stream cannot encode become escapes."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.write(printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
