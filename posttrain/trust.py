@@ -86,6 +86,12 @@ class Trust:
         said = self.whole or place is None or place in map(code_place, texts(self.typed))
         require(said, f"{self.file}: {kind} {name!r} would run code from a file; {TRUST_IT}")
 
+    def require_evaluation(self, name: str) -> None:
+        """For a task that evaluates what a model writes."""
+        fine = self.whole or name in (text.rpartition(":")[2] for text in texts(self.typed))
+        require(fine, f"{self.file}: {name} evaluates what the model writes, outside of a sandbox; name the task on the command line, "
+                f"or {TRUST_IT}")  # fmt: skip
+
     def require_program(self, command: JSON) -> None:
         said = self.whole or not command or self.typed.get("checkpoint_hook") == command
         require(said, f"{self.file}: checkpoint_hook would run a program; {TRUST_IT}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -671,3 +672,54 @@ def test_what_a_file_says_does_not_steer_the_terminal(
     (folder / "sweep").mkdir()
     (folder / "sweep" / "sweep.json").write_text(json.dumps({"recipe": f"{ESCAPE}.yaml", "arguments": [f"{ESCAPE}=1"]}))
     said(["resume", str(folder / "sweep")], 2)
+
+
+# --- verifiers that evaluate -------------------------------------------------------------------------------------------------------
+
+GYM = {
+    "__init__.py": "def create_dataset(name, seed, size, **options): return factory.DATASETS[name]()\nfrom . import factory\n",
+    "factory.py": "DATASETS = {}\nfrom . import evaluating, plain, inherited, composed\n",
+    "base.py": "class Base:\n    def __len__(self): return 50\n"
+    "    def __getitem__(self, n): return {'question': f'{n}?', 'answer': str(n)}\n",
+    "evaluating.py": "from .base import Base\nfrom .factory import DATASETS\nfrom sympy.parsing.sympy_parser import parse_expr\n"
+    "class Evaluating(Base):\n    def score_answer(self, answer, entry): return float(parse_expr(answer) == int(entry['answer']))\n"
+    "DATASETS['evaluating'] = Evaluating\n",
+    "plain.py": "from .base import Base\nfrom .factory import DATASETS\n"
+    "class Plain(Base):\n    def score_answer(self, answer, entry): return float(answer == entry['answer'])\n"
+    "DATASETS['plain'] = Plain\n",
+    "inherited.py": "from .evaluating import Evaluating\nfrom .factory import DATASETS\n"
+    "class Inherited(Evaluating): pass\nDATASETS['inherited'] = Inherited\n",
+    "composed.py": "from .base import Base\nfrom .factory import DATASETS\nfrom . import create_dataset\n"
+    "class Composed(Base):\n    def __init__(self): self.inner = create_dataset('evaluating', 0, 1)\n"
+    "    def score_answer(self, answer, entry): return self.inner.score_answer(answer, entry)\n"
+    "DATASETS['composed'] = Composed\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("generator", ["evaluating", "inherited", "composed", "plain"])
+def test_a_file_does_not_name_a_verifier_that_evaluates(
+    generator: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some verifiers of reasoning_gym hand to sympy what a model writes, and the model may be the stranger's too."""
+    package = folder.parent / "packages" / "reasoning_gym"
+    package.mkdir(parents=True)
+    for name, text in GYM.items():
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(str(package.parent))
+    for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    task = {"name": "reasoning_gym", "generator": generator, "train": 4, "test": 4}
+    try:
+        for one in (task, {"name": f"reasoning_gym:{generator}"}, {"name": "mixed", "sources": [{"name": "a", "task": task}]}):
+            tree = {"stages": [EVALUATE | {"task": one}]}
+            if generator == "plain":
+                assert cli.main(["run", write(folder, tree)]) == 0
+                continue
+            refused(capsys, ["run", write(folder, tree)], f"{generator} evaluates", "--allow-code")
+            refused(capsys, ["resume", run_directory(folder, tree)], f"{generator} evaluates", "--allow-code")
+            shutil.rmtree(folder / "run")
+            assert cli.main(["run", write(folder, tree), "--allow-code"]) == 0
+            assert cli.main(["run", write(folder, tree), f"e.task=reasoning_gym:{generator}"]) == 0
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
+            del sys.modules[name]

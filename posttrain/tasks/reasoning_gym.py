@@ -4,23 +4,26 @@
 
 Needs the package: pip install 'posttrain[gym]'. Problems are drawn from one seeded sequence; whether one is for training or held out
 is decided by its question's text, so that the two never share one. Some verifiers parse answers with sympy, which evaluates what it
-reads: scoring runs in worker processes with a time limit, but not in a sandbox.
+reads: scoring runs in worker processes with a time limit, but not in a sandbox. A file may not name those without the user's leave.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isfinite
+from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require, unknown
 from posttrain.tasks._procedural import require_split, side
 from posttrain.tasks._questions import canonical, normalised
 from posttrain.tasks.base import Task
+from posttrain.trust import active
 from posttrain.types import JSON, Message, Problem, Score
 
 STYLES = {
@@ -29,6 +32,7 @@ STYLES = {
 }
 TAGGED = re.compile(r"<answer>((?:(?!<answer>)[\s\S])*?)</answer>")
 SEARCHED = 20_000  # characters from the end in which an answer is looked for
+EVALUATES = re.compile(r"\b(sympy|eval|exec|create_dataset)\b")  # in the source of a verifier, or it asks another
 PATIENCE = 20  # draws for every problem wanted before the generator counts as exhausted
 
 
@@ -93,6 +97,14 @@ class ReasoningGym(Task):
             bool(problem.answer), f"reasoning_gym: {self.generator} gives no worked answers; it can be trained by reward only"
         )
         return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
+
+    def ready(self) -> tuple[str, ...]:
+        """Refuse a verifier that evaluates what the model writes, where only a file names it: the model may be the stranger's, too."""
+        modules = (sys.modules[kind.__module__] for kind in type(_source(self).dataset).__mro__)
+        files = [str(module.__file__) for module in modules if module.__name__.startswith("reasoning_gym.")]
+        if any(EVALUATES.search(Path(file).read_text("utf-8")) for file in files):
+            active().require_evaluation(self.generator)
+        return ()
 
     @property
     def isolated(self) -> bool:
