@@ -24,7 +24,7 @@ from posttrain.stages.base import Stage, check_name, check_names
 from posttrain.tasks.base import Task
 from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
 from posttrain.types import JSON
-from posttrain.untrusted import read_yaml
+from posttrain.untrusted import read_values, read_yaml
 
 NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
 # fields that name models: those are opened as tensors and settings, and their content is sent nowhere
@@ -163,8 +163,8 @@ def pair(argument: str) -> tuple[str, JSON]:
     key, equals, text = argument.partition("=")
     require(bool(equals) and bool(key), f"{argument!r} is not key=value")
     try:
-        return key, number(yaml.safe_load(text)) if text else ""
-    except yaml.YAMLError:
+        return key, number(read_values(text, key)) if text else ""
+    except (yaml.YAMLError, ValueError):
         return key, text
 
 

@@ -119,17 +119,24 @@ def read_yaml(text: str, where: str) -> Any:
     {'a': [1, 2]}
     """
     try:
-        loader = yaml.SafeLoader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _check_node(node, {}, set(), where)
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        return read_values(text, where)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
+
+
+def read_values(text: str, where: str) -> Any:
+    """The same, where the text may be none of YAML (yaml.YAMLError, ValueError)."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_node(node, {}, set(), where)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise UserError(f"{where} is not valid YAML: it is nested too deep") from None
+    finally:
+        loader.dispose()
 
 
 def _check_node(node: yaml.Node, sizes: dict[int, int], above: set[int], where: str) -> int:

@@ -220,6 +220,17 @@ def test_the_record_of_a_sweep_does_not_name_code(name: str, folder: Path, capsy
     assert not Path("mark").exists() and not list(folder.glob("*seed*"))
 
 
+def test_an_argument_of_a_sweep_does_not_stand_for_billions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few lines of YAML that refer to each other, in sweep.json."""
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]"
+    for n in range(1, 12):
+        bomb += f", a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]"
+    for value in (f"{{{bomb}}}", "&a [*a]", "{a: 1, a: 2}", "[" * 5000 + "]" * 5000):
+        record = {"recipe": "quickstart", "arguments": ["seeds=0,1", f"rl.task.options={value}"]}
+        (folder / "sweep.json").write_text(json.dumps(record))
+        refused(capsys, ["resume", str(folder)], "rl.task.options")
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"recipe": 3, "arguments": []}', '{"recipe": "x", "arguments": [3]}', "[" * 99999]
 )
