@@ -54,10 +54,13 @@ class Address:
 
     @property
     def listed(self) -> bool:
-        """Whether the environment permits it."""
+        """Whether the environment permits it: a host alone by https, and one with its port by http too, which others can read."""
         names = [name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")]
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return self.host in names or f"{host}:{self.port}" in names
+        return self.place in names or (self.host in names and (self.scheme == "https" or self.loopback))
+
+    @property
+    def place(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,9 @@ class Trust:
         """Texts go to hosts that the user named, and to servers on this machine."""
         address = Address.of(url)
         fine = self.whole or self.said(url) or address.listed or address.loopback
+        permitted = address.host if address.scheme == "https" else address.place
         require(fine, f"{self.file} would send texts and your key to {url}: to permit it, set the environment variable "
-                f"{HOSTS_VARIABLE}={address.host}, or type the url on the command line")  # fmt: skip
+                f"{HOSTS_VARIABLE}={permitted}, or type the url on the command line")  # fmt: skip
 
     def key(self, url: str, variable: str) -> str:
         """The secret that the server at `url` may see, "" for none. A server on this machine whose address only a file names gets none,

@@ -384,6 +384,8 @@ def test_who_may_be_asked_and_who_is_sent_the_key(
     assert asked(mine, "--allow-code") == {f"Bearer {KEY}"}
     monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", f"api.example, localhost:{port}")
     assert asked(mine) == {f"Bearer {KEY}"}, "in the environment"
+    monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", "localhost")
+    assert asked(mine) == {f"Bearer {KEY}"}, "any port of a host"
     monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", "api.example, localhost:1")
     assert asked(mine) == {None}
     assert proxy.seen == [], "what is for this machine goes through no proxy"
@@ -394,6 +396,11 @@ def test_who_may_be_asked_and_who_is_sent_the_key(
     monkeypatch.delenv("HTTP_PROXY")
     monkeypatch.delenv("OPENAI_API_KEY")
     assert asked(mine, f"agree.url={clear}") == {None}, "without a key plain http is the user's choice"
+    theirs = judged_by(clear, "agreement", rubric="stranger/rubric.txt")
+    monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", "judge.example")
+    refused(capsys, ["run", write(folder, theirs)], f"POSTTRAIN_JUDGE_HOSTS=judge.example:{port}")  # not https turned into http
+    monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", f"judge.example:{port}")
+    assert asked(theirs) == {None}, "by its port plain http is the user's choice, too"
 
 
 def test_a_redirect_carries_nothing_elsewhere(folder: Path, servers: Callable[[], Server]) -> None:
