@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,17 @@ def draw_pass_at_k(curves: Mapping[str, Mapping[int, tuple[float, float, float]]
     _save([Panel("pass@k", "held-out problems with a right answer among k; band: 95% interval", paint)], title, path)
 
 
+@contextmanager
+def own_style() -> Iterator[None]:
+    """matplotlib's defaults: it reads a matplotlibrc in the working directory, which may be a stranger's and have TeX run on labels."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
+
+
+@own_style()
 def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
     """Panels in a grid under a title. Imports matplotlib only here, and opens no window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

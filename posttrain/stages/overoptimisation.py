@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.errors import require
 from posttrain.evals.best_of_n import frontier
+from posttrain.runs.plot import own_style
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
@@ -146,6 +147,7 @@ def said(name: str, found: Mapping[str, JSON]) -> str:
     return f"{line}, then down to {last['gold']:.3f} ({last['kl']:.1f}) while {proxies}: over-optimised"
 
 
+@own_style()
 def draw(curves: Mapping[str, Curve], path: Path) -> None:
     """Gold with its 95% interval, and proxy, against the square root of KL, in which both are simplest (Gao et al. 2022)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

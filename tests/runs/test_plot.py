@@ -138,3 +138,22 @@ def test_two_runs_in_one_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     assert plot.draw_together([one, make(tmp_path / "three", [("sft", {"loss": 1.0})])], tmp_path / "none.png") == []
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_style_from_the_working_directory_runs_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib reads ./matplotlibrc, which may be a stranger's: `text.usetex: true` there runs latex on every label."""
+    import matplotlib
+
+    from posttrain.stages.overoptimisation import draw
+
+    program = tmp_path / "bin" / "latex"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path / 'mark'}\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
+    plot.draw(make(tmp_path / "run", [("rl", RL), ("rl", RL)]), tmp_path / "run.png")
+    point = {"kl": 1.0, **{f"{what}{end}": 0.5 for what in ("gold", "proxy") for end in ("", "_low", "_high")}}
+    draw({"rl": [point, point]}, tmp_path / "curve.png")
+    assert (tmp_path / "run.png").is_file() and (tmp_path / "curve.png").is_file() and not (tmp_path / "mark").exists()
+    assert matplotlib.rcParams["text.usetex"] is True, "the style of whoever embeds us stays as it was"
