@@ -220,6 +220,12 @@ def test_the_record_of_a_sweep_does_not_name_code(name: str, folder: Path, capsy
     assert not Path("mark").exists() and not list(folder.glob("*seed*"))
 
 
+@pytest.mark.parametrize("rounds", [10**9, 1001, 0, -1])
+def test_a_file_does_not_name_rounds_without_end(rounds: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {"stages": [{"rounds": rounds, "stages": [RL | {"task": {"name": "arithmetic"}}]}]}
+    refused(capsys, ["plan", write(folder, tree)], f"at least 1 and at most 1000, not {rounds}")
+
+
 def test_an_argument_of_a_sweep_does_not_stand_for_billions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few lines of YAML that refer to each other, in sweep.json."""
     bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]"

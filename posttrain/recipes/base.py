@@ -12,6 +12,7 @@ from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
 
 PREVIOUS = "previous "
+MOST_ROUNDS = 1000  # a line of a file must not stand for a billion stages
 
 
 Given = TypeVar("Given")
@@ -51,7 +52,7 @@ def repeat(
 
     A YAML file says the same as an item of its stages: {rounds: 3, first: {...}, advance: {...}, stages: [...]}.
     """
-    require(count >= 1, f"rounds: there must be at least 1, not {count}")
+    require(1 <= count <= MOST_ROUNDS, f"rounds: there must be at least 1 and at most {MOST_ROUNDS}, not {count}")
     first, own = dict(first or {}), [stage.name for stage in stages]
     for name in (*first, *(key.split(".")[0] for key in advance or {})):
         if name not in own:
