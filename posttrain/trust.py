@@ -129,7 +129,7 @@ class Trust:
         address, key = Address.of(url), os.environ.get(variable, "") if variable else ""
         clear = bool(key) and address.scheme == "http" and not address.loopback
         require(not clear, f"judge: the key in {variable} is not sent to {address.host} over plain http; use https, or ask without a "
-                "key (key_variable: '')")  # fmt: skip
+                f"key (unset {variable}, or key_variable: '' in the options of a judge reward)")  # fmt: skip
         return key if self.whole or self.said(url) or address.listed else ""
 
     def require_file(self, name: str, path: Path) -> None:

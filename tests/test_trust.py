@@ -747,3 +747,45 @@ def test_a_file_does_not_name_a_verifier_that_evaluates(
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
             del sys.modules[name]
+
+
+# --- messages for honest use -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["agreement", "versus", "judge"])
+def test_what_is_wrong_with_a_judge_is_said_before_the_first_stage(
+    where: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stages(url: str, **more: Any) -> str:
+        return write(folder, {"stages": [EVALUATE | {"name": "first"}, *judged_by(url, where, **more)["stages"]]})
+
+    clear = "http://judge.example:8000/v1"
+    monkeypatch.setenv("POSTTRAIN_JUDGE_HOSTS", "judge.example:8000")
+    refused(capsys, ["run", stages(clear)], "not sent to judge.example over plain http", "unset OPENAI_API_KEY")
+    refused(
+        capsys,
+        ["run", stages("http://localhost:1/v1", rubric="stranger/none.txt")],
+        "there is no rubric file stranger/none.txt",
+    )
+    monkeypatch.setitem(sys.modules, "httpx", None)  # not installed
+    refused(capsys, ["run", stages("http://localhost:1/v1")], "pip install 'posttrain[judge]'")
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+def test_a_judge_that_does_not_answer_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tree = judged_by(f"http://localhost:{port}/v1", "judge", attempts=1)
+    assert cli.main(["run", write(folder, tree)]) == 3
+    assert "no reply from the judge (ConnectError: " in capsys.readouterr().err
+
+
+def test_a_path_is_relative_to_the_working_directory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").unlink()
+    for key in ("file", "test_file"):
+        late = EVALUATE | {"name": "late", "task": JSONL | {key: "rows.jsonl"}}
+        words = f"there is no data file rows.jsonl in {Path.cwd()}"
+        refused(capsys, ["run", write(folder, {"stages": [EVALUATE, late]})], words)
+        refused(capsys, ["run", write(folder, {"stages": [EVALUATE, late]}), "--allow-code"], words)
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())

@@ -46,12 +46,14 @@ class Endpoint:
     completion_price: float = 0.0
     constrain: bool = True  # ask the server to allow nothing but the form of the verdict
     usage: Usage = field(default_factory=Usage, compare=False, repr=False)
+    trouble: list[str] = field(default_factory=list, init=False, compare=False, repr=False)  # why the last one was not answered
     refused: list[int] = field(default_factory=list, init=False, compare=False, repr=False)  # statuses of refusing a form
 
     def __post_init__(self) -> None:
         active().require_address(self.url)
         active().require_variable(self.key_variable)
         active().key(self.url, self.key_variable)  # refused now rather than with the first question
+        _httpx()
         require(self.attempts >= 1 and self.parallel >= 1, "judge: attempts and parallel must be at least 1")
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
@@ -75,8 +77,9 @@ class Endpoint:
                 async with gate:
                     try:
                         return await self._ask_one(client, messages, form, pace)
-                    except Unanswered:
+                    except Unanswered as error:
                         self.usage.failures += 1
+                        self.trouble[:] = [str(error)]
                         return None
 
             return list(await asyncio.gather(*(one(messages) for messages in conversations)))

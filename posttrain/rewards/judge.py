@@ -125,8 +125,9 @@ class Judge:
         it says nothing of them: it will not say anything of others either."""
         for canary, score in zip(CANARIES, self.points(question, CANARIES), strict=True):
             if score.value is None:
+                why = "".join(f" ({reason})" for reason in getattr(self.model, "trouble", ()))
                 raise GuardStop(
-                    f"the judge cannot be used: {score.failure} (asked about {canary[:60]!r}, which deserves nothing)"
+                    f"the judge cannot be used: {score.failure}{why}, asked about {canary[:60]!r}, which deserves nothing"
                 )
             if score.value > most:
                 raise GuardStop(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from posttrain.data.preferences import read_pairs
@@ -12,7 +12,7 @@ from posttrain.errors import GuardStop, require
 from posttrain.evals.statistics import share_interval
 from posttrain.rewards._asking import Usage
 from posttrain.rewards._endpoint import Endpoint
-from posttrain.rewards.judge import CANARY_QUESTION, Judge, Verdict, agreement, read_rubric
+from posttrain.rewards.judge import CANARY_QUESTION, Judge, Verdict, agreement, check_judge, read_rubric
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.types import JSON
 
@@ -44,6 +44,9 @@ class AgreementStage(Stage):
         require(bool(self.judge), f"{self.name}: name a judge")
         self.check_positive("pairs")
         require(0 <= self.least <= 1, f"{self.name}: least is a share between 0 and 1, not {self.least}")
+
+    def ready(self, names: Collection[str]) -> None:
+        check_judging(self.judge, self.url, self.rubric)
 
     def run(self, context: Context) -> dict[str, JSON]:
         rows = read_pairs(self.data)[: self.pairs]
@@ -100,6 +103,13 @@ class AgreementStage(Stage):
             }
             for (question, better, worse), label, v in zip(rows, labels, verdicts, strict=True)
         ]
+
+
+def check_judging(name: str, url: str, rubric: str) -> None:
+    """What can be known of a judge before it is asked."""
+    if url:
+        check_judge(url=url, model=name)
+    read_rubric(rubric)
 
 
 def open_judge(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from posttrain.runs.guards import rollout_figures
 from posttrain.runs.metrics import merge
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
-from posttrain.stages.agreement import open_judge
+from posttrain.stages.agreement import check_judging, open_judge
 from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Sampling
@@ -64,6 +64,9 @@ class VersusStage(Stage):
         require(not (self.judge and self.reward_model), f"{self.name}: a judge or a reward_model decides, not both")
         idle = (self.url or self.rubric or self.cache) and not self.judge
         require(not idle, f"{self.name}: url, rubric and cache are a judge's; name the model as judge")
+
+    def ready(self, names: Collection[str]) -> None:
+        check_judging(self.judge, self.url, self.rubric)
 
     def alphabet(self) -> str:
         return alphabet([self.task])

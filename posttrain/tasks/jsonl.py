@@ -34,10 +34,20 @@ class Jsonl(Judged):
     def parts(self) -> tuple[str, str]:
         return self.file, self.test_file
 
-    def read(self, part: str) -> tuple[Problem, ...]:
+    def ready(self) -> tuple[str, ...]:
+        for part in filter(None, self.parts()):
+            self.place(part)
+        return super().ready()
+
+    def place(self, part: str) -> Path:
         path = Path(part).expanduser()
-        require(path.is_file(), f"there is no data file {part}")
-        return read_problems(part, path.stat().st_mtime_ns, self.question, self.answer, self.answer_after)
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        require(path.is_file(), f"there is no data file {part}{where}")
+        return path
+
+    def read(self, part: str) -> tuple[Problem, ...]:
+        changed = self.place(part).stat().st_mtime_ns
+        return read_problems(part, changed, self.question, self.answer, self.answer_after)
 
 
 @lru_cache(maxsize=8)
