@@ -77,6 +77,9 @@ def complain(text: str, code: int) -> int:
     return code
 
 
+TRUST = "trust the YAML file or the run like a program: code, addresses, files and links that it names"
+
+
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="posttrain", description="Reinforcement learning for language models, from a laptop up.")
     top.add_argument("--version", action="version", version=f"posttrain {VERSION}")
@@ -91,21 +94,15 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("recipe")
     one.add_argument("settings", nargs="*", metavar="key=value", help="settings of the recipe and of its stages; only=STAGE,... runs "
                      "some alone; several values, as in seeds=0,1,2 rl.lr=1e-4,3e-4, make a sweep")  # fmt: skip
-    one.add_argument(
-        "--allow-code", action="store_true", help="trust a YAML file like a program: code, addresses and files that it names"
-    )
+    one.add_argument("--allow-code", action="store_true", help=TRUST)
     one = command("resume", resume, "continue a run that was stopped or killed")
     one.add_argument("run", type=Path)
     one.add_argument("settings", nargs="*", metavar="key=value", help="what changes how, not what: threads, token_budget, ...")
-    one.add_argument(
-        "--allow-code", action="store_true", help="trust the run like a program: code, addresses, files and links in it"
-    )
+    one.add_argument("--allow-code", action="store_true", help=TRUST)
     one = command("plan", plan, "say what a recipe would do, and what it needs, without training")
     one.add_argument("recipe")
     one.add_argument("settings", nargs="*", metavar="key=value")
-    one.add_argument(
-        "--allow-code", action="store_true", help="trust a YAML file like a program: code, addresses and files that it names"
-    )
+    one.add_argument("--allow-code", action="store_true", help=TRUST)
     one.add_argument("--dry", action="store_true", help="try a few steps of every stage, to say how long it takes")
     one = command("list", list_, "what there is: recipes, algorithms, tasks, rewards")
     one.add_argument("kind", nargs="?", choices=["recipes", "algorithms", "tasks", "rewards"])

@@ -49,6 +49,7 @@ BOUNDED = {
     "rewards/sandbox/session.py: os.write(self.child.stdin, self.outgoing[:CHUNK])": "after select",
     "rewards/sandbox/session.py: os.read(self.child.stdout, CHUNK)": "after select",
     "rewards/sandbox/session.py: os.read(self.child.stderr, CHUNK)": "after select",
+    "rewards/sandbox/child.py: os.waitpid(pid, 0)": "in a container, whose first process has an alarm",
     "rewards/sandbox/child.py: os.read(descriptor, min(count, 1 << 20))": "inside of the sandbox, which is ended from outside",
     "rewards/sandbox/child.py: os.write(descriptor, data)": "the same",
     "rewards/sandbox/child.py: os.write(2, ascii(name).encode()[:200] + b'\\n')": "the same",
