@@ -421,9 +421,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint and without an end."""
     directory = tmp_path_factory.mktemp("stopped") / "run"
     threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "draw", lambda *_: None)  # pictures take longer than this training
-        pipeline.start(settings("sft", directory))
+    pipeline.start(settings("sft", directory))
     torch.set_num_threads(threads)
     (directory / "summary.json").unlink()
     shutil.rmtree(directory / "stages")
@@ -431,8 +429,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(pipeline, "draw", lambda *_: None)
+def run(stopped: Path, tmp_path: Path) -> Iterator[Path]:
     threads = torch.get_num_threads()
     yield Path(shutil.copytree(stopped, tmp_path / "run"))
     torch.set_num_threads(threads)

@@ -18,6 +18,7 @@ from posttrain.errors import UserError
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 
+DRAWS = True  # see tests/conftest.py
 ARGUMENTS = (
     "threads=1", "sft.steps=8", "sft.batch=4", "sft.checkpoint_every=3", "rl.steps=8", "rl.prompts=2", "rl.group=2", "rl.beta=0.04",
     "rl.checkpoint_every=3", "rl.rollouts_every=1", "rl.evaluate_every=4", "rl.evaluate_problems=4", "before.problems=8",

@@ -240,7 +240,7 @@ def test_values_of_steps_that_nobody_learns_from_are_said(
     run(tmp_path / "unused", stage(algorithm=algorithm, **process))
     assert capsys.readouterr().out.count(f"the reward scores steps, and {algorithm.name} learns from the score of") == 1
     if not isinstance(algorithm, RLOO):
-        run(tmp_path / "used", stage(algorithm=replace(algorithm, supervision="process"), **process))
+        run(tmp_path / "used", stage(algorithm=replace(algorithm, supervision="process"), **process | {"steps": 1}))
     run(tmp_path / "none", stage(algorithm=algorithm, steps=1))
     assert "scores steps" not in capsys.readouterr().out
 
