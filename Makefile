@@ -14,6 +14,8 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Idle worker threads sleep instead of spinning: on few cores, spinning costs more than waking up.
 export OMP_WAIT_POLICY := PASSIVE
 unexport HF_HUB_OFFLINE
+# Tests start many interpreters: compiled modules are kept, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-faults test-gpu test-peers lint format docs recipes soak bench bench-rewards check-data clean
