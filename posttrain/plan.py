@@ -15,7 +15,7 @@ from posttrain.models.load import check_device
 from posttrain.models.lora import Lora
 from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
-from posttrain.stages.base import Context, Stage, doubts, load_policy
+from posttrain.stages.base import Context, Stage, load_policy, warnings_of
 from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.mine import MineStage
@@ -173,7 +173,7 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
         for stage in settings.recipe.stages:
             lines.append("")
             lines.append(f"{stage.name} ({type(stage).__name__})")
-            lines += [f"  {line}" for line in (*doubts(stage), *_stage(stage, context, policies, before))]
+            lines += [f"  {line}" for line in (*warnings_of(stage), *_stage(stage, context, policies, before))]
             lines += [f"  {line}" for line in dry_lines(seen[stage.name])] if dry else []
             before[stage.name] = stage
     if dry:

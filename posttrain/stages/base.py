@@ -164,7 +164,7 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
     for stage in due:
         stage.ready(names)
     for stage in due:
-        context.announce(stage.name, doubts(stage))
+        context.announce(stage.name, warnings_of(stage))
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
         now, before = _lineage.trace(stage, context.seed, folders), _lineage.read(context.folder(stage.name))
@@ -213,11 +213,11 @@ def optimizers(stage: Stage) -> dict[str, Optimization]:
     return {name: settings for name, settings in found.items() if isinstance(settings, Optimization)}
 
 
-def doubts(stage: Stage) -> list[str]:
+def warnings_of(stage: Stage) -> list[str]:
     """What a stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
     steps, known = getattr(stage, "steps", None), optimizers(stage)
     policy, critic = known.get(f"{stage.name}.optimizer"), known.get(f"{stage.name}.critic_optimizer")
-    found = [policy.doubt(f"{stage.name}.optimizer", steps)] if policy is not None and isinstance(steps, int) else []
+    found = [policy.warning(f"{stage.name}.optimizer", steps)] if policy is not None and isinstance(steps, int) else []
     for name in ("warmup", "schedule", "final") if policy is not None and critic is not None else ():
         if getattr(critic, name) not in (getattr(policy, name), getattr(type(critic), name)):
             found.append(f"{stage.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "

@@ -60,7 +60,7 @@ class Optimization:
         require(self.checkpointing in CHECKPOINTING, f"checkpointing must be one of {ways}, not {self.checkpointing!r}")
         require(self.moments in MOMENTS, f"moments must be one of {', '.join(MOMENTS)}, not {self.moments!r}")
 
-    def doubt(self, name: str, steps: int) -> str:
+    def warning(self, name: str, steps: int) -> str:
         """What is wrong with a warm-up that does not end within `steps` steps; "" where it does. `name` is where the settings stand."""
         if self.warmup <= steps:
             return ""
