@@ -117,7 +117,9 @@ def test_i19_the_policy_loss_is_linear_in_the_advantages(algorithm: Algorithm, f
     outputs = outputs_of(prepared)
     one = total(algorithm.terms(outputs, prepared), "policy")
     other = total(algorithm.terms(outputs, prepared.replace(advantage_T=factor * prepared.advantage_T)), "policy")
-    assert float(other.detach()) == pytest.approx(factor * float(one.detach()), rel=1e-6, abs=1e-7)  # weights are float32
+    # a ratio of 1 throughout makes the loss a sum that cancels to nearly 0: there the float32 weights are what is left
+    near = 1e-7 if getattr(algorithm, "correction", "none") == "proximal" else 1e-9
+    assert float(other.detach()) == pytest.approx(factor * float(one.detach()), rel=1e-6, abs=near)
 
 
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
