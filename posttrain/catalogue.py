@@ -19,7 +19,13 @@ from posttrain.errors import UserError, require, unknown
 from posttrain.trust import active, code_place
 
 HOME = Path(__file__).parent
-KINDS = {"algorithm": "algorithms", "task": "tasks", "recipe": "recipes", "reward": "rewards", "stage": "stages"}
+KINDS = {
+    "algorithm": "algorithms",
+    "task": "tasks",
+    "recipe": "recipes",
+    "reward": "rewards",
+    "stage": "stages",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,9 @@ class Entry:
 def names(kind: str) -> list[str]:
     """Names of one kind, from file names. Files named `base` and those with a leading underscore are not entries."""
     folder = HOME / KINDS[kind]
-    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "base")
+    return sorted(
+        p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "base"
+    )
 
 
 def describe(kind: str) -> list[Entry]:
@@ -45,7 +53,11 @@ def describe(kind: str) -> list[Entry]:
         path = HOME / KINDS[kind] / f"{name}.py"
         tree = ast.parse(path.read_text())
         summary = (ast.get_docstring(tree) or "").split("\n")[0]
-        entries.append(Entry(name, summary, _class_constant(tree, "paper"), f"posttrain/{KINDS[kind]}/{name}.py"))
+        entries.append(
+            Entry(
+                name, summary, _class_constant(tree, "paper"), f"posttrain/{KINDS[kind]}/{name}.py"
+            )
+        )
     return entries
 
 
@@ -53,9 +65,17 @@ def _class_constant(tree: ast.Module, name: str) -> str:
     """The value of a string assigned to `name` in the body of any class of the module."""
     for owner in (n for n in tree.body if isinstance(n, ast.ClassDef)):
         for node in owner.body:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
             value = getattr(node, "value", None)
-            if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(value, ast.Constant):
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(
+                value, ast.Constant
+            ):
                 return str(value.value)
     return ""
 
@@ -79,10 +99,14 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
 def own_class(module: ModuleType, base: type) -> type:
     """The one subclass of `base` that `module` itself defines."""
     found = [
-        c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
     ]
     if len(found) != 1:
-        raise TypeError(f"{module.__name__} must define exactly one {base.__name__}, found {len(found)}")
+        raise TypeError(
+            f"{module.__name__} must define exactly one {base.__name__}, found {len(found)}"
+        )
     return found[0]
 
 

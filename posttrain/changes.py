@@ -9,12 +9,35 @@ from posttrain.types import JSON
 
 # Settings that decide how the work is done, or what is looked at, but not what is learned. Threads and devices may change the last
 # bits of a number; a micro-batch budget does not change a batch.
-HARMLESS = frozenset({
-    "name", "device", "deterministic", "threads", "trackers", "checkpoint_hook", "checkpoint_sync", "checkpoint_keep", "token_budget",
-    "checkpointing", "release_cache", "max_rows", "checkpoint_every", "evaluate_every", "evaluate_problems", "evaluate_units",
-    "rollouts_every", "reference_device", "reward_device", "watch_kl", "guards", "alarms",
-})  # fmt: skip
-SUMMARY = frozenset({"next_command", "before", "after"})  # of the recipe; a stage may have fields of these names that matter
+HARMLESS = frozenset(
+    {
+        "name",
+        "device",
+        "deterministic",
+        "threads",
+        "trackers",
+        "checkpoint_hook",
+        "checkpoint_sync",
+        "checkpoint_keep",
+        "token_budget",
+        "checkpointing",
+        "release_cache",
+        "max_rows",
+        "checkpoint_every",
+        "evaluate_every",
+        "evaluate_problems",
+        "evaluate_units",
+        "rollouts_every",
+        "reference_device",
+        "reward_device",
+        "watch_kl",
+        "guards",
+        "alarms",
+    }
+)
+SUMMARY = frozenset(
+    {"next_command", "before", "after"}
+)  # of the recipe; a stage may have fields of these names that matter
 WHOLE = "options"  # a mapping whose keys are a user's own: one more of them is a change, not a setting of a later version
 ABSENT = object()
 
@@ -27,7 +50,9 @@ class Changes:
     refused: tuple[str, ...]
 
 
-def compare(before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collection[str]) -> Changes:
+def compare(
+    before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collection[str]
+) -> Changes:
     """What differs between two resolved configurations. A stage that has not begun may change; a setting that the version of posttrain
     that began the run did not have is news, not a change.
 
@@ -50,7 +75,10 @@ def compare(before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collec
         # a run's name is harmless; that of an algorithm or a task within a stage is which one it is
         parts = [part for part in rest if part != "name"] or ([stage] if not rest else [])
         harmless = (
-            any(part in HARMLESS for part in parts) or bool(rest and stage not in begun) or was is ABSENT or key in SUMMARY
+            any(part in HARMLESS for part in parts)
+            or bool(rest and stage not in begun)
+            or was is ABSENT
+            or key in SUMMARY
         )
         text = f"{key}: {_words(was)} -> {_words(now)}"
         (named if harmless else refused).append(text)

@@ -36,8 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return complain(str(error), 2)
     # argparse does not take key=value after an option; they are settings wherever they stand
-    if rest and not (hasattr(options, "settings") and all("=" in word and not word.startswith("-") for word in rest)):
-        return complain(f"unknown argument {rest[0]!r}; see 'posttrain {options.command or ''} --help'", 2)
+    if rest and not (
+        hasattr(options, "settings")
+        and all("=" in word and not word.startswith("-") for word in rest)
+    ):
+        return complain(
+            f"unknown argument {rest[0]!r}; see 'posttrain {options.command or ''} --help'", 2
+        )
     if rest:
         options.settings = [*options.settings, *rest]
     if options.command is None:
@@ -51,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(str(error), 3)
     except Interrupted as error:
         where = getattr(options, "where", None)
-        return complain(f"{error}; continue with: posttrain resume {where}" if where else str(error), 130)
+        return complain(
+            f"{error}; continue with: posttrain resume {where}" if where else str(error), 130
+        )
     except KeyboardInterrupt:
         return complain("interrupted", 130)
     except BrokenPipeError:
@@ -77,33 +84,56 @@ def complain(text: str, code: int) -> int:
     return code
 
 
-TRUST = "trust the YAML file or the run like a program: code, addresses, files and links that it names"
+TRUST = (
+    "trust the YAML file or the run like a program: code, addresses, files and links that it names"
+)
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="posttrain", description="Reinforcement learning for language models, from a laptop up.")
+    top = Parser(
+        prog="posttrain",
+        description="Reinforcement learning for language models, from a laptop up.",
+    )
     top.add_argument("--version", action="version", version=f"posttrain {VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(name: str, call: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, epilog=f"example: {EXAMPLES[name]}")
+    def command(
+        name: str, call: Callable[[argparse.Namespace], int | None], text: str
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=text, description=text, epilog=f"example: {EXAMPLES[name]}"
+        )
         made.set_defaults(call=call)
         return made
 
     one = command("run", run, "run a recipe: a shipped name, a YAML file, or file.py:function")
     one.add_argument("recipe")
-    one.add_argument("settings", nargs="*", metavar="key=value", help="settings of the recipe and of its stages; only=STAGE,... runs "
-                     "some alone; several values, as in seeds=0,1,2 rl.lr=1e-4,3e-4, make a sweep")  # fmt: skip
+    one.add_argument(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="settings of the recipe and of its stages; only=STAGE,... runs "
+        "some alone; several values, as in seeds=0,1,2 rl.lr=1e-4,3e-4, make a sweep",
+    )
     one.add_argument("--allow-code", action="store_true", help=TRUST)
     one = command("resume", resume, "continue a run that was stopped or killed")
     one.add_argument("run", type=Path)
-    one.add_argument("settings", nargs="*", metavar="key=value", help="what changes how, not what: threads, token_budget, ...")
+    one.add_argument(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="what changes how, not what: threads, token_budget, ...",
+    )
     one.add_argument("--allow-code", action="store_true", help=TRUST)
     one = command("plan", plan, "say what a recipe would do, and what it needs, without training")
     one.add_argument("recipe")
     one.add_argument("settings", nargs="*", metavar="key=value")
     one.add_argument("--allow-code", action="store_true", help=TRUST)
-    one.add_argument("--dry", action="store_true", help="try a few steps of every stage, to say how long it takes")
+    one.add_argument(
+        "--dry",
+        action="store_true",
+        help="try a few steps of every stage, to say how long it takes",
+    )
     one = command("list", list_, "what there is: recipes, algorithms, tasks, rewards")
     one.add_argument("kind", nargs="?", choices=["recipes", "algorithms", "tasks", "rewards"])
     one.add_argument("--json", action="store_true", help="for programs")
@@ -111,29 +141,62 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("model")
     one.add_argument("--task", required=True)
     one.add_argument("--json", action="store_true", help="for programs")
-    one.add_argument("settings", nargs="*", metavar="key=value", help="problems, samples, task.KEY, sampling.KEY, reference, text, "
-                     "against, save, seed, device")  # fmt: skip
-    one = command("compare", compare, "two runs: held-out results in pairs, curves in one picture, settings that differ")
+    one.add_argument(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="problems, samples, task.KEY, sampling.KEY, reference, text, "
+        "against, save, seed, device",
+    )
+    one = command(
+        "compare",
+        compare,
+        "two runs: held-out results in pairs, curves in one picture, settings that differ",
+    )
     one.add_argument("first", type=Path, metavar="RUN")
     one.add_argument("second", type=Path, metavar="RUN")
-    one.add_argument("--stage", default="", help="the evaluation to compare; ONE:OTHER where it has two names")
+    one.add_argument(
+        "--stage", default="", help="the evaluation to compare; ONE:OTHER where it has two names"
+    )
     one.add_argument("--out", type=Path, help="the picture; without it, compare-RUN-RUN.png here")
     one.add_argument("--json", action="store_true", help="for programs")
     one = command("sample", sample, "let a model answer a prompt")
     one.add_argument("model")
     one.add_argument("prompt")
-    one.add_argument("settings", nargs="*", metavar="key=value", help="temperature, max_new_tokens, group, seed, ...")
-    one = command("show", show, "print rollouts; one of them as a Markov decision process, token by token")
+    one.add_argument(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="temperature, max_new_tokens, group, seed, ...",
+    )
+    one = command(
+        "show", show, "print rollouts; one of them as a Markov decision process, token by token"
+    )
     one.add_argument("run", type=Path)
-    one.add_argument("rollout", nargs="?", default="", help="STAGE/STEP/NUMBER; without it, the rollouts of the last step")
-    one = command("advise", advise, "which method for a goal, with the data and the compute at hand")
+    one.add_argument(
+        "rollout",
+        nargs="?",
+        default="",
+        help="STAGE/STEP/NUMBER; without it, the rollouts of the last step",
+    )
+    one = command(
+        "advise", advise, "which method for a goal, with the data and the compute at hand"
+    )
     one.add_argument("goal", nargs="*", help="without one, the goals there are")
-    one.add_argument("--have", default="nothing", help="data at hand, with commas between: demonstrations, comparisons, thumbs, "
-                     "verifier, judge")  # fmt: skip
+    one.add_argument(
+        "--have",
+        default="nothing",
+        help="data at hand, with commas between: demonstrations, comparisons, thumbs, "
+        "verifier, judge",
+    )
     one.add_argument("--compute", default="gpu", help="laptop, gpu or cluster")
-    one.add_argument("--config", action="store_true", help="print the recipe alone, to be saved as a YAML file")
+    one.add_argument(
+        "--config", action="store_true", help="print the recipe alone, to be saved as a YAML file"
+    )
     one.add_argument("--json", action="store_true", help="for programs")
-    one = command("doctor", doctor, "look at this machine: versions, GPU, sandbox, disk; and say what to fix")
+    one = command(
+        "doctor", doctor, "look at this machine: versions, GPU, sandbox, disk; and say what to fix"
+    )
     one.add_argument("--json", action="store_true", help="for programs")
     return top
 
@@ -145,7 +208,11 @@ def doctor(options: argparse.Namespace) -> int:
 
     findings = clinic.examine()
     sound = clinic.healthy(findings)
-    text = json.dumps({"healthy": sound, "findings": [asdict(f) for f in findings]}, indent=2) if options.json else None
+    text = (
+        json.dumps({"healthy": sound, "findings": [asdict(f) for f in findings]}, indent=2)
+        if options.json
+        else None
+    )
     sys.stdout.write((text or "\n".join(clinic.lines(findings))) + "\n")
     return 0 if sound else 1
 
@@ -159,14 +226,22 @@ def run(options: argparse.Namespace) -> int:
     if not settings.out:
         import dataclasses
 
-        settings = dataclasses.replace(settings, out=str(pipeline.fresh(Path("runs"), settings.name)))
+        settings = dataclasses.replace(
+            settings, out=str(pipeline.fresh(Path("runs"), settings.name))
+        )
     options.where = settings.out
     pipeline.start(settings)
     return 0
 
 
 def _swept(failed: int) -> int:
-    return complain(f"{failed} of the sweep's runs failed; their directories say why in failure.txt", 1) if failed else 0
+    return (
+        complain(
+            f"{failed} of the sweep's runs failed; their directories say why in failure.txt", 1
+        )
+        if failed
+        else 0
+    )
 
 
 def resume(options: argparse.Namespace) -> int:
@@ -186,7 +261,9 @@ def plan(options: argparse.Namespace) -> None:
     from posttrain.plan import describe
     from posttrain.runs.console import printable, write_text
 
-    for line in describe(config.parse(options.recipe, options.settings, options.allow_code), options.dry):
+    for line in describe(
+        config.parse(options.recipe, options.settings, options.allow_code), options.dry
+    ):
         write_text(printable(line) + "\n", sys.stdout)
 
 
@@ -198,7 +275,12 @@ def list_(options: argparse.Namespace) -> None:
     kinds = [options.kind] if options.kind else ["recipes", "algorithms", "tasks", "rewards"]
     entries = {kind: catalogue.describe(kind.removesuffix("s")) for kind in kinds}
     if options.json:
-        sys.stdout.write(json.dumps({kind: [asdict(e) for e in found] for kind, found in entries.items()}, indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps(
+                {kind: [asdict(e) for e in found] for kind, found in entries.items()}, indent=2
+            )
+            + "\n"
+        )
         return
     for kind, found in entries.items():
         sys.stdout.write(f"{kind}\n")
@@ -215,10 +297,16 @@ def advise(options: argparse.Namespace) -> None:
 
     if not options.goal:
         goals = {name: goal.title for name, goal in advice.GOALS.items()}
-        text = json.dumps(goals) + "\n" if options.json else "".join(f"{name:<10} {title}\n" for name, title in goals.items())
+        text = (
+            json.dumps(goals) + "\n"
+            if options.json
+            else "".join(f"{name:<10} {title}\n" for name, title in goals.items())
+        )
         sys.stdout.write(text)
         return
-    found = advice.advise(" ".join(options.goal), [word for word in options.have.split(",") if word], options.compute)
+    found = advice.advise(
+        " ".join(options.goal), [word for word in options.have.split(",") if word], options.compute
+    )
     if options.config:
         sys.stdout.write(advice.recipe_text(found))
     elif options.json:
@@ -241,7 +329,11 @@ def compare(options: argparse.Namespace) -> None:
     from posttrain.runs.layout import encode
 
     found = compare_runs(options.first, options.second, options.out, options.stage)
-    text = json.dumps(encode(asdict(found)), indent=2) if options.json else "\n".join(map(printable, lines(found)))
+    text = (
+        json.dumps(encode(asdict(found)), indent=2)
+        if options.json
+        else "\n".join(map(printable, lines(found)))
+    )
     write_text(text + "\n", sys.stdout)
 
 

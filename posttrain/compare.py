@@ -12,7 +12,13 @@ from pathlib import Path
 
 from posttrain.changes import flatten
 from posttrain.errors import UserError, require, unknown
-from posttrain.evals.evaluate import Pair, compare_rows, same_problems, shares_interval, solved_share
+from posttrain.evals.evaluate import (
+    Pair,
+    compare_rows,
+    same_problems,
+    shares_interval,
+    solved_share,
+)
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
@@ -77,7 +83,9 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
     for one, other in _pairs(runs, results, stage):
         both = same_problems(results[0][one], results[1][other])
         words = (
-            f"{one} and {other} are about different problems" if one != other else f"{one} is about different problems in each"
+            f"{one} and {other} are about different problems"
+            if one != other
+            else f"{one} is about different problems in each"
         )
         require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
         if both:
@@ -92,19 +100,34 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
     target = picture or Path(f"compare-{_plain(runs[0].name)}-{_plain(runs[1].name)}.png")
     drawn = draw_together(runs, target)
     differ = tuple(differences(runs[0].config, runs[1].config))
-    measured = _measured(runs, [found.stage for found in matched if found.stage == found.other_stage])
+    measured = _measured(
+        runs, [found.stage for found in matched if found.stage == found.other_stage]
+    )
     return Report(
-        str(first), str(second), tuple(matched), measured, tuple(notes), differ, tuple(drawn), str(target) if drawn else ""
+        str(first),
+        str(second),
+        tuple(matched),
+        measured,
+        tuple(notes),
+        differ,
+        tuple(drawn),
+        str(target) if drawn else "",
     )
 
 
 def evaluations(run: Run) -> dict[str, list[dict[str, JSON]]]:
     """For each finished evaluation of a run, in the order of its stages: the rows of its problems."""
-    stages = [str(stage.get("name")) for stage in run.config.get("stages", []) if isinstance(stage, dict)]
+    stages = [
+        str(stage.get("name")) for stage in run.config.get("stages", []) if isinstance(stage, dict)
+    ]
     found: dict[str, list[dict[str, JSON]]] = {}
     for name in stages:
         file = run.directory / "stages" / name / PROBLEMS
-        rows = [_row(line, file) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
+        rows = (
+            [_row(line, file) for line in file.read_text("utf-8").splitlines()]
+            if file.is_file()
+            else []
+        )
         if rows and all("outcomes" in row for row in rows):
             found[name] = rows
     return found
@@ -118,13 +141,20 @@ def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]
         files = [run.directory / "stages" / name / RESULT for run in runs]
         if name not in known and all(file.is_file() for file in files):
             first, second = (_row(file.read_text("utf-8"), file) for file in files)
-            found += [Measured(name, key, Interval(*first[key]), Interval(*second[key])) for key in first
-                      if _bounded(first[key]) and _bounded(second.get(key))]  # fmt: skip
+            found += [
+                Measured(name, key, Interval(*first[key]), Interval(*second[key]))
+                for key in first
+                if _bounded(first[key]) and _bounded(second.get(key))
+            ]
     return tuple(found)
 
 
 def _bounded(value: JSON) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(isinstance(part, int | float) for part in value)
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(isinstance(part, int | float) for part in value)
+    )
 
 
 def _row(line: str, file: Path) -> dict[str, JSON]:
@@ -136,7 +166,9 @@ def _row(line: str, file: Path) -> dict[str, JSON]:
     return dict(row)
 
 
-def _pairs(runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: str) -> list[tuple[str, str]]:
+def _pairs(
+    runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: str
+) -> list[tuple[str, str]]:
     """Which evaluation of the first run is held against which of the second."""
     if stage:
         one, _, other = stage.partition(":")
@@ -147,11 +179,16 @@ def _pairs(runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: st
     both = [(name, name) for name in results[0] if name in results[1]]
     if both or not all(results):
         return both
-    last = [str(run.config.get("after") or list(have)[-1]) for run, have in zip(runs, results, strict=True)]
+    last = [
+        str(run.config.get("after") or list(have)[-1])
+        for run, have in zip(runs, results, strict=True)
+    ]
     if all(name in have for name, have in zip(last, results, strict=True)):
         return [(last[0], last[1])]
     named = " and ".join(", ".join(have) for have in results)
-    raise UserError(f"the runs have no evaluation of the same name ({named}); say which with --stage ONE:OTHER")
+    raise UserError(
+        f"the runs have no evaluation of the same name ({named}); say which with --stage ONE:OTHER"
+    )
 
 
 def _match(pairs: Sequence[Pair], rows: int, one: str, other: str) -> Matched:
@@ -181,11 +218,24 @@ def lines(report: Report) -> list[str]:
     """The report as plain text."""
     said = [f"A: {report.first}", f"B: {report.second}", ""]
     for found in report.evaluations:
-        name = found.stage if found.stage == found.other_stage else f"{found.stage} against {found.other_stage}"
-        more = f"; {found.left_out} that only one run answered are left out" if found.left_out else ""
+        name = (
+            found.stage
+            if found.stage == found.other_stage
+            else f"{found.stage} against {found.other_stage}"
+        )
+        more = (
+            f"; {found.left_out} that only one run answered are left out" if found.left_out else ""
+        )
         said.append(f"{name}: share solved of {found.problems} held-out problems{more}")
-        said += [f"  A        {found.first}", f"  B        {found.second}", f"  B less A {found.paired}"]
-    said += [f"{one.stage}: {one.figure.replace('_', ' ')}  A {one.first}  B {one.second}" for one in report.measured]
+        said += [
+            f"  A        {found.first}",
+            f"  B        {found.second}",
+            f"  B less A {found.paired}",
+        ]
+    said += [
+        f"{one.stage}: {one.figure.replace('_', ' ')}  A {one.first}  B {one.second}"
+        for one in report.measured
+    ]
     said += report.notes
     said += ["", "settings that differ:" if report.settings else "the settings are the same"]
     width = max((len(d.key) for d in report.settings), default=0)

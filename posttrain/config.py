@@ -26,10 +26,24 @@ from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
 from posttrain.types import JSON
 from posttrain.untrusted import read_values, read_yaml
 
-NAMED: dict[type, str] = {Algorithm: "algorithm", Task: "task", Stage: "stage"}  # polymorphic: a dict with its catalogue name
+NAMED: dict[type, str] = {
+    Algorithm: "algorithm",
+    Task: "task",
+    Stage: "stage",
+}  # polymorphic: a dict with its catalogue name
 # fields that name models: those are opened as tensors and settings, and their content is sent nowhere
-MODELS = ("model", "models", "against", "reference", "critic", "reward_model", "reward_models", "reward_reference", "judge",
-          "trained")  # fmt: skip
+MODELS = (
+    "model",
+    "models",
+    "against",
+    "reference",
+    "critic",
+    "reward_model",
+    "reward_models",
+    "reward_reference",
+    "judge",
+    "trained",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +57,36 @@ class Settings:
     threads: int = 0  # 0: chosen by the model's size
     out: str = ""  # the run directory; "" makes a new one under runs/
     trackers: tuple[str, ...] = ()
-    checkpoint_hook: tuple[str, ...] = ()  # a program and its arguments; it gets the directory of each finished checkpoint
-    checkpoint_sync: bool = False  # wait for the disk at every checkpoint, instead of writing in the background
+    checkpoint_hook: tuple[
+        str, ...
+    ] = ()  # a program and its arguments; it gets the directory of each finished checkpoint
+    checkpoint_sync: bool = (
+        False  # wait for the disk at every checkpoint, instead of writing in the background
+    )
     checkpoint_keep: int = 2
-    deterministic: bool = False  # on a GPU: the same bits every time, for some speed; on a CPU that is always so
-    only: tuple[str, ...] = ()  # stages to run alone, on what is in the directory; never part of a run's configuration
+    deterministic: bool = (
+        False  # on a GPU: the same bits every time, for some speed; on a CPU that is always so
+    )
+    only: tuple[
+        str, ...
+    ] = ()  # stages to run alone, on what is in the directory; never part of a run's configuration
     again: bool = False  # let the directory hold a run, and do again what has changed
-    trust: Trust = dataclasses.field(default=EVERYTHING, compare=False)  # in whoever named all this; no key
+    trust: Trust = dataclasses.field(
+        default=EVERYTHING, compare=False
+    )  # in whoever named all this; no key
 
     def __post_init__(self) -> None:
         """Refused before there is a directory."""
         check_machine(self.seed, self.device)
-        require(self.threads >= 0, f"threads is a number of threads, 0 for as many as pay, not {self.threads}")
+        require(
+            self.threads >= 0,
+            f"threads is a number of threads, 0 for as many as pay, not {self.threads}",
+        )
         check_threads(self.threads, "threads")
-        require(self.checkpoint_keep >= 1, f"checkpoint_keep must be 1 or more, not {self.checkpoint_keep}")
+        require(
+            self.checkpoint_keep >= 1,
+            f"checkpoint_keep must be 1 or more, not {self.checkpoint_keep}",
+        )
 
 
 def check_machine(seed: int, device: str) -> None:
@@ -71,7 +101,9 @@ TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belo
 PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
 
 
-def parse(recipe: str, arguments: Sequence[str], allow_code: bool = False, source: str = "") -> Settings:
+def parse(
+    recipe: str, arguments: Sequence[str], allow_code: bool = False, source: str = ""
+) -> Settings:
     """A recipe's name, YAML file or Python file, and key=value arguments in the words of the README. Nobody typed them where they come
     from a file, the `source`."""
     pairs = dict(pair(argument) for argument in arguments)
@@ -93,7 +125,9 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
             raise unknown("key", key, [*own, *TOP])
     active().require_program(top.get("checkpoint_hook"))
     hints = typing.get_type_hints(function)
-    made = function(**{key: _check(key, hints[key], value) for key, value in top.items() if key in own})
+    made = function(
+        **{key: _check(key, hints[key], value) for key, value in top.items() if key in own}
+    )
     dotted = {key: value for key, value in pairs.items() if "." in key}
     stages = override(made.stages, dotted)
     return _settings(name, dataclasses.replace(made, stages=stages), top)
@@ -113,14 +147,20 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
     check_names(recipe.stages)
     check_named(recipe.stages)
     active().require_trackers(found.get("trackers", ()))
-    active().require_output(found.get("out", ""), {key: found.get(key) for key in ("only", "again")})
+    active().require_output(
+        found.get("out", ""), {key: found.get(key) for key in ("only", "again")}
+    )
     return Settings(recipe, name, **found, trust=active())
 
 
 def _words(command: JSON) -> tuple[str, ...]:
     """A program and its arguments, from one line or a list of words. Nothing in it is expanded: there is no shell."""
     try:
-        return tuple(shlex.split(command)) if isinstance(command, str) else _check("checkpoint_hook", tuple[str, ...], command)
+        return (
+            tuple(shlex.split(command))
+            if isinstance(command, str)
+            else _check("checkpoint_hook", tuple[str, ...], command)
+        )
     except ValueError as error:
         raise UserError(f"checkpoint_hook: {command!r} is not a command line ({error})") from None
 
@@ -131,7 +171,12 @@ def check_named(stages: Sequence[Stage]) -> None:
     trust = active()
     if trust.whole:
         return
-    found = [(field, value) for stage in stages for field, value in inside(stage) if isinstance(value, str) and value]
+    found = [
+        (field, value)
+        for stage in stages
+        for field, value in inside(stage)
+        if isinstance(value, str) and value
+    ]
     checks: dict[str, Callable[[str], None]] = {
         "reward": lambda name: trust.require_code("reward", name),
         "sandbox": trust.require_sandbox,
@@ -145,8 +190,13 @@ def check_named(stages: Sequence[Stage]) -> None:
     for field, value in found if sends or trust.strict else ():
         path = _path(field, value) if field not in MODELS and field not in checks else None
         if path is not None:
-            fine = field != "dataset" or trust.said(value)  # a data set in a folder may itself name files elsewhere
-            require(fine, f"{trust.file} names the folder {value} as a dataset: give it on the command line, or {TRUST_IT}")
+            fine = field != "dataset" or trust.said(
+                value
+            )  # a data set in a folder may itself name files elsewhere
+            require(
+                fine,
+                f"{trust.file} names the folder {value} as a dataset: give it on the command line, or {TRUST_IT}",
+            )
             trust.require_file(value, path)
 
 
@@ -155,7 +205,11 @@ def _path(field: str, value: str) -> Path | None:
     try:
         path = Path(value).expanduser()
         return path if field in PLACES and path.exists() else place(value, field)
-    except (OSError, ValueError, RuntimeError):  # can be no path: too long, a null, a user who is not there
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # can be no path: too long, a null, a user who is not there
         return None
 
 
@@ -172,7 +226,11 @@ def number(value: JSON) -> JSON:
     """YAML 1.1 reads 1e-4 as a string; people mean a number."""
     if isinstance(value, str):
         try:
-            return float(value) if "e" in value.lower() and value.lower().strip("+-.0123456789e") == "" else value
+            return (
+                float(value)
+                if "e" in value.lower() and value.lower().strip("+-.0123456789e") == ""
+                else value
+            )
         except ValueError:
             return value
     return value
@@ -180,11 +238,17 @@ def number(value: JSON) -> JSON:
 
 def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage, ...]:
     """Apply `stage.key=value`, where key may be a path, or the one nested key of that name."""
-    trees = dict(zip(check_names(stages) if stages else [], map(to_tree, stages), strict=True))  # two of one name would be one
+    trees = dict(
+        zip(check_names(stages) if stages else [], map(to_tree, stages), strict=True)
+    )  # two of one name would be one
     for dotted, value in pairs.items():
         name, *path = dotted.split(".")
         meant = (
-            [name] if name in trees else [n for n in trees if n.rpartition("_")[0] == name and n.rpartition("_")[2].isdigit()]
+            [name]
+            if name in trees
+            else [
+                n for n in trees if n.rpartition("_")[0] == name and n.rpartition("_")[2].isdigit()
+            ]
         )
         if not meant:
             raise unknown("stage", name, trees)
@@ -202,11 +266,15 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
         # groups that stand apart are meant by their path alone
         groups = {f: group for f, group in groups.items() if not getattr(group, "apart", False)}
         inside = [f for f in groups if isinstance(tree.get(f), dict) and key in _keys(groups[f])]
-        require(len(inside) < 2, f"{dotted}: {key} is a key of {' and of '.join(inside)}; say which")
+        require(
+            len(inside) < 2, f"{dotted}: {key} is a key of {' and of '.join(inside)}; say which"
+        )
         if inside:
             _assign(tree[inside[0]], groups[inside[0]], path, value, dotted)
             return
-        nested = [k for f, group in groups.items() if isinstance(tree.get(f), dict) for k in _keys(group)]
+        nested = [
+            k for f, group in groups.items() if isinstance(tree.get(f), dict) for k in _keys(group)
+        ]
         raise _unknown_key(f"key {dotted!r}: no", key, [*names, *nested], [kind, *groups.values()])
     if len(path) == 1:
         if isinstance(value, str) and isinstance(tree.get(key), dict) and "name" in tree[key]:
@@ -214,7 +282,9 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
         tree[key] = value
         return
     require(key in groups, f"{dotted}: {key} has no keys of its own")
-    if not isinstance(tree.get(key), dict):  # an optional group of settings: its defaults, with this one changed
+    if not isinstance(
+        tree.get(key), dict
+    ):  # an optional group of settings: its defaults, with this one changed
         tree[key] = {}
     _assign(tree[key], groups[key], path[1:], value, dotted)
 
@@ -235,14 +305,27 @@ def _keys(kind: Any) -> list[str]:
 
 def _unknown_key(what: str, key: str, known: Sequence[str], kinds: Sequence[Any]) -> UserError:
     """As `unknown`; where one of the kinds had the key in an earlier version (`removed`), with what to use instead."""
-    hint = next((kind.removed[key] for kind in kinds if issubclass(kind, Algorithm) and key in kind.removed), "")
-    return UserError(f"unknown {what} {key!r}; it was removed: {hint}") if hint else unknown(what, key, known)
+    hint = next(
+        (
+            kind.removed[key]
+            for kind in kinds
+            if issubclass(kind, Algorithm) and key in kind.removed
+        ),
+        "",
+    )
+    return (
+        UserError(f"unknown {what} {key!r}; it was removed: {hint}")
+        if hint
+        else unknown(what, key, known)
+    )
 
 
 def to_tree(value: Any) -> JSON:
     """Settings as plain data, for config.yaml. Polymorphic ones carry their catalogue name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        tree = {f.name: to_tree(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        tree = {
+            f.name: to_tree(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
+        }
         kind = next((base for base in NAMED if isinstance(value, base)), None)
         if kind is Stage:
             return {"stage": catalogue.name_of(value), **tree}
@@ -271,7 +354,9 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         for key in tree:
             if key not in names:
                 raise _unknown_key(f"key in {where}:", str(key), names, [kind])
-        return _construct(kind, {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}, where)
+        return _construct(
+            kind, {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}, where
+        )
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and inner and (dataclasses.is_dataclass(inner[0]) or inner[0] in NAMED):
         require(isinstance(tree, list), f"{where} takes a list")
@@ -296,12 +381,17 @@ def _construct(kind: type, values: dict[str, Any], where: str) -> Any:
     missing = [
         f.name
         for f in dataclasses.fields(kind)
-        if f.init and f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.init
+        and f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
     ]
     require(not missing, f"{where}: missing {', '.join(missing)}")
     try:
         return kind(**values)
-    except UserError as error:  # a stage gives its name itself; what it holds does not know whose it is
+    except (
+        UserError
+    ) as error:  # a stage gives its name itself; what it holds does not know whose it is
         raise error if issubclass(kind, Stage) else UserError(f"{where}: {error}") from None
 
 
@@ -312,7 +402,9 @@ def _check(where: str, kind: Any, value: JSON) -> Any:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         inside = "".join(f"[{part!r}]" for part in first["loc"])
-        raise UserError(f"{where}{inside}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}") from None
+        raise UserError(
+            f"{where}{inside}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}"
+        ) from None
 
 
 def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
@@ -335,7 +427,11 @@ def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
 def _flatten(tree: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
     flat: dict[str, JSON] = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and "name" not in value and not any(isinstance(k, int) for k in value):
+        if (
+            isinstance(value, dict)
+            and "name" not in value
+            and not any(isinstance(k, int) for k in value)
+        ):
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -343,7 +439,10 @@ def _flatten(tree: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
 
 
 def from_config(
-    tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON] | None = None, allow_code: bool = False
+    tree: Mapping[str, JSON],
+    where: str,
+    pairs: Mapping[str, JSON] | None = None,
+    allow_code: bool = False,
 ) -> Settings:
     """The configuration that a run directory keeps, the file `where`, with the user's own `pairs`."""
     with trusting(EVERYTHING if allow_code else Trust(where, dict(pairs or {}), strict=False)):
@@ -358,13 +457,23 @@ def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -
             raise unknown(f"key in {where}:", str(key), known)
     active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
-    stages = tuple(stage for n, t in enumerate(tree["stages"]) for stage in _expanded(t, f"stages[{n}]"))
-    top = {**{k: v for k, v in tree.items() if k in TOP}, **{k: v for k, v in pairs.items() if "." not in k}}
+    stages = tuple(
+        stage for n, t in enumerate(tree["stages"]) for stage in _expanded(t, f"stages[{n}]")
+    )
+    top = {
+        **{k: v for k, v in tree.items() if k in TOP},
+        **{k: v for k, v in pairs.items() if "." not in k},
+    }
     for key in top:
         if key not in TOP:
             raise unknown("key", key, TOP)
     stages = override(stages, {k: v for k, v in pairs.items() if "." in k})
-    recipe = Recipe(stages, str(tree.get("before", "")), str(tree.get("after", "")), str(tree.get("next_command", "")))
+    recipe = Recipe(
+        stages,
+        str(tree.get("before", "")),
+        str(tree.get("after", "")),
+        str(tree.get("next_command", "")),
+    )
     return _settings(str(tree.get("name", where)), recipe, top)
 
 

@@ -19,10 +19,24 @@ from posttrain.version import VERSION
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 PYTHON = ((3, 11), (3, 14))  # from, and before
-NEEDED = {"torch": "2.11", "transformers": "5.16", "safetensors": "0", "numpy": "0", "rich": "0", "pyyaml": "0", "pydantic": "2",
-          "jinja2": "3.1.6"}  # fmt: skip
-EXTRAS = {"gguf": "GGUF files", "peft": "LoRA", "torchao": "8-bit moments", "datasets": "hub data sets", "httpx": "judges",
-          "sandlock": "the sandbox"}  # fmt: skip
+NEEDED = {
+    "torch": "2.11",
+    "transformers": "5.16",
+    "safetensors": "0",
+    "numpy": "0",
+    "rich": "0",
+    "pyyaml": "0",
+    "pydantic": "2",
+    "jinja2": "3.1.6",
+}
+EXTRAS = {
+    "gguf": "GGUF files",
+    "peft": "LoRA",
+    "torchao": "8-bit moments",
+    "datasets": "hub data sets",
+    "httpx": "judges",
+    "sandlock": "the sandbox",
+}
 LEAST_DISK = 5e9  # bytes; a small model's checkpoints and export
 LEAST_MEMORY = 2e9
 
@@ -41,8 +55,17 @@ def examine(folder: Path | None = None) -> list[Finding]:
     """Look at everything; `folder` is where runs will be written."""
     folder = folder or Path.cwd()
     checks: tuple[Callable[[], Finding], ...] = (
-        python, packages, accelerator, threads, memory, lambda: disk(folder), lambda: writing(folder), sandbox, extras, hub,
-    )  # fmt: skip
+        python,
+        packages,
+        accelerator,
+        threads,
+        memory,
+        lambda: disk(folder),
+        lambda: writing(folder),
+        sandbox,
+        extras,
+        hub,
+    )
     return [check() for check in checks]
 
 
@@ -87,27 +110,53 @@ def packages() -> Finding:
             wrong.append(f"{name} {version} is older than {least}")
     text = ", ".join(found[:3]) + f" and {max(0, len(found) - 3)} more"
     if wrong:
-        return Finding("packages", BROKEN, f"{text}; {', '.join(wrong)}", "pip install --upgrade posttrain")
+        return Finding(
+            "packages", BROKEN, f"{text}; {', '.join(wrong)}", "pip install --upgrade posttrain"
+        )
     return Finding("packages", OK, text)
 
 
 def accelerator() -> Finding:
     try:
         import torch
-    except (ImportError, OSError) as error:  # a torch that cannot be loaded is what this is here to find
-        return Finding("gpu", BROKEN, f"torch cannot be imported: {error}", "reinstall torch; see pytorch.org for your system")
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # a torch that cannot be loaded is what this is here to find
+        return Finding(
+            "gpu",
+            BROKEN,
+            f"torch cannot be imported: {error}",
+            "reinstall torch; see pytorch.org for your system",
+        )
     if not torch.cuda.is_available():
         seen = shutil.which("nvidia-smi") is not None
-        fix = "the driver is there, but this torch does not use it; install a torch for CUDA" if seen else ""
-        return Finding("gpu", NOTE if seen else OK, "none that torch sees: small models train on the CPU", fix)
+        fix = (
+            "the driver is there, but this torch does not use it; install a torch for CUDA"
+            if seen
+            else ""
+        )
+        return Finding(
+            "gpu", NOTE if seen else OK, "none that torch sees: small models train on the CPU", fix
+        )
     index = torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(index)
     facts = torch.cuda.get_device_properties(index)
     text = f"{torch.cuda.device_count()} x {facts.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, CUDA {torch.version.cuda}"
     if not torch.cuda.is_bf16_supported():
-        return Finding("gpu", NOTE, f"{text}, no bfloat16", "training uses bfloat16 on CUDA: use a newer GPU, or device=cpu")
+        return Finding(
+            "gpu",
+            NOTE,
+            f"{text}, no bfloat16",
+            "training uses bfloat16 on CUDA: use a newer GPU, or device=cpu",
+        )
     if free < 0.5 * total:
-        return Finding("gpu", NOTE, text, "another process holds more than half of the GPU's memory; see nvidia-smi")
+        return Finding(
+            "gpu",
+            NOTE,
+            text,
+            "another process holds more than half of the GPU's memory; see nvidia-smi",
+        )
     return Finding("gpu", OK, text)
 
 
@@ -115,7 +164,12 @@ def threads() -> Finding:
     cores, asked = machine.cores(), os.environ.get("OMP_NUM_THREADS", "")
     text = f"{cores} cores" + (f", OMP_NUM_THREADS={asked}" if asked else "")
     if machine.requested_threads() > cores:
-        return Finding("threads", NOTE, text, f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it")
+        return Finding(
+            "threads",
+            NOTE,
+            text,
+            f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it",
+        )
     return Finding("threads", OK, text)
 
 
@@ -138,7 +192,10 @@ def disk(folder: Path) -> Finding:
     text = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < LEAST_DISK:
         return Finding(
-            "disk", NOTE, text, "checkpoints of anything but a tiny model will not fit: free some space, or set out= elsewhere"
+            "disk",
+            NOTE,
+            text,
+            "checkpoints of anything but a tiny model will not fit: free some space, or set out= elsewhere",
         )
     return Finding("disk", OK, text)
 
@@ -159,7 +216,10 @@ def writing(folder: Path) -> Finding:
     except (OSError, UserError) as error:
         reason = getattr(error, "strerror", None) or error
         return Finding(
-            "writing", BROKEN, f"cannot write runs in {folder}: {reason}", "go to a directory you may write to, or set out="
+            "writing",
+            BROKEN,
+            f"cannot write runs in {folder}: {reason}",
+            "go to a directory you may write to, or set out=",
         )
     return Finding("writing", OK, "files can be written, locked and replaced here")
 
@@ -172,7 +232,12 @@ def sandbox() -> Finding:
     except UserError as error:
         return Finding("sandbox", NOTE, "none: rewards that run programs are refused", str(error))
     except (ImportError, OSError) as error:
-        return Finding("sandbox", NOTE, f"cannot be tried: {error}", "rewards that run programs need Linux and a sandbox")
+        return Finding(
+            "sandbox",
+            NOTE,
+            f"cannot be tried: {error}",
+            "rewards that run programs need Linux and a sandbox",
+        )
 
 
 def extras() -> Finding:
@@ -192,5 +257,7 @@ def hub() -> Finding:
     place = next((p for p in (home, *home.parents) if p.exists()), home)
     text = f"{'offline' if offline else 'online'}, models are kept in {home}"
     if not os.access(place, os.W_OK):
-        return Finding("hub", NOTE, text, f"{place} cannot be written: set HF_HOME to a directory of yours")
+        return Finding(
+            "hub", NOTE, text, f"{place} cannot be written: set HF_HOME to a directory of yours"
+        )
     return Finding("hub", OK, text)

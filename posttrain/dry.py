@@ -47,17 +47,26 @@ class Estimate:
     length: float = 0.0  # tokens of a response that `seconds` is for; 0: as the model writes now
 
 
-def estimate(stages: Sequence[Stage], seed: int, device: str, threads: int = 0) -> dict[str, Estimate]:
+def estimate(
+    stages: Sequence[Stage], seed: int, device: str, threads: int = 0
+) -> dict[str, Estimate]:
     """Run the stages of a recipe in small, one after the other, each on what those before it made; by name."""
     found: dict[str, Estimate] = {}
     lengths: dict[str, float] = {}  # of responses in the examples that a stage learns from
-    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder) / "run", config={}) as writer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RunWriter(Path(folder) / "run", config={}) as writer,
+    ):
         context = Context(writer, seed, device, threads=threads, say=False)
         for stage in stages:
             with redirect_stdout(io.StringIO()):  # the progress of what is thrown away
                 made = _one(stage, context, lengths)
             same = getattr(stage, "as_long_as", "")
-            found[stage.name] = replace(made, seconds=found[same].seconds, most=found[same].most) if same in found else made
+            found[stage.name] = (
+                replace(made, seconds=found[same].seconds, most=found[same].most)
+                if same in found
+                else made
+            )
     return found
 
 
@@ -70,14 +79,23 @@ def _one(stage: Stage, context: Context, lengths: dict[str, float]) -> Estimate:
             lengths[stage.name] = rows[-1].figures["trained"] / stage.batch
         return made
     limit = stage.sampling.max_new_tokens
-    worst = replace(small, name=f"{stage.name}-longest", sampling=replace(stage.sampling, min_new_tokens=limit))
+    worst = replace(
+        small, name=f"{stage.name}-longest", sampling=replace(stage.sampling, min_new_tokens=limit)
+    )
     most = measure(stage, worst, times, context)
     length = min(limit, round(lengths.get(stage.model, 0.0)))
     if length:
-        small = replace(small, sampling=replace(stage.sampling, max_new_tokens=length, min_new_tokens=length))
+        small = replace(
+            small, sampling=replace(stage.sampling, max_new_tokens=length, min_new_tokens=length)
+        )
     usual = measure(stage, small, times, context)
     lengths[stage.name] = length
-    return replace(usual, most=max(usual.seconds, most.seconds), memory=max(usual.memory, most.memory), length=float(length))
+    return replace(
+        usual,
+        most=max(usual.seconds, most.seconds),
+        memory=max(usual.memory, most.memory),
+        length=float(length),
+    )
 
 
 def shortened(stage: Stage) -> tuple[Stage, float]:
@@ -87,7 +105,11 @@ def shortened(stage: Stage) -> tuple[Stage, float]:
     times = 1.0
     if "steps" in names:
         changes["steps"] = min(STEPS, getattr(stage, "steps", STEPS))
-        for name, value in (("checkpoint_every", NEVER), ("least_accuracy", 0.0), ("as_long_as", "")):
+        for name, value in (
+            ("checkpoint_every", NEVER),
+            ("least_accuracy", 0.0),
+            ("as_long_as", ""),
+        ):
             if name in names:
                 changes[name] = value
         if getattr(stage, "evaluate_every", 0):
@@ -101,7 +123,9 @@ def shortened(stage: Stage) -> tuple[Stage, float]:
     if "least" in names:
         changes["least"] = 0.0
     if "guards" in names:
-        changes["guards"] = Guards(off=tuple(name for name in GUARDS if name not in ("nonfinite", "memory")))
+        changes["guards"] = Guards(
+            off=tuple(name for name in GUARDS if name not in ("nonfinite", "memory"))
+        )
     if "alarms" in names:
         changes["alarms"] = AlarmSettings()
     return replace(stage, **changes), times
@@ -148,7 +172,9 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self.before = float(torch.cuda.memory_allocated())
             return
-        with suppress(OSError):  # the highest mark is that of the process's life where it cannot be taken down
+        with suppress(
+            OSError
+        ):  # the highest mark is that of the process's life where it cannot be taken down
             Path("/proc/self/clear_refs").write_text("5")
         self.before = _status("VmRSS")
 

@@ -48,7 +48,10 @@ class Guarding:
         self.watch, self.alarms = Watch(self.guards), Alarms(self.hearing)
 
     def state(self) -> dict[str, JSON]:
-        budget = [self.trainer.settings.token_budget, self.trainer.token_budget]  # as set, and as memory allowed
+        budget = [
+            self.trainer.settings.token_budget,
+            self.trainer.token_budget,
+        ]  # as set, and as memory allowed
         return {"guards": self.watch.state(), "alarms": self.alarms.state(), "token_budget": budget}
 
     def restore(self, state: Mapping[str, JSON]) -> None:
@@ -61,7 +64,9 @@ class Guarding:
     @contextmanager
     def on_duty(self, console: Console) -> Iterator[Guarding]:
         """For as long as the stage trains."""
-        with closing(Watchdog(self.writer.directory / ALARMS / f"{self.stage}-stacks.txt")) as watchdog:
+        with closing(
+            Watchdog(self.writer.directory / ALARMS / f"{self.stage}-stacks.txt")
+        ) as watchdog:
             self.console, self.watchdog = console, watchdog
             try:
                 yield self
@@ -84,7 +89,9 @@ class Guarding:
         self.sound(step, said)
         return [alarm for alarm in alarms if alarm not in said]
 
-    def broken(self, step: int, error: NonFinite, batch: Batch, groups: Sequence[Group]) -> list[Alarm]:
+    def broken(
+        self, step: int, error: NonFinite, batch: Batch, groups: Sequence[Group]
+    ) -> list[Alarm]:
         """An update that was not made."""
         return self.watch.broken(step, f"{error.what}{self.keep(step, batch, groups)}")
 
@@ -109,10 +116,17 @@ class Guarding:
         self.hear(step)
         drift = [*self.watch.figures(step, figures), *self.alarms.observe(step, figures)]
         stacks = f"{ALARMS}/{self.stage}-stacks.txt"
-        self.sound(step, [*alarms, *drift, *self.watch.seconds(step, figures["seconds/total"], stacks)])
+        self.sound(
+            step, [*alarms, *drift, *self.watch.seconds(step, figures["seconds/total"], stacks)]
+        )
 
     def check_coefficients(
-        self, step: int, filled: Batch, state: State, groups: Sequence[Group], metrics: Sequence[Metric]
+        self,
+        step: int,
+        filled: Batch,
+        state: State,
+        groups: Sequence[Group],
+        metrics: Sequence[Metric],
     ) -> list[Alarm]:
         """Once a stage: whether every coefficient that was set does something."""
         if self.watch.memory["checked"] or "coefficient" in self.guards.off:
@@ -120,7 +134,9 @@ class Guarding:
         piece = micro_batches(filled, self.trainer.token_budget)[0]
         with torch.no_grad():
             outputs = self.trainer.outputs(piece)
-        return self.watch.coefficients(step, dead_coefficients(self.trainer.algorithm, piece, outputs, state, groups, metrics))
+        return self.watch.coefficients(
+            step, dead_coefficients(self.trainer.algorithm, piece, outputs, state, groups, metrics)
+        )
 
     def check_frozen(self, step: int) -> None:
         """Before anything is saved or handed on: what must not move has not moved."""
@@ -132,21 +148,41 @@ class Guarding:
         for alarm in alarms:
             self.writer.event("alarm", {"stage": self.stage, "step": step, **asdict(alarm)})
             if self.console is not None:
-                self.console.event(f"{'stop' if alarm.stop else 'warning'}: {alarm.guard}: {alarm.text}")
+                self.console.event(
+                    f"{'stop' if alarm.stop else 'warning'}: {alarm.guard}: {alarm.text}"
+                )
         for alarm in alarms:
             if alarm.stop:
                 past = self.checkpoints.published()
-                left = f"the checkpoint {past[0].name} is intact" if past else "there is no checkpoint yet"
+                left = (
+                    f"the checkpoint {past[0].name} is intact"
+                    if past
+                    else "there is no checkpoint yet"
+                )
                 raise GuardStop(f"{self.stage}: {alarm.guard}: {alarm.text}; {left}")
 
     def keep(self, step: int, batch: Batch, groups: Sequence[Group]) -> str:
         """Write a batch that could not be learned from to alarms/, and say which problems it is about."""
-        logprob_T = self.trainer.logprobs(batch) if bool(batch.mask_T.any()) else torch.zeros_like(batch.behaviour_T)
+        logprob_T = (
+            self.trainer.logprobs(batch)
+            if bool(batch.mask_T.any())
+            else torch.zeros_like(batch.behaviour_T)
+        )
         tensors = {
-            "ids": batch.ids_T, "mask": batch.mask_T, "sampled_logprob": batch.behaviour_T, "logprob": logprob_T,
-            "reference": batch.reference_T, "advantage": batch.advantage_T, "weight": batch.weight_T, "reward": batch.reward_N,
-        }  # fmt: skip
-        host = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items() if tensor is not None}
+            "ids": batch.ids_T,
+            "mask": batch.mask_T,
+            "sampled_logprob": batch.behaviour_T,
+            "logprob": logprob_T,
+            "reference": batch.reference_T,
+            "advantage": batch.advantage_T,
+            "weight": batch.weight_T,
+            "reward": batch.reward_N,
+        }
+        host = {
+            name: tensor.detach().cpu().numpy()
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
         arrays = {**host, "starts": np.array(batch.starts, dtype=np.int64)}
         path = self.writer.attachment(f"{self.stage}-step-{step}", arrays)
         odd_T = torch.zeros_like(batch.mask_T)

@@ -68,7 +68,10 @@ class Rhythm:
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate_every", "checkpoint_every", "rollouts_every", "seconds"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be 0 (never) or more")
+            require(
+                getattr(self, name) >= 0,
+                f"{name} is {getattr(self, name)}; it must be 0 (never) or more",
+            )
 
 
 @dataclass(eq=False)
@@ -87,7 +90,9 @@ class Loop:
     sampler: Sampler | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
     pretraining: Source | None = None  # text that is mixed into every optimizer step
-    release: Callable[[], None] | None = None  # called between sampling and learning: gives the sampler's cache back
+    release: Callable[[], None] | None = (
+        None  # called between sampling and learning: gives the sampler's cache back
+    )
     guards: Guards = field(default_factory=Guards)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
     seed: int = 0  # of the run: decides which groups go into a mini-batch together
@@ -99,7 +104,9 @@ class Loop:
     guarding: Guarding = field(init=False)
 
     def __post_init__(self) -> None:
-        self.guarding = Guarding(self.stage, self.trainer, self.writer, self.checkpoints, self.guards, self.alarms)
+        self.guarding = Guarding(
+            self.stage, self.trainer, self.writer, self.checkpoints, self.guards, self.alarms
+        )
 
     def run(self) -> None:
         """Go from the newest good checkpoint, or from the start, to the end."""
@@ -123,13 +130,18 @@ class Loop:
                     raise
                 seconds = time.perf_counter() - began
                 self.elapsed += seconds
-                figures |= {"seconds/total": seconds, "tokens_per_second": figures["tokens"] / seconds}
+                figures |= {
+                    "seconds/total": seconds,
+                    "tokens_per_second": figures["tokens"] / seconds,
+                }
                 if self.due(self.rhythm.evaluate_every):
                     figures |= self.measure()
                 self.report(console, figures)
                 guarding.after(self.step, alarms, figures)
                 asked = self.interrupt.requested
-                if asked or (falls(self.step, self.rhythm.checkpoint_every) and not self.finished()):
+                if asked or (
+                    falls(self.step, self.rhythm.checkpoint_every) and not self.finished()
+                ):
                     guarding.check_frozen(self.step)
                     self.save()
                 if asked:
@@ -138,7 +150,9 @@ class Loop:
             guarding.check_frozen(self.step)
 
     def finished(self) -> bool:
-        return self.step >= self.rhythm.steps or bool(self.rhythm.seconds and self.elapsed >= self.rhythm.seconds)
+        return self.step >= self.rhythm.steps or bool(
+            self.rhythm.seconds and self.elapsed >= self.rhythm.seconds
+        )
 
     def due(self, every: int) -> bool:
         return bool(every) and (falls(self.step, every) or self.finished())
@@ -154,7 +168,8 @@ class Loop:
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
         alarms = self.guarding.before(self.step + 1, collected)
         shown = bool(collected.groups) and (
-            falls(self.step + 1, self.rhythm.rollouts_every) or self.step + 1 in (1, self.rhythm.steps)
+            falls(self.step + 1, self.rhythm.rollouts_every)
+            or self.step + 1 in (1, self.rhythm.steps)
         )
         filled = trainer.fill(collected.batch, watch=shown)
         if filled.reference_T is not None and "reference" not in algorithm.needs:
@@ -164,7 +179,9 @@ class Loop:
         if not alarms:
             alarms = self.learn(filled, rate, collected.groups, metrics, trained if shown else None)
         if not alarms:
-            alarms += self.guarding.check_coefficients(self.step + 1, filled, self.state, collected.groups, metrics)
+            alarms += self.guarding.check_coefficients(
+                self.step + 1, filled, self.state, collected.groups, metrics
+            )
             self.state = algorithm.finish(self.state, metrics)
         seconds = collected.seconds | {"train": time.perf_counter() - began}
         self.step += 1
@@ -175,11 +192,18 @@ class Loop:
         for news in self.source.observe(collected.groups):
             console.event(news)
             self.writer.event("curriculum", {"stage": self.stage, "step": self.step, "text": news})
-        figures = self.guarding.seen(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
+        figures = (
+            self.guarding.seen(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
+        )
         return figures | {f"seconds/{name}": value for name, value in seconds.items()}, alarms
 
     def learn(
-        self, filled: Batch, rate: float, groups: Sequence[Group], metrics: list[Metric], trained: list[Batch] | None
+        self,
+        filled: Batch,
+        rate: float,
+        groups: Sequence[Group],
+        metrics: list[Metric],
+        trained: list[Batch] | None,
     ) -> list[Alarm]:
         """Prepare and update, once or more on the same rollout; figures are added to `metrics`, what the first pass trains with to
         `trained`. What is returned says that an update was not made."""
@@ -200,9 +224,15 @@ class Loop:
                     Metric("grad_norm", update.grad_norm, 1),
                     Metric("updates", int(update.moved), None),
                 ]
-                if not moved and algorithm.reuse != (1, 1):  # later ones are meant to differ from what sampled
-                    metrics += [replace(m, name=m.name.replace("mismatch", "mismatch/start")) for m in update.metrics
-                                if m.name.startswith("mismatch")]  # fmt: skip
+                if not moved and algorithm.reuse != (
+                    1,
+                    1,
+                ):  # later ones are meant to differ from what sampled
+                    metrics += [
+                        replace(m, name=m.name.replace("mismatch", "mismatch/start"))
+                        for m in update.metrics
+                        if m.name.startswith("mismatch")
+                    ]
                 moved = moved or update.moved
                 if algorithm.reuse != (1, 1) and algorithm.enough(update.metrics):
                     return []
@@ -246,10 +276,17 @@ class Loop:
             self.writer.rollouts(self.stage, self.step, rollouts)
             return
         lengths = [len(found[n]["ids"]) if n in found else 0 for n in range(len(rollouts))]
-        joined = {name: np.concatenate([found[n][name] for n in sorted(found)]) for name in next(iter(found.values()))}
-        advantages = [float(found[n]["advantage"][-1]) if n in found else None for n in range(len(rollouts))]
+        joined = {
+            name: np.concatenate([found[n][name] for n in sorted(found)])
+            for name in next(iter(found.values()))
+        }
+        advantages = [
+            float(found[n]["advantage"][-1]) if n in found else None for n in range(len(rollouts))
+        ]
         starts = np.cumsum([0, *lengths], dtype=np.int64)
-        self.writer.rollouts(self.stage, self.step, rollouts, advantages, TokenArrays(starts, joined))
+        self.writer.rollouts(
+            self.stage, self.step, rollouts, advantages, TokenArrays(starts, joined)
+        )
 
     def save(self) -> None:
         """Write everything that a resumed run needs to be the same run."""
@@ -267,7 +304,9 @@ class Loop:
             "best": None if self.best is None else asdict(self.best),
             **self.guarding.state(),
         }
-        made = checkpoint.Checkpoint(self.step, self.trainer.weights(), self.trainer.moments(), state)
+        made = checkpoint.Checkpoint(
+            self.step, self.trainer.weights(), self.trainer.moments(), state
+        )
         self.checkpoints.save(made, self.writer.event)
 
     def frozen(self) -> dict[str, JSON]:
@@ -289,7 +328,9 @@ class Loop:
         if path is None:
             if problems:
                 folder = self.checkpoints.directory
-                raise UserError(f"no usable checkpoint: {problems[0]}; remove {folder} to start the stage again")
+                raise UserError(
+                    f"no usable checkpoint: {problems[0]}; remove {folder} to start the stage again"
+                )
             if self.writer.attempt > 1:
                 self.writer.resumed(self.stage, -1)
             return
@@ -298,18 +339,31 @@ class Loop:
             self.restore(saved, path)
         except FOREIGN as error:  # it is whole, but not ours
             what = f"{type(error).__name__}: {str(error)[:200]}"
-            raise UserError(f"{path} is not of this stage ({what}); remove it, then resume") from error
+            raise UserError(
+                f"{path} is not of this stage ({what}); remove it, then resume"
+            ) from error
         self.writer.resumed(self.stage, self.step)
 
     def restore(self, saved: checkpoint.Checkpoint, path: Path) -> None:
         """Put everything back; the generators last, because the rest may draw from them."""
-        for who, before in saved.state.get("frozen", {}).items():  # absent in checkpoints of format 1
-            require(before == self.frozen().get(who), f"the {who} model of {self.stage} is not the one that {path} was made with: "
-                    "its weights differ; put it back, or start a new run")  # fmt: skip
+        for who, before in saved.state.get(
+            "frozen", {}
+        ).items():  # absent in checkpoints of format 1
+            require(
+                before == self.frozen().get(who),
+                f"the {who} model of {self.stage} is not the one that {path} was made with: "
+                "its weights differ; put it back, or start a new run",
+            )
         self.trainer.restore(saved.model, saved.optimizer)
-        self.step, self.state, self.elapsed = saved.step, saved.state["algorithm"], saved.state["elapsed"]
+        self.step, self.state, self.elapsed = (
+            saved.step,
+            saved.state["algorithm"],
+            saved.state["elapsed"],
+        )
         self.source.restore(saved.state["source"])
-        self.best = Best(**saved.state["best"]) if saved.state.get("best") else None  # older checkpoints have none
+        self.best = (
+            Best(**saved.state["best"]) if saved.state.get("best") else None
+        )  # older checkpoints have none
         self.guarding.restore(saved.state)
         if self.pretraining is not None:
             self.pretraining.restore(saved.state["pretraining"])
@@ -337,12 +391,16 @@ def token_figures(batch: Batch) -> dict[str, torch.Tensor]:
     figures = {
         "ids": batch.ids_T,
         "logprob": batch.behaviour_T,
-        "advantage": torch.zeros_like(batch.behaviour_T) if batch.advantage_T is None else batch.advantage_T,
+        "advantage": torch.zeros_like(batch.behaviour_T)
+        if batch.advantage_T is None
+        else batch.advantage_T,
     }
     if batch.value_T is not None:
         figures["value"] = batch.value_T
     if batch.reference_T is not None:
-        figures["kl"] = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
+        figures["kl"] = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(
+            batch.mask_T, 0.0
+        )
     return figures
 
 

@@ -23,5 +23,8 @@ def requested_threads() -> int:
 
 def check_threads(count: int, name: str) -> None:
     """Refuse a number that would take all memory or bring the machine to a stop."""
-    require(count <= MOST * cores(), f"{name}={count} is more than {MOST} for each of the {cores()} core(s) that this process may "
-            f"use; use {cores()} or fewer")  # fmt: skip
+    require(
+        count <= MOST * cores(),
+        f"{name}={count} is more than {MOST} for each of the {cores()} core(s) that this process may "
+        f"use; use {cores()} or fewer",
+    )

@@ -47,12 +47,17 @@ def start(settings: Settings) -> Path:
     tree = config.to_config(settings)
     if (settings.again or settings.only) and (directory / CONFIG).is_file():
         with RunWriter.resume(directory) as writer:
-            (directory / SUMMARY).unlink(missing_ok=True)  # of what was: an attempt that is killed must not look complete
+            (directory / SUMMARY).unlink(
+                missing_ok=True
+            )  # of what was: an attempt that is killed must not look complete
             writer.configure(tree)
             writer.event("config", {"config": tree})
             _run(settings, writer)
         return directory
-    there, made = frozenset(directory.iterdir()) if os.path.isdir(directory) else None, False  # also where the name is too long
+    there, made = (
+        frozenset(directory.iterdir()) if os.path.isdir(directory) else None,
+        False,
+    )  # also where the name is too long
     try:
         with RunWriter.create(directory, tree) as writer:
             made = True
@@ -70,7 +75,11 @@ def forget(directory: Path, there: frozenset[Path] | None) -> None:
     What was `there` before (None: not even the directory) is not ours and stays."""
     if Run(directory).metrics() or any((directory / "stages").glob(f"*/{RESULT}")):
         return
-    for path in [directory] if there is None else [path for path in directory.iterdir() if path not in there]:
+    for path in (
+        [directory]
+        if there is None
+        else [path for path in directory.iterdir() if path not in there]
+    ):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
@@ -81,7 +90,9 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     pairs = dict(config.pair(argument) for argument in arguments)
     settings = config.from_config(run.config, str(directory / "config.yaml"), pairs, allow_code)
     if run.summary is not None:
-        raise UserError(f"{directory} is complete; see {directory / 'summary.json'}, or start another with 'posttrain run'")
+        raise UserError(
+            f"{directory} is complete; see {directory / 'summary.json'}, or start another with 'posttrain run'"
+        )
     settings.trust.require_links(directory)
     tree = config.to_config(settings)
     named = changed(run, tree)
@@ -102,21 +113,36 @@ def check_only(settings: Settings, directory: Path) -> None:
         if stage.name in settings.only:
             needed = [n for n in references(stage, names[:place]) if n not in settings.only]
             missing = [n for n in needed if not (directory / "stages" / n / RESULT).is_file()]
-            require(not missing, f"only: {stage.name} needs {', '.join(missing)}, which has not been run in {directory}; name it "
-                    "too, or give the directory of a run that has it as out=")  # fmt: skip
+            require(
+                not missing,
+                f"only: {stage.name} needs {', '.join(missing)}, which has not been run in {directory}; name it "
+                "too, or give the directory of a run that has it as out=",
+            )
 
 
 def changed(run: Run, tree: Mapping[str, JSON]) -> tuple[str, ...]:
     """How the settings differ from those of the last attempt, where that is harmless; an error where it is not."""
     events = run.events()
-    before = next((e.details["config"] for e in reversed(events) if e.kind == "config" and "config" in e.details), None)
-    if not isinstance(before, dict):  # an attempt that was killed at once, or of an older version of posttrain
+    before = next(
+        (
+            e.details["config"]
+            for e in reversed(events)
+            if e.kind == "config" and "config" in e.details
+        ),
+        None,
+    )
+    if not isinstance(
+        before, dict
+    ):  # an attempt that was killed at once, or of an older version of posttrain
         return ()
     begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
     found = compare_settings(before, json.loads(dump_line(tree)), begun)
     more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
-    require(not found.refused, f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}"
-            f"{more}; undo the change, or start a new run")  # fmt: skip
+    require(
+        not found.refused,
+        f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}"
+        f"{more}; undo the change, or start a new run",
+    )
     return found.named
 
 
@@ -137,22 +163,48 @@ def _run(settings: Settings, writer: RunWriter) -> None:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    require(not device.startswith("cuda") or torch.cuda.is_available(), f"device={device}: torch sees no CUDA device here")
+    require(
+        not device.startswith("cuda") or torch.cuda.is_available(),
+        f"device={device}: torch sees no CUDA device here",
+    )
     if settings.deterministic:
         use_deterministic_kernels(device)
     torch.manual_seed(settings.seed)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    trackers = Trackers.open(settings.trackers, writer, config.to_config(settings)) if settings.trackers else None
+    trackers = (
+        Trackers.open(settings.trackers, writer, config.to_config(settings))
+        if settings.trackers
+        else None
+    )
     began = time.perf_counter()
     write_text(f"run directory: {writer.directory}\n", sys.stdout)
-    with closing(trackers) if trackers else nullcontext(), interrupts() as interrupt, trusting(settings.trust):
-        saving = Saving(keep=settings.checkpoint_keep, synchronous=settings.checkpoint_sync, hook=settings.checkpoint_hook)
-        context = Context(writer, settings.seed, device, interrupt, trackers, threads=settings.threads, saving=saving)
+    with (
+        closing(trackers) if trackers else nullcontext(),
+        interrupts() as interrupt,
+        trusting(settings.trust),
+    ):
+        saving = Saving(
+            keep=settings.checkpoint_keep,
+            synchronous=settings.checkpoint_sync,
+            hook=settings.checkpoint_hook,
+        )
+        context = Context(
+            writer,
+            settings.seed,
+            device,
+            interrupt,
+            trackers,
+            threads=settings.threads,
+            saving=saving,
+        )
         run_stages(settings.recipe.stages, context, settings.only, settings.again)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
-        write_text(f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n", sys.stdout)
+        write_text(
+            f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n",
+            sys.stdout,
+        )
         return
     _export(context, settings)
     writer.summary(_summary(context, settings, time.perf_counter() - began))
@@ -234,8 +286,15 @@ def conclude(settings: Settings, context: Context) -> None:
         first, second = problems(context, recipe.before), problems(context, recipe.after)
         pairs = same_problems(first, second)
         paired, left = compare_rows(pairs), len(first) + len(second) - 2 * len(pairs)
-        rows = [BeforeAfter("answer right", Interval(*before["accuracy"]), Interval(*after["accuracy"]),
-                            paired and paired.difference, len(pairs))]  # fmt: skip
+        rows = [
+            BeforeAfter(
+                "answer right",
+                Interval(*before["accuracy"]),
+                Interval(*after["accuracy"]),
+                paired and paired.difference,
+                len(pairs),
+            )
+        ]
         rows += [
             BeforeAfter(f"{name} right", Interval(*value), Interval(*after["parts"][name]))
             for name, value in before["parts"].items()
@@ -249,7 +308,10 @@ def conclude(settings: Settings, context: Context) -> None:
     for stage in recipe.stages:
         best = (context.result(stage.name) or {}).get("best_score")
         if best is not None:
-            write_text(f"best:     {stage.name}: {best['figure']} {best['score']:.4g} at step {best['step']}\n", sys.stdout)
+            write_text(
+                f"best:     {stage.name}: {best['figure']} {best['score']:.4g} at step {best['step']}\n",
+                sys.stdout,
+            )
     for line in told(run.events()):
         write_text(f"alarm:    {printable(line)}\n", sys.stdout)
     if drawn:
@@ -257,7 +319,10 @@ def conclude(settings: Settings, context: Context) -> None:
     if pass_at_k(context, recipe.stages):
         write_text(f"pass@k:   {context.directory / 'pass_at_k.png'}\n", sys.stdout)
     if (context.directory / "export").is_dir():  # evaluations alone make no model
-        write_text(f"model:    {context.directory / 'export'} (a plain transformers checkpoint)\n", sys.stdout)
+        write_text(
+            f"model:    {context.directory / 'export'} (a plain transformers checkpoint)\n",
+            sys.stdout,
+        )
     if any((context.directory / "rollouts").glob("*/*")):
         write_text(f"rollouts: posttrain show {context.directory}\n", sys.stdout)
     summary = run.summary or {}
@@ -269,21 +334,32 @@ def conclude(settings: Settings, context: Context) -> None:
 def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
     """Draw pass@k of the evaluations that took several samples of the last one's task, where there are two or more; whether it was."""
     measured = [
-        s for s in stages if isinstance(s, EvaluateStage) and len((context.result(s.name) or {}).get("pass_at", {})) > 1
+        s
+        for s in stages
+        if isinstance(s, EvaluateStage)
+        and len((context.result(s.name) or {}).get("pass_at", {})) > 1
     ]
     curves = {
-        stage.name: {int(k): tuple(bounds) for k, bounds in (context.result(stage.name) or {})["pass_at"].items()}
+        stage.name: {
+            int(k): tuple(bounds)
+            for k, bounds in (context.result(stage.name) or {})["pass_at"].items()
+        }
         for stage in measured
         if stage.task == measured[-1].task
     }
     if len(curves) > 1:
-        draw_pass_at_k(curves, context.directory.resolve().name, context.directory / "pass_at_k.png")
+        draw_pass_at_k(
+            curves, context.directory.resolve().name, context.directory / "pass_at_k.png"
+        )
     return len(curves) > 1
 
 
 def problems(context: Context, stage: str) -> list[dict[str, JSON]]:
     """Per-problem results of an evaluate stage."""
-    return [json.loads(line) for line in (context.folder(stage) / "problems.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (context.folder(stage) / "problems.jsonl").read_text().splitlines()
+    ]
 
 
 def verdicts(row: Mapping[str, JSON]) -> tuple[list[str], list[bool]]:
@@ -292,8 +368,17 @@ def verdicts(row: Mapping[str, JSON]) -> tuple[list[str], list[bool]]:
 
 def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[Answers]:
     """Three problems to show: the first ones that training changed, then others."""
-    pairs = sorted(same_problems(first, second), key=lambda pair: verdicts(pair[0]) == verdicts(pair[1]))
+    pairs = sorted(
+        same_problems(first, second), key=lambda pair: verdicts(pair[0]) == verdicts(pair[1])
+    )
     return [
-        Answers(a["question"], a["answer"], a["responses"][0], b["responses"][0], solved_marks(a)[0], solved_marks(b)[0])
+        Answers(
+            a["question"],
+            a["answer"],
+            a["responses"][0],
+            b["responses"][0],
+            solved_marks(a)[0],
+            solved_marks(b)[0],
+        )
         for a, b in pairs[:3]
     ]

@@ -23,7 +23,14 @@ from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage, same_vocabulary
 from posttrain.stages.sft import SFTStage
-from posttrain.train.memory import activation_bytes, at_hand, checkpointing_pays, learning_bytes, logits_bytes, weight_bytes
+from posttrain.train.memory import (
+    activation_bytes,
+    at_hand,
+    checkpointing_pays,
+    learning_bytes,
+    logits_bytes,
+    weight_bytes,
+)
 from posttrain.train.optimizer import Optimization
 from posttrain.trust import trusting
 
@@ -68,7 +75,11 @@ def size_text(size: float) -> str:
 
 
 def training_memory(
-    policy: Policy, tokens: int, optimizer: Optimization, lora: Lora | None = None, cache: float = 0.0
+    policy: Policy,
+    tokens: int,
+    optimizer: Optimization,
+    lora: Lora | None = None,
+    cache: float = 0.0,
 ) -> Memory:
     """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`."""
     adapters = 0 if lora is None else lora.parameters(policy.body)
@@ -101,11 +112,17 @@ def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, judges:
         learns = (stage.critic_optimizer or stage.optimizer).moment_bytes
         critic = trunk + adapters + sum(size for _, size in learning_bytes(policy, trained, learns))
         critic += activation_bytes(policy, tokens, checkpointed)
-    others = (("reference", reference), ("critic", critic), ("reward models", judges if stage.reward_device == "same" else 0.0))
+    others = (
+        ("reference", reference),
+        ("critic", critic),
+        ("reward models", judges if stage.reward_device == "same" else 0.0),
+    )
     return Memory((*own.items, *others))
 
 
-def checkpointing_lines(stage: RLStage, policy: Policy, tokens: int, total: float, have: float | None) -> list[str]:
+def checkpointing_lines(
+    stage: RLStage, policy: Policy, tokens: int, total: float, have: float | None
+) -> list[str]:
     """What checkpointing by layers would save and cost, and what the setting will choose with the memory at hand (which already
     holds the weights)."""
     kept, least = (activation_bytes(policy, tokens, checkpointed) for checkpointed in (False, True))
@@ -115,12 +132,16 @@ def checkpointing_lines(stage: RLStage, policy: Policy, tokens: int, total: floa
         return [f"activation checkpointing: {chosen}; {price}"]
     need = total - weight_bytes(policy)
     if have is None and policy.device.type == "cuda":
-        return [f"activation checkpointing: chosen by the memory of the GPU, which is not here: per layer where it has less than "
-                f"{size_text(need)} beside the weights; {price}"]  # fmt: skip
+        return [
+            f"activation checkpointing: chosen by the memory of the GPU, which is not here: per layer where it has less than "
+            f"{size_text(need)} beside the weights; {price}"
+        ]
     if have is None:
         return [f"activation checkpointing: never on a CPU; {price}"]
     way = "per layer" if checkpointing_pays(chosen, need, have) else "never"
-    return [f"activation checkpointing: {way}, for {size_text(need)} are needed and {size_text(have)} are at hand; {price}"]
+    return [
+        f"activation checkpointing: {way}, for {size_text(need)} are needed and {size_text(have)} are at hand; {price}"
+    ]
 
 
 def judge_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:
@@ -129,7 +150,9 @@ def judge_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> 
     for name in stage.reward_models:
         files = list(Path(name).glob("*.safetensors")) if name not in before else []
         members = getattr(before.get(name), "members", 1)
-        total += float(sum(f.stat().st_size for f in files)) if files else members * weight_bytes(policy)
+        total += (
+            float(sum(f.stat().st_size for f in files)) if files else members * weight_bytes(policy)
+        )
     return total
 
 
@@ -155,30 +178,51 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     from posttrain.dry import estimate
     from posttrain.runs.write import RunWriter
 
-    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        settings.device
+        if settings.device != "auto"
+        else "cuda"
+        if torch.cuda.is_available()
+        else "cpu"
+    )
     away = device.startswith("cuda") and not torch.cuda.is_available()
     require(
-        not (dry and away), f"device={device}: dry steps run on the device, and torch sees no CUDA device here; leave --dry out"
+        not (dry and away),
+        f"device={device}: dry steps run on the device, and torch sees no CUDA device here; leave --dry out",
     )
     if not away:
         check_device(device)
-    lines = [f"recipe {settings.name}, seed {settings.seed}: {' -> '.join(s.name for s in settings.recipe.stages)}"]
+    lines = [
+        f"recipe {settings.name}, seed {settings.seed}: {' -> '.join(s.name for s in settings.recipe.stages)}"
+    ]
     if away:
         lines.append(f"priced for {device}, which this machine does not have")
-    with trusting(settings.trust), tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
-        seen = estimate(settings.recipe.stages, settings.seed, device, settings.threads) if dry else {}
+    with (
+        trusting(settings.trust),
+        tempfile.TemporaryDirectory() as folder,
+        RunWriter(Path(folder)) as writer,
+    ):
+        seen = (
+            estimate(settings.recipe.stages, settings.seed, device, settings.threads) if dry else {}
+        )
         context = Context(writer, settings.seed, device, say=False)
         policies: dict[str, Any] = {}
         before: dict[str, Stage] = {}
         for stage in settings.recipe.stages:
             lines.append("")
             lines.append(f"{stage.name} ({type(stage).__name__})")
-            lines += [f"  {line}" for line in (*warnings_of(stage), *_stage(stage, context, policies, before))]
+            lines += [
+                f"  {line}"
+                for line in (*warnings_of(stage), *_stage(stage, context, policies, before))
+            ]
             lines += [f"  {line}" for line in dry_lines(seen[stage.name])] if dry else []
             before[stage.name] = stage
     if dry:
         total, most = sum(e.seconds for e in seen.values()), sum(e.most for e in seen.values())
-        lines += ["", f"the whole run: about {time_text(total)}{at_most(most, total)}, by dry steps on this machine"]
+        lines += [
+            "",
+            f"the whole run: about {time_text(total)}{at_most(most, total)}, by dry steps on this machine",
+        ]
     return lines
 
 
@@ -194,16 +238,26 @@ def dry_lines(seen: Estimate) -> list[str]:
     """What dry steps say of a stage."""
     each = f"a step takes {seen.step:.3g} s, " if seen.step else ""
     measured = f"an evaluation {seen.evaluation:.3g} s, " if seen.evaluation else ""
-    length = f" with responses of {seen.length:.0f} tokens, as in its examples" if seen.length else ""
-    return [f"dry steps: about {time_text(seen.seconds)}{length}{at_most(seen.most, seen.seconds)}; {each}{measured}memory "
-            f"{size_text(seen.memory)} at the most"]  # fmt: skip
+    length = (
+        f" with responses of {seen.length:.0f} tokens, as in its examples" if seen.length else ""
+    )
+    return [
+        f"dry steps: about {time_text(seen.seconds)}{length}{at_most(seen.most, seen.seconds)}; {each}{measured}memory "
+        f"{size_text(seen.memory)} at the most"
+    ]
 
 
 def at_most(most: float, usual: float) -> str:
-    return f", at most {time_text(most)} where every response reaches its limit" if most > 1.05 * usual else ""
+    return (
+        f", at most {time_text(most)} where every response reaches its limit"
+        if most > 1.05 * usual
+        else ""
+    )
 
 
-def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Mapping[str, Stage]) -> list[str]:
+def _stage(
+    stage: Stage, context: Context, policies: dict[str, Any], before: Mapping[str, Stage]
+) -> list[str]:
     model = getattr(stage, "model", None)
     if isinstance(stage, BestStage) and stage.models[0] in policies:
         policies[stage.name] = policies[stage.models[0]]
@@ -214,7 +268,9 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
         policies[model] = load_priced(model, context, stage.alphabet())
     policy = policies[stage.name] = policies[model]
     check_vocabularies(stage, policy, policies)
-    said = [f"model {model}: {policy.parameters:,} parameters, {str(policy.dtype).removeprefix('torch.')}"]
+    said = [
+        f"model {model}: {policy.parameters:,} parameters, {str(policy.dtype).removeprefix('torch.')}"
+    ]
     if isinstance(stage, MineStage):
         again = f", after those that {stage.again} kept" if stage.again else ""
         return [
@@ -228,8 +284,11 @@ def _stage(stage: Stage, context: Context, policies: dict[str, Any], before: Map
     if isinstance(stage, PreferenceStage | RewardModelStage):
         return said + preference_lines(stage, policy, context, before)
     if isinstance(stage, EvaluateStage):
-        return [*said, f"{stage.problems} held-out problems x {stage.samples} = {stage.problems * stage.samples} answers of at most "
-                f"{stage.sampling.max_new_tokens} tokens"]  # fmt: skip
+        return [
+            *said,
+            f"{stage.problems} held-out problems x {stage.samples} = {stage.problems * stage.samples} answers of at most "
+            f"{stage.sampling.max_new_tokens} tokens",
+        ]
     return said
 
 
@@ -257,7 +316,9 @@ def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Poli
         names += [*stage.reward_models, stage.reward_reference]
     for name in dict.fromkeys(name for name in names if name):
         if name in policies or name.startswith("tiny:") or Path(name).expanduser().exists():
-            same_vocabulary(stage.name, policy, policies.get(name) or read_reader(name, stage.alphabet()))
+            same_vocabulary(
+                stage.name, policy, policies.get(name) or read_reader(name, stage.alphabet())
+            )
 
 
 def read_reader(name: str, alphabet: str) -> Reader:
@@ -268,7 +329,9 @@ def read_reader(name: str, alphabet: str) -> Reader:
     if name.startswith("tiny:"):
         return Reader(character_tokenizer(alphabet), name)
     path = locate(name)
-    return Reader(load(name).tokenizer if path.suffix.lower() == ".gguf" else read_tokenizer(path), name)
+    return Reader(
+        load(name).tokenizer if path.suffix.lower() == ".gguf" else read_tokenizer(path), name
+    )
 
 
 def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list[str]:
@@ -279,7 +342,9 @@ def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> lis
     longest = stage.longest(policy.tokenizer)
     micro = -(-samples * longest // stage.optimizer.token_budget)
     new = stage.sampling.max_new_tokens
-    share = (longest + (group - 1) * new) / (group * longest)  # a prompt is computed once for its group
+    share = (longest + (group - 1) * new) / (
+        group * longest
+    )  # a prompt is computed once for its group
     tokens = round(share * min(stage.optimizer.token_budget, samples * longest))
     judges = judge_bytes(stage, policy, before)
 
@@ -299,9 +364,15 @@ def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> lis
     ]
 
 
-def sft_lines(stage: SFTStage, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+def sft_lines(
+    stage: SFTStage, policy: Policy, context: Context, before: Mapping[str, Stage]
+) -> list[str]:
     """Batch arithmetic, memory and the data report of a supervised stage. What an earlier stage will write cannot be counted."""
-    later = [f"examples written by {source.file}: not there yet" for source in stage.data if source.file in before]
+    later = [
+        f"examples written by {source.file}: not there yet"
+        for source in stage.data
+        if source.file in before
+    ]
     there = tuple(source for source in stage.data if source.file not in before)
     if later and not there:
         return [f"a step: {stage.batch} examples; {stage.steps} steps", *later]
@@ -334,21 +405,31 @@ class Listening(Context):
 
 
 def preference_lines(
-    stage: PreferenceStage | RewardModelStage, policy: Policy, context: Context, before: Mapping[str, Stage]
+    stage: PreferenceStage | RewardModelStage,
+    policy: Policy,
+    context: Context,
+    before: Mapping[str, Stage],
 ) -> list[str]:
     """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
-    later = [f"preferences written by {path}: not there yet" for path in stage.data if path in before]
+    later = [
+        f"preferences written by {path}: not there yet" for path in stage.data if path in before
+    ]
     count = getattr(stage, "members", 1)
     members = f", {count} times over" if count > 1 else ""
     if later:
         return [f"a step: {stage.batch} units; {stage.steps} steps{members}", *later]
     listening = Listening(context.writer, context.seed, context.device, say=False)
     given = (listening, policy.tokenizer)
-    units = stage.read(*given, stage.data) if isinstance(stage, PreferenceStage) else stage.read(*given)
+    units = (
+        stage.read(*given, stage.data) if isinstance(stage, PreferenceStage) else stage.read(*given)
+    )
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
     tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
     memory = training_memory(policy, tokens, stage.optimizer)
-    if "reference" in stage.algorithm.needs and getattr(stage, "reference_device", "same") == "same":
+    if (
+        "reference" in stage.algorithm.needs
+        and getattr(stage, "reference_device", "same") == "same"
+    ):
         memory = Memory((*memory.items, ("reference", weight_bytes(policy))))
     passes = stage.steps * stage.batch / len(units) / (1 - stage.held_out)
     return [

@@ -23,11 +23,21 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[tuple[str, dic
     path, found = Path(file).expanduser(), False
     listed = lists and path.name.removesuffix(".gz").endswith(".json")
     lines = _lines(path, f"{file}")
-    for where, record in _entries(lines, f"{file}") if listed else ((where, _parsed(text, where)) for where, text in lines):
+    for where, record in (
+        _entries(lines, f"{file}")
+        if listed
+        else ((where, _parsed(text, where)) for where, text in lines)
+    ):
         found = True
-        require(isinstance(record, dict), f"{where}: expected a JSON object, not {type(record).__name__}")
+        require(
+            isinstance(record, dict),
+            f"{where}: expected a JSON object, not {type(record).__name__}",
+        )
         half = any("\ud800" <= c <= "\udfff" for c in json.dumps(record, ensure_ascii=False))
-        require(not half, f"{where}: half a character (an escape such as \\ud83d without the other one); no tokenizer reads it")
+        require(
+            not half,
+            f"{where}: half a character (an escape such as \\ud83d without the other one); no tokenizer reads it",
+        )
         yield where, record
     require(found, f"{file} is empty: expected one JSON object a line")
 
@@ -39,22 +49,32 @@ def _lines(path: Path, file: str) -> Iterator[tuple[str, str]]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             while line := lines.readline(LONGEST):
                 number, size = number + 1, size + len(line)
-                require(len(line) < LONGEST, f"{file} line {number} has {LONGEST / 2**20:g} MiB or more")
-                require(size <= UNPACKED or path.suffix != ".gz", f"{file} is larger than {UNPACKED / 2**30:g} GiB unpacked; unpack it "
-                        "yourself if you trust it")  # fmt: skip
+                require(
+                    len(line) < LONGEST, f"{file} line {number} has {LONGEST / 2**20:g} MiB or more"
+                )
+                require(
+                    size <= UNPACKED or path.suffix != ".gz",
+                    f"{file} is larger than {UNPACKED / 2**30:g} GiB unpacked; unpack it "
+                    "yourself if you trust it",
+                )
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield f"{file} line {number}", text
     except UnicodeDecodeError as error:
         raise UserError(f"{file} line {number}: not UTF-8 text") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(
+            f"cannot read {file}: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def _entries(lines: Iterator[tuple[str, str]], file: str) -> Iterator[tuple[str, Any]]:
     text = "".join(line for _, line in lines)
     records = _parsed(text, file) if text else []
-    require(isinstance(records, list), f"{file}: expected a list of JSON objects; one object a line goes into a .jsonl file")
+    require(
+        isinstance(records, list),
+        f"{file}: expected a list of JSON objects; one object a line goes into a .jsonl file",
+    )
     return ((f"{file} entry {number}", record) for number, record in enumerate(records, start=1))
 
 
@@ -62,8 +82,12 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        plain = "a number of too many digits" if isinstance(error, ValueError) else "nested too deep"
-        raise UserError(f"{where}: not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else plain}") from error
+        plain = (
+            "a number of too many digits" if isinstance(error, ValueError) else "nested too deep"
+        )
+        raise UserError(
+            f"{where}: not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else plain}"
+        ) from error
 
 
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
@@ -75,12 +99,18 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
         require(isinstance(item, dict), f"{at} is not an object")
         role, content = item.get("role"), item.get("content")
         require(role in ROLES, f"{at} has role {role!r}; expected one of {', '.join(ROLES)}")
-        more = {key: v for key, v in item.items() if key not in ("role", "content") and v not in (None, "", [], {})}
+        more = {
+            key: v
+            for key, v in item.items()
+            if key not in ("role", "content") and v not in (None, "", [], {})
+        }
         if "tool_calls" in more:
             more["tool_calls"] = _parse_calls(more["tool_calls"], at)
         if content is None and more.keys() & {"tool_calls", "function_call"}:
             content = ""  # a turn that only calls
-        if isinstance(content, list) and all(isinstance(p, dict) and p.keys() == {"type", "text"} for p in content):
+        if isinstance(content, list) and all(
+            isinstance(p, dict) and p.keys() == {"type", "text"} for p in content
+        ):
             content = "".join(str(part["text"]) for part in content)
         require(isinstance(content, str), f"{at} has no content that is a string or parts of text")
         messages.append(Message(str(role), str(content), more))
@@ -96,9 +126,14 @@ def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
         require(named, f"{where}: a tool call has no function with a name")
         given = inner.get("arguments")
         arguments = (
-            _parsed(given, f"{where}: the arguments of {inner['name']}") if isinstance(given, str) and given else given or {}
+            _parsed(given, f"{where}: the arguments of {inner['name']}")
+            if isinstance(given, str) and given
+            else given or {}
         )
-        require(isinstance(arguments, dict), f"{where}: the arguments of {inner['name']} are not an object")
+        require(
+            isinstance(arguments, dict),
+            f"{where}: the arguments of {inner['name']} are not an object",
+        )
         changed = {**inner, "arguments": arguments}
         calls.append({**call, "function": changed} if "function" in call else changed)
     return calls
@@ -111,5 +146,8 @@ def parse_tools(value: Any, where: str) -> Tools:
 
 def _objects(value: Any, where: str) -> list[dict[str, JSON]]:
     found = _parsed(value, where) if isinstance(value, str) else value
-    require(isinstance(found, list) and all(isinstance(item, dict) for item in found), f"{where}: expected a list of objects")
+    require(
+        isinstance(found, list) and all(isinstance(item, dict) for item in found),
+        f"{where}: expected a list of objects",
+    )
     return list(found)

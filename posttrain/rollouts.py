@@ -42,7 +42,8 @@ MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on wit
 MAX_SECONDS = 1800.0  # a step that has sampled for so long does not ask again
 # words by which a model doubts what it wrote: R1-Zero's "aha"
 REFLECTION = re.compile(
-    r"\b(?:wait|hmm+|mistake|(?:re|double)-?check|let me (?:check|verify|re-?\w+)|on second thought)\b", re.I
+    r"\b(?:wait|hmm+|mistake|(?:re|double)-?check|let me (?:check|verify|re-?\w+)|on second thought)\b",
+    re.I,
 )
 
 
@@ -60,14 +61,25 @@ class Examples:
     """Steps of `batch` examples each, in an order that a seed decides. Several sets are mixed by weight. An item of a set may be
     a unit of several examples: a pair, a ranking."""
 
-    def __init__(self, sets: Sequence[Sequence[Item]], weights: Sequence[float], batch: int, seed: int, device: torch.device):
+    def __init__(
+        self,
+        sets: Sequence[Sequence[Item]],
+        weights: Sequence[float],
+        batch: int,
+        seed: int,
+        device: torch.device,
+    ):
         self.sets, self.batch, self.device = sets, batch, device
-        self.mixture = Mixture(weights, [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)], seed)
+        self.mixture = Mixture(
+            weights, [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)], seed
+        )
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         drawn = [self.sets[source][index] for source, index in self.mixture.take(self.batch)]
         units = [item if isinstance(item, tuple) else (item,) for item in drawn]
-        batch = pack_examples([replace(e, unit=n) for n, unit in enumerate(units) for e in unit], self.device)
+        batch = pack_examples(
+            [replace(e, unit=n) for n, unit in enumerate(units) for e in unit], self.device
+        )
         return Collected(batch, metrics=(Metric("length", batch.tokens, batch.sequences),))
 
     def observe(self, groups: Sequence[Group]) -> list[str]:
@@ -112,20 +124,37 @@ class Rollouts:
         for attempt in range(MAX_ROUNDS):
             problems = [self.problems[level][index] for level, index in self.climb.draw(wanted)]
             fresh = rollout_groups(
-                self.task, self.sampler, self.tokenizer, self.decoder, problems, algorithm.group_size, self.sampling,
-                derive(self.seed, step, attempt), seconds,
-            )  # fmt: skip
+                self.task,
+                self.sampler,
+                self.tokenizer,
+                self.decoder,
+                problems,
+                algorithm.group_size,
+                self.sampling,
+                derive(self.seed, step, attempt),
+                seconds,
+            )
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
             self.mention_steps(algorithm, groups)
             selection = algorithm.select(groups, state)
-            wanted = min(selection.refill, self.prompts - len(selection.groups))  # never more than are missing
+            wanted = min(
+                selection.refill, self.prompts - len(selection.groups)
+            )  # never more than are missing
             if wanted <= 0 or time.monotonic() - began > MAX_SECONDS:
                 break
         together = algorithm.unit in ("pair", "ranking")
-        batch = pack_groups(selection.groups or groups[:1], self.sampling.temperature, self.device, together)
-        if not selection.groups:  # nothing to learn from: a step in which nothing is valid has no loss and is skipped
+        batch = pack_groups(
+            selection.groups or groups[:1], self.sampling.temperature, self.device, together
+        )
+        if (
+            not selection.groups
+        ):  # nothing to learn from: a step in which nothing is valid has no loss and is skipped
             batch = batch.replace(valid_N=torch.zeros_like(batch.valid_N))
-        batch = batch.replace(rollout_N=torch.tensor(places(groups, selection.groups or groups[:1]), device=self.device))
+        batch = batch.replace(
+            rollout_N=torch.tensor(
+                places(groups, selection.groups or groups[:1]), device=self.device
+            )
+        )
         metrics = (*selection.metrics, *group_metrics(groups), Metric("level", self.climb.level, 1))
         if lost := getattr(self.sampler, "lost", 0):  # its work was done here, at half the speed
             metrics += (Metric("helpers_lost", lost, None),)
@@ -133,11 +162,17 @@ class Rollouts:
 
     def mention_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
         """Say once that there are values of steps which are not learned from."""
-        if not algorithm.learns_steps and "steps" not in self.told and any(r.score.steps for g in groups for r in g.rollouts):
+        if (
+            not algorithm.learns_steps
+            and "steps" not in self.told
+            and any(r.score.steps for g in groups for r in g.rollouts)
+        ):
             self.told.add("steps")
             advice = "set" if hasattr(algorithm, "supervision") else "use grpo, gspo or ppo with"
-            self.news.append(f"warning: the reward scores steps, and {algorithm.name} learns from the score of the whole response "
-                             f"alone; {advice} supervision=process to learn from the steps")  # fmt: skip
+            self.news.append(
+                f"warning: the reward scores steps, and {algorithm.name} learns from the score of the whole response "
+                f"alone; {advice} supervision=process to learn from the steps"
+            )
 
     def observe(self, groups: Sequence[Group]) -> list[str]:
         """Tell the curriculum how the step went; returns what a person should hear of it."""
@@ -150,8 +185,10 @@ class Rollouts:
             kind = failure_kind(rollout.score)
             if kind not in self.told:
                 self.told.add(kind)
-                news.append(f"could not be scored: {rollout.score.failure} (problem {rollout.problem.id}, response "
-                            f"{rollout.response[:80]!r}); others of this kind are counted as failed/{kind}")  # fmt: skip
+                news.append(
+                    f"could not be scored: {rollout.score.failure} (problem {rollout.problem.id}, response "
+                    f"{rollout.response[:80]!r}); others of this kind are counted as failed/{kind}"
+                )
         return news
 
     def state(self) -> JSON:
@@ -163,7 +200,10 @@ class Rollouts:
 
 def places(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:
     """Which of all the rollouts each selected one is. An algorithm may reorder them and score them anew; their segments stay."""
-    number = {id(rollout.segments): n for n, rollout in enumerate(r for group in groups for r in group.rollouts)}
+    number = {
+        id(rollout.segments): n
+        for n, rollout in enumerate(r for group in groups for r in group.rollouts)
+    }
     return [number[id(rollout.segments)] for group in selected for rollout in group.rollouts]
 
 
@@ -183,14 +223,19 @@ def rollout_groups(
 
     Rewards of an `isolated` task are computed in worker processes while later groups are still being written.
     """
-    began, problems = time.perf_counter(), list(problems)  # a lazy sequence would make each of them anew
+    began, problems = (
+        time.perf_counter(),
+        list(problems),
+    )  # a lazy sequence would make each of them anew
     prompts = [render_prompt(tokenizer, task.prompt(p), f"problem {p.id}") for p in problems]
     requests = [Request(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
     written: list[list[tuple[Segment, Segment]]] = []
     scores: list[Sequence[Score] | None] = []  # of each problem; None while workers have it
     scoring = 0.0
     with Workers(task, seconds=task.seconds, problems=problems) as workers:
-        for problem, request, completions in zip(problems, requests, sampler.generate(requests), strict=True):
+        for problem, request, completions in zip(
+            problems, requests, sampler.generate(requests), strict=True
+        ):
             now = time.perf_counter()
             written.append(segments(decoder, request, completions))
             responses = [response.text for _, response in written[-1]]
@@ -209,24 +254,46 @@ def rollout_groups(
     groups = []
     for problem, members, found in zip(problems, written, scores, strict=True):
         given = late if found is None else iter(found)
-        groups.append(Group(problem, tuple(Rollout(problem, n, parts, next(given)) for n, parts in enumerate(members))))
+        groups.append(
+            Group(
+                problem,
+                tuple(Rollout(problem, n, parts, next(given)) for n, parts in enumerate(members)),
+            )
+        )
     return groups
 
 
-def segments(decoder: Decoder, request: Request, completions: Sequence[Completion]) -> list[tuple[Segment, Segment]]:
+def segments(
+    decoder: Decoder, request: Request, completions: Sequence[Completion]
+) -> list[tuple[Segment, Segment]]:
     """Prompt and response of each sample, with their text."""
     prompt_text, offsets = decoder.decode(request.prompt_ids)
-    prompt = Segment(np.array(request.prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets)
+    prompt = Segment(
+        np.array(request.prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets
+    )
     pairs = []
     for completion in completions:
         text, offsets = decoder.decode(completion.ids)
         pairs.append(
-            (prompt, Segment(completion.ids, text, True, completion.logprobs, offsets, completion.version, completion.finish))
+            (
+                prompt,
+                Segment(
+                    completion.ids,
+                    text,
+                    True,
+                    completion.logprobs,
+                    offsets,
+                    completion.version,
+                    completion.finish,
+                ),
+            )
         )
     return pairs
 
 
-def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, float] | None = None) -> list[Group]:
+def rate_groups(
+    rating: Rating, groups: Sequence[Group], seconds: dict[str, float] | None = None
+) -> list[Group]:
     """Groups as a model rates them. What the task itself says stays beside it as the part `task`: the proxy and the gold."""
     began = time.perf_counter()
     scores = iter(rating.rate([r for g in groups for r in g.rollouts]))
@@ -236,7 +303,12 @@ def rate_groups(rating: Rating, groups: Sequence[Group], seconds: dict[str, floa
         for rollout in group.rollouts:
             score, gold = next(scores), rollout.score
             parts = {**score.parts} if gold.value is None else {**score.parts, "task": gold.value}
-            members.append(replace(rollout, score=replace(score, parts=parts, outcome=score.outcome or gold.outcome)))
+            members.append(
+                replace(
+                    rollout,
+                    score=replace(score, parts=parts, outcome=score.outcome or gold.outcome),
+                )
+            )
         rated.append(Group(group.problem, tuple(members)))
     if seconds is not None:
         seconds["score"] += time.perf_counter() - began
@@ -259,18 +331,31 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
     scored = [r for r in rollouts if r.score.value is not None]
     tokens = sum(r.length for r in rollouts)
     metrics = [
-        Metric("reward", sum(r.score.value for r in scored if r.score.value is not None), len(scored)),
+        Metric(
+            "reward", sum(r.score.value for r in scored if r.score.value is not None), len(scored)
+        ),
         Metric("length", sum(r.length for r in rollouts), len(rollouts)),
         # the mean of -log p over what was sampled is an unbiased estimate of the entropy per token
         Metric(
-            "entropy", -sum(float(s.logprobs.sum()) for r in rollouts for s in r.segments if s.logprobs is not None), tokens
+            "entropy",
+            -sum(
+                float(s.logprobs.sum())
+                for r in rollouts
+                for s in r.segments
+                if s.logprobs is not None
+            ),
+            tokens,
         ),
         Metric("truncated", sum(r.finish == "length" for r in rollouts), len(rollouts)),
         Metric("failed", len(rollouts) - len(scored), len(rollouts)),
-        Metric("reflection", sum(bool(REFLECTION.search(r.response)) for r in rollouts), len(rollouts)),
+        Metric(
+            "reflection", sum(bool(REFLECTION.search(r.response)) for r in rollouts), len(rollouts)
+        ),
     ]
     kinds = Counter(failure_kind(r.score) for r in rollouts if not r.score.valid)
-    metrics += [Metric(f"failed/{kind}", count, len(rollouts)) for kind, count in sorted(kinds.items())]
+    metrics += [
+        Metric(f"failed/{kind}", count, len(rollouts)) for kind, count in sorted(kinds.items())
+    ]
     for part in sorted({name for r in scored for name in r.score.parts}):
         values = [r.score.parts[part] for r in scored if part in r.score.parts]
         metrics.append(Metric(f"reward/{part}", sum(values), len(values)))

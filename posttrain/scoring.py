@@ -28,7 +28,10 @@ from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Score
 
 LONGEST_FAILURE = 500  # characters of a foreign error that are kept
-STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}  # errors that end the run
+STOPS: dict[str, type[Exception]] = {
+    "UserError": UserError,
+    "GuardStop": GuardStop,
+}  # errors that end the run
 RETRIES = 1  # a worker that died without an answer is tried once more
 
 
@@ -69,7 +72,11 @@ def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[
     if together is None:
         return [score_one(task, problem, response) for response in responses]
     if len(together) != len(responses):
-        return [Score.failed(f"score_group returned {len(together)} scores for {len(responses)} responses")] * len(responses)
+        return [
+            Score.failed(
+                f"score_group returned {len(together)} scores for {len(responses)} responses"
+            )
+        ] * len(responses)
     return together
 
 
@@ -100,7 +107,9 @@ class Workers:
     """Scores `submit`ted responses in up to `count` processes, `seconds` at most for each. Use as a context manager. Workers inherit
     `problems`; for one that is submitted later they are forked anew."""
 
-    def __init__(self, task: Task, count: int = 0, seconds: float = 10.0, problems: Sequence[Problem] = ()):
+    def __init__(
+        self, task: Task, count: int = 0, seconds: float = 10.0, problems: Sequence[Problem] = ()
+    ):
         self.task, self.seconds, self.problems = task, seconds, list(problems)
         self.places = {id(problem): place for place, problem in enumerate(self.problems)}
         self.count = count or machine.cores()

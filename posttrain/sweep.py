@@ -31,9 +31,37 @@ VALUE = re.compile(r"[A-Za-z0-9_.:/+-]+")
 CLOCKS = ("seconds", "attempts", "train_seconds")
 # t such that P[|T| < t] = 0.95, for 1, 2, ... degrees of freedom; from 31 on 1.96 + 2.5 / n is right to two digits
 STUDENT = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101,
-    2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +100,9 @@ def axes(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     for argument in arguments:
         key, _, text = argument.partition("=")
         values = text.split(",")
-        several = len(values) > 1 and key not in WHOLE and all(VALUE.fullmatch(value) for value in values)
+        several = (
+            len(values) > 1 and key not in WHOLE and all(VALUE.fullmatch(value) for value in values)
+        )
         if key == "seeds" or several:
             key = "seed" if key == "seeds" else key
             require(all(values) and bool(text), f"{argument!r}: give values with commas between")
@@ -86,7 +116,9 @@ def axes(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]:
     """Every combination, seeds innermost."""
-    settings = [[f"{key}={value}" for value in values] for key, values in found.items() if key != "seed"]
+    settings = [
+        [f"{key}={value}" for value in values] for key, values in found.items() if key != "seed"
+    ]
     seeds: list[int | None] = [None]
     if "seed" in found:
         whole = all(re.fullmatch(r"\d+", value) for value in found["seed"])
@@ -106,20 +138,32 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
     typed it."""
     plain, found = axes(arguments)
     pairs = dict(config.pair(argument) for argument in plain)
-    settings = config.parse(recipe, [a for a in plain if not a.startswith("out=")], allow_code, source)
-    require(not settings.only and not settings.again, "a sweep runs whole pipelines: leave out only and again")
-    directory = Path(str(pairs.get("out") or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
+    settings = config.parse(
+        recipe, [a for a in plain if not a.startswith("out=")], allow_code, source
+    )
+    require(
+        not settings.only and not settings.again,
+        "a sweep runs whole pipelines: leave out only and again",
+    )
+    directory = Path(
+        str(pairs.get("out") or pipeline.fresh(Path("runs"), f"{settings.name}-sweep"))
+    )
     settings.trust.require_links(directory)
     common = [a for a in plain if not a.startswith("out=")]
     planned = members(directory, found)
     for member in planned:  # every mistake in a setting is found before the first run
         config.parse(recipe, [*common, *member.arguments], allow_code, source)
-    record = {"recipe": recipe, "arguments": [*common, *(a for a in arguments if a.partition("=")[0] in ("seeds", *found))]}
+    record = {
+        "recipe": recipe,
+        "arguments": [*common, *(a for a in arguments if a.partition("=")[0] in ("seeds", *found))],
+    }
     _check_same(directory, record)
     done: list[Member] = []
     _write(directory, record, planned)
     for number, member in enumerate(planned):
-        write_text(f"\nsweep {number + 1}/{len(planned)}: {', '.join(member.arguments)}\n", sys.stdout)
+        write_text(
+            f"\nsweep {number + 1}/{len(planned)}: {', '.join(member.arguments)}\n", sys.stdout
+        )
         try:
             done.append(_run_member(recipe, common, member, allow_code, source))
         except Interrupted as error:
@@ -132,7 +176,12 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
 def resume(directory: Path, allow_code: bool = False) -> int:
     """Go on with a sweep."""
     tree = _record(directory / RECORD)
-    return run(tree["recipe"], [*tree["arguments"], f"out={directory}"], allow_code, str(directory / RECORD))
+    return run(
+        tree["recipe"],
+        [*tree["arguments"], f"out={directory}"],
+        allow_code,
+        str(directory / RECORD),
+    )
 
 
 def _record(path: Path) -> dict[str, JSON]:
@@ -140,9 +189,14 @@ def _record(path: Path) -> dict[str, JSON]:
         tree = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         tree = None
-    whole = isinstance(tree, dict) and isinstance(tree.get("recipe"), str) and isinstance(tree.get("arguments"), list)
+    whole = (
+        isinstance(tree, dict)
+        and isinstance(tree.get("recipe"), str)
+        and isinstance(tree.get("arguments"), list)
+    )
     require(
-        whole and all(isinstance(word, str) for word in tree["arguments"]), f"{path} is damaged: no recipe and arguments in it"
+        whole and all(isinstance(word, str) for word in tree["arguments"]),
+        f"{path} is damaged: no recipe and arguments in it",
     )
     return dict(tree)
 
@@ -151,7 +205,9 @@ def _check_same(directory: Path, record: Mapping[str, JSON]) -> None:
     path = directory / RECORD
     if path.is_file():
         before = _record(path)
-        same = before["recipe"] == record["recipe"] and sorted(before["arguments"]) == sorted(record["arguments"])
+        same = before["recipe"] == record["recipe"] and sorted(before["arguments"]) == sorted(
+            record["arguments"]
+        )
         said = " ".join([before["recipe"], *before["arguments"]])
         require(
             same,
@@ -159,10 +215,14 @@ def _check_same(directory: Path, record: Mapping[str, JSON]) -> None:
         )
     else:
         used = (directory / CONFIG).exists()
-        require(not used, f"{directory} already holds a run; choose another directory for the sweep")
+        require(
+            not used, f"{directory} already holds a run; choose another directory for the sweep"
+        )
 
 
-def _run_member(recipe: str, common: Sequence[str], member: Member, allow_code: bool, source: str) -> Member:
+def _run_member(
+    recipe: str, common: Sequence[str], member: Member, allow_code: bool, source: str
+) -> Member:
     """Run, resume or skip one member. Whatever goes wrong in it is its own affair, but for the user's wish to stop."""
     directory = Path(member.directory)
     try:
@@ -196,9 +256,15 @@ def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
             for key, inner in value.items():
                 if key not in CLOCKS:
                     walk(f"{name}.{key}" if name else str(key), inner)
-        elif isinstance(value, list) and len(value) == 3 and all(isinstance(v, int | float | str) for v in value):
+        elif (
+            isinstance(value, list)
+            and len(value) == 3
+            and all(isinstance(v, int | float | str) for v in value)
+        ):
             walk(name, value[0])
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        elif (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        ):
             found[name] = float(value)
 
     walk("", summary.get("stages", {}))
@@ -215,28 +281,43 @@ def estimate(values: Sequence[float]) -> Estimate:
     if count < 2:
         return Estimate(mean, None, None, None, count)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
-    half = (STUDENT[count - 2] if count - 1 <= len(STUDENT) else 1.96 + 2.5 / (count - 1)) * deviation / math.sqrt(count)
+    half = (
+        (STUDENT[count - 2] if count - 1 <= len(STUDENT) else 1.96 + 2.5 / (count - 1))
+        * deviation
+        / math.sqrt(count)
+    )
     return Estimate(mean, deviation, mean - half, mean + half, count)
 
 
-def aggregate(runs: Sequence[tuple[tuple[str, ...], Mapping[str, JSON]]]) -> dict[str, dict[str, Estimate]]:
+def aggregate(
+    runs: Sequence[tuple[tuple[str, ...], Mapping[str, JSON]]],
+) -> dict[str, dict[str, Estimate]]:
     """setting -> figure -> its estimate over the runs (setting, summary) that have it."""
     collected: dict[str, dict[str, list[float]]] = {}
     for setting, summary in runs:
         for name, value in figures(summary).items():
             collected.setdefault(" ".join(setting) or "all", {}).setdefault(name, []).append(value)
-    return {setting: {name: estimate(values) for name, values in of.items()} for setting, of in collected.items()}
+    return {
+        setting: {name: estimate(values) for name, values in of.items()}
+        for setting, of in collected.items()
+    }
 
 
 def _write(directory: Path, record: Mapping[str, JSON], made: Sequence[Member]) -> None:
     done = [member for member in made if member.outcome == "done"]
     summaries = [(member.setting, Run(member.directory).summary or {}) for member in done]
     found = aggregate(summaries)
-    table = {setting: {name: asdict(value) for name, value in of.items()} for setting, of in found.items()}
+    table = {
+        setting: {name: asdict(value) for name, value in of.items()}
+        for setting, of in found.items()
+    }
     tree = {**record, "members": [asdict(member) for member in made], "aggregate": table}
     directory.mkdir(parents=True, exist_ok=True)
     main = {name for _, summary in summaries for name in _measured(summary)}
-    for name, text in ((TABLE, markdown(record, made, found, main)), (RECORD, json.dumps(encode(tree), indent=2) + "\n")):
+    for name, text in (
+        (TABLE, markdown(record, made, found, main)),
+        (RECORD, json.dumps(encode(tree), indent=2) + "\n"),
+    ):
         temporary = directory / f".{name}.tmp"
         temporary.write_text(text)
         temporary.replace(directory / name)
@@ -255,20 +336,37 @@ def _measured(summary: Mapping[str, JSON]) -> list[str]:
 
 
 def markdown(
-    record: Mapping[str, JSON], made: Sequence[Member], found: Mapping[str, Mapping[str, Estimate]], main: set[str]
+    record: Mapping[str, JSON],
+    made: Sequence[Member],
+    found: Mapping[str, Mapping[str, Estimate]],
+    main: set[str],
 ) -> str:
     """What was measured, as a table; how each member ended."""
     lines = [f"# posttrain run {record['recipe']} {' '.join(record['arguments'])}", ""]
-    shown = [(setting, name, value) for setting, of in found.items() for name, value in of.items() if name in main or not main]
+    shown = [
+        (setting, name, value)
+        for setting, of in found.items()
+        for name, value in of.items()
+        if name in main or not main
+    ]
     if shown:
-        lines += ["| setting | figure | mean | standard deviation | 95% interval | seeds |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| setting | figure | mean | standard deviation | 95% interval | seeds |",
+            "|---|---|---|---|---|---|",
+        ]
     for setting, name, value in shown:
-        spread = f"{value.deviation:.4g} | [{value.low:.4g}, {value.high:.4g}]" if value.deviation is not None else "- | -"
+        spread = (
+            f"{value.deviation:.4g} | [{value.low:.4g}, {value.high:.4g}]"
+            if value.deviation is not None
+            else "- | -"
+        )
         lines.append(f"| {setting} | {name} | {value.mean:.4g} | {spread} | {value.count} |")
     lines += ["", "| run | outcome |", "|---|---|"]
     for member in made:
         reason = f": {printable(member.reason)}".replace("|", "/") if member.reason else ""
-        lines.append(f"| {Path(member.directory).name} | {member.outcome or 'not run yet'}{reason} |")
+        lines.append(
+            f"| {Path(member.directory).name} | {member.outcome or 'not run yet'}{reason} |"
+        )
     return "\n".join(lines) + "\n"
 
 

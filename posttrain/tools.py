@@ -52,7 +52,9 @@ class Asked:
         config.check_machine(self.seed, self.device)
         place = Path(self.save)
         writable = (
-            place.parent.is_dir() and os.access(place if place.exists() else place.parent, os.W_OK) and not place.is_dir()
+            place.parent.is_dir()
+            and os.access(place if place.exists() else place.parent, os.W_OK)
+            and not place.is_dir()
         )
         require(not self.save or writable, f"save={self.save}: no file can be written there")
 
@@ -73,8 +75,14 @@ class Drawn:
 
 def take(pairs: dict[str, JSON], kind: Any, where: str) -> Any:
     """The settings of a kind, taken out of the others and checked. A name may be a number."""
-    taken = {field.name: (field.type, pairs.pop(field.name)) for field in fields(kind) if field.name in pairs}
-    return config.from_tree({name: str(v) if of == "str" else v for name, (of, v) in taken.items()}, kind, where)
+    taken = {
+        field.name: (field.type, pairs.pop(field.name))
+        for field in fields(kind)
+        if field.name in pairs
+    }
+    return config.from_tree(
+        {name: str(v) if of == "str" else v for name, (of, v) in taken.items()}, kind, where
+    )
 
 
 def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = False) -> None:
@@ -86,11 +94,19 @@ def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = Fal
     pairs = dict(config.pair(argument) for argument in settings)
     asked = take(pairs, Asked, "eval")
     against = asked.against
-    tree = {"stage": "evaluate", "name": "eval", "model": model, "task": {"name": task}, "sampling": {"temperature": 0.0}}
+    tree = {
+        "stage": "evaluate",
+        "name": "eval",
+        "model": model,
+        "task": {"name": task},
+        "sampling": {"temperature": 0.0},
+    }
     keys = {f"eval.{key}": value for key, value in pairs.items()}
     # a task may need its settings to be made at all, so they go into the tree before it is read
     tree["task"] |= {
-        key.removeprefix("eval.task."): keys.pop(key) for key in list(keys) if key.count(".") == 2 and ".task." in key
+        key.removeprefix("eval.task."): keys.pop(key)
+        for key in list(keys)
+        if key.count(".") == 2 and ".task." in key
     }
     stage = config.override([config.from_tree(tree, config.Stage, "eval")], keys)[0]
     require(isinstance(stage, EvaluateStage), "eval: model and task cannot be changed by settings")
@@ -98,22 +114,33 @@ def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = Fal
     measured = []
     for name in [model, against] if against else [model]:
         policy = open_policy(name, asked.device)
-        evaluation, figures = stage.measure(policy, lambda: open_policy(stage.reference, asked.device), asked.seed)
+        evaluation, figures = stage.measure(
+            policy, lambda: open_policy(stage.reference, asked.device), asked.seed
+        )
         counted, said = seen(evaluation, name, noted(made_by(name)))
-        measured.append((name, evaluation, {"model": name, "task": task, **figures, **counted}, said))
+        measured.append(
+            (name, evaluation, {"model": name, "task": task, **figures, **counted}, said)
+        )
     if asked.save:
-        Path(asked.save).write_text("".join(json.dumps(row) + "\n" for row in rows(measured[0][1])), "utf-8")
+        Path(asked.save).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows(measured[0][1])), "utf-8"
+        )
     ours, theirs = measured[0][1], measured[-1][1]
     paired = compare(theirs.solved(), ours.solved(), prompts(ours.groups)) if against else None
     if as_json:
-        written = measured[0][2] | ({"against": measured[1][2], "paired": asdict(paired)} if paired else {})
+        written = measured[0][2] | (
+            {"against": measured[1][2], "paired": asdict(paired)} if paired else {}
+        )
         write_text(json.dumps(encode(written)) + "\n", sys.stdout)
         return
     for name, evaluation, figures, said in measured:
         many = f"{evaluation.problems} held-out problems of {task}, {stage.samples} sample(s) each"
         write_text(f"{name} on {many}\n", sys.stdout)
         show_table(figures_table(figures))
-        write_text(f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored\n", sys.stdout)
+        write_text(
+            f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored\n",
+            sys.stdout,
+        )
         if said:
             write_text(f"  contamination: {printable(said)}\n", sys.stdout)
     if paired:
@@ -151,12 +178,16 @@ def show(directory: Path, rollout: str = "") -> None:
     stage, step, number = _parse(rollout, run, stages)
     rows = run.rollouts(stage, step)
     require(
-        bool(rows), f"no rollouts of {stage} step {step}; there are those of {', '.join(map(str, run.rollout_steps(stage)))}"
+        bool(rows),
+        f"no rollouts of {stage} step {step}; there are those of {', '.join(map(str, run.rollout_steps(stage)))}",
     )
     if number is None:
         _list(directory, stage, step, rows)
         return
-    require(0 <= number < len(rows), f"{stage} step {step} has rollouts 0 to {len(rows) - 1}, not {number}")
+    require(
+        0 <= number < len(rows),
+        f"{stage} step {step} has rollouts 0 to {len(rows) - 1}, not {number}",
+    )
     arrays = run.arrays(stage, step)
     for line in episode(rows[number], arrays, number, _tokenizer(directory, stage)):
         write_text(printable(line) + "\n", sys.stdout)
@@ -180,20 +211,31 @@ def _list(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]) ->
         reward = "failed" if row.reward is None else f"{row.reward:.2f}"
         advantage = "" if row.advantage is None else f" advantage {row.advantage:+.2f}"
         text = printable(row.response)[:70]
-        write_text(f"  {number:>3}  reward {reward}{advantage}  {printable(row.question)} -> {text}\n", sys.stdout)
+        write_text(
+            f"  {number:>3}  reward {reward}{advantage}  {printable(row.question)} -> {text}\n",
+            sys.stdout,
+        )
     if len(rows) > 32:
         write_text(f"  ... and {len(rows) - 32} more\n", sys.stdout)
-    write_text(f"one of them, token by token: posttrain show {directory} {stage}/{step}/0\n", sys.stdout)
+    write_text(
+        f"one of them, token by token: posttrain show {directory} {stage}/{step}/0\n", sys.stdout
+    )
 
 
 def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer: Any) -> list[str]:
     """A rollout as a Markov decision process: at each time the state, the action, its log-prob, KL, reward and advantage."""
-    lines = [f"problem {row.problem} (level {row.level}): {printable(row.question)}   gold answer: {printable(row.answer)}"]
+    lines = [
+        f"problem {row.problem} (level {row.level}): {printable(row.question)}   gold answer: {printable(row.answer)}"
+    ]
     token = None if arrays is None else arrays.sequence(number)
     if token is None or not len(token["ids"]):
         lines += [f"response: {printable(row.response)}", f"reward: {row.reward}"]
-        return [*lines, "the per-token figures of this step were not kept; the last steps have them" if token is None else
-                "it was not trained on, so there are no figures by token"]  # fmt: skip
+        return [
+            *lines,
+            "the per-token figures of this step were not kept; the last steps have them"
+            if token is None
+            else "it was not trained on, so there are no figures by token",
+        ]
     first = len(token["ids"]) - row.length
     text = [printable(tokenizer.decode([i])) for i in token["ids"].tolist()]
     lines.append(f"s_0 = {''.join(text[:first])}   (the prompt: {first} tokens, given, not chosen)")
@@ -218,7 +260,11 @@ def _tokenizer(directory: Path, stage: str) -> Any:
     """The tokenizer of the stage's model, of the export, or of any stage that has one: a run uses one throughout."""
     from posttrain.models.load_directory import read_tokenizer
 
-    candidates = [directory / "stages" / stage / "model", directory / "export", *sorted(directory.glob("stages/*/model"))]
+    candidates = [
+        directory / "stages" / stage / "model",
+        directory / "export",
+        *sorted(directory.glob("stages/*/model")),
+    ]
     found = [path for path in candidates if path.is_dir()]
     require(bool(found), f"{directory} holds no model yet, so its tokens cannot be spelled")
     return read_tokenizer(found[0])

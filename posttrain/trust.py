@@ -18,10 +18,14 @@ from pathlib import Path
 from posttrain.errors import require
 from posttrain.types import JSON
 
-KEY_VARIABLE = "OPENAI_API_KEY"  # the key that a judge's server is sent where the user says nothing else
+KEY_VARIABLE = (
+    "OPENAI_API_KEY"  # the key that a judge's server is sent where the user says nothing else
+)
 HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # HOST or HOST:PORT, with commas between: who may be sent texts and the key
 # Nothing that two readers of addresses could disagree about: no user, no query, no fragment, no escapes in the host.
-ADDRESS = re.compile(r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?")
+ADDRESS = re.compile(
+    r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?"
+)
 WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")
 TRUST_IT = "pass --allow-code if you trust it"
 
@@ -37,8 +41,11 @@ class Address:
     @classmethod
     def of(cls, url: str) -> Address:
         found = ADDRESS.fullmatch(url)
-        require(found is not None, f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
-                "environment variable, not into the address)")  # fmt: skip
+        require(
+            found is not None,
+            f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
+            "environment variable, not into the address)",
+        )
         assert found is not None
         scheme, host, given, _ = found.groups()
         port = int(given) if given else {"http": 80, "https": 443}[scheme]
@@ -56,7 +63,9 @@ class Address:
     def listed(self) -> bool:
         """Whether the environment permits it: a host alone by https, and one with its port by http too, which others can read."""
         names = [name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")]
-        return self.place in names or (self.host in names and (self.scheme == "https" or self.loopback))
+        return self.place in names or (
+            self.host in names and (self.scheme == "https" or self.loopback)
+        )
 
     @property
     def place(self) -> str:
@@ -69,7 +78,9 @@ class Trust:
 
     file: str = ""
     typed: Mapping[str, JSON] = field(default_factory=dict)
-    strict: bool = True  # files lie within the folder always; else only where texts leave the machine
+    strict: bool = (
+        True  # files lie within the folder always; else only where texts leave the machine
+    )
 
     @property
     def whole(self) -> bool:
@@ -92,8 +103,11 @@ class Trust:
     def require_evaluation(self, name: str) -> None:
         """For a task that evaluates what a model writes."""
         fine = self.whole or name in (text.rpartition(":")[2] for text in texts(self.typed))
-        require(fine, f"{self.file}: {name} evaluates what the model writes, outside of a sandbox; name the task on the command line, "
-                f"or {TRUST_IT}")  # fmt: skip
+        require(
+            fine,
+            f"{self.file}: {name} evaluates what the model writes, outside of a sandbox; name the task on the command line, "
+            f"or {TRUST_IT}",
+        )
 
     def require_program(self, command: JSON) -> None:
         said = self.whole or not command or self.typed.get("checkpoint_hook") == command
@@ -103,7 +117,10 @@ class Trust:
         """W&B takes the server that is sent its key, and more, from a file in the working directory, which may be a stranger's."""
         given = next((place for place in WANDB_SETTINGS if Path(place).is_file()), "")
         fine = self.whole or "trackers" in self.typed or "wandb" not in names or not given
-        require(fine, f"{self.file}: trackers: wandb would follow {given} of this folder; type trackers=wandb, or {TRUST_IT}")
+        require(
+            fine,
+            f"{self.file}: trackers: wandb would follow {given} of this folder; type trackers=wandb, or {TRUST_IT}",
+        )
 
     def require_sandbox(self, name: str) -> None:
         """A file may choose among sandboxes that test themselves, not what is in a container."""
@@ -113,29 +130,40 @@ class Trust:
 
     def require_variable(self, name: str) -> None:
         fine = self.whole or self.said(name) or name in ("", KEY_VARIABLE)
-        require(fine, f"{self.file}: key_variable: {name} would send that variable to an address; {TRUST_IT}")
+        require(
+            fine,
+            f"{self.file}: key_variable: {name} would send that variable to an address; {TRUST_IT}",
+        )
 
     def require_address(self, url: str) -> None:
         """Texts go to hosts that the user named, and to servers on this machine."""
         address = Address.of(url)
         fine = self.whole or self.said(url) or address.listed or address.loopback
         permitted = address.host if address.scheme == "https" else address.place
-        require(fine, f"{self.file} would send texts and your key to {url}: to permit it, set the environment variable "
-                f"{HOSTS_VARIABLE}={permitted}, or type the url on the command line")  # fmt: skip
+        require(
+            fine,
+            f"{self.file} would send texts and your key to {url}: to permit it, set the environment variable "
+            f"{HOSTS_VARIABLE}={permitted}, or type the url on the command line",
+        )
 
     def key(self, url: str, variable: str) -> str:
         """The secret that the server at `url` may see, "" for none. A server on this machine whose address only a file names gets none,
         and none crosses a network in the clear."""
         address, key = Address.of(url), os.environ.get(variable, "") if variable else ""
         clear = bool(key) and address.scheme == "http" and not address.loopback
-        require(not clear, f"judge: the key in {variable} is not sent to {address.host} over plain http; use https, or ask without a "
-                f"key (unset {variable}, or key_variable: '' in the options of a judge reward)")  # fmt: skip
+        require(
+            not clear,
+            f"judge: the key in {variable} is not sent to {address.host} over plain http; use https, or ask without a "
+            f"key (unset {variable}, or key_variable: '' in the options of a judge reward)",
+        )
         return key if self.whole or self.said(url) or address.listed else ""
 
     def require_file(self, name: str, path: Path) -> None:
         """That a file or folder, with all that symbolic links in it lead to, lies beside the file that names it, or is the user's own
         choice."""
-        own = {key: value for key, value in self.typed.items() if key != "out"}  # where to write is no leave to read
+        own = {
+            key: value for key, value in self.typed.items() if key != "out"
+        }  # where to write is no leave to read
         if _real_path(path) in map(_real, texts(own)):
             return
         links = (link for link in path.rglob("*") if link.is_symlink())
@@ -152,18 +180,29 @@ class Trust:
         for key, value in replacing.items():
             said = self.whole or not value or key in self.typed
             require(
-                said, f"{self.file}: {key} would change a run that is there; type {key}= on the command line, or {TRUST_IT}"
+                said,
+                f"{self.file}: {key} would change a run that is there; type {key}= on the command line, or {TRUST_IT}",
             )
-        fine = self.whole or not out or self.said(out) or any(_below(Path(out), root) for root in (Path.cwd(), self.folder))
-        require(fine, f"{self.file} would write to {out}: give out= on the command line, or {TRUST_IT}")
+        fine = (
+            self.whole
+            or not out
+            or self.said(out)
+            or any(_below(Path(out), root) for root in (Path.cwd(), self.folder))
+        )
+        require(
+            fine, f"{self.file} would write to {out}: give out= on the command line, or {TRUST_IT}"
+        )
 
     def require_links(self, run: Path) -> None:
         """That no symbolic link in a run directory leads out of it: what is written there would go into a file of the user's, and what
         is read there would come from one."""
         for folder, *inner in os.walk(run) if not self.whole else ():
-            for link in (Path(folder, name) for name in chain(*inner) if os.path.islink(Path(folder, name))):
+            for link in (
+                Path(folder, name) for name in chain(*inner) if os.path.islink(Path(folder, name))
+            ):
                 require(
-                    _within(link, run), f"{run}: the link {link.name} leads outside of its folder; remove it, or {TRUST_IT}"
+                    _within(link, run),
+                    f"{run}: the link {link.name} leads outside of its folder; remove it, or {TRUST_IT}",
                 )
 
 
@@ -191,7 +230,13 @@ def texts(value: JSON) -> Iterator[str]:
     """Every text in plain data, but for keys."""
     if isinstance(value, str):
         yield value
-    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+    for inner in (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    ):
         yield from texts(inner)
 
 
@@ -224,7 +269,9 @@ def _within(path: Path, folder: Path) -> bool:
 
 def _below(path: Path, folder: Path) -> bool:
     """Whether it is in the folder, and not in a hidden one there (.ssh, .config, .git)."""
-    return _within(path, folder) and not any(part[0] == "." for part in _real_path(path).relative_to(_real_path(folder)).parts)
+    return _within(path, folder) and not any(
+        part[0] == "." for part in _real_path(path).relative_to(_real_path(folder)).parts
+    )
 
 
 def _real(text: str) -> Path | None:

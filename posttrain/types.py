@@ -59,9 +59,15 @@ def as_number(value: Any, what: str) -> float:
     Traceback (most recent call last):
     TypeError: a reward must be a number, not str
     """
-    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # of NumPy: neither text nor complex numbers nor dates
+    kind = getattr(
+        getattr(value, "dtype", None), "kind", "f"
+    )  # of NumPy: neither text nor complex numbers nor dates
     if not hasattr(value, "__float__") or kind not in "biuf" or getattr(value, "ndim", 0) > 0:
-        shape = f" of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) > 0 and hasattr(value, "shape") else ""
+        shape = (
+            f" of shape {tuple(value.shape)}"
+            if getattr(value, "ndim", 0) > 0 and hasattr(value, "shape")
+            else ""
+        )
         raise TypeError(f"{what} must be a number, not {type(value).__name__}{shape}")
     return float(value)
 
@@ -97,15 +103,24 @@ class Score:
             raise ValueError("a score has either a value or a failure")
         if self.value is not None:
             object.__setattr__(self, "value", as_number(self.value, "a score"))
-        parts = {_as_text(k, "a part's name"): as_number(v, f"the part {k!r} of a score") for k, v in self.parts.items()}
+        parts = {
+            _as_text(k, "a part's name"): as_number(v, f"the part {k!r} of a score")
+            for k, v in self.parts.items()
+        }
         object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "steps", tuple((index(place), as_number(v, "a step's value")) for place, v in self.steps))
+        object.__setattr__(
+            self,
+            "steps",
+            tuple((index(place), as_number(v, "a step's value")) for place, v in self.steps),
+        )
         object.__setattr__(self, "outcome", _as_text(self.outcome, "an outcome"))
         if self.failure is not None:
             object.__setattr__(self, "failure", _as_text(self.failure, "a failure"))
         for value in (self.value, *self.parts.values(), *(v for _, v in self.steps)):
             if value is not None and not np.isfinite(value):
-                raise ValueError(f"a score must be finite, not {value}; use Score.failed(reason) where there is no value")
+                raise ValueError(
+                    f"a score must be finite, not {value}; use Score.failed(reason) where there is no value"
+                )
 
     @property
     def valid(self) -> bool:
@@ -114,7 +129,11 @@ class Score:
     @property
     def solved(self) -> bool:
         """Whether the problem counts as solved: judged correct or, where the reward does not judge, the full value."""
-        return self.outcome in ("correct", "pass") if self.outcome else self.value is not None and self.value >= 1.0
+        return (
+            self.outcome in ("correct", "pass")
+            if self.outcome
+            else self.value is not None and self.value >= 1.0
+        )
 
     @classmethod
     def failed(cls, failure: str, outcome: str = "error") -> Score:
@@ -132,11 +151,20 @@ class Sampling:
     min_new_tokens: int = 0  # stop ids are ignored before this many tokens
 
     def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        require(0 <= self.temperature < float("inf"), f"temperature must be 0 or a positive number, not {self.temperature}")
+        require(
+            self.max_new_tokens >= 1,
+            f"max_new_tokens must be at least 1, not {self.max_new_tokens}",
+        )
+        require(
+            0 <= self.temperature < float("inf"),
+            f"temperature must be 0 or a positive number, not {self.temperature}",
+        )
         require(self.top_k >= 0, f"top_k must be 0 (all) or a number of tokens, not {self.top_k}")
         require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], not {self.top_p}")
-        require(self.min_new_tokens >= 0, f"min_new_tokens must not be negative, not {self.min_new_tokens}")
+        require(
+            self.min_new_tokens >= 0,
+            f"min_new_tokens must not be negative, not {self.min_new_tokens}",
+        )
 
     @property
     def truncated(self) -> bool:
@@ -154,7 +182,10 @@ class Request:
     sampling: Sampling
 
     def __post_init__(self) -> None:
-        require(bool(self.prompt_ids), "a prompt needs at least one token: nothing would predict the first one of the answer")
+        require(
+            bool(self.prompt_ids),
+            "a prompt needs at least one token: nothing would predict the first one of the answer",
+        )
         require(self.group >= 1, f"a request is for at least one sample, not {self.group}")
 
 
@@ -251,7 +282,9 @@ class Example:
     unit: int = -1  # examples of one unit (a pair, a ranking) stay together; -1: a unit of its own
     # what people said of it: in a pair or ranking the higher is preferred, by so much; 1 good, 0 bad
     reward: float = float("nan")
-    steps: np.ndarray | None = None  # float32 [T]: the label of the step that ends at a token, NaN elsewhere
+    steps: np.ndarray | None = (
+        None  # float32 [T]: the label of the step that ends at a token, NaN elsewhere
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,8 +302,12 @@ class Batch:
     unit_N: tuple[int, ...]  # non-decreasing; a micro-batch is cut only where it changes
     truncated_N: Tensor  # bool: the response ended at the length limit
     temperature: float = 1.0
-    rollout_N: Tensor | None = None  # int64: which of the step's rollouts the sequence is, all groups counted in order
-    step_T: Tensor | None = None  # float32: the reward or label of the step that ends at this token; NaN elsewhere
+    rollout_N: Tensor | None = (
+        None  # int64: which of the step's rollouts the sequence is, all groups counted in order
+    )
+    step_T: Tensor | None = (
+        None  # float32: the reward or label of the step that ends at this token; NaN elsewhere
+    )
     reference_T: Tensor | None = None
     value_T: Tensor | None = None
     proximal_T: Tensor | None = None  # log-prob under the policy at the start of the step

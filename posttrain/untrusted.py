@@ -53,7 +53,9 @@ def limited(render: Callable[[], Result], seconds: float | None = None) -> Resul
         return line
 
     previous = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: line if frame.f_code.co_filename == TEMPLATE_FILE else None)
+    sys.settrace(
+        lambda frame, event, argument: line if frame.f_code.co_filename == TEMPLATE_FILE else None
+    )
     try:
         found = render()
     finally:
@@ -80,7 +82,9 @@ def probe(render: Callable[[], object], seconds: float) -> str | None:
     import resource
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child touches none of them
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forks beside threads: the child touches none of them
         pid = os.fork()
     if pid == 0:
         code = 1
@@ -93,7 +97,9 @@ def probe(render: Callable[[], object], seconds: float) -> str | None:
             code = 0
         except MemoryError:
             code = 2
-        except BaseException:  # a template may refuse a conversation; that is told where it is rendered for good
+        except (
+            BaseException
+        ):  # a template may refuse a conversation; that is told where it is rendered for good
             code = 0
         finally:
             os._exit(code)
@@ -121,7 +127,9 @@ def read_yaml(text: str, where: str) -> Any:
     try:
         return read_values(text, where)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(
+            f"{where} is not valid YAML: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 def read_values(text: str, where: str) -> Any:
@@ -148,12 +156,22 @@ def _check_node(node: yaml.Node, sizes: dict[int, int], above: set[int], where: 
     size = 1
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None) if len(set(keys)) < len(keys) else None
-        require(twice is None, f"{where}: the key {twice!r} is given twice near line {node.start_mark.line + 1}")
+        twice = (
+            next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
+            if len(set(keys)) < len(keys)
+            else None
+        )
+        require(
+            twice is None,
+            f"{where}: the key {twice!r} is given twice near line {node.start_mark.line + 1}",
+        )
         size += sum(_check_node(part, sizes, above, where) for pair in node.value for part in pair)
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_check_node(part, sizes, above, where) for part in node.value)
-    require(size <= YAML_NODES, f"{where}: line {node.start_mark.line + 1} stands for more than {YAML_NODES:,} values")
+    require(
+        size <= YAML_NODES,
+        f"{where}: line {node.start_mark.line + 1} stands for more than {YAML_NODES:,} values",
+    )
     above.discard(id(node))
     sizes[id(node)] = size
     return size

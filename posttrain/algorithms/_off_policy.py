@@ -42,10 +42,14 @@ class OffPolicy(Algorithm):
         self.choose("correction", ("none", "proximal", "token", "sequence", "decoupled"))
         self.check(self.cap > 0, f"cap must be positive, not {self.cap}")
         cut = self.correction in ("token", "sequence")
-        self.check(cut or self.cap == type(self).cap, "cap cuts the weights of correction=token and sequence; there are none")
+        self.check(
+            cut or self.cap == type(self).cap,
+            "cap cuts the weights of correction=token and sequence; there are none",
+        )
         self.choose("drop", ("none", "mean", "sequence"))
         self.check(
-            self.bound > 0 if self.drop != "none" else self.bound == 0, "drop=mean or sequence and a bound above 0 go together"
+            self.bound > 0 if self.drop != "none" else self.bound == 0,
+            "drop=mean or sequence and a bound above 0 go together",
         )
 
     def step_values(self, step: Batch) -> Tensor:
@@ -55,7 +59,8 @@ class OffPolicy(Algorithm):
         if found is None and not bool(step.valid_N.any()):
             return torch.full_like(step.behaviour_T, torch.nan)
         self.check(
-            found is not None, f"supervision={chosen} needs a reward that scores steps (Score.steps); this one scores none"
+            found is not None,
+            f"supervision={chosen} needs a reward that scores steps (Score.steps); this one scores none",
         )
         assert found is not None
         return found
@@ -95,10 +100,14 @@ class OffPolicy(Algorithm):
         proximal_T, behaviour_T, count = batch.proximal_T, batch.behaviour_T, batch.sequences
         factor_T, metrics = torch.ones_like(behaviour_T), []
         if self.correction not in ("none", "proximal"):
-            factor_T = mismatch_weights(self.correction, proximal_T, behaviour_T, mask_T, sequence_T, count, self.cap)
+            factor_T = mismatch_weights(
+                self.correction, proximal_T, behaviour_T, mask_T, sequence_T, count, self.cap
+            )
             metrics.append(Metric("correction", factor_T.where(mask_T, 0.0).sum(), mask_T.sum()))
         if self.drop != "none":
-            near_N = near_sequences(self.drop, proximal_T, behaviour_T, mask_T, sequence_T, count, self.bound)
+            near_N = near_sequences(
+                self.drop, proximal_T, behaviour_T, mask_T, sequence_T, count, self.bound
+            )
             metrics.append(Metric("dropped", (~near_N).sum(), count))
             factor_T = factor_T.where(near_N[sequence_T], 0.0)
         return factor_T, metrics

@@ -62,25 +62,44 @@ class PolicyGradient(OffPolicy):
 
     def __post_init__(self) -> None:
         one = (
-            ": a group of one is its own baseline, every advantage is 0 and nothing is learned" if self.least_group > 1 else ""
+            ": a group of one is its own baseline, every advantage is 0 and nothing is learned"
+            if self.least_group > 1
+            else ""
         )
-        self.check(self.group >= self.least_group, f"group must be at least {self.least_group}, not {self.group}{one}")
+        self.check(
+            self.group >= self.least_group,
+            f"group must be at least {self.least_group}, not {self.group}{one}",
+        )
         low, high = self.clip_low, self.clip_high
         zero = " (0: no clip)" if self.may_unclip else ""
-        self.check(0 < low < 1 or (low == 0 and self.may_unclip), f"clip_low must lie in (0, 1), not {low}{zero}")
-        self.check(high > 0 or (high == 0 and self.may_unclip), f"clip_high must be positive, not {high}{zero}")
+        self.check(
+            0 < low < 1 or (low == 0 and self.may_unclip),
+            f"clip_low must lie in (0, 1), not {low}{zero}",
+        )
+        self.check(
+            high > 0 or (high == 0 and self.may_unclip),
+            f"clip_high must be positive, not {high}{zero}",
+        )
         self.check(self.beta >= 0, f"beta must not be negative, not {self.beta}")
-        self.check(self.kl in KINDS and self.kl != "k1", f"kl must be k2, k3 or corrected, not {self.kl!r}: as a loss, k1 has no "
-                "gradient on average")  # fmt: skip
+        self.check(
+            self.kl in KINDS and self.kl != "k1",
+            f"kl must be k2, k3 or corrected, not {self.kl!r}: as a loss, k1 has no "
+            "gradient on average",
+        )
         self.choose("kl_in", ("loss", "reward", "both"))
         self.check(self.kl_in != "both" or self.beta > 0, "kl_in=both needs a beta above 0")
         self.check(math.isfinite(self.entropy), f"entropy must be a number, not {self.entropy}")
         self.choose("reduction", REDUCTIONS)
         together = self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0
-        self.check(together, "constant (a length, in tokens) and reduction=constant_mean go together")
+        self.check(
+            together, "constant (a length, in tokens) and reduction=constant_mean go together"
+        )
         self.choose("truncated", ("keep", "mask"))
         self.check_corrections()
-        self.check(self.epochs >= 1 and self.mini_batches >= 1, "epochs and mini_batches must be at least 1")
+        self.check(
+            self.epochs >= 1 and self.mini_batches >= 1,
+            "epochs and mini_batches must be at least 1",
+        )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -103,7 +122,10 @@ class PolicyGradient(OffPolicy):
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         if self.group == 1:
             return Selection(tuple(groups))
-        return Selection(tuple(groups), metrics=(Metric("groups/zero_variance", sum(map(flat, groups)), len(groups)),))
+        return Selection(
+            tuple(groups),
+            metrics=(Metric("groups/zero_variance", sum(map(flat, groups)), len(groups)),),
+        )
 
     # --- what algorithms differ in ---------------------------------------------------------------------------------------
 
@@ -115,10 +137,14 @@ class PolicyGradient(OffPolicy):
         """[T]: how much likelier a token has become."""
         return importance_ratio(logprob_T, old_T)
 
-    def surrogate(self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """([T], [T]): the loss of every token, and where the trust region stops its gradient."""
         low, high = self.clip
-        return clipped_surrogate(ratio_T, advantage_T, low, high), clip_binds(ratio_T, advantage_T, low, high)
+        return clipped_surrogate(ratio_T, advantage_T, low, high), clip_binds(
+            ratio_T, advantage_T, low, high
+        )
 
     # --- what they share -------------------------------------------------------------------------------------------------
 
@@ -127,13 +153,17 @@ class PolicyGradient(OffPolicy):
         if not self.kl_in_reward:
             return torch.zeros_like(step.behaviour_T)
         assert step.reference_T is not None
-        return self.beta * kl_estimate("k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0))
+        return self.beta * kl_estimate(
+            "k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0)
+        )
 
     def rewards(self, step: Batch, mask_T: Tensor) -> Tensor:
         """[N]: the reward of a whole response: r_i - sum_t beta (log mu_t - log pi_ref,t) where the KL is in the reward."""
         if not self.kl_in_reward:
             return step.reward_N
-        cost_N = sequence_sums(self.reward_kl(step, mask_T).double(), mask_T, step.sequence_T, step.sequences)
+        cost_N = sequence_sums(
+            self.reward_kl(step, mask_T).double(), mask_T, step.sequence_T, step.sequences
+        )
         return (step.reward_N - cost_N).to(step.reward_N.dtype)
 
     def prepare(self, step: Batch, state: State) -> Batch:
@@ -145,7 +175,10 @@ class PolicyGradient(OffPolicy):
         advantage_T = advantage_T.where(mask_T, 0.0)
         if not self.kl_in_loss and self.entropy == 0:
             # responses without advantage keep their place in the denominator, but have no gradient: the trainer need not compute them
-            moved_N = sequence_sums((advantage_T != 0).float(), mask_T, step.sequence_T, step.sequences) > 0
+            moved_N = (
+                sequence_sums((advantage_T != 0).float(), mask_T, step.sequence_T, step.sequences)
+                > 0
+            )
             mask_T = mask_T & moved_N[step.sequence_T]
         return step.replace(mask_T=mask_T, advantage_T=advantage_T, weight_T=weight_T)
 
@@ -153,9 +186,14 @@ class PolicyGradient(OffPolicy):
         assert batch.advantage_T is not None and batch.weight_T is not None
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
-        logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
+        logprob_T, behaviour_T = (
+            outputs.logprob_T.where(mask_T, 0.0),
+            batch.behaviour_T.where(mask_T, 0.0),
+        )
         old_T = self.old(logprob_T, batch)
-        policy_T, stopped_T = self.surrogate(self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T)
+        policy_T, stopped_T = self.surrogate(
+            self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T
+        )
         count = mask_T.sum()
         policy_T, corrections = self.corrected(policy_T, batch)
         metrics = [Metric("clip_fraction", stopped_T.sum(), count), *corrections]
@@ -187,18 +225,28 @@ class PolicyGradient(OffPolicy):
         """[T]: A = (r - mean of the group) / (std of the group + epsilon): of whole responses, or of their steps."""
         if supervision == "outcome":
             advantage_N = group_advantages(
-                self.rewards(step, mask_T), step.valid_N, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon
+                self.rewards(step, mask_T),
+                step.valid_N,
+                step.group_N,
+                scale=scale,
+                ddof=ddof,
+                epsilon=epsilon,
             )
             return advantage_N[step.sequence_T]
         step_T = self.step_values(step)
-        return process_advantages(step_T, mask_T, step.sequence_T, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon)
+        return process_advantages(
+            step_T, mask_T, step.sequence_T, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon
+        )
 
     def check_supervision(self, supervision: str) -> None:
         """Refuse what process supervision cannot go with."""
         self.choose("supervision", ("outcome", "process"))
         mixed = supervision == "process" and self.kl_in_reward
-        self.check(not mixed, "with supervision=process the KL belongs in the loss: kl_in=reward adds it to the outcome, "
-                "which is not used")  # fmt: skip
+        self.check(
+            not mixed,
+            "with supervision=process the KL belongs in the loss: kl_in=reward adds it to the outcome, "
+            "which is not used",
+        )
 
 
 def flat(group: Group) -> bool:

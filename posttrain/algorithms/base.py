@@ -9,7 +9,9 @@ from typing import ClassVar
 from posttrain.errors import require
 from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selection, Terms
 
-State = dict[str, JSON]  # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
+State = dict[
+    str, JSON
+]  # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +20,15 @@ class Algorithm:
 
     paper: ClassVar[str] = ""
     online: ClassVar[bool] = True  # learns from what it samples itself; else from examples
-    unit: ClassVar[str] = "sequence"  # token | sequence | pair | ranking: what a micro-batch may not cut
-    trains: ClassVar[str] = "policy"  # policy | scorer: a language model, or one with a head of one number
-    removed: ClassVar[Mapping[str, str]] = {}  # settings of earlier versions, and what to use instead
+    unit: ClassVar[str] = (
+        "sequence"  # token | sequence | pair | ranking: what a micro-batch may not cut
+    )
+    trains: ClassVar[str] = (
+        "policy"  # policy | scorer: a language model, or one with a head of one number
+    )
+    removed: ClassVar[
+        Mapping[str, str]
+    ] = {}  # settings of earlier versions, and what to use instead
 
     def check(self, condition: bool, message: str) -> None:
         """Refuse settings unless `condition` holds."""
@@ -60,7 +68,10 @@ class Algorithm:
         """(epochs, mini-batches): how often a frozen rollout is reused, and in how many optimizer steps: the settings `epochs` and
         `mini_batches`, where there are any. (1, 1) is on-policy. Every pass deals the groups into mini-batches anew, at random."""
         epochs, pieces = int(getattr(self, "epochs", 1)), int(getattr(self, "mini_batches", 1))
-        require(epochs >= 1 and pieces >= 1, f"{type(self).__name__}: epochs and mini_batches must be at least 1")
+        require(
+            epochs >= 1 and pieces >= 1,
+            f"{type(self).__name__}: epochs and mini_batches must be at least 1",
+        )
         return epochs, pieces
 
     @property

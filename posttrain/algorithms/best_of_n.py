@@ -26,13 +26,18 @@ class BestOfN(Algorithm):
     Use it to make permanent what sampling N times and picking the best gives at every answer.
     """
 
-    paper: ClassVar[str] = "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
+    paper: ClassVar[str] = (
+        "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
+    )
 
     group: int = 8  # the paper's N
     reduction: str = "token_mean"
 
     def __post_init__(self) -> None:
-        require(self.group >= 2, f"best_of_n: group must be at least 2, not {self.group}: the best of one is any sample")
+        require(
+            self.group >= 2,
+            f"best_of_n: group must be at least 2, not {self.group}: the best of one is any sample",
+        )
         self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
@@ -41,13 +46,18 @@ class BestOfN(Algorithm):
         metrics = (
             Metric("best", sum(r.score.value or 0.0 for _, r in chosen), len(chosen)),
             # an upper bound on what this round aims at, per prompt; groups with failures are smaller
-            Metric("kl/best", sum(best_of_n_kl(len(group.rewards)) for group, _ in chosen), len(chosen)),
+            Metric(
+                "kl/best", sum(best_of_n_kl(len(group.rewards)) for group, _ in chosen), len(chosen)
+            ),
         )
         return Selection(tuple(Group(group.problem, (r,)) for group, r in chosen), metrics=metrics)
 
     def prepare(self, step: Batch, state: State) -> Batch:
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
-        return step.replace(mask_T=mask_T, weight_T=reduction(self.reduction, mask_T, step.sequence_T, step.sequences))
+        return step.replace(
+            mask_T=mask_T,
+            weight_T=reduction(self.reduction, mask_T, step.sequence_T, step.sequences),
+        )
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         assert batch.weight_T is not None

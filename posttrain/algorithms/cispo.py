@@ -34,7 +34,9 @@ class CISPO(PolicyGradient):
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         return self.group_relative(step, mask_T)
 
-    def surrogate(self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         low, high = self.clip
         cut_T = (ratio_T < 1 - low) | (ratio_T > 1 + high)
         return weighted_likelihood(ratio_T, logprob_T, advantage_T, low, high), cut_T

@@ -7,7 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from posttrain.algorithms._pairs import PairAlgorithm, log_ratios, mean_logprobs, pair_metrics, pairs_of
+from posttrain.algorithms._pairs import (
+    PairAlgorithm,
+    log_ratios,
+    mean_logprobs,
+    pair_metrics,
+    pairs_of,
+)
 from posttrain.errors import require
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
@@ -42,7 +48,10 @@ class DPO(PairAlgorithm):
             f"dpo: label_smoothing must lie in [0, 0.5), not {self.label_smoothing}: at 0.5 labels say nothing",
         )
         require(self.alpha >= 0, f"dpo: alpha must not be negative, not {self.alpha}")
-        require(self.labels in ("hard", "soft"), f"dpo: labels must be hard or soft, not {self.labels!r}")
+        require(
+            self.labels in ("hard", "soft"),
+            f"dpo: labels must be hard or soft, not {self.labels!r}",
+        )
         require(
             self.labels == "hard" or self.label_smoothing == 0,
             "dpo: soft labels have their own smoothing; leave out label_smoothing",
@@ -58,8 +67,12 @@ class DPO(PairAlgorithm):
         margin_P = reward_N[better_P] - reward_N[worse_P]
         smoothing = torch.full_like(margin_P, self.label_smoothing).detach()
         if self.labels == "soft":
-            smoothing = torch.sigmoid(batch.reward_N[worse_P] - batch.reward_N[better_P]).where(weight_P > 0, 0.0)
+            smoothing = torch.sigmoid(batch.reward_N[worse_P] - batch.reward_N[better_P]).where(
+                weight_P > 0, 0.0
+            )
         terms = [Term("preference", sigmoid_loss(margin_P, smoothing), weight_P)]
         if self.alpha > 0:
-            terms.append(Term("nll", -mean_logprobs(outputs, batch)[better_P], self.alpha * weight_P))
+            terms.append(
+                Term("nll", -mean_logprobs(outputs, batch)[better_P], self.alpha * weight_P)
+            )
         return Terms(tuple(terms), pair_metrics(reward_N, outputs, batch))

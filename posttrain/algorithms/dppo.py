@@ -30,7 +30,9 @@ class DPPO(PolicyGradient):
     measures from mu itself, never from recomputed log-probs, so no correction applies. Use it like DAPO, where rare tokens matter.
     """
 
-    paper: ClassVar[str] = "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
+    paper: ClassVar[str] = (
+        "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
+    )
     may_unclip: ClassVar[bool] = True
 
     clip_low: float = 0.0
@@ -43,8 +45,14 @@ class DPPO(PolicyGradient):
         super().__post_init__()
         self.choose("divergence", ("tv", "kl"))
         self.check(self.delta > 0, f"delta must be positive, not {self.delta}")
-        self.check(0 <= self.ratio_cap < math.inf, f"ratio_cap must be a positive number, or 0 for none, not {self.ratio_cap}")
-        self.check(self.clip_low == 0 and self.clip_high == 0, "clip_low and clip_high must be 0: delta is the trust region")
+        self.check(
+            0 <= self.ratio_cap < math.inf,
+            f"ratio_cap must be a positive number, or 0 for none, not {self.ratio_cap}",
+        )
+        self.check(
+            self.clip_low == 0 and self.clip_high == 0,
+            "clip_low and clip_high must be 0: delta is the trust region",
+        )
         self.check(
             self.correction == "none",
             "correction must be none: its ratio and trust region are those to the policy that sampled",
@@ -53,16 +61,22 @@ class DPPO(PolicyGradient):
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         return self.group_relative(step, mask_T)
 
-    def surrogate(self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         away_T = ((ratio_T > 1) & (advantage_T > 0)) | ((ratio_T < 1) & (advantage_T < 0))
-        stopped_T = away_T & (binary_divergence(self.divergence, old_T, logprob_T.detach()) > self.delta)
+        stopped_T = away_T & (
+            binary_divergence(self.divergence, old_T, logprob_T.detach()) > self.delta
+        )
         weight_T = token_form(ratio_T.clamp(max=self.ratio_cap or math.inf), logprob_T)
         return (-weight_T * advantage_T).where(~stopped_T, 0.0), stopped_T
 
 
 def binary_divergence(kind: str, old_T: Tensor, logprob_T: Tensor) -> Tensor:
     """How far the two-way distribution of the sampled token against all others has moved: total variation, or KL(mu || pi)."""
-    tiny = torch.finfo(torch.float32).eps  # probabilities stay this far from 0 and 1, where the KL is infinite
+    tiny = torch.finfo(
+        torch.float32
+    ).eps  # probabilities stay this far from 0 and 1, where the KL is infinite
     mu_T, pi_T = old_T.exp().clamp(tiny, 1 - tiny), logprob_T.exp().clamp(tiny, 1 - tiny)
     if kind == "tv":
         return (mu_T - pi_T).abs()

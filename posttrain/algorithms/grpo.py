@@ -40,12 +40,20 @@ class GRPO(PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.scale in ("group", "batch", "none"), f"scale must be group, batch or none, not {self.scale!r}")
+        self.check(
+            self.scale in ("group", "batch", "none"),
+            f"scale must be group, batch or none, not {self.scale!r}",
+        )
         self.check(self.ddof in (0, 1), f"ddof must be 0 or 1, not {self.ddof}")
         self.check(self.epsilon >= 0, f"epsilon must not be negative, not {self.epsilon}")
         self.check_supervision(self.supervision)
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         return self.group_relative(
-            step, mask_T, supervision=self.supervision, scale=self.scale, ddof=self.ddof, epsilon=self.epsilon
+            step,
+            mask_T,
+            supervision=self.supervision,
+            scale=self.scale,
+            ddof=self.ddof,
+            epsilon=self.epsilon,
         )

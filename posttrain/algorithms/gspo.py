@@ -42,14 +42,21 @@ class GSPO(PolicyGradient):
         super().__post_init__()
         self.choose("form", ("sequence", "token"))
         self.check_supervision(self.supervision)
-        self.check(self.reduction == "sequence_mean", f"reduction must be sequence_mean, not {self.reduction!r}: the loss is one of "
-                "responses, not of tokens")  # fmt: skip
-        self.check(self.supervision == "outcome" or self.form == "token", "supervision=process gives each token its own advantage, "
-                "which needs form=token")  # fmt: skip
+        self.check(
+            self.reduction == "sequence_mean",
+            f"reduction must be sequence_mean, not {self.reduction!r}: the loss is one of "
+            "responses, not of tokens",
+        )
+        self.check(
+            self.supervision == "outcome" or self.form == "token",
+            "supervision=process gives each token its own advantage, which needs form=token",
+        )
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         return self.group_relative(step, mask_T, supervision=self.supervision)
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        ratio_T = sequence_ratio(logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=True)
+        ratio_T = sequence_ratio(
+            logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=True
+        )
         return token_form(ratio_T, logprob_T) if self.form == "token" else ratio_T

@@ -31,7 +31,9 @@ class IPO(PairAlgorithm):
 
     def __post_init__(self) -> None:
         require(self.tau > 0, f"ipo: tau must be positive, not {self.tau}")
-        require(self.length in ("mean", "sum"), f"ipo: length must be mean or sum, not {self.length!r}")
+        require(
+            self.length in ("mean", "sum"), f"ipo: length must be mean or sum, not {self.length!r}"
+        )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -41,4 +43,7 @@ class IPO(PairAlgorithm):
         better_P, worse_P, weight_P = pairs_of(batch)
         ratio_N = log_ratios(outputs, batch, mean=self.length == "mean")
         loss_P = ipo_loss(ratio_N[better_P] - ratio_N[worse_P], self.tau)
-        return Terms((Term("preference", loss_P, weight_P),), pair_metrics(self.tau * ratio_N, outputs, batch))
+        return Terms(
+            (Term("preference", loss_P, weight_P),),
+            pair_metrics(self.tau * ratio_N, outputs, batch),
+        )

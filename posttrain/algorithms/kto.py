@@ -41,7 +41,9 @@ class KTO(Algorithm):
         require(self.beta > 0, f"kto: beta must be positive, not {self.beta}")
         for name, value in (("desirable", self.desirable), ("undesirable", self.undesirable)):
             require(value >= 0, f"kto: {name} must not be negative, not {value}")
-        require(self.desirable + self.undesirable > 0, "kto: desirable and undesirable cannot both be 0")
+        require(
+            self.desirable + self.undesirable > 0, "kto: desirable and undesirable cannot both be 0"
+        )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -68,13 +70,20 @@ class KTO(Algorithm):
         assert batch.weight_N is not None and batch.baseline_N is not None
         ratio_N, counted_N = log_ratios(outputs, batch), batch.weight_N > 0
         good_N = batch.reward_N > 0.5
-        loss_N = kto_loss(ratio_N, good_N, batch.baseline_N, self.beta, self.desirable, self.undesirable)
+        loss_N = kto_loss(
+            ratio_N, good_N, batch.baseline_N, self.beta, self.desirable, self.undesirable
+        )
         reward_N = self.beta * ratio_N.detach()
         above_N = (ratio_N.detach() > batch.baseline_N) == good_N
         metrics = [
             Metric("kl", batch.baseline_N.where(counted_N, 0.0).sum(), counted_N.sum()),
             Metric("accuracy", (above_N & counted_N).sum(), counted_N.sum()),
         ]
-        for name, side_N in (("desirable", good_N & counted_N), ("undesirable", ~good_N & counted_N)):
-            metrics.append(Metric(f"reward/{name}", reward_N.where(side_N, 0.0).sum(), side_N.sum()))
+        for name, side_N in (
+            ("desirable", good_N & counted_N),
+            ("undesirable", ~good_N & counted_N),
+        ):
+            metrics.append(
+                Metric(f"reward/{name}", reward_N.where(side_N, 0.0).sum(), side_N.sum())
+            )
         return Terms((Term("preference", loss_N, batch.weight_N),), tuple(metrics))

@@ -31,9 +31,15 @@ class OnlineDPO(Algorithm):
     loss: Algorithm = field(default_factory=DPO)
 
     def __post_init__(self) -> None:
-        require(self.group >= 2, f"online_dpo: group must be at least 2, not {self.group}: a pair needs two responses")
+        require(
+            self.group >= 2,
+            f"online_dpo: group must be at least 2, not {self.group}: a pair needs two responses",
+        )
         fits = not self.loss.online and self.loss.unit == "pair" and self.loss.trains == "policy"
-        require(fits, f"online_dpo: loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}")
+        require(
+            fits,
+            f"online_dpo: loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}",
+        )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -43,7 +49,9 @@ class OnlineDPO(Algorithm):
         pairs = [Group(g.problem, pair) for g in groups if (pair := best_and_worst(g)) is not None]
         tied = Metric("groups/tied", len(groups) - len(pairs), len(groups))
         # a step in which nothing is preferred still needs a shape: two responses of equal reward, which carry no loss
-        return Selection(tuple(pairs) or (Group(groups[0].problem, groups[0].rollouts[:2]),), metrics=(tied,))
+        return Selection(
+            tuple(pairs) or (Group(groups[0].problem, groups[0].rollouts[:2]),), metrics=(tied,)
+        )
 
     def prepare(self, step: Batch, state: State) -> Batch:
         return self.loss.prepare(step, state)

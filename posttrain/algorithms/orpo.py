@@ -34,5 +34,8 @@ class ORPO(PairAlgorithm):
         logprob_N = mean_logprobs(outputs, batch)
         odds_N = log_odds(logprob_N)
         loss_P = sigmoid_loss(odds_N[better_P] - odds_N[worse_P])
-        terms = (Term("nll", -logprob_N[better_P], weight_P), Term("preference", loss_P, self.lam * weight_P))
+        terms = (
+            Term("nll", -logprob_N[better_P], weight_P),
+            Term("preference", loss_P, self.lam * weight_P),
+        )
         return Terms(terms, pair_metrics(self.lam * logprob_N, outputs, batch))

@@ -52,7 +52,9 @@ class PPO(OffPolicy):
     Use it where a reward model scores whole answers, or where credit must be shared out within long ones; it needs the most memory.
     """
 
-    paper: ClassVar[str] = "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
+    paper: ClassVar[str] = (
+        "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
+    )
     removed: ClassVar[Mapping[str, str]] = {
         "value": "the critic has an optimizer of its own, in which a coefficient of its loss has no effect; leave it out, and set "
         "critic_optimizer.lr"
@@ -60,7 +62,9 @@ class PPO(OffPolicy):
 
     group: int = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: float = 0.2
-    clip_value: float = 0.2  # how far a value may move before its loss stops falling; 0: any distance
+    clip_value: float = (
+        0.2  # how far a value may move before its loss stops falling; 0: any distance
+    )
     lam: float = 0.95
     gamma: float = 1.0
     beta: float = 0.2  # coefficient of KL in the reward; with kl_target, where it starts
@@ -79,28 +83,56 @@ class PPO(OffPolicy):
     supervision: str = "outcome"  # what the reward is made of: outcome, process or both
 
     def __post_init__(self) -> None:
-        for name in ("clip_value", "beta", "kl_target", "target_kl", "entropy", "missing_eos", "ptx"):
+        for name in (
+            "clip_value",
+            "beta",
+            "kl_target",
+            "target_kl",
+            "entropy",
+            "missing_eos",
+            "ptx",
+        ):
             value = getattr(self, name)
-            require(0 <= value < float("inf"), f"ppo: {name} must be 0 or a positive number, not {value}")
+            require(
+                0 <= value < float("inf"),
+                f"ppo: {name} must be 0 or a positive number, not {value}",
+            )
         require(self.group >= 1, f"ppo: group must be at least 1, not {self.group}")
         require(0 < self.clip < 1, f"ppo: clip must lie in (0, 1), not {self.clip}")
         require(0 <= self.lam <= 1, f"ppo: lam must lie in [0, 1], not {self.lam}")
         require(0 < self.gamma <= 1, f"ppo: gamma must lie in (0, 1], not {self.gamma}")
-        require(self.epochs >= 1 and self.mini_batches >= 1, "ppo: epochs and mini_batches must be at least 1")
-        require(self.critic_warmup >= 0, f"ppo: critic_warmup is a number of steps, not {self.critic_warmup}")
-        require(self.kl_horizon >= 1, f"ppo: kl_horizon is a number of responses, not {self.kl_horizon}")
         require(
-            self.kl_target == 0 or self.beta > 0, "ppo: kl_target needs beta > 0 to start from: the controller multiplies it"
+            self.epochs >= 1 and self.mini_batches >= 1,
+            "ppo: epochs and mini_batches must be at least 1",
         )
-        require(self.target_kl == 0 or self.epochs * self.mini_batches > 1, "ppo: target_kl stops the reuse of a rollout, and one "
-                "epoch of one mini-batch has none; raise epochs or mini_batches")  # fmt: skip
+        require(
+            self.critic_warmup >= 0,
+            f"ppo: critic_warmup is a number of steps, not {self.critic_warmup}",
+        )
+        require(
+            self.kl_horizon >= 1, f"ppo: kl_horizon is a number of responses, not {self.kl_horizon}"
+        )
+        require(
+            self.kl_target == 0 or self.beta > 0,
+            "ppo: kl_target needs beta > 0 to start from: the controller multiplies it",
+        )
+        require(
+            self.target_kl == 0 or self.epochs * self.mini_batches > 1,
+            "ppo: target_kl stops the reuse of a rollout, and one "
+            "epoch of one mini-batch has none; raise epochs or mini_batches",
+        )
         self.choose("reduction", ("token_mean", "sequence_mean"))
         self.choose("supervision", ("outcome", "process", "both"))
         self.check_corrections()
 
     @property
     def needs(self) -> frozenset[str]:
-        wanted = {"value": True, "reference": self.beta > 0, "pretraining": self.ptx > 0, "proximal": self.compares}
+        wanted = {
+            "value": True,
+            "reference": self.beta > 0,
+            "pretraining": self.ptx > 0,
+            "proximal": self.compares,
+        }
         return frozenset(name for name, needed in wanted.items() if needed)
 
     @property
@@ -129,7 +161,11 @@ class PPO(OffPolicy):
             advantage_T = whiten(advantage_T, mask_T)
         prepared = step.replace(mask_T=mask_T, weight_T=weight_T, return_T=return_T)
         # a critic that still warms up has no say: without advantages there is no policy term, and the policy's optimizer rests
-        return prepared if state.get("steps", 0) < self.critic_warmup else prepared.replace(advantage_T=advantage_T)
+        return (
+            prepared
+            if state.get("steps", 0) < self.critic_warmup
+            else prepared.replace(advantage_T=advantage_T)
+        )
 
     def rewards(self, step: Batch, mask_T: Tensor, beta: float) -> Tensor:
         """The reward of every token: -beta k1 with the log-probs that were sampled with, a step's value where the step ends, and the
@@ -137,11 +173,17 @@ class PPO(OffPolicy):
         reward_T = torch.zeros_like(step.behaviour_T)
         if beta > 0:
             assert step.reference_T is not None
-            k1_T = kl_estimate("k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0))
+            k1_T = kl_estimate(
+                "k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0)
+            )
             reward_T = -beta * k1_T
         if self.learns_steps:
-            reward_T = reward_T + self.step_values(step).nan_to_num(nan=0.0).where(mask_T, 0.0).to(reward_T.dtype)
-        score_N = torch.zeros_like(step.reward_N) if self.supervision == "process" else step.reward_N
+            reward_T = reward_T + self.step_values(step).nan_to_num(nan=0.0).where(mask_T, 0.0).to(
+                reward_T.dtype
+            )
+        score_N = (
+            torch.zeros_like(step.reward_N) if self.supervision == "process" else step.reward_N
+        )
         score_N = score_N - self.missing_eos * step.truncated_N.to(score_N.dtype)
         where, whose = last_tokens(mask_T, step.sequence_T, step.sequences)
         return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))
@@ -155,25 +197,42 @@ class PPO(OffPolicy):
         if self.beta > 0:
             assert batch.reference_T is not None
             mask_T = batch.mask_T
-            k1_T = kl_estimate("k1", batch.behaviour_T.where(mask_T, 0.0), batch.reference_T.where(mask_T, 0.0))
+            k1_T = kl_estimate(
+                "k1", batch.behaviour_T.where(mask_T, 0.0), batch.reference_T.where(mask_T, 0.0)
+            )
             metrics.append(Metric("kl", k1_T.sum(), mask_T.sum()))
-            metrics.append(Metric("kl/response", k1_T.sum(), torch.unique(batch.sequence_T[mask_T]).numel()))
+            metrics.append(
+                Metric("kl/response", k1_T.sum(), torch.unique(batch.sequence_T[mask_T]).numel())
+            )
         return Terms(tuple(terms), tuple(metrics))
 
     def policy_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
         assert batch.weight_T is not None and batch.advantage_T is not None
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
-        logprob_T, behaviour_T = outputs.logprob_T.where(mask_T, 0.0), batch.behaviour_T.where(mask_T, 0.0)
+        logprob_T, behaviour_T = (
+            outputs.logprob_T.where(mask_T, 0.0),
+            batch.behaviour_T.where(mask_T, 0.0),
+        )
         ratio_T = importance_ratio(logprob_T, self.old(logprob_T, batch))
-        policy_T, corrections = self.corrected(clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch)
+        policy_T, corrections = self.corrected(
+            clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch
+        )
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.entropy > 0:
-            terms.append(Term("entropy", -outputs.entropy_T.where(mask_T, 0.0), self.entropy * batch.weight_T))
+            terms.append(
+                Term(
+                    "entropy", -outputs.entropy_T.where(mask_T, 0.0), self.entropy * batch.weight_T
+                )
+            )
         count = mask_T.sum()
-        moved_T = kl_estimate("k3", behaviour_T, logprob_T.detach())  # KL(mu || pi): the tokens are mu's
+        moved_T = kl_estimate(
+            "k3", behaviour_T, logprob_T.detach()
+        )  # KL(mu || pi): the tokens are mu's
         return terms, [
-            Metric("clip_fraction", clip_binds(ratio_T, advantage_T, self.clip, self.clip).sum(), count),
+            Metric(
+                "clip_fraction", clip_binds(ratio_T, advantage_T, self.clip, self.clip).sum(), count
+            ),
             Metric("kl/update", moved_T.sum(), count),
             *corrections,
         ]
@@ -191,7 +250,9 @@ class PPO(OffPolicy):
             Metric("return/mean", return_T.sum(), count),
         ]
         if self.clip_value > 0:
-            near_T = torch.maximum(torch.minimum(value_T, before_T + self.clip_value), before_T - self.clip_value)
+            near_T = torch.maximum(
+                torch.minimum(value_T, before_T + self.clip_value), before_T - self.clip_value
+            )
             held_T = (near_T - return_T) ** 2
             loss_T = torch.maximum(free_T, held_T)
             metrics.append(Metric("value/clip_fraction", (held_T > free_T).sum(), count))
@@ -201,11 +262,16 @@ class PPO(OffPolicy):
         return self.target_kl > 0 and _mean(metrics, "kl/update") > self.target_kl
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
-        beta, responses = state["beta"], sum(float(m.total) for m in metrics if m.name == "responses")
+        beta, responses = (
+            state["beta"],
+            sum(float(m.total) for m in metrics if m.name == "responses"),
+        )
         measured = [m for m in metrics if m.name == "kl/response"]
         if self.kl_target > 0 and measured:
             error = _mean(measured, "kl/response") / self.kl_target - 1
-            beta *= 1 + min(max(error, -STEP_LIMIT), STEP_LIMIT) * min(1.0, responses / self.kl_horizon)
+            beta *= 1 + min(max(error, -STEP_LIMIT), STEP_LIMIT) * min(
+                1.0, responses / self.kl_horizon
+            )
         return {"beta": beta, "steps": state["steps"] + 1}
 
 

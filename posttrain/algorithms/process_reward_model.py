@@ -36,21 +36,34 @@ class ProcessRewardModel(Algorithm):
         self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        require(step.step_T is not None, "process_reward_model: these examples have no labels of steps")
+        require(
+            step.step_T is not None, "process_reward_model: these examples have no labels of steps"
+        )
         assert step.step_T is not None
         labelled_T = step.mask_T & ~step.step_T.isnan()
         label_M = step.step_T[labelled_T]
         bad = label_M[(label_M < 0) | (label_M > 1)]
-        require(not len(bad), f"process_reward_model: a label lies in [0, 1], not {bad[:1].tolist()}")
+        require(
+            not len(bad), f"process_reward_model: a label lies in [0, 1], not {bad[:1].tolist()}"
+        )
         weight_T = reduction(self.reduction, labelled_T, step.sequence_T, step.sequences)
         return step.replace(mask_T=labelled_T, weight_T=weight_T)
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert outputs.score_T is not None and batch.step_T is not None and batch.weight_T is not None
+        assert (
+            outputs.score_T is not None and batch.step_T is not None and batch.weight_T is not None
+        )
         # filled before any arithmetic: labels are NaN where no step ends
-        score_T, label_T = outputs.score_T.where(batch.mask_T, 0.0), batch.step_T.where(batch.mask_T, 0.0)
-        loss_T = -(label_T * logsigmoid(score_T) + (1 - label_T) * logsigmoid(-score_T)).where(batch.mask_T, 0.0)
-        return Terms((Term("step", loss_T, batch.weight_T),), figures(score_T.detach(), label_T, batch))
+        score_T, label_T = (
+            outputs.score_T.where(batch.mask_T, 0.0),
+            batch.step_T.where(batch.mask_T, 0.0),
+        )
+        loss_T = -(label_T * logsigmoid(score_T) + (1 - label_T) * logsigmoid(-score_T)).where(
+            batch.mask_T, 0.0
+        )
+        return Terms(
+            (Term("step", loss_T, batch.weight_T),), figures(score_T.detach(), label_T, batch)
+        )
 
 
 def figures(score_T: Tensor, label_T: Tensor, batch: Batch) -> tuple[Metric, ...]:

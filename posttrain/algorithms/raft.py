@@ -37,22 +37,35 @@ class RAFT(Algorithm):
         require(self.group >= 1, f"raft: group must be at least 1, not {self.group}")
         require(0 < self.share <= 1, f"raft: share must lie in (0, 1], not {self.share}")
         nothing = self.threshold is None and ceil(self.share * self.group) == self.group
-        require(not nothing, f"raft: with no threshold and all {self.group} samples of a group kept, nothing is rejected and nothing "
-                "is learned; lower share, or set threshold")  # fmt: skip
+        require(
+            not nothing,
+            f"raft: with no threshold and all {self.group} samples of a group kept, nothing is rejected and nothing "
+            "is learned; lower share, or set threshold",
+        )
         finite = self.threshold is None or abs(self.threshold) < float("inf")
-        require(finite, f"raft: threshold must be a finite reward, or null for none, not {self.threshold}")
+        require(
+            finite,
+            f"raft: threshold must be a finite reward, or null for none, not {self.threshold}",
+        )
         self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def accepted(self, group: Group) -> tuple[Rollout, ...]:
         """The top share of a group's scored rollouts, as far as they reach the threshold; in the order they were sampled."""
-        scored = [(r.score.value, n) for n, r in enumerate(group.rollouts) if r.score.value is not None]
+        scored = [
+            (r.score.value, n) for n, r in enumerate(group.rollouts) if r.score.value is not None
+        ]
         top = sorted(scored, key=lambda pair: (-pair[0], pair[1]))[: ceil(self.share * len(scored))]
         chosen = sorted(n for value, n in top if self.threshold is None or value >= self.threshold)
         return tuple(group.rollouts[n] for n in chosen)
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
-        kept = [Group(group.problem, chosen) for group in groups if (chosen := self.accepted(group))]
-        rollouts, accepted = sum(len(group.rollouts) for group in groups), sum(len(group.rollouts) for group in kept)
+        kept = [
+            Group(group.problem, chosen) for group in groups if (chosen := self.accepted(group))
+        ]
+        rollouts, accepted = (
+            sum(len(group.rollouts) for group in groups),
+            sum(len(group.rollouts) for group in kept),
+        )
         metrics = (
             Metric("accepted", accepted, rollouts),
             Metric("reward/accepted", sum(sum(group.rewards) for group in kept), accepted),
@@ -61,9 +74,16 @@ class RAFT(Algorithm):
         return Selection(tuple(kept) or tuple(groups[:1]), metrics=metrics)
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        taken_N = step.valid_N if self.threshold is None else step.valid_N & (step.reward_N >= self.threshold)
+        taken_N = (
+            step.valid_N
+            if self.threshold is None
+            else step.valid_N & (step.reward_N >= self.threshold)
+        )
         mask_T = step.mask_T & taken_N[step.sequence_T]
-        return step.replace(mask_T=mask_T, weight_T=reduction(self.reduction, mask_T, step.sequence_T, step.sequences))
+        return step.replace(
+            mask_T=mask_T,
+            weight_T=reduction(self.reduction, mask_T, step.sequence_T, step.sequences),
+        )
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         assert batch.weight_T is not None

@@ -28,7 +28,9 @@ class Reinforce(PolicyGradient):
     Use it to see what the others add: on a reused rollout it goes too far where PPO's clip stops.
     """
 
-    paper: ClassVar[str] = "Williams 1992 (Simple statistical gradient-following algorithms), doi:10.1007/BF00992696"
+    paper: ClassVar[str] = (
+        "Williams 1992 (Simple statistical gradient-following algorithms), doi:10.1007/BF00992696"
+    )
     least_group: ClassVar[int] = 1
     may_unclip: ClassVar[bool] = True
 
@@ -58,7 +60,9 @@ class Reinforce(PolicyGradient):
         elif self.baseline == "running" and running is not None:
             advantage_N = step.reward_N - running
         else:  # all of the step is one group
-            advantage_N = group_advantages(step.reward_N, step.valid_N, torch.zeros_like(step.group_N), scale="none")
+            advantage_N = group_advantages(
+                step.reward_N, step.valid_N, torch.zeros_like(step.group_N), scale="none"
+            )
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)
 
@@ -68,4 +72,6 @@ class Reinforce(PolicyGradient):
         if self.baseline != "running" or not count:
             return state
         mean, before = sum(float(m.total) for m in seen) / count, state.get("baseline")
-        return {"baseline": mean if before is None else self.decay * before + (1 - self.decay) * mean}
+        return {
+            "baseline": mean if before is None else self.decay * before + (1 - self.decay) * mean
+        }

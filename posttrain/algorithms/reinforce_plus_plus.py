@@ -38,8 +38,10 @@ class ReinforcePlusPlus(PolicyGradient):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choose("baseline", ("none", "group"))
-        self.check(self.baseline == "none" or self.group >= 2, "baseline=group needs a group of at least 2: the "
-                "mean of one sample is that sample")  # fmt: skip
+        self.check(
+            self.baseline == "none" or self.group >= 2,
+            "baseline=group needs a group of at least 2: the mean of one sample is that sample",
+        )
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = step.reward_N

@@ -38,16 +38,23 @@ class RewardModel(Algorithm):
     centring: float = 0.0
 
     def __post_init__(self) -> None:
-        require(0 <= self.centring < float("inf"), f"reward_model: centring must be 0 or positive, not {self.centring}")
+        require(
+            0 <= self.centring < float("inf"),
+            f"reward_model: centring must be 0 or positive, not {self.centring}",
+        )
 
     def prepare(self, step: Batch, state: State) -> Batch:
         better_K, worse_K = preferences(step)
         unit_N = torch.tensor(step.unit_N, device=step.reward_N.device)
         names_U, unit_N = torch.unique(unit_N, return_inverse=True)
         pairs_U = torch.zeros(len(names_U), dtype=torch.float64, device=unit_N.device)
-        pairs_U = pairs_U.index_add(0, unit_N[better_K], torch.ones_like(better_K, dtype=torch.float64))
+        pairs_U = pairs_U.index_add(
+            0, unit_N[better_K], torch.ones_like(better_K, dtype=torch.float64)
+        )
         # what each pair of the unit counts
-        weight_U = torch.where(pairs_U > 0, 1 / (pairs_U.clamp(min=1) * (pairs_U > 0).sum().clamp(min=1)), 0.0)
+        weight_U = torch.where(
+            pairs_U > 0, 1 / (pairs_U.clamp(min=1) * (pairs_U > 0).sum().clamp(min=1)), 0.0
+        )
         paired_N = torch.zeros(step.sequences, dtype=torch.bool, device=unit_N.device)
         paired_N[better_K] = True
         paired_N[worse_K] = True
@@ -63,7 +70,13 @@ class RewardModel(Algorithm):
         weight_K = batch.weight_N[better_K]
         terms = [Term("preference", -logsigmoid(difference_K - wanted_K), weight_K)]
         if self.centring > 0:
-            terms.append(Term("centring", (score_N[better_K] + score_N[worse_K]) ** 2, self.centring * weight_K))
+            terms.append(
+                Term(
+                    "centring",
+                    (score_N[better_K] + score_N[worse_K]) ** 2,
+                    self.centring * weight_K,
+                )
+            )
         return Terms(tuple(terms), figures(score_N.detach(), better_K, worse_K))
 
 

@@ -40,9 +40,13 @@ class RLOO(PolicyGradient):
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = self.rewards(step, mask_T)
-        advantage_N = group_advantages(reward_N, step.valid_N, step.group_N, baseline="leave_one_out", scale="none")
+        advantage_N = group_advantages(
+            reward_N, step.valid_N, step.group_N, baseline="leave_one_out", scale="none"
+        )
         return advantage_N[step.sequence_T]
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        ratio_T = sequence_ratio(logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=False)
+        ratio_T = sequence_ratio(
+            logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=False
+        )
         return token_form(ratio_T, logprob_T)

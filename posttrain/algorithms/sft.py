@@ -29,7 +29,9 @@ class SFT(Algorithm):
         self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        return step.replace(weight_T=reduction(self.reduction, step.mask_T, step.sequence_T, step.sequences))
+        return step.replace(
+            weight_T=reduction(self.reduction, step.mask_T, step.sequence_T, step.sequences)
+        )
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         assert batch.weight_T is not None

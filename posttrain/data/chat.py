@@ -45,24 +45,40 @@ def render_prompt(
 
 
 def render_example(
-    tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a conversation", given: int = 0, tools: Tools = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    where: str = "a conversation",
+    given: int = 0,
+    tools: Tools = None,
 ) -> Example:
     """The whole conversation, with loss on the assistant's turns but not on those among the first `given` messages."""
     _check(tokenizer, messages, where, tools)
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     require(any(i >= given for i in turns), f"{where}: no assistant turn to learn from")
-    require(bool(tokenizer.is_fast), f"{where}: finding the assistant's tokens needs a fast tokenizer, one with offsets")
+    require(
+        bool(tokenizer.is_fast),
+        f"{where}: finding the assistant's tokens needs a fast tokenizer, one with offsets",
+    )
     if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
         text, spans = _marked_spans(tokenizer, messages, where, tools)
-        require(len(spans) == len(turns), f"{where}: the chat template marks {len(spans)} of {len(turns)} assistant turns")
-        lost = _lost(messages, turns, lambda changed: _marked_texts(tokenizer, changed, where, tools))
         require(
-            not lost, f"{where}: the chat template writes the {lost} outside of its generation block: it would not be learned"
+            len(spans) == len(turns),
+            f"{where}: the chat template marks {len(spans)} of {len(turns)} assistant turns",
+        )
+        lost = _lost(
+            messages, turns, lambda changed: _marked_texts(tokenizer, changed, where, tools)
+        )
+        require(
+            not lost,
+            f"{where}: the chat template writes the {lost} outside of its generation block: it would not be learned",
         )
     else:
         text, spans = _rendered_spans(tokenizer, messages, turns, where, tools)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, starts = np.array(encoded["input_ids"], dtype=np.int64), [start for start, _ in encoded["offset_mapping"]]
+    ids, starts = (
+        np.array(encoded["input_ids"], dtype=np.int64),
+        [start for start, _ in encoded["offset_mapping"]],
+    )
     special = np.isin(ids, tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer))))
     mask = np.zeros(len(ids), dtype=bool)
     for turn, span in zip(turns, spans, strict=True):
@@ -85,17 +101,35 @@ def _turn_end(start: int, end: int, special: np.ndarray) -> int:
 
 def _check(tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools) -> None:
     require(len(messages) > 0, f"{where}: an empty conversation")
-    require(bool(tokenizer.chat_template), f"{where}: this tokenizer has no chat template; use a chat model's, or plain text")
+    require(
+        bool(tokenizer.chat_template),
+        f"{where}: this tokenizer has no chat template; use a chat model's, or plain text",
+    )
     control = special_texts(tokenizer)
-    said = [(f"a {m.role} message contains", text) for m in messages for text in (m.content, *_strings(m.more))]
+    said = [
+        (f"a {m.role} message contains", text)
+        for m in messages
+        for text in (m.content, *_strings(m.more))
+    ]
     for what, words in [*said, *(("the tools contain", text) for text in _strings(tools))]:
         for text in control:
             if text in words:
                 raise UserError(f"{where}: {what} the control token {text!r} as text; rewrite it")
-    if tools and _render(tokenizer, messages, where, False, tools) == _render(tokenizer, messages, where, False, None):
-        raise UserError(f"{where}: the chat template does not show the tools; use a template that does, or remove them")
-    lost = _lost(messages, range(len(messages)), lambda changed: _render(tokenizer, changed, where, False, tools))
-    require(not lost, f"{where}: the chat template does not show the {lost}; use a template that does, or remove it")
+    if tools and _render(tokenizer, messages, where, False, tools) == _render(
+        tokenizer, messages, where, False, None
+    ):
+        raise UserError(
+            f"{where}: the chat template does not show the tools; use a template that does, or remove them"
+        )
+    lost = _lost(
+        messages,
+        range(len(messages)),
+        lambda changed: _render(tokenizer, changed, where, False, tools),
+    )
+    require(
+        not lost,
+        f"{where}: the chat template does not show the {lost}; use a template that does, or remove it",
+    )
 
 
 def _strings(value: JSON) -> Iterator[str]:
@@ -110,14 +144,22 @@ def _strings(value: JSON) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _lost(messages: Sequence[Message], places: Iterable[int], render: Callable[[Sequence[Message]], object]) -> str:
+def _lost(
+    messages: Sequence[Message],
+    places: Iterable[int],
+    render: Callable[[Sequence[Message]], object],
+) -> str:
     """The first field of these messages without which the same is rendered, in words; "" where every field is shown.
 
     To render once for each field takes seconds for a long conversation, so one rendering with a marker for every text of a field
     comes first: a field whose marker is there is shown.
     """
     fields = [
-        (n, name) for n in places if messages[n].more for name in (*messages[n].more, "content") if _counts(messages[n], name)
+        (n, name)
+        for n in places
+        if messages[n].more
+        for name in (*messages[n].more, "content")
+        if _counts(messages[n], name)
     ]
     if not fields:
         return ""
@@ -143,13 +185,18 @@ def _lost(messages: Sequence[Message], places: Iterable[int], render: Callable[[
 
 def _counts(message: Message, name: str) -> bool:
     """Whether a template must show a field."""
-    return bool(message.content) if name == "content" else not (name in LINKS and message.role == "tool")
+    return (
+        bool(message.content)
+        if name == "content"
+        else not (name in LINKS and message.role == "tool")
+    )
 
 
 def _marked(message: Message, place: int, marks: Mapping[tuple[int, str], str]) -> dict[str, Any]:
     """The parts of a message with each text of a field replaced by the field's marker."""
     more = {
-        name: _filled(value, marks[place, name]) if (place, name) in marks else value for name, value in message.more.items()
+        name: _filled(value, marks[place, name]) if (place, name) in marks else value
+        for name, value in message.more.items()
     }
     return {"content": marks.get((place, "content"), message.content), "more": more}
 
@@ -185,13 +232,23 @@ def _template_errors(where: str) -> Iterator[None]:
         raise UserError(f"{where}: the chat template refused the conversation: {reason}") from error
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], where: str, generation_prompt: bool, tools: Tools) -> str:
+def _render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    where: str,
+    generation_prompt: bool,
+    tools: Tools,
+) -> str:
     conversation, more = [m.row() for m in messages], {"add_generation_prompt": generation_prompt}
     with _template_errors(where):
-        return limited(lambda: str(tokenizer.apply_chat_template(conversation, tools, tokenize=False, **more)))
+        return limited(
+            lambda: str(tokenizer.apply_chat_template(conversation, tools, tokenize=False, **more))
+        )
 
 
-def _marked_texts(tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools) -> list[str]:
+def _marked_texts(
+    tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools
+) -> list[str]:
     text, spans = _marked_spans(tokenizer, messages, where, tools)
     return [text[start:end] for start, end in spans]
 
@@ -223,12 +280,19 @@ def _rendered_spans(
     tokenizer: Tokenizer, messages: Sequence[Message], turns: list[int], where: str, tools: Tools
 ) -> tuple[str, list[tuple[int, int]]]:
     """The conversation and the character spans of the assistant's turns, found by rendering it up to and with each of them."""
-    require(0 not in turns, f"{where}: it begins with an assistant turn, which only a template with generation blocks can show")
+    require(
+        0 not in turns,
+        f"{where}: it begins with an assistant turn, which only a template with generation blocks can show",
+    )
     full = _render(tokenizer, messages, where, False, tools)
     spans = []
     for turn in turns:
         before = _render(tokenizer, messages[:turn], where, True, tools)
-        after = full if turn == len(messages) - 1 else _render(tokenizer, messages[: turn + 1], where, False, tools)
+        after = (
+            full
+            if turn == len(messages) - 1
+            else _render(tokenizer, messages[: turn + 1], where, False, tools)
+        )
         require(
             after.startswith(before) and full.startswith(after),
             f"{where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "

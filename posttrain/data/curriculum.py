@@ -21,7 +21,10 @@ class Curriculum:
     review: float = 0.25
 
     def __post_init__(self) -> None:
-        require(0 < self.threshold <= 1, f"curriculum: threshold must lie in (0, 1], not {self.threshold}")
+        require(
+            0 < self.threshold <= 1,
+            f"curriculum: threshold must lie in (0, 1], not {self.threshold}",
+        )
         require(self.window >= 1, f"curriculum: window must be at least 1, not {self.window}")
         require(0 <= self.review < 1, f"curriculum: review must lie in [0, 1), not {self.review}")
 
@@ -29,8 +32,13 @@ class Curriculum:
 class Climb:
     """A curriculum in motion over the levels of a task. `sizes` tells how many problems each level has."""
 
-    def __init__(self, levels: Sequence[int], sizes: Sequence[int], settings: Curriculum, seed: int):
-        require(settings.start == 0 or settings.start in levels, f"curriculum: start must be one of the levels {list(levels)}")
+    def __init__(
+        self, levels: Sequence[int], sizes: Sequence[int], settings: Curriculum, seed: int
+    ):
+        require(
+            settings.start == 0 or settings.start in levels,
+            f"curriculum: start must be one of the levels {list(levels)}",
+        )
         self.levels, self.settings, self.seed = list(levels), settings, seed
         self.streams = [Stream(size, seed + 1000003 * n) for n, size in enumerate(sizes)]
         self.top = self.levels.index(settings.start) if settings.start else 0
@@ -57,7 +65,10 @@ class Climb:
         if level != self.level:
             return False
         self.recent = [*self.recent, solved][-self.settings.window :]
-        mastered = len(self.recent) == self.settings.window and sum(self.recent) / len(self.recent) >= self.settings.threshold
+        mastered = (
+            len(self.recent) == self.settings.window
+            and sum(self.recent) / len(self.recent) >= self.settings.threshold
+        )
         if not mastered or self.top + 1 == len(self.levels):
             return False
         self.top += 1
@@ -65,10 +76,18 @@ class Climb:
         return True
 
     def state(self) -> JSON:
-        return {"top": self.top, "recent": self.recent, "drawn": self.drawn, "streams": [s.state() for s in self.streams]}
+        return {
+            "top": self.top,
+            "recent": self.recent,
+            "drawn": self.drawn,
+            "streams": [s.state() for s in self.streams],
+        }
 
     def restore(self, state: JSON) -> None:
         self.top, self.recent, self.drawn = state["top"], list(state["recent"]), state["drawn"]
-        require(len(state["streams"]) == len(self.streams), "cannot resume the curriculum: the task's levels have changed")
+        require(
+            len(state["streams"]) == len(self.streams),
+            "cannot resume the curriculum: the task's levels have changed",
+        )
         for stream, saved in zip(self.streams, state["streams"], strict=True):
             stream.restore(saved)

@@ -26,8 +26,21 @@ from posttrain.types import Example, Message, Problem
 
 COLUMNS = frozenset({"messages", "prompt", "completion", "text", "tools"})
 # of other conventions: the model would learn to answer without what they hold
-NEEDED = frozenset({"system", "functions", "function_call", "image", "images", "video", "videos", "audio", "audios", "weight",
-                    "chat_template_kwargs"})  # fmt: skip
+NEEDED = frozenset(
+    {
+        "system",
+        "functions",
+        "function_call",
+        "image",
+        "images",
+        "video",
+        "videos",
+        "audio",
+        "audios",
+        "weight",
+        "chat_template_kwargs",
+    }
+)
 
 
 class Teaching(Protocol):
@@ -39,14 +52,21 @@ class Teaching(Protocol):
 
 
 def from_task(
-    task: Teaching, tokenizer: Tokenizer, counts: Mapping[int, int], seed: int = 0, split: str = "train"
+    task: Teaching,
+    tokenizer: Tokenizer,
+    counts: Mapping[int, int],
+    seed: int = 0,
+    split: str = "train",
 ) -> list[Example]:
     """Worked answers to `counts[level]` problems of each level, shuffled together. Problems have different indices, though in a
     small level not always different texts."""
     drawn: list[Problem] = []
     for level, count in sorted(counts.items()):
         problems = task.problems(split, level)
-        require(count <= len(problems), f"level {level} has {len(problems)} {split} problems, not {count}")
+        require(
+            count <= len(problems),
+            f"level {level} has {len(problems)} {split} problems, not {count}",
+        )
         drawn += [problems[i] for i in _distinct(len(problems), count, seed, level)]
     order = permutation(len(drawn), "demonstrations", seed)
     return [_demonstration_example(task, tokenizer, drawn[i]) for i in order]
@@ -54,7 +74,9 @@ def from_task(
 
 def _demonstration_example(task: Teaching, tokenizer: Tokenizer, problem: Problem) -> Example:
     messages = (*task.prompt(problem), Message("assistant", task.demonstration(problem)))
-    return render_example(tokenizer, messages, f"the demonstration of {problem.id}", given=len(messages) - 1)
+    return render_example(
+        tokenizer, messages, f"the demonstration of {problem.id}", given=len(messages) - 1
+    )
 
 
 def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
@@ -68,12 +90,16 @@ def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
     return list(chosen)[:count]
 
 
-def from_file(path: str | Path, tokenizer: Tokenizer, unused: set[str] | None = None) -> list[Example]:
+def from_file(
+    path: str | Path, tokenizer: Tokenizer, unused: set[str] | None = None
+) -> list[Example]:
     """Every line of a JSONL file as an Example; the names of columns that are not read go into `unused`. An error names the file and
     the line."""
     examples = []
     for where, record in read_jsonl(path):
-        record = {key: value for key, value in record.items() if value is not None}  # tables write what a row lacks as null
+        record = {
+            key: value for key, value in record.items() if value is not None
+        }  # tables write what a row lacks as null
         extra = unread(record, COLUMNS, where)
         if unused is not None:
             unused |= extra
@@ -85,14 +111,19 @@ def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set
     """The columns of a row that are not read. Those that the model would be shown elsewhere are refused."""
     extra = record.keys() - set(known)
     for name in sorted(extra & NEEDED):
-        require(not record[name], f"{where}: the column {name} would be lost; write it into the messages or remove it")
+        require(
+            not record[name],
+            f"{where}: the column {name} would be lost; write it into the messages or remove it",
+        )
     return extra
 
 
 def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:
     tools = parse_tools(record.get("tools"), where)
     if "messages" in record:
-        return render_example(tokenizer, parse_messages(record["messages"], f"{where}: messages"), where, tools=tools)
+        return render_example(
+            tokenizer, parse_messages(record["messages"], f"{where}: messages"), where, tools=tools
+        )
     if "prompt" in record and "completion" in record:
         return completion_example(record["prompt"], record["completion"], tokenizer, where, tools)
     if "text" in record:
@@ -107,16 +138,29 @@ def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Exampl
     raise UserError(f"{where}: expected messages, prompt with completion, or text; found {names}")
 
 
-def completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None) -> Example:
+def completion_example(
+    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
+) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
     plain = isinstance(prompt, str) and isinstance(completion, str) and not tools
     if plain and not tokenizer.chat_template:
         ids = list(tokenizer(prompt)["input_ids"])
         if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
             ids.pop()
-        return plain_example(ids + list(tokenizer(completion, add_special_tokens=False)["input_ids"]), len(ids), tokenizer)
-    before = parse_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{where}: prompt")
-    reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return plain_example(
+            ids + list(tokenizer(completion, add_special_tokens=False)["input_ids"]),
+            len(ids),
+            tokenizer,
+        )
+    before = parse_messages(
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        f"{where}: prompt",
+    )
+    reply = (
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else completion
+    )
     after = parse_messages(reply, f"{where}: completion")
     return render_example(tokenizer, before + after, where, given=len(before), tools=tools)
 

@@ -91,7 +91,11 @@ class PreferenceReport:
         """Words for the console."""
         kind = KINDS[self.kind].title
         by = ", with margins" if self.margins and self.kind != "steps" else ""
-        good = f"; {self.desirable:,} desirable, {self.kept - self.desirable:,} not" if self.kind == "unpaired" else ""
+        good = (
+            f"; {self.desirable:,} desirable, {self.kept - self.desirable:,} not"
+            if self.kind == "unpaired"
+            else ""
+        )
         return [
             f"{self.path}: {kind}{by}; {self.kept:,} of {self.total:,} rows kept, {self.sequences:,} sequences{good}",
             f"{self.tokens:,} tokens, {self.loss_tokens:,} carry loss; longest {self.longest} (limit {self.max_length})",
@@ -131,7 +135,11 @@ class _Kind:
 
     @property
     def columns(self) -> set[str]:
-        return {"tools", *self.optional, *(choice for field in self.fields for choice in field.split("|"))}
+        return {
+            "tools",
+            *self.optional,
+            *(choice for field in self.fields for choice in field.split("|")),
+        }
 
 
 class _Skip(Exception):
@@ -149,7 +157,9 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     decoder = Decoder(tokenizer)
     for where, record in read_jsonl(path):
         total += 1
-        record = {key: value for key, value in record.items() if value is not None}  # tables write what a row lacks as null
+        record = {
+            key: value for key, value in record.items() if value is not None
+        }  # tables write what a row lacks as null
         kind = kind or _detect(record, where)
         try:
             row = _checked(KINDS[kind], kind, record, where)
@@ -166,14 +176,28 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     if refused:
         more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0]}{more}")
-    left_out = tuple(Skipped(name, len(skipped[name]), tuple(skipped[name][:SHOWN])) for name in REASONS if name in skipped)
+    left_out = tuple(
+        Skipped(name, len(skipped[name]), tuple(skipped[name][:SHOWN]))
+        for name in REASONS
+        if name in skipped
+    )
     require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     examples = [e for unit in units for e in unit]
     report = PreferenceReport(
-        str(path), kind, total, len(units), len(examples), sum(len(e.ids) for e in examples),
-        sum(int(e.mask.sum()) for e in examples), max(len(e.ids) for e in examples), max_length, margins, desirable, left_out,
+        str(path),
+        kind,
+        total,
+        len(units),
+        len(examples),
+        sum(len(e.ids) for e in examples),
+        sum(int(e.mask.sum()) for e in examples),
+        max(len(e.ids) for e in examples),
+        max_length,
+        margins,
+        desirable,
+        left_out,
         tuple(sorted(unused)),
-    )  # fmt: skip
+    )
     return Preferences(units, report)
 
 
@@ -198,7 +222,9 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
     for where, record in read_jsonl(path):
         record = {key: value for key, value in record.items() if value is not None}
         kind = _detect(record, where)
-        require(kind in ("pair", "openai"), f"{where}: a row of {KINDS[kind].title}; pairs are needed")
+        require(
+            kind in ("pair", "openai"), f"{where}: a row of {KINDS[kind].title}; pairs are needed"
+        )
         try:
             row = _checked(KINDS[kind], kind, record, where)
         except _Skip:
@@ -216,14 +242,24 @@ def _spoken(said: Any) -> str:
     if not isinstance(said, list):
         return str(said)
     turns = [(str(m.get("role", "")), _words(m)) for m in said if isinstance(m, dict)]
-    return turns[0][1] if len(turns) == 1 else "\n\n".join(f"{role}: {content}" for role, content in turns)
+    return (
+        turns[0][1]
+        if len(turns) == 1
+        else "\n\n".join(f"{role}: {content}" for role, content in turns)
+    )
 
 
 def _words(message: dict[str, Any]) -> str:
     """What a message says, and what it holds beside that."""
-    more = {key: value for key, value in message.items() if key not in ("role", "content") and value not in (None, "", [], {})}
+    more = {
+        key: value
+        for key, value in message.items()
+        if key not in ("role", "content") and value not in (None, "", [], {})
+    }
     spoken = [str(message["content"])] if message.get("content") else []
-    return "\n".join([*spoken, *([json.dumps(more, ensure_ascii=False, sort_keys=True)] if more else [])])
+    return "\n".join(
+        [*spoken, *([json.dumps(more, ensure_ascii=False, sort_keys=True)] if more else [])]
+    )
 
 
 def _detect(record: dict[str, Any], where: str) -> str:
@@ -232,11 +268,17 @@ def _detect(record: dict[str, Any], where: str) -> str:
             return name
     # not whole, then: the kind that it has a key of, whose reader says what is missing
     for name, kind in KINDS.items():
-        known = {f for field in kind.fields for f in field.split("|")} - {"prompt", "completions", "completion"}
+        known = {f for field in kind.fields for f in field.split("|")} - {
+            "prompt",
+            "completions",
+            "completion",
+        }
         if known & record.keys():
             return name
     if "completion" in record or "messages" in record:
-        raise UserError(f"{where}: demonstrations without a preference; train on them with an sft stage, or add a label")
+        raise UserError(
+            f"{where}: demonstrations without a preference; train on them with an sft stage, or add a label"
+        )
     names = ", ".join(sorted(record)) or "nothing"
     raise UserError(
         f"{where}: expected chosen with rejected, preferred_output with non_preferred_output, responses with scores or ranking, "
@@ -248,15 +290,21 @@ def _checked(kind: _Kind, name: str, record: dict[str, Any], where: str) -> _Row
     """Read a row of the file's kind; a missing field is named, and so is a row that is of another kind."""
     for field in kind.fields:
         if not any(choice in record for choice in field.split("|")):
-            other = next((k.title for n, k in KINDS.items() if n != name and k.reveals <= record.keys()), "")
+            other = next(
+                (k.title for n, k in KINDS.items() if n != name and k.reveals <= record.keys()), ""
+            )
             mixed = f"; it looks like a row of {other}, and a file holds one kind" if other else ""
-            raise UserError(f"{where}: no {field.replace('|', ' or ')} in a row of {kind.title}{mixed}")
+            raise UserError(
+                f"{where}: no {field.replace('|', ' or ')} in a row of {kind.title}{mixed}"
+            )
     given = record.get("input")
     tools = record.get("tools") or (given.get("tools") if isinstance(given, dict) else None)
     return replace(kind.read(record, where), tools=parse_tools(tools, where))
 
 
-def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, where: str) -> tuple[Example, ...]:
+def _unit(
+    row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, where: str
+) -> tuple[Example, ...]:
     """The examples of a row, which begin with the same prompt tokens."""
     texts = [_text(response) for response in row.responses]
     if any(not text.strip() for text in texts):
@@ -266,7 +314,9 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
     if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
         raise _Skip("tied")
     examples = [
-        replace(completion_example(row.prompt, response, tokenizer, where, row.tools), reward=reward)
+        replace(
+            completion_example(row.prompt, response, tokenizer, where, row.tools), reward=reward
+        )
         for response, reward in zip(row.responses, row.rewards, strict=True)
     ]
     if not all(e.mask.any() for e in examples):
@@ -274,28 +324,44 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
     if any(len(e.ids) > max_length for e in examples):
         raise _Skip("overlong")
     begins = [int(e.mask.argmax()) for e in examples]
-    if any(b != begins[0] or (e.ids[:b] != examples[0].ids[:b]).any() for b, e in zip(begins, examples, strict=True)):
+    if any(
+        b != begins[0] or (e.ids[:b] != examples[0].ids[:b]).any()
+        for b, e in zip(begins, examples, strict=True)
+    ):
         raise _Skip("boundary")
-    if len({e.ids.tobytes() for e in examples}) < len(examples):  # texts that the tokenizer reads as the same
+    if len({e.ids.tobytes() for e in examples}) < len(
+        examples
+    ):  # texts that the tokenizer reads as the same
         raise _Skip("equal")
     if row.steps is not None and row.labels is not None:
-        return (replace(examples[0], steps=_step_labels(examples[0], row.steps, row.labels, decoder, where)),)
+        return (
+            replace(
+                examples[0], steps=_step_labels(examples[0], row.steps, row.labels, decoder, where)
+            ),
+        )
     return tuple(examples)
 
 
-def _step_labels(example: Example, steps: list[str], labels: list[float], decoder: Decoder, where: str) -> np.ndarray:
+def _step_labels(
+    example: Example, steps: list[str], labels: list[float], decoder: Decoder, where: str
+) -> np.ndarray:
     """Each label at the token in which its step ends, NaN elsewhere."""
     at = np.flatnonzero(example.mask)
     text, offsets = decoder.decode(example.ids[at])
     joined = JOINT.join(steps)
     begin = text.find(joined)
-    require(begin >= 0, f"{where}: the steps are not found in the text that the tokenizer makes of them")
+    require(
+        begin >= 0, f"{where}: the steps are not found in the text that the tokenizer makes of them"
+    )
     label_T = np.full(len(example.ids), np.nan, np.float32)
     end = begin - len(JOINT)
     for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
         end += len(JOINT) + len(step)
         token = at[int(np.searchsorted(offsets, end))]  # the first token that reaches this far
-        require(bool(np.isnan(label_T[token])), f"{where}: steps {number} and {number + 1} end in the same token")
+        require(
+            bool(np.isnan(label_T[token])),
+            f"{where}: steps {number} and {number + 1} end in the same token",
+        )
         label_T[token] = label
     return label_T
 
@@ -305,7 +371,10 @@ def _read_pair(record: dict[str, Any], where: str) -> _Row:
     rewards, given = [1.0, 0.0], False
     for better, worse in (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")):
         if better in record and worse in record:
-            rewards, given = [_number(record[name], f"{where}: {name}") for name in (better, worse)], True
+            rewards, given = (
+                [_number(record[name], f"{where}: {name}") for name in (better, worse)],
+                True,
+            )
     if "margin" in record:
         rewards, given = [_number(record["margin"], f"{where}: margin"), 0.0], True
     if rewards[0] < rewards[1]:
@@ -316,7 +385,10 @@ def _read_pair(record: dict[str, Any], where: str) -> _Row:
 def _prompt_of_pair(record: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
     """The prompt and the two responses, wherever the row keeps the prompt: apart, inside both conversations, or both."""
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
-    require(type(chosen) is type(rejected), f"{where}: chosen and rejected must both be text, or both be messages")
+    require(
+        type(chosen) is type(rejected),
+        f"{where}: chosen and rejected must both be text, or both be messages",
+    )
     if prompt is None and isinstance(chosen, str):
         chosen, rejected = _dialogue(chosen, where), _dialogue(rejected, where)
     if not isinstance(chosen, list):
@@ -326,14 +398,24 @@ def _prompt_of_pair(record: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
         shared += 1
     if isinstance(prompt, list) and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
         return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
-    inside = bool(shared) and isinstance(chosen[0], dict) and chosen[0].get("role") in ("system", "user")
+    inside = (
+        bool(shared) and isinstance(chosen[0], dict) and chosen[0].get("role") in ("system", "user")
+    )
     if prompt is None or (isinstance(prompt, str) and inside):
-        require(inside, f"{where}: no prompt: chosen and rejected are not conversations that begin alike")
+        require(
+            inside,
+            f"{where}: no prompt: chosen and rejected are not conversations that begin alike",
+        )
         if shared == len(chosen) == len(rejected):
             raise _Skip("equal")
         last = chosen[shared - 1].get("content") if isinstance(chosen[shared - 1], dict) else None
-        agrees = prompt is None or any(isinstance(m, dict) and m.get("content") == prompt for m in chosen[:shared])
-        require(agrees, f"{where}: the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(last)[:40]!r}")
+        agrees = prompt is None or any(
+            isinstance(m, dict) and m.get("content") == prompt for m in chosen[:shared]
+        )
+        require(
+            agrees,
+            f"{where}: the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(last)[:40]!r}",
+        )
         return chosen[:shared], chosen[shared:], rejected[shared:]
     return _given_prompt(prompt, where), chosen, rejected
 
@@ -341,15 +423,23 @@ def _prompt_of_pair(record: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
 def _dialogue(text: str, where: str) -> list[dict[str, str]]:
     """Anthropic's way to write a conversation as one text."""
     parts = DIALOGUE.split(text)
-    require(not parts[0].strip() and len(parts) > 3, f"{where}: no prompt, and chosen or rejected is text without turns")
+    require(
+        not parts[0].strip() and len(parts) > 3,
+        f"{where}: no prompt, and chosen or rejected is text without turns",
+    )
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": said} for who, said in zip(parts[1::2], parts[2::2], strict=True)]
+    return [
+        {"role": roles[who], "content": said}
+        for who, said in zip(parts[1::2], parts[2::2], strict=True)
+    ]
 
 
 def _read_openai(record: dict[str, Any], where: str) -> _Row:
     given = record["input"]
     require(isinstance(given, dict) and "messages" in given, f"{where}: input has no messages")
-    return _Row(given["messages"], [record["preferred_output"], record["non_preferred_output"]], [1.0, 0.0])
+    return _Row(
+        given["messages"], [record["preferred_output"], record["non_preferred_output"]], [1.0, 0.0]
+    )
 
 
 def _read_ranking(record: dict[str, Any], where: str) -> _Row:
@@ -359,38 +449,59 @@ def _read_ranking(record: dict[str, Any], where: str) -> _Row:
     name = "scores" if "scores" in record else "ranking"
     values = record[name]
     require(isinstance(values, list), f"{where}: {name} must be a list of numbers")
-    require(len(values) == len(responses), f"{where}: {len(values)} {name} for {len(responses)} responses")
+    require(
+        len(values) == len(responses),
+        f"{where}: {len(values)} {name} for {len(responses)} responses",
+    )
     rewards = [_number(v, f"{where}: {name}") for v in values]
     if len(responses) < 2:
         raise _Skip("single")
     if name == "ranking":
         proper = all(r == int(r) and 1 <= r <= len(rewards) for r in rewards)
-        require(proper, f"{where}: a ranking gives each response its place, 1 (the best) to {len(rewards)}, not {values}")
+        require(
+            proper,
+            f"{where}: a ranking gives each response its place, 1 (the best) to {len(rewards)}, not {values}",
+        )
         rewards = [len(rewards) - place for place in rewards]
-    return _Row(_given_prompt(record["prompt"], where), responses, rewards, margins=name == "scores")
+    return _Row(
+        _given_prompt(record["prompt"], where), responses, rewards, margins=name == "scores"
+    )
 
 
 def _read_unpaired(record: dict[str, Any], where: str) -> _Row:
     label = record["label"]
-    require(label in (0, 1) and isinstance(label, bool | int | float), f"{where}: label must be true or false, not {label!r}")
+    require(
+        label in (0, 1) and isinstance(label, bool | int | float),
+        f"{where}: label must be true or false, not {label!r}",
+    )
     return _Row(_given_prompt(record["prompt"], where), [record["completion"]], [float(label)])
 
 
 def _read_steps(record: dict[str, Any], where: str) -> _Row:
     steps, labels = record["completions"], record["labels"]
-    require(isinstance(steps, list) and all(isinstance(s, str) for s in steps), f"{where}: completions must be a list of texts")
+    require(
+        isinstance(steps, list) and all(isinstance(s, str) for s in steps),
+        f"{where}: completions must be a list of texts",
+    )
     require(isinstance(labels, list), f"{where}: labels must be a list")
     require(len(steps) == len(labels), f"{where}: {len(labels)} labels for {len(steps)} steps")
     values = [float(v) if isinstance(v, bool) else _number(v, f"{where}: labels") for v in labels]
-    require(all(0 <= v <= 1 for v in values), f"{where}: labels of steps lie between 0 and 1, unlike {labels}")
+    require(
+        all(0 <= v <= 1 for v in values),
+        f"{where}: labels of steps lie between 0 and 1, unlike {labels}",
+    )
     if not all(step.strip() for step in steps) or not steps:
         raise _Skip("empty")
     response = JOINT.join(steps)
-    return _Row(_given_prompt(record["prompt"], where), [response], [math.nan], steps=steps, labels=values)
+    return _Row(
+        _given_prompt(record["prompt"], where), [response], [math.nan], steps=steps, labels=values
+    )
 
 
 def _given_prompt(prompt: Any, where: str) -> Any:
-    require(prompt is not None and prompt != "" and prompt != [], f"{where}: no prompt, or an empty one")
+    require(
+        prompt is not None and prompt != "" and prompt != [], f"{where}: no prompt, or an empty one"
+    )
     return prompt
 
 
@@ -404,19 +515,44 @@ def _text(response: Any) -> str:
     """What a response says, to tell empty and equal ones. The type is checked where it is rendered."""
     if isinstance(response, list):
         said = [(m.get("role"), _words(m)) if isinstance(m, dict) else m for m in response]
-        spoken = any(isinstance(m, dict) and m.get("role") == "assistant" and _words(m).strip() for m in response)
+        spoken = any(
+            isinstance(m, dict) and m.get("role") == "assistant" and _words(m).strip()
+            for m in response
+        )
         return repr(said) if spoken else ""
     return response if isinstance(response, str) else repr(response)
 
 
 KINDS: dict[str, _Kind] = {
-    "pair": _Kind("pairs", frozenset({"chosen", "rejected"}), ("chosen", "rejected"), _read_pair,
-                  ("prompt", "margin", "score_chosen", "score_rejected", "chosen_score", "rejected_score")),
-    "openai": _Kind("pairs (OpenAI)", frozenset({"preferred_output", "non_preferred_output"}),
-                    ("input", "preferred_output", "non_preferred_output"), _read_openai),
-    "steps": _Kind("labelled steps", frozenset({"completions", "labels"}), ("prompt", "completions", "labels"), _read_steps),
-    "ranking": _Kind("rankings", frozenset({"prompt", "scores"}), ("prompt", "responses|completions", "scores|ranking"),
-                     _read_ranking),
-    "unpaired": _Kind("single responses with a label", frozenset({"completion", "label"}), ("prompt", "completion", "label"),
-                      _read_unpaired),
-}  # fmt: skip
+    "pair": _Kind(
+        "pairs",
+        frozenset({"chosen", "rejected"}),
+        ("chosen", "rejected"),
+        _read_pair,
+        ("prompt", "margin", "score_chosen", "score_rejected", "chosen_score", "rejected_score"),
+    ),
+    "openai": _Kind(
+        "pairs (OpenAI)",
+        frozenset({"preferred_output", "non_preferred_output"}),
+        ("input", "preferred_output", "non_preferred_output"),
+        _read_openai,
+    ),
+    "steps": _Kind(
+        "labelled steps",
+        frozenset({"completions", "labels"}),
+        ("prompt", "completions", "labels"),
+        _read_steps,
+    ),
+    "ranking": _Kind(
+        "rankings",
+        frozenset({"prompt", "scores"}),
+        ("prompt", "responses|completions", "scores|ranking"),
+        _read_ranking,
+    ),
+    "unpaired": _Kind(
+        "single responses with a label",
+        frozenset({"completion", "label"}),
+        ("prompt", "completion", "label"),
+        _read_unpaired,
+    ),
+}

@@ -61,7 +61,9 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
     if not kept:
         raise UserError(_nothing_left(counts, max_length))
     lengths = np.array([len(example.ids) for example in kept])
-    half, most, nearly, longest = (int(v) for v in np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf"))
+    half, most, nearly, longest = (
+        int(v) for v in np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")
+    )
     loss_tokens = sum(int(example.mask.sum()) for example in kept)
     report = DataReport(
         total=counts["total"],

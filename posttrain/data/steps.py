@@ -48,7 +48,10 @@ def response_of(rollout: Rollout) -> Segment:
     """The one segment that was sampled, with which the rollout ends."""
     sampled = [s for s in rollout.segments if s.sampled]
     require(
-        len(sampled) == 1 and sampled[0] is rollout.segments[-1] and sampled[0].offsets is not None and len(sampled[0].ids) > 0,
+        len(sampled) == 1
+        and sampled[0] is rollout.segments[-1]
+        and sampled[0].offsets is not None
+        and len(sampled[0].ids) > 0,
         f"steps are found in rollouts of one response with offsets, unlike that of problem {rollout.problem.id}",
     )
     return sampled[0]

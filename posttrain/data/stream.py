@@ -56,12 +56,20 @@ class Stream:
         return taken
 
     def state(self) -> dict[str, JSON]:
-        return {"count": self.count, "seed": self.seed, "epoch": self.epoch, "position": self.position}
+        return {
+            "count": self.count,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
 
     def restore(self, state: dict[str, JSON]) -> None:
         """Go to where `state` was taken. Refused where the data or the seed is another: the order would be a different one."""
         for name, mine in (("count", self.count), ("seed", self.seed)):
-            require(state[name] == mine, f"cannot resume the data stream: its {name} was {state[name]} and is now {mine}")
+            require(
+                state[name] == mine,
+                f"cannot resume the data stream: its {name} was {state[name]} and is now {mine}",
+            )
         epoch, position = int(state["epoch"]), int(state["position"])
         inside = epoch >= 0 and 0 <= position < self.count
         require(inside, f"cannot resume the data stream: no position {position} in epoch {epoch}")
@@ -77,10 +85,19 @@ class Mixture:
     """Several streams read in proportion to weights: draw number n picks its source by a random number that only n decides."""
 
     def __init__(self, weights: Sequence[float], streams: Sequence[Stream], seed: int = 0) -> None:
-        require(len(weights) == len(streams) > 0, "a mixture needs one weight for each of its streams")
+        require(
+            len(weights) == len(streams) > 0, "a mixture needs one weight for each of its streams"
+        )
         finite = all(np.isfinite(w) and w >= 0 for w in weights)
-        require(finite and sum(weights) > 0, f"mixture weights are finite, not negative, and not all 0, unlike {list(weights)}")
-        self.weights, self.streams, self.seed = tuple(float(w) for w in weights), tuple(streams), seed
+        require(
+            finite and sum(weights) > 0,
+            f"mixture weights are finite, not negative, and not all 0, unlike {list(weights)}",
+        )
+        self.weights, self.streams, self.seed = (
+            tuple(float(w) for w in weights),
+            tuple(streams),
+            seed,
+        )
         self.counter = 0
 
     def take(self, number: int) -> list[tuple[int, int]]:
@@ -90,7 +107,9 @@ class Mixture:
         return [(source, next(drawn[source])) for source in sources]
 
     def _sources(self, number: int) -> list[int]:
-        words = philox("mixture", self.seed, counter=self.counter).random_raw(4 * number)[::4]  # a counter yields four words
+        words = philox("mixture", self.seed, counter=self.counter).random_raw(4 * number)[
+            ::4
+        ]  # a counter yields four words
         self.counter += number
         share = np.cumsum(self.weights)
         uniform = (words >> np.uint64(11)) * 2.0**-53
@@ -106,7 +125,10 @@ class Mixture:
 
     def restore(self, state: dict[str, JSON]) -> None:
         """Go to where `state` was taken. New weights are allowed and apply from there on; another number of sources is not."""
-        require(state["seed"] == self.seed, f"cannot resume the mixture: its seed was {state['seed']} and is now {self.seed}")
+        require(
+            state["seed"] == self.seed,
+            f"cannot resume the mixture: its seed was {state['seed']} and is now {self.seed}",
+        )
         was, now = len(state["streams"]), len(self.streams)
         require(was == now, f"cannot resume the mixture: it had {was} sources and now has {now}")
         for stream, saved in zip(self.streams, state["streams"], strict=True):

@@ -16,7 +16,11 @@ REPLACEMENT = "\ufffd"
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's way of writing bytes as printable characters, which byte-level vocabularies use: character to byte."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(rest)}
 
@@ -43,7 +47,9 @@ class Decoder:
         text = self._text(listed)
         pieces = self._pieces(listed)
         joined = "".join(pieces)
-        if joined != text and joined == " " + text:  # tokenizers that write words with a leading space drop the first one
+        if (
+            joined != text and joined == " " + text
+        ):  # tokenizers that write words with a leading space drop the first one
             first = next(n for n, piece in enumerate(pieces) if piece)
             pieces[first], joined = pieces[first][1:], text
         if joined == text:
@@ -56,7 +62,11 @@ class Decoder:
     def _find_anchor(self) -> list[int]:
         """A token with text of its own, to stand before another: many tokenizers drop the leading space of the first token."""
         for i in range(min(len(self.tokenizer), 1000)):
-            if i not in self._special and self._text([i]).strip() and REPLACEMENT not in self._text([i]):
+            if (
+                i not in self._special
+                and self._text([i]).strip()
+                and REPLACEMENT not in self._text([i])
+            ):
                 return [i]
         return []
 
@@ -92,7 +102,11 @@ class Decoder:
         for t in range(len(ids)):
             prefix = self._text(ids[: t + 1])
             limit = min(len(prefix), len(text))
-            while reached < limit and prefix[reached] == text[reached] and not self._unfinished(prefix, reached):
+            while (
+                reached < limit
+                and prefix[reached] == text[reached]
+                and not self._unfinished(prefix, reached)
+            ):
                 reached += 1
             offsets[t] = reached
         offsets[-1:] = len(text)

@@ -25,16 +25,23 @@ def as_singles(units: Sequence[Unit]) -> list[Unit]:
     """Labelled examples as they are; the two of a pair apart, the preferred as good (1) and the other as bad (0)."""
     singles: list[Unit] = []
     for unit in units:
-        require(len(unit) < 3, "a ranking says which response is better, not which are good; make pairs or labels of it")
+        require(
+            len(unit) < 3,
+            "a ranking says which response is better, not which are good; make pairs or labels of it",
+        )
         if len(unit) == 1:
             singles.append(unit)
         else:
             best = max(example.reward for example in unit)
-            singles += [(replace(example, reward=float(example.reward == best)),) for example in unit]
+            singles += [
+                (replace(example, reward=float(example.reward == best)),) for example in unit
+            ]
     return singles
 
 
-def with_mismatched(singles: Sequence[Unit], pool: Sequence[Unit], max_length: int, seed: int) -> list[Unit]:
+def with_mismatched(
+    singles: Sequence[Unit], pool: Sequence[Unit], max_length: int, seed: int
+) -> list[Unit]:
     """Each example with a second one beside it: its prompt and, out of `pool`, the response to another prompt; without a label (NaN).
 
     Which response is a matter of the seed and the example's place alone. One that no response of another prompt fits to stands alone.
@@ -42,7 +49,9 @@ def with_mismatched(singles: Sequence[Unit], pool: Sequence[Unit], max_length: i
     others = [unit[0] for unit in pool]
     begins = [prompt_length(other) for other in others]
     prompts = [other.ids[:begin].tobytes() for other, begin in zip(others, begins, strict=True)]
-    require(len(set(prompts)) > 1, "mismatched examples need at least two different prompts in the data")
+    require(
+        len(set(prompts)) > 1, "mismatched examples need at least two different prompts in the data"
+    )
     starts = philox("mismatched", seed).random_raw(len(singles))
     units: list[Unit] = []
     for (example,), start in zip(singles, starts, strict=True):
@@ -52,7 +61,10 @@ def with_mismatched(singles: Sequence[Unit], pool: Sequence[Unit], max_length: i
             n = (int(start) + step) % len(others)
             response, mask = others[n].ids[begins[n] :], others[n].mask[begins[n] :]
             if prompts[n] != own and begin + len(response) <= max_length:
-                both = np.concatenate([example.ids[:begin], response]), np.concatenate([example.mask[:begin], mask])
+                both = (
+                    np.concatenate([example.ids[:begin], response]),
+                    np.concatenate([example.mask[:begin], mask]),
+                )
                 units.append((example, Example(*both, reward=math.nan)))
                 break
         else:

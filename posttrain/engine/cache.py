@@ -21,7 +21,9 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values()))
+        return sum(
+            t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values())
+        )
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens, keeping what is there."""
@@ -30,7 +32,14 @@ class Cache:
         self.length = -(-max(length, min(2 * self.length, length + 4 * GROWTH)) // GROWTH) * GROWTH
         for store in (self.keys, self.values):
             for layer, old in store.items():
-                new = torch.zeros(self.rows, old.shape[1], self.length, old.shape[3], dtype=self.dtype, device=self.device)
+                new = torch.zeros(
+                    self.rows,
+                    old.shape[1],
+                    self.length,
+                    old.shape[3],
+                    dtype=self.dtype,
+                    device=self.device,
+                )
                 new[:, :, : old.shape[2]] = old
                 store[layer] = new
 
@@ -53,9 +62,16 @@ class Prefill:
     """Packed prompts whose keys and values are stored: each prompt is computed once and written to every row of its group."""
 
     def __init__(self, cache: Cache, starts: tuple[int, ...], first: int, groups: list[int]):
-        self.cache, self.first, self.rows = cache, first, sum(groups)  # rows first..first+rows-1, `groups` of them a prompt
+        self.cache, self.first, self.rows = (
+            cache,
+            first,
+            sum(groups),
+        )  # rows first..first+rows-1, `groups` of them a prompt
         self.packed = Packed(starts, cache.device)
-        start_N, end_N = (torch.tensor(side).repeat_interleave(torch.tensor(groups)) for side in (starts[:-1], starts[1:]))
+        start_N, end_N = (
+            torch.tensor(side).repeat_interleave(torch.tensor(groups))
+            for side in (starts[:-1], starts[1:])
+        )
         self.longest = int((end_N - start_N).max())
         # a shorter prompt's last token is repeated to the end of its row, where nothing looks before it is overwritten
         from_NL = torch.minimum(start_N[:, None] + torch.arange(self.longest), end_N[:, None] - 1)
@@ -73,9 +89,14 @@ class Decode:
 
     def __init__(self, cache: Cache, position_N: Tensor, shortest: int, longest: int):
         self.cache, self.count, self.position_N = cache, position_N.shape[0], position_N
-        self.longest, self.even = longest + 1, shortest == longest  # positions lie between shortest and longest
+        self.longest, self.even = (
+            longest + 1,
+            shortest == longest,
+        )  # positions lie between shortest and longest
         self.masks: dict[int | None, Tensor | None] = {}  # by sliding window
-        self.places: dict[int, Tensor] = {}  # by number of heads: where the new keys go in a flattened layer
+        self.places: dict[
+            int, Tensor
+        ] = {}  # by number of heads: where the new keys go in a flattened layer
 
     def mask(self, window: int | None) -> Tensor | None:
         """[N, 1, 1, L], true where a row must not look, or None where every row sees every position of the cut cache."""
@@ -92,14 +113,19 @@ class Decode:
     def place(self, heads: int) -> Tensor:
         """[N * heads]: the row of each new key among the layer's rows * heads * length."""
         if heads not in self.places:
-            row = torch.arange(self.count * heads, device=self.cache.device).view(-1, heads) * self.cache.length
+            row = (
+                torch.arange(self.count * heads, device=self.cache.device).view(-1, heads)
+                * self.cache.length
+            )
             self.places[heads] = (row + self.position_N[:, None]).view(-1)
         return self.places[heads]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         stores, heads, width = self.cache.layer(layer, key), key.shape[1], key.shape[3]
         for store, fresh in zip(stores, (key, value), strict=True):
-            if self.even:  # by methods: an index of several slices takes longer to read than the copy
+            if (
+                self.even
+            ):  # by methods: an index of several slices takes longer to read than the copy
                 store.select(2, self.longest - 1).narrow(0, 0, self.count).copy_(fresh.squeeze(2))
             else:
                 store.view(-1, width).index_copy_(0, self.place(heads), fresh.reshape(-1, width))
@@ -107,16 +133,22 @@ class Decode:
         mask = self.mask(rule.sliding_window)
         if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
             whole, size = (-1, self.cache.length, width), rows * heads
-            keys, values = (store.view(whole).narrow(0, 0, size).narrow(1, 0, self.longest) for store in stores)
+            keys, values = (
+                store.view(whole).narrow(0, 0, size).narrow(1, 0, self.longest) for store in stores
+            )
             return _by_products(query, keys, values, mask, rule.scaling).view(rows, 1, -1, width)
         keys, values = (store[: self.count, :, : self.longest] for store in stores)
-        if rule.softcap is None:  # heads of a group become query rows: keys are read once and never repeated
+        if (
+            rule.softcap is None
+        ):  # heads of a group become query rows: keys are read once and never repeated
             query = query.reshape(rows, heads, grouped, width)
         allowed = None if mask is None else ~mask
         return masked(query, keys, values, allowed, rule).reshape(rows, 1, heads * grouped, width)
 
 
-def _by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def _by_products(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
     """[N, Hq, 1, D] queries with [N * Hk, L, D] keys and values -> [N * Hk, G, D], as two products and a softmax: for a
     query of one token torch's own attention takes twice as long on a CPU."""
     rows = query.shape[0]

@@ -39,12 +39,19 @@ def rules_of(policy: Policy) -> tuple[Rule, ...] | None:
 
 def suits(policy: Policy) -> bool:
     """Whether a float32 module on the CPU has the parts of a Llama, each of the plain kind: no adapters, hooks or other layers."""
-    if policy.device.type != "cpu" or policy.dtype != torch.float32 or familiar.strangeness(policy) is not None:
+    if (
+        policy.device.type != "cpu"
+        or policy.dtype != torch.float32
+        or familiar.strangeness(policy) is not None
+    ):
         return False
     norms = [m for name, m in policy.body.named_modules() if "norm" in name.rsplit(".", 1)[-1]]
     adapted = any(adapter_of(m) is not None for m in policy.body.modules())
     silu = all(familiar.activation(layer.mlp.act_fn) is False for layer in policy.body.layers)
-    plain = all(hasattr(m, "variance_epsilon") for m in norms) and type(policy.body.embed_tokens) is nn.Embedding
+    plain = (
+        all(hasattr(m, "variance_epsilon") for m in norms)
+        and type(policy.body.embed_tokens) is nn.Embedding
+    )
     return silu and plain and not adapted
 
 
@@ -55,7 +62,10 @@ class _Norm:
 
     def __init__(self, module: Any):
         self.weight = module.weight.detach()
-        self.epsilon, self.share = self.weight.new_full((1,), module.variance_epsilon), 1.0 / self.weight.shape[0]
+        self.epsilon, self.share = (
+            self.weight.new_full((1,), module.variance_epsilon),
+            1.0 / self.weight.shape[0],
+        )
 
     def plain(self, x: Tensor) -> Tensor:
         """Without the weight, for a matrix that has taken it in."""
@@ -73,16 +83,24 @@ class _Layer:
         attention, mlp = module.self_attn, module.mlp
         self.number, self.rule, self.width = number, replace(rule, scaling=1.0), attention.head_dim
         three = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.before, self.after = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
+        self.before, self.after = (
+            _Norm(module.input_layernorm),
+            _Norm(module.post_attention_layernorm),
+        )
         self.heads, self.keys, _ = (m.out_features // self.width for m in three)
         turned = (self.heads + self.keys) * self.width
         weight = torch.cat([m.weight.detach() for m in three]).mul_(self.before.weight)
-        bias = torch.cat([m.bias.detach() for m in three]) if attention.q_proj.bias is not None else None
+        bias = (
+            torch.cat([m.bias.detach() for m in three])
+            if attention.q_proj.bias is not None
+            else None
+        )
         for rows in (weight, bias):
             if rows is not None:
                 rows[:turned] = self._paired(rows[:turned])
         self.query_norm, self.key_norm = (
-            _Norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+            _Norm(getattr(attention, name)) if hasattr(attention, name) else None
+            for name in ("q_norm", "k_norm")
         )
         for norm in (self.query_norm, self.key_norm):
             if norm is not None:
@@ -103,7 +121,9 @@ class _Layer:
 
     def _paired(self, rows: Tensor) -> Tensor:
         """Rows of heads with those that are turned together side by side (0, half, 1, ...). Products of query and key stay the same."""
-        return rows.view(-1, 2, self.width // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return (
+            rows.view(-1, 2, self.width // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        )
 
     def __call__(self, x: Tensor, shape: torch.Size, turn: Tensor, layout: Layout) -> Tensor:
         heads, turned = self.heads, self.heads + self.keys
@@ -112,7 +132,9 @@ class _Layer:
             mixed[:, :, :heads] = self.query_norm(mixed[:, :, :heads])
             mixed[:, :, heads:turned] = self.key_norm(mixed[:, :, heads:turned])
         # the module's x cos + rotate_half(x) sin is a product of complex numbers
-        torch.view_as_complex(mixed.view(*shape, -1, self.width // 2, 2).narrow(2, 0, turned)).mul_(turn)
+        torch.view_as_complex(mixed.view(*shape, -1, self.width // 2, 2).narrow(2, 0, turned)).mul_(
+            turn
+        )
         query, key, value = mixed.transpose(1, 2).split_with_sizes((heads, self.keys, self.keys), 1)
         seen = layout.attend(self.number, query, key, value, self.rule)
         x = self.out.plus(seen.reshape(x.shape[0], -1), x)
@@ -134,7 +156,11 @@ class Decoder:
     @property
     def bytes(self) -> int:
         """Memory of packed copies."""
-        return sum(m.bytes for layer in self.layers for m in (layer.project, layer.out, layer.widen, layer.down))
+        return sum(
+            m.bytes
+            for layer in self.layers
+            for m in (layer.project, layer.out, layer.widen, layer.down)
+        )
 
     def reach(self, positions: int) -> None:
         """Have angles for this many positions."""
@@ -143,7 +169,9 @@ class Decoder:
         at = torch.arange(max(positions, 2 * self.turn.shape[0]))
         cos, sin = self.body.rotary_emb(self.embedding, at[None])
         half = sin.shape[-1] // 2
-        self.turn = torch.complex(cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous())
+        self.turn = torch.complex(
+            cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+        )
 
     def hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """[B, S] ids at explicit positions -> [B, S, H]. `reach` must cover them."""

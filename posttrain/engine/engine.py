@@ -24,12 +24,17 @@ from posttrain.types import Completion, Request
 PREFILL_TOKENS = 8192  # prompt tokens computed in one forward
 AHEAD = 256  # positions that the cache holds from the start, where responses may get that far: growing means copying
 DECODER_TOKENS = 512  # a call for fewer tokens is over before a `Decoder` has paid for itself
-DRAWN_AHEAD = 16  # uniforms made at once for a row: making them takes as many operators for one as for all
+DRAWN_AHEAD = (
+    16  # uniforms made at once for a row: making them takes as many operators for one as for all
+)
 PACKED_TOKENS = 2048  # and packing its weights, a few nanoseconds each, takes as many more
 
 # One response being written. Its ids and log-probs are beside it, in `_Batch.ids` and `_Batch.logprobs`.
 ROW = np.dtype(
-    [(name, np.int64) for name in ("request", "sample", "seed", "prompt", "count", "limit", "least", "top_k")]
+    [
+        (name, np.int64)
+        for name in ("request", "sample", "seed", "prompt", "count", "limit", "least", "top_k")
+    ]
     + [("temperature", np.float32), ("top_p", np.float32)]
 )
 
@@ -41,7 +46,12 @@ class Engine:
     """
 
     def __init__(self, policy: Policy, max_rows: int = 256, processes: int = 0):
-        self.policy, self.max_rows, self.processes, self.version = policy, max_rows, processes or forked.CORES, 0
+        self.policy, self.max_rows, self.processes, self.version = (
+            policy,
+            max_rows,
+            processes or forked.CORES,
+            0,
+        )
         check_threads(self.processes, "processes")
         self.helpers: forked.Crew | None = None
         self.memory: tuple[int, ...] = ()  # where the weights lie that the helpers see
@@ -98,13 +108,19 @@ class Engine:
             return None
         if not self.proved:
             self.rules, self.proved = rules_of(self.policy), True
-        return None if self.rules is None else Decoder(self.policy, self.rules, pack=tokens >= PACKED_TOKENS)
+        return (
+            None
+            if self.rules is None
+            else Decoder(self.policy, self.rules, pack=tokens >= PACKED_TOKENS)
+        )
 
 
 class _Batch:
     """The state of one call of `generate`: the live rows, the cache, and the answers that wait for their turn."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], decoder: Decoder | None, version: int):
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], decoder: Decoder | None, version: int
+    ):
         self.policy, self.version, self.decoder = engine.policy, version, decoder
         self.device, self.head = self.policy.device, self.policy.head
         self.requests = requests
@@ -113,8 +129,14 @@ class _Batch:
         rows = sum(r.group for r in requests)
         self.capacity = max(min(engine.max_rows, rows), max((r.group for r in requests), default=0))
         self.cache = Cache(self.capacity, self.policy.dtype, self.device)
-        self.rows, self.count = np.zeros(self.capacity, ROW), 0  # the first `count` are live, in the order of the cache
-        self.ids, self.logprobs = np.zeros((self.capacity, 0), np.int64), np.zeros((self.capacity, 0), np.float32)
+        self.rows, self.count = (
+            np.zeros(self.capacity, ROW),
+            0,
+        )  # the first `count` are live, in the order of the cache
+        self.ids, self.logprobs = (
+            np.zeros((self.capacity, 0), np.int64),
+            np.zeros((self.capacity, 0), np.float32),
+        )
         self.stop_V = np.zeros(self.head.weight_VH.shape[0], bool)
         self.stop_V[list(self.policy.stop_ids)] = True
 
@@ -133,20 +155,27 @@ class _Batch:
                 else:
                     self._decode()
                 self._retire()
-                while answered < len(self.requests) and all(c is not None for c in self.done[answered]):
+                while answered < len(self.requests) and all(
+                    c is not None for c in self.done[answered]
+                ):
                     yield tuple(c for c in self.done[answered] if c is not None)
                     answered += 1
         finally:  # also when the caller stops listening half-way
             self.policy.model.train(was_training)
 
     def _fits(self) -> bool:
-        return self.waiting < len(self.requests) and self.count + self.requests[self.waiting].group <= self.capacity
+        return (
+            self.waiting < len(self.requests)
+            and self.count + self.requests[self.waiting].group <= self.capacity
+        )
 
     def _admit(self) -> None:
         """Prefill the next requests, in order, as many as fit; fork each to its group and sample the first tokens."""
         ids: list[int] = []
         starts, groups, first = [0], [], self.count
-        while self._fits() and (not ids or len(ids) + len(self.requests[self.waiting].prompt_ids) <= PREFILL_TOKENS):
+        while self._fits() and (
+            not ids or len(ids) + len(self.requests[self.waiting].prompt_ids) <= PREFILL_TOKENS
+        ):
             request = self.requests[self.waiting]
             ids.extend(request.prompt_ids)
             starts.append(len(ids))
@@ -169,9 +198,17 @@ class _Batch:
         for number in range(request.group):
             seed = signed(derive(request.seed, number))
             self.rows[self.count] = (
-                self.waiting, number, seed, len(request.prompt_ids), 0, one.max_new_tokens, one.min_new_tokens, one.top_k,
-                one.temperature, one.top_p,
-            )  # fmt: skip
+                self.waiting,
+                number,
+                seed,
+                len(request.prompt_ids),
+                0,
+                one.max_new_tokens,
+                one.min_new_tokens,
+                one.top_k,
+                one.temperature,
+                one.top_p,
+            )
             self.count += 1
 
     def _reserve(self, length: int, limit: int) -> None:
@@ -200,7 +237,11 @@ class _Batch:
         live = self.live
         self.choices = Choices.of(live["temperature"], live["top_k"], live["top_p"], self.device)
         self.seed_N = torch.from_numpy(live["seed"].copy()).to(self.device)
-        last = self.ids[np.arange(self.count), live["count"] - 1] if self.ids.size else np.zeros(0, np.int64)
+        last = (
+            self.ids[np.arange(self.count), live["count"] - 1]
+            if self.ids.size
+            else np.zeros(0, np.int64)
+        )
         self.last_N = torch.from_numpy(last).to(self.device)
         self.uniforms: deque[Tensor] = deque()  # [N] each, for the tokens to come of these rows
 
@@ -212,7 +253,9 @@ class _Batch:
             ahead = 1 if first else DRAWN_AHEAD
             count_NL = torch.from_numpy(rows["count"][:, None] + np.arange(ahead)).to(self.device)
             self.uniforms.extend(uniforms(self.seed_N[first:, None], count_NL).unbind(1))
-        id_N, logprob_N = sample(hidden_NH, self.head, choices, self.uniforms.popleft(), choices.plain)
+        id_N, logprob_N = sample(
+            hidden_NH, self.head, choices, self.uniforms.popleft(), choices.plain
+        )
         self._write(first, rows["count"], id_N.cpu().numpy(), logprob_N.cpu().numpy())
         rows["count"] += 1
         self.last_N = id_N if not first else torch.cat([self.last_N[:first], id_N])
@@ -235,9 +278,14 @@ class _Batch:
             return
         for i in finished:
             row = live[i]
-            ids, logprobs = self.ids[i, : row["count"]].copy(), self.logprobs[i, : row["count"]].copy()
+            ids, logprobs = (
+                self.ids[i, : row["count"]].copy(),
+                self.logprobs[i, : row["count"]].copy(),
+            )
             finish = "stop" if stopped[i] else "length"
-            self.done[row["request"]][row["sample"]] = Completion(ids, logprobs, finish, self.version)
+            self.done[row["request"]][row["sample"]] = Completion(
+                ids, logprobs, finish, self.version
+            )
         keep = self.count - len(finished)
         gone = set(finished)
         holes = [i for i in finished if i < keep]

@@ -34,7 +34,10 @@ CORES = machine.requested_threads() or machine.cores()
 LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
 LEAST_TOKENS = 2048  # a call for fewer is over before the others are awake
 STACKS = "-stacks.txt"  # of the watchdog's file, into which a helper that is asked writes where it stands
-LOOK, SILENCE = 1.0, 60.0  # seconds between looks at a helper that says nothing; how long it may use no processor time
+LOOK, SILENCE = (
+    1.0,
+    60.0,
+)  # seconds between looks at a helper that says nothing; how long it may use no processor time
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
 
@@ -52,7 +55,9 @@ def worthwhile(requests: Sequence[Request], parameters: int, processes: int) -> 
 def shares(requests: Sequence[Request], processes: int) -> list[Sequence[Request]]:
     """Runs of neighbouring requests with about equally many responses."""
     reached = np.cumsum([r.group for r in requests])
-    cuts = [int(np.searchsorted(reached, reached[-1] * n / processes)) + 1 for n in range(1, processes)]
+    cuts = [
+        int(np.searchsorted(reached, reached[-1] * n / processes)) + 1 for n in range(1, processes)
+    ]
     bounds = sorted({0, *cuts, len(requests)})
     return [requests[a:b] for a, b in pairwise(bounds)]
 
@@ -61,7 +66,10 @@ class Crew:
     """The helpers of one engine. Whoever holds it ends it with `close`; helpers also end with this process."""
 
     def __init__(self, processes: int):
-        self.processes, self.lost = processes, 0  # helpers that died or hung: their shares were answered here, more slowly
+        self.processes, self.lost = (
+            processes,
+            0,
+        )  # helpers that died or hung: their shares were answered here, more slowly
         self.helpers: list[_Helper] = []
 
     def generate(self, serve: Serve, requests: Sequence[Request], version: int) -> Iterator[Answer]:
@@ -72,7 +80,9 @@ class Crew:
                 while len(self.helpers) < len(parts):
                     self.helpers.append(_Helper.fork(serve))
             busy = self.helpers[: len(parts)]
-            messages = [_message(part, version) for part in parts]  # before the first is awake and wants this core
+            messages = [
+                _message(part, version) for part in parts
+            ]  # before the first is awake and wants this core
             for helper, message in zip(busy, messages, strict=True):
                 helper.ask(message)
             for helper, part in zip(busy, parts, strict=True):
@@ -89,7 +99,9 @@ class Crew:
                 self.lost += 1
             finished = True
         finally:
-            if not finished:  # the caller stopped listening, or failed: what the helpers still write is of no use
+            if (
+                not finished
+            ):  # the caller stopped listening, or failed: what the helpers still write is of no use
                 self.close()
 
     def close(self) -> None:
@@ -99,7 +111,9 @@ class Crew:
 
 
 def _message(share: Sequence[Request], version: int) -> bytes:
-    return json.dumps([version, [[r.prompt_ids, r.group, r.seed, asdict(r.sampling)] for r in share]]).encode()
+    return json.dumps(
+        [version, [[r.prompt_ids, r.group, r.seed, asdict(r.sampling)] for r in share]]
+    ).encode()
 
 
 @contextmanager
@@ -134,13 +148,18 @@ class _Helper:
     gone: bool = False  # it died, or waits for something that will not come
     heard: bytearray = field(default_factory=bytearray)  # the beginning of its next message
     answers: deque[Answer] = field(default_factory=deque)
-    worked: tuple[float, float] = (-1.0, 0.0)  # its processor time when last looked at, and when it last had less
+    worked: tuple[float, float] = (
+        -1.0,
+        0.0,
+    )  # its processor time when last looked at, and when it last had less
 
     @classmethod
     def fork(cls, serve: Serve) -> _Helper:
         def live(questions: int, answers: int) -> None:
             _close_all_but(questions, answers)
-            with suppress(OSError):  # so that it does not take this core from the parent, who has not asked the others yet
+            with suppress(
+                OSError
+            ):  # so that it does not take this core from the parent, who has not asked the others yet
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             _keep_memory()
             _work(serve, questions, answers)
@@ -159,7 +178,9 @@ class _Helper:
         piece = os.read(self.out, 1 << 20)
         self.gone = not piece
         self.heard += piece
-        while len(self.heard) >= 8 and len(self.heard) >= 8 + (size := struct.unpack_from("<Q", self.heard)[0]):
+        while len(self.heard) >= 8 and len(self.heard) >= 8 + (
+            size := struct.unpack_from("<Q", self.heard)[0]
+        ):
             answer = decode(bytes(self.heard[8 : 8 + size]))
             del self.heard[: 8 + size]
             if answer is None:
@@ -201,7 +222,11 @@ def _close_all_but(*kept: int) -> None:
     """Files that the parent has open, its locks among them, are none of a helper's business."""
     for handle in (int(name) for name in os.listdir("/proc/self/fd")):
         with suppress(OSError):
-            if handle > 2 and handle not in kept and not os.readlink(f"/proc/self/fd/{handle}").endswith(STACKS):
+            if (
+                handle > 2
+                and handle not in kept
+                and not os.readlink(f"/proc/self/fd/{handle}").endswith(STACKS)
+            ):
                 os.close(handle)
 
 
@@ -209,7 +234,10 @@ def _work(serve: Serve, theirs: int, ours: int) -> None:
     """A helper's life: requests in, completions out. An error ends it, and its share is answered by the parent."""
     while (data := _read(theirs)) is not None:
         version, fields = json.loads(data)
-        requests = [Request(tuple(ids), group, seed, Sampling(**sampling)) for ids, group, seed, sampling in fields]
+        requests = [
+            Request(tuple(ids), group, seed, Sampling(**sampling))
+            for ids, group, seed, sampling in fields
+        ]
         with torch.inference_mode():
             for answer in serve(requests, version):
                 _write(ours, encode(answer))
@@ -255,4 +283,7 @@ def decode(data: bytes) -> Answer | None:
     ends = np.cumsum(lengths)[:-1]
     ids = np.split(np.frombuffer(data, np.int64, total, at).copy(), ends)
     logprobs = np.split(np.frombuffer(data, np.float32, total, at + 8 * total).copy(), ends)
-    return tuple(Completion(i, p, finish, version) for i, p, (_, finish, version) in zip(ids, logprobs, rows, strict=True))
+    return tuple(
+        Completion(i, p, finish, version)
+        for i, p, (_, finish, version) in zip(ids, logprobs, rows, strict=True)
+    )

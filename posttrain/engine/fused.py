@@ -40,7 +40,9 @@ class Norm:
     @classmethod
     def of(cls, module: Any) -> Norm:
         llama = hasattr(module, "variance_epsilon")
-        return cls(module.weight.detach(), module.variance_epsilon if llama else module.eps, not llama)
+        return cls(
+            module.weight.detach(), module.variance_epsilon if llama else module.eps, not llama
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.epsilon, self.shifted)
@@ -65,7 +67,10 @@ class Products:
         if len(self.modules) == 1:
             self.weight, self.bias = first, None if bias is None else bias.detach()
         else:
-            self.weight, self.bias = first.new_empty(rows, first.shape[1]), None if bias is None else first.new_empty(rows)
+            self.weight, self.bias = (
+                first.new_empty(rows, first.shape[1]),
+                None if bias is None else first.new_empty(rows),
+            )
         ranks = sum(adapter.a_RI.shape[0] for adapter in self.present)
         self.down, self.up = first.new_empty(ranks, first.shape[1]), first.new_zeros(rows, ranks)
 
@@ -114,12 +119,20 @@ class Layer:
     def __init__(self, number: int, module: Any, rule: Rule):
         attention, mlp = module.self_attn, module.mlp
         self.number, self.rule = number, rule
-        self.mixed, self.out = Products(attention.q_proj, attention.k_proj, attention.v_proj), Products(attention.o_proj)
+        self.mixed, self.out = (
+            Products(attention.q_proj, attention.k_proj, attention.v_proj),
+            Products(attention.o_proj),
+        )
         self.gate, self.down = Products(mlp.gate_proj, mlp.up_proj), Products(mlp.down_proj)
         self.products = (self.mixed, self.gate, self.out, self.down)
         width = attention.head_dim
-        self.heads = Heads(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width)
-        self.before, self.after = Norm.of(module.input_layernorm), Norm.of(module.post_attention_layernorm)
+        self.heads = Heads(
+            attention.q_proj.out_features // width, attention.k_proj.out_features // width, width
+        )
+        self.before, self.after = (
+            Norm.of(module.input_layernorm),
+            Norm.of(module.post_attention_layernorm),
+        )
         normed = hasattr(attention, "q_norm")
         self.norms = (Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if normed else None
         self.tanh = bool(activation(mlp.act_fn))
@@ -135,7 +148,11 @@ class Layer:
     ) -> None:
         mixed = self.mixed(self.before(x))
         norms = None if self.norms is None else (self.norms[0].weight, self.norms[1].weight)
-        epsilon, shifted = (self.norms[0].epsilon, self.norms[0].shifted) if self.norms is not None else (0.0, False)
+        epsilon, shifted = (
+            (self.norms[0].epsilon, self.norms[0].shifted)
+            if self.norms is not None
+            else (0.0, False)
+        )
         rotate_store(mixed, self.heads, angles, position, slot, store, norms, epsilon, shifted)
         self.out.add_to(x, attend(self.number, mixed, self.heads, self.rule))
         self.down.add_to(x, gated(self.gate(self.after(x)), self.tanh))
@@ -159,7 +176,9 @@ class Fused:
     @property
     def bytes(self) -> int:
         """Memory of the weights and adapters that are copied side by side."""
-        return sum(t.numel() * t.element_size() for product in self.products for t in product.copies()[0])
+        return sum(
+            t.numel() * t.element_size() for product in self.products for t in product.copies()[0]
+        )
 
     @property
     def products(self) -> list[Products]:
@@ -167,7 +186,10 @@ class Fused:
 
     def addresses(self) -> tuple[int, ...]:
         """Where the parameters lie. A captured graph is valid as long as they stay there."""
-        return (*(p.data_ptr() for p in self.body.parameters()), self.policy.head.weight_VH.data_ptr())
+        return (
+            *(p.data_ptr() for p in self.body.parameters()),
+            self.policy.head.weight_VH.data_ptr(),
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -177,7 +199,10 @@ class Fused:
                 product.allocate()
             self.released = False
         pairs = [product.copies() for product in self.products]
-        torch._foreach_copy_([t for targets, _ in pairs for t in targets], [s for _, sources in pairs for s in sources])
+        torch._foreach_copy_(
+            [t for targets, _ in pairs for t in targets],
+            [s for _, sources in pairs for s in sources],
+        )
 
     def release(self) -> None:
         """Give the memory of the copies back; `refresh` takes it anew, in another place."""
@@ -200,7 +225,12 @@ class Fused:
         return x if self.scale is None else x * self.scale.to(x.dtype)
 
     def hidden(
-        self, id_T: Tensor, position_T: Tensor, slot_T: Tensor, stores: list[tuple[Tensor, Tensor]], attend: Attend
+        self,
+        id_T: Tensor,
+        position_T: Tensor,
+        slot_T: Tensor,
+        stores: list[tuple[Tensor, Tensor]],
+        attend: Attend,
     ) -> Tensor:
         """[T] ids -> [T, H] final hidden states. `reach` must cover the positions."""
         assert self.angles is not None
@@ -223,7 +253,9 @@ def fused(policy: Policy) -> tuple[Fused | None, str]:
 
 
 def _prove(policy: Policy) -> tuple[Fused | None, str]:
-    ids = torch.arange(1, 12, device=policy.device) % policy.model.config.get_text_config().vocab_size
+    ids = (
+        torch.arange(1, 12, device=policy.device) % policy.model.config.get_text_config().vocab_size
+    )
     position = torch.cat([torch.arange(7), torch.arange(4)]).to(policy.device)
     rules, _, packed = rules_of(policy, ids, position, (0, 7, 11))
     if rules is None:
@@ -237,14 +269,19 @@ def _prove(policy: Policy) -> tuple[Fused | None, str]:
 
     def through(number: int, before: Tensor) -> Tensor:
         x, heads = before.clone(), mine.heads[number]
-        key, value = (torch.empty(11, heads.keys, heads.width, dtype=x.dtype, device=x.device) for _ in "kv")
+        key, value = (
+            torch.empty(11, heads.keys, heads.width, dtype=x.dtype, device=x.device) for _ in "kv"
+        )
         assert mine.angles is not None
         mine.layers[number](x, mine.angles, position, slots, (key, value), attend)
         return x
 
     worst = distance(policy, ids, position, packed, lambda: mine.embed(ids), through, mine.norm)
     if not worst <= TOLERANCE[policy.dtype]:
-        return None, f"a layer whose output differs from the module's own by {worst:.2g} of the largest"
+        return (
+            None,
+            f"a layer whose output differs from the module's own by {worst:.2g} of the largest",
+        )
     return mine, ""
 
 

@@ -41,9 +41,16 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float, shifted: bool) -> T
 
 
 def rotate_store(
-    mixed: Tensor, heads: Heads, angles: tuple[Tensor, Tensor], position_T: Tensor, slot_T: Tensor, store: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor] | None, epsilon: float, shifted: bool,
-) -> None:  # fmt: skip
+    mixed: Tensor,
+    heads: Heads,
+    angles: tuple[Tensor, Tensor],
+    position_T: Tensor,
+    slot_T: Tensor,
+    store: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    shifted: bool,
+) -> None:
     """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where `norms` says so, turn them by their positions' angles, and
     write keys and values into their slots of the [slots, Hk, D] stores."""
     (cos, sin), (keys, values) = angles, store
@@ -51,9 +58,25 @@ def rotate_store(
         query_norm, key_norm = norms if norms is not None else (mixed, mixed)
         every = heads.heads + 2 * heads.keys
         _triton().rotate_store_kernel[(mixed.shape[0],)](
-            mixed, cos, sin, position_T, slot_T, keys, values, query_norm, key_norm, epsilon,
-            heads.heads, heads.keys, heads.width, _power(heads.width // 2), _power(every), norms is not None, shifted, num_warps=4,
-        )  # fmt: skip
+            mixed,
+            cos,
+            sin,
+            position_T,
+            slot_T,
+            keys,
+            values,
+            query_norm,
+            key_norm,
+            epsilon,
+            heads.heads,
+            heads.keys,
+            heads.width,
+            _power(heads.width // 2),
+            _power(every),
+            norms is not None,
+            shifted,
+            num_warps=4,
+        )
         return
     split = mixed.view(mixed.shape[0], heads.heads + 2 * heads.keys, heads.width)
     query, key, value = split.split([heads.heads, heads.keys, heads.keys], 1)
@@ -73,7 +96,14 @@ def tile_rows(heads: Heads, group: int) -> tuple[int, int]:
 
 
 def attend(
-    mixed: Tensor, store: tuple[Tensor, Tensor], rows: Rows, heads: Heads, rule: Rule, count: int, tiles: int, queries: int
+    mixed: Tensor,
+    store: tuple[Tensor, Tensor],
+    rows: Rows,
+    heads: Heads,
+    rule: Rule,
+    count: int,
+    tiles: int,
+    queries: int,
 ) -> Tensor:
     """One new token of each of the first `count` rows against its prompt, read once a tile, and its own tokens: [N, Hq D].
 
@@ -84,7 +114,9 @@ def attend(
         return _attend_plain(mixed, store, rows, heads, rule, count, tiles)
     kernels, (keys, values) = _triton(), store
     before = torch.empty(count, heads.heads, heads.width, dtype=torch.float32, device=mixed.device)
-    lse = torch.empty(count, heads.heads, dtype=torch.float32, device=mixed.device)  # every live row is in a tile
+    lse = torch.empty(
+        count, heads.heads, dtype=torch.float32, device=mixed.device
+    )  # every live row is in a tile
     out = torch.empty(count, heads.heads * heads.width, dtype=mixed.dtype, device=mixed.device)
     window, softcap = rule.sliding_window or 0, rule.softcap or 1.0
     precision = "ieee" if mixed.dtype == torch.float32 else "tf32"
@@ -92,18 +124,56 @@ def attend(
     flags = (PAGE, rule.sliding_window is not None, rule.softcap is not None, precision)
     shape = (heads.heads, heads.keys, heads.width, wide)
     kernels.prefix_kernel[(tiles, heads.keys)](
-        mixed, keys, values, before, lse, rows.tile, rows.prompt_table, rows["position"], rule.scaling, softcap, window,
-        rows.capacity, rows.prompt_pages, *shape, queries, *flags, num_warps=4, num_stages=2,
-    )  # fmt: skip
+        mixed,
+        keys,
+        values,
+        before,
+        lse,
+        rows.tile,
+        rows.prompt_table,
+        rows["position"],
+        rule.scaling,
+        softcap,
+        window,
+        rows.capacity,
+        rows.prompt_pages,
+        *shape,
+        queries,
+        *flags,
+        num_warps=4,
+        num_stages=2,
+    )
     kernels.suffix_kernel[(count, heads.keys)](
-        mixed, keys, values, before, lse, out, rows["count"], rows["done"], rows.table, rule.scaling, softcap, window,
-        rows.pages, *shape, max(16, _power(heads.grouped)), *flags, num_warps=4, num_stages=3,
-    )  # fmt: skip
+        mixed,
+        keys,
+        values,
+        before,
+        lse,
+        out,
+        rows["count"],
+        rows["done"],
+        rows.table,
+        rule.scaling,
+        softcap,
+        window,
+        rows.pages,
+        *shape,
+        max(16, _power(heads.grouped)),
+        *flags,
+        num_warps=4,
+        num_stages=3,
+    )
     return out
 
 
 def _attend_plain(
-    mixed: Tensor, store: tuple[Tensor, Tensor], rows: Rows, heads: Heads, rule: Rule, count: int, tiles: int
+    mixed: Tensor,
+    store: tuple[Tensor, Tensor],
+    rows: Rows,
+    heads: Heads,
+    rule: Rule,
+    count: int,
+    tiles: int,
 ) -> Tensor:
     query_NHD = mixed.view(count, -1, heads.width)[:, : heads.heads]
     position = rows["position"][:count]
@@ -115,19 +185,29 @@ def _attend_plain(
             at = torch.arange(length)
             slots = rows.prompt_table[tile, at // PAGE].long() * PAGE + at % PAGE
             part = slice(first, first + number)
-            before[part], lse[part] = _partial(query_NHD[part], slots, store, at[None], position[part], heads, rule)
+            before[part], lse[part] = _partial(
+                query_NHD[part], slots, store, at[None], position[part], heads, rule
+            )
     out = torch.empty(count, heads.heads, heads.width, dtype=mixed.dtype)
     for n in range(count):
         at = torch.arange(0 if rows["done"][n] else int(rows["count"][n]))
         slots = rows.table[n, at // PAGE].long() * PAGE + at % PAGE
         absolute = position[n] - rows["count"][n] + 1 + at
-        own, own_lse = _partial(query_NHD[n : n + 1], slots, store, absolute[None], position[n : n + 1], heads, rule)
+        own, own_lse = _partial(
+            query_NHD[n : n + 1], slots, store, absolute[None], position[n : n + 1], heads, rule
+        )
         out[n] = merge((before[n], lse[n]), (own[0], own_lse[0]))[0].to(mixed.dtype)
     return out.view(count, -1)
 
 
 def _partial(
-    query_NHD: Tensor, slots: Tensor, store: tuple[Tensor, Tensor], at: Tensor, position_N: Tensor, heads: Heads, rule: Rule
+    query_NHD: Tensor,
+    slots: Tensor,
+    store: tuple[Tensor, Tensor],
+    at: Tensor,
+    position_N: Tensor,
+    heads: Heads,
+    rule: Rule,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the keys in `slots`, which stand at the positions `at`."""
     keys, values = (s[slots].float().repeat_interleave(heads.grouped, 1) for s in store)
@@ -135,7 +215,9 @@ def _partial(
     if rule.softcap is not None:
         score = rule.softcap * torch.tanh(score / rule.softcap)
     if rule.sliding_window is not None:
-        score = score.masked_fill((at <= position_N[:, None] - rule.sliding_window)[:, None], -torch.inf)
+        score = score.masked_fill(
+            (at <= position_N[:, None] - rule.sliding_window)[:, None], -torch.inf
+        )
     lse = torch.logsumexp(score, -1)
     weight = torch.where(lse[..., None] == -torch.inf, 0.0, torch.exp(score - lse[..., None]))
     return torch.einsum("nhl,lhd->nhd", weight, values), lse
@@ -144,7 +226,10 @@ def _partial(
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Two partial attentions as one: outputs weighted by the exponents of their log-sum-exps. A part without keys weighs 0."""
     lse = torch.logaddexp(one[1], other[1])
-    parts = [torch.where(s[..., None] == -torch.inf, 0.0, o * torch.exp(s - lse)[..., None]) for o, s in (one, other)]
+    parts = [
+        torch.where(s[..., None] == -torch.inf, 0.0, o * torch.exp(s - lse)[..., None])
+        for o, s in (one, other)
+    ]
     return parts[0] + parts[1], lse
 
 
@@ -154,16 +239,36 @@ def choose(logits_NV: Tensor, rows: Rows, truncated: bool) -> tuple[Tensor, Tens
     count, size = logits_NV.shape
     if truncated or not logits_NV.is_cuda:
         choices = Choices(rows.temperature[:count], rows["top_k"][:count], rows.top_p[:count])
-        return draw(logits_NV, choices, uniforms(rows["seed"][:count], rows["count"][:count]), truncated)
+        return draw(
+            logits_NV, choices, uniforms(rows["seed"][:count], rows["count"][:count]), truncated
+        )
     kernels, blocks, device = _triton(), -(-size // BLOCK), logits_NV.device
     top, total = (torch.empty(count, blocks, dtype=torch.float32, device=device) for _ in range(2))
     best = torch.empty(count, blocks, dtype=torch.int32, device=device)
-    id_N, logprob_N = torch.zeros(count, dtype=torch.int64, device=device), torch.zeros(count, device=device)
-    kernels.block_sums_kernel[(count, blocks)](logits_NV, rows.temperature, top, total, best, size, blocks, BLOCK, num_warps=4)
+    id_N, logprob_N = (
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.zeros(count, device=device),
+    )
+    kernels.block_sums_kernel[(count, blocks)](
+        logits_NV, rows.temperature, top, total, best, size, blocks, BLOCK, num_warps=4
+    )
     kernels.draw_kernel[(count,)](
-        logits_NV, rows.temperature, top, total, best, rows["seed"], rows["count"], rows["done"], id_N, logprob_N, size, blocks,
-        BLOCK, _power(blocks), num_warps=4,
-    )  # fmt: skip
+        logits_NV,
+        rows.temperature,
+        top,
+        total,
+        best,
+        rows["seed"],
+        rows["count"],
+        rows["done"],
+        id_N,
+        logprob_N,
+        size,
+        blocks,
+        BLOCK,
+        _power(blocks),
+        num_warps=4,
+    )
     return id_N, logprob_N
 
 
@@ -172,9 +277,26 @@ def advance(id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, rows: Rows) -> None
     count = id_N.shape[0]
     if id_N.is_cuda:
         _triton().advance_kernel[(-(-count // 128),)](
-            id_N, logprob_N, stop_V, rows["last"], rows["count"], rows["position"], rows["slot"], rows["limit"], rows["least"],
-            rows["done"], rows.table, rows.step, rows.ids, rows.logprobs, count, rows.capacity, rows.pages, PAGE, 128,
-        )  # fmt: skip
+            id_N,
+            logprob_N,
+            stop_V,
+            rows["last"],
+            rows["count"],
+            rows["position"],
+            rows["slot"],
+            rows["limit"],
+            rows["least"],
+            rows["done"],
+            rows.table,
+            rows.step,
+            rows.ids,
+            rows.logprobs,
+            count,
+            rows.capacity,
+            rows.pages,
+            PAGE,
+            128,
+        )
     else:
         live = rows["done"][:count] == 0
         at = int(rows.step)
@@ -183,10 +305,16 @@ def advance(id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, rows: Rows) -> None
         rows["last"][:count] = torch.where(live, id_N, rows["last"][:count])
         written = rows["count"][:count] + live
         rows["count"][:count] = written
-        finished = (stop_V[id_N].bool() & (written > rows["least"][:count])) | (written >= rows["limit"][:count])
+        finished = (stop_V[id_N].bool() & (written > rows["least"][:count])) | (
+            written >= rows["limit"][:count]
+        )
         rows["done"][:count] = torch.where(live, finished.long(), rows["done"][:count])
         going = live & ~finished
         rows["position"][:count] += going
-        page = rows.table[torch.arange(count), ((written - 1) // PAGE).clamp(max=rows.pages - 1)].long()
-        rows["slot"][:count] = torch.where(going, page * PAGE + (written - 1) % PAGE, rows["slot"][:count])
+        page = rows.table[
+            torch.arange(count), ((written - 1) // PAGE).clamp(max=rows.pages - 1)
+        ].long()
+        rows["slot"][:count] = torch.where(
+            going, page * PAGE + (written - 1) % PAGE, rows["slot"][:count]
+        )
     rows.step.add_(1)

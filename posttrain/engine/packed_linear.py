@@ -20,7 +20,9 @@ def available() -> bool:
 
 # looked up once: finding the overload for each of a thousand calls takes as long as some of them
 UNARY, BINARY = (
-    (torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary) if available() else (None, None)
+    (torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary)
+    if available()
+    else (None, None)
 )
 
 

@@ -45,7 +45,10 @@ class Pages:
 
     def take(self, count: int) -> np.ndarray:
         assert count <= len(self.free)
-        taken, self.free = self.free[len(self.free) - count :][::-1], self.free[: len(self.free) - count]
+        taken, self.free = (
+            self.free[len(self.free) - count :][::-1],
+            self.free[: len(self.free) - count],
+        )
         return taken
 
     def give(self, pages: np.ndarray) -> None:
@@ -62,7 +65,9 @@ class Paged:
     def __init__(self, decoder: Fused, stop_ids: tuple[int, ...]):
         self.decoder, self.policy = decoder, decoder.policy
         self.device, self.dtype = self.policy.device, self.policy.dtype
-        self.stop_V = torch.zeros(self.policy.head.weight_VH.shape[0], dtype=torch.int64, device=self.device)
+        self.stop_V = torch.zeros(
+            self.policy.head.weight_VH.shape[0], dtype=torch.int64, device=self.device
+        )
         self.stop_V[list(stop_ids)] = 1
         self.stores: list[tuple[Tensor, Tensor]] = []
         self.pages = Pages(1)
@@ -91,9 +96,16 @@ class Paged:
     def fit(self, capacity: int, pages: int, prompt_pages: int, pool: int, positions: int) -> None:
         """Room for that many rows, pages a row and a prompt, pages in all. What is moved makes captured graphs worthless."""
         rows = self.rows
-        if rows is None or capacity > rows.capacity or pages > rows.pages or prompt_pages > rows.prompt_pages:
+        if (
+            rows is None
+            or capacity > rows.capacity
+            or pages > rows.pages
+            or prompt_pages > rows.prompt_pages
+        ):
             old = (rows.capacity, rows.pages, rows.prompt_pages) if rows is not None else (0, 0, 0)
-            capacity, pages, prompt_pages = (max(a, b) for a, b in zip(old, (capacity, pages, prompt_pages), strict=True))
+            capacity, pages, prompt_pages = (
+                max(a, b) for a, b in zip(old, (capacity, pages, prompt_pages), strict=True)
+            )
             self.rows = Rows(capacity, pages, prompt_pages, BURST, self.device)
             self._forget()
         if self.decoder.reach(positions):
@@ -108,7 +120,9 @@ class Paged:
         for layer, heads in enumerate(self.decoder.heads):
             made = []
             for side in range(2):
-                new = torch.zeros(pool * PAGE, heads.keys, heads.width, dtype=self.dtype, device=self.device)
+                new = torch.zeros(
+                    pool * PAGE, heads.keys, heads.width, dtype=self.dtype, device=self.device
+                )
                 if kept:
                     new[:kept] = self.stores[layer][side]
                 made.append(new)
@@ -134,7 +148,9 @@ class Paged:
         """Store the prompts that lie end to end in `ids`, each token in its slot; the last hidden state of each, [P, H]."""
         lengths = np.diff(starts)
         position = np.arange(len(ids)) - np.repeat(starts[:-1], lengths)
-        id_T, position_T, slot_T = (torch.from_numpy(a).to(self.device) for a in (ids, position, slots))
+        id_T, position_T, slot_T = (
+            torch.from_numpy(a).to(self.device) for a in (ids, position, slots)
+        )
         heads = self.decoder.heads[0]
         plain = any(layer.rule.softcap is not None for layer in self.decoder.layers)
         if not plain and available(self.stores[0][0], heads.width, None):
@@ -143,7 +159,9 @@ class Paged:
             def attend_packed(layer: int, mixed: Tensor, heads: Heads, rule: Rule) -> Tensor:
                 split = mixed.view(mixed.shape[0], -1, heads.width)
                 query, key, value = split.split([heads.heads, heads.keys, heads.keys], 1)
-                out = varlen(query, key, value, cut, cut, longest, longest, rule.scaling, rule.sliding_window)
+                out = varlen(
+                    query, key, value, cut, cut, longest, longest, rule.scaling, rule.sliding_window
+                )
                 return out.reshape(mixed.shape[0], -1)
 
             how = attend_packed
@@ -157,7 +175,9 @@ class Paged:
         assert self.rows is not None
         rows = self.rows.after(first)
         rows.step.zero_()
-        advance(*choose(head_logits(hidden_NH, self.policy.head), rows, truncated), self.stop_V, rows)
+        advance(
+            *choose(head_logits(hidden_NH, self.policy.head), rows, truncated), self.stop_V, rows
+        )
 
     def step(self, count: int, tiles: int, queries: int, truncated: bool) -> None:
         """One token for each of the first `count` rows."""
@@ -168,11 +188,25 @@ class Paged:
             return attend(mixed, self.stores[layer], rows, heads, rule, count, tiles, queries)
 
         hidden_NH = self.decoder.hidden(
-            rows["last"][:count], rows["position"][:count], rows["slot"][:count], self.stores, attend_pages
+            rows["last"][:count],
+            rows["position"][:count],
+            rows["slot"][:count],
+            self.stores,
+            attend_pages,
         )
-        advance(*choose(head_logits(hidden_NH, self.policy.head), rows, truncated), self.stop_V, rows)
+        advance(
+            *choose(head_logits(hidden_NH, self.policy.head), rows, truncated), self.stop_V, rows
+        )
 
-    def steps(self, number: int, count: int, tiles: int, queries: int, truncated: bool, push: Callable[[bool], None]) -> None:
+    def steps(
+        self,
+        number: int,
+        count: int,
+        tiles: int,
+        queries: int,
+        truncated: bool,
+        push: Callable[[bool], None],
+    ) -> None:
         """`number` steps of the first `count` rows, which lie in `tiles` tiles. `push` brings the host's state to the device where it
         changed; called with true, whatever the device knew is lost."""
         assert self.rows is not None and number <= BURST
@@ -191,7 +225,9 @@ class Paged:
         for _ in range(number):
             self.graphs[key].replay()
 
-    def _capture(self, count: int, tiles: int, queries: int, truncated: bool) -> torch.cuda.CUDAGraph:
+    def _capture(
+        self, count: int, tiles: int, queries: int, truncated: bool
+    ) -> torch.cuda.CUDAGraph:
         """The graph of one step. The step that warms it up finds every row done, and changes nothing."""
         began = time.perf_counter()
         assert self.rows is not None

@@ -28,7 +28,9 @@ def pages_of(tokens: int) -> int:
 
 def most_pages(request: Request) -> int:
     """Of a group at its longest."""
-    return pages_of(len(request.prompt_ids)) + request.group * pages_of(request.sampling.max_new_tokens)
+    return pages_of(len(request.prompt_ids)) + request.group * pages_of(
+        request.sampling.max_new_tokens
+    )
 
 
 def check_room(requests: Sequence[Request], room: int, page_bytes: int) -> None:
@@ -54,12 +56,17 @@ class PagedBatch:
         self.done: list[list[Completion | None]] = [[None] * r.group for r in requests]
         settings = [r.sampling for r in requests]
         self.truncated = any(s.truncated for s in settings)
-        self.endless = all(s.min_new_tokens >= s.max_new_tokens for s in settings) or not bool(paged.stop_V.any())
+        self.endless = all(s.min_new_tokens >= s.max_new_tokens for s in settings) or not bool(
+            paged.stop_V.any()
+        )
         self.room, largest = paged.room(), max(r.group for r in requests)
         check_room(requests, self.room, paged.page_bytes)
         self.capacity = max(min(max_rows, sum(r.group for r in requests)), largest)
         self.tile_size, self.queries = paged.tiling(largest)
-        limit, prompt = max(s.max_new_tokens for s in settings), max(len(r.prompt_ids) for r in requests)
+        limit, prompt = (
+            max(s.max_new_tokens for s in settings),
+            max(len(r.prompt_ids) for r in requests),
+        )
         self._allocate(limit, prompt)
         assert paged.rows is not None
         rows = paged.rows
@@ -72,18 +79,30 @@ class PagedBatch:
         # beside them, what only the host must know: request, sample, where its answer is kept, pages it has, prompt length
         self.host = np.zeros((5, rows.capacity), np.int64)
         self.count, self.homes = 0, list(range(rows.capacity - 1, -1, -1))
-        self.ids, self.logprobs = np.zeros((rows.capacity, 0), np.int64), np.zeros((rows.capacity, 0), np.float32)
-        self.prompts: dict[int, tuple[int, np.ndarray]] = {}  # request -> live rows, pages of its prompt
+        self.ids, self.logprobs = (
+            np.zeros((rows.capacity, 0), np.int64),
+            np.zeros((rows.capacity, 0), np.float32),
+        )
+        self.prompts: dict[
+            int, tuple[int, np.ndarray]
+        ] = {}  # request -> live rows, pages of its prompt
         self.promised = 0  # pages of all live rows at their longest, and of their prompts
         self.stop_V = paged.stop_V.cpu().numpy().astype(bool)
-        self.changed, self.shape = True, (0, 0)  # the device does not know yet; how many rows and tiles it knew last
+        self.changed, self.shape = (
+            True,
+            (0, 0),
+        )  # the device does not know yet; how many rows and tiles it knew last
 
     def _allocate(self, limit: int, prompt: int) -> None:
         """A pool for what will be live first; `_reserve` lets it grow."""
-        rows_R, pages_R = (np.cumsum(counts) for counts in zip(*((r.group, most_pages(r)) for r in self.requests), strict=True))
+        rows_R, pages_R = (
+            np.cumsum(counts)
+            for counts in zip(*((r.group, most_pages(r)) for r in self.requests), strict=True)
+        )
         entering = self.requests[: int(((rows_R <= self.capacity) & (pages_R < self.room)).sum())]
         pool = 1 + sum(
-            pages_of(len(r.prompt_ids)) + r.group * pages_of(min(r.sampling.max_new_tokens, AHEAD)) for r in entering
+            pages_of(len(r.prompt_ids)) + r.group * pages_of(min(r.sampling.max_new_tokens, AHEAD))
+            for r in entering
         )
         self.paged.fit(self.capacity, pages_of(limit), pages_of(prompt), pool, limit + prompt)
 
@@ -104,7 +123,10 @@ class PagedBatch:
     def _fits(self) -> bool:
         """Whether the next request can enter: a row for each sample, and pages enough for everyone to get to its limit. A prompt
         keeps its pages until the last row of its group is done."""
-        if self.waiting == len(self.requests) or self.count + self.requests[self.waiting].group > self.capacity:
+        if (
+            self.waiting == len(self.requests)
+            or self.count + self.requests[self.waiting].group > self.capacity
+        ):
             return False
         return self.promised + most_pages(self.requests[self.waiting]) < self.room
 
@@ -113,7 +135,9 @@ class PagedBatch:
         first, starts, groups = self.count, [0], []
         ids: list[np.ndarray] = []
         slots: list[np.ndarray] = []
-        while self._fits() and (not ids or starts[-1] + len(self.requests[self.waiting].prompt_ids) <= PREFILL_TOKENS):
+        while self._fits() and (
+            not ids or starts[-1] + len(self.requests[self.waiting].prompt_ids) <= PREFILL_TOKENS
+        ):
             request = self.requests[self.waiting]
             length = len(request.prompt_ids)
             pages = self._take(pages_of(length))
@@ -136,9 +160,21 @@ class PagedBatch:
 
     def _enter(self, request: Request, pages: np.ndarray) -> None:
         """Rows for a request's samples, with nothing written yet."""
-        part, one, length = slice(self.count, self.count + request.group), request.sampling, len(request.prompt_ids)
-        for name, value in (("position", length - 1), ("limit", one.max_new_tokens), ("least", one.min_new_tokens),
-                            ("top_k", one.top_k), ("count", 0), ("done", 0), ("slot", 0), ("last", 0)):  # fmt: skip
+        part, one, length = (
+            slice(self.count, self.count + request.group),
+            request.sampling,
+            len(request.prompt_ids),
+        )
+        for name, value in (
+            ("position", length - 1),
+            ("limit", one.max_new_tokens),
+            ("least", one.min_new_tokens),
+            ("top_k", one.top_k),
+            ("count", 0),
+            ("done", 0),
+            ("slot", 0),
+            ("last", 0),
+        ):
             self[name][part] = value
         self["seed"][part] = derive_each(request.seed, request.group)
         self.floats[0, part], self.floats[1, part] = one.temperature, one.top_p
@@ -166,7 +202,11 @@ class PagedBatch:
             return
         more = need[short] - have[short]
         row = np.repeat(short, more)
-        column = np.repeat(have[short], more) + np.arange(len(row)) - np.repeat(np.cumsum(more) - more, more)
+        column = (
+            np.repeat(have[short], more)
+            + np.arange(len(row))
+            - np.repeat(np.cumsum(more) - more, more)
+        )
         self.table[row, column] = self._take(len(row))
         self.host[3, short] = need[short]
         self.changed = True
@@ -177,7 +217,9 @@ class PagedBatch:
         begin = np.flatnonzero(np.r_[True, request[1:] != request[:-1]])
         length = np.diff(np.r_[begin, count])
         parts = -(-length // self.tile_size)
-        offset = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * self.tile_size
+        offset = (
+            np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        ) * self.tile_size
         first = np.repeat(begin, parts) + offset
         rows = np.minimum(np.repeat(length, parts) - offset, self.tile_size)
         return np.stack([first, rows, self.host[4, first]])
@@ -187,13 +229,17 @@ class PagedBatch:
         rows, device = self.paged.rows, self.paged.device
         assert rows is not None
         for target, source in (
-            (rows.integers[:, :count], self.integers[:, :count]), (rows.floats[:, :count], self.floats[:, :count]),
+            (rows.integers[:, :count], self.integers[:, :count]),
+            (rows.floats[:, :count], self.floats[:, :count]),
             (rows.table[:count], self.table[:count]),
-        ):  # fmt: skip
+        ):
             target.copy_(torch.from_numpy(source).to(device))
         if tiles:
             made = self._tiles(self.count)
-            tile, prompt = np.zeros((3, tiles), np.int32), np.zeros((tiles, rows.prompt_pages), np.int32)
+            tile, prompt = (
+                np.zeros((3, tiles), np.int32),
+                np.zeros((tiles, rows.prompt_pages), np.int32),
+            )
             tile[:, : made.shape[1]], prompt[: made.shape[1]] = made, self.prompt_table[made[0]]
             rows.tile[:, :tiles].copy_(torch.from_numpy(tile).to(device))
             rows.prompt_table[:tiles].copy_(torch.from_numpy(prompt).to(device))
@@ -231,13 +277,23 @@ class PagedBatch:
         self._write(self.host[2, part], before, valid, ids_SN, logprobs_SN)
         at = np.arange(len(valid))
         count = self["count"][part] = before + valid
-        self["last"][part], self["done"][part] = ids_SN[valid - 1, at], np.where(ended, 1 + stopped_SN[valid - 1, at], 0)
+        self["last"][part], self["done"][part] = (
+            ids_SN[valid - 1, at],
+            np.where(ended, 1 + stopped_SN[valid - 1, at], 0),
+        )
         self["position"][part] = self.host[4, part] + count - 1
         page = np.minimum((count - 1) // PAGE, self.table.shape[1] - 1)
-        self["slot"][part] = self.table[first + at, page].astype(np.int64) * PAGE + (count - 1) % PAGE
+        self["slot"][part] = (
+            self.table[first + at, page].astype(np.int64) * PAGE + (count - 1) % PAGE
+        )
 
     def _write(
-        self, home: np.ndarray, before: np.ndarray, valid: np.ndarray, ids_SN: np.ndarray, logprobs_SN: np.ndarray
+        self,
+        home: np.ndarray,
+        before: np.ndarray,
+        valid: np.ndarray,
+        ids_SN: np.ndarray,
+        logprobs_SN: np.ndarray,
     ) -> None:
         length = int((before + valid).max())
         if length > self.ids.shape[1]:
@@ -257,11 +313,16 @@ class PagedBatch:
         for row, length, end in zip(self.host[:3, finished].T.tolist(), lengths, ends, strict=True):
             request, sample, home = row
             ids, logprobs = self.ids[home, :length].copy(), self.logprobs[home, :length].copy()
-            self.done[request][sample] = Completion(ids, logprobs, "stop" if end == 2 else "length", self.version)
+            self.done[request][sample] = Completion(
+                ids, logprobs, "stop" if end == 2 else "length", self.version
+            )
             self.homes.append(home)
         taken = np.arange(self.table.shape[1]) < self.host[3, finished][:, None]
         self.paged.pages.give(self.table[finished][taken])
-        for request, gone in zip(*(a.tolist() for a in np.unique(self.host[0, finished], return_counts=True)), strict=True):
+        for request, gone in zip(
+            *(a.tolist() for a in np.unique(self.host[0, finished], return_counts=True)),
+            strict=True,
+        ):
             left, pages = self.prompts.pop(request)
             self.promised -= gone * pages_of(self.requests[request].sampling.max_new_tokens)
             if left == gone:

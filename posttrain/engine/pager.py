@@ -27,7 +27,9 @@ class Pager:
         """Whether these requests go this way. A second call while one is half-way does not: there is one pool."""
         return self.wanted and not self.busy and bool(requests) and self._ready()
 
-    def generate(self, requests: Sequence[Request], max_rows: int, version: int) -> Iterator[tuple[Completion, ...]]:
+    def generate(
+        self, requests: Sequence[Request], max_rows: int, version: int
+    ) -> Iterator[tuple[Completion, ...]]:
         assert self.paged is not None
         self.busy, was_training = True, self.policy.model.training
         self.policy.model.eval()
@@ -50,7 +52,9 @@ class Pager:
         if self.paged is not None and self.paged.decoder.places == self.paged.decoder.addresses():
             self.paged.decoder.refresh()
             return True
-        decoder, reason = fused(self.policy)  # the first call, or parameters were moved and captured graphs read the old ones
+        decoder, reason = fused(
+            self.policy
+        )  # the first call, or parameters were moved and captured graphs read the old ones
         if decoder is None:
             name = self.policy.source or type(self.policy.model).__name__
             sys.stderr.write(

@@ -73,5 +73,9 @@ class Rows:
         """The same state without its first rows: views."""
         rest = copy(self)
         rest.integers, rest.floats = self.integers[:, first:], self.floats[:, first:]
-        rest.table, rest.ids, rest.logprobs = self.table[first:], self.ids[:, first:], self.logprobs[:, first:]
+        rest.table, rest.ids, rest.logprobs = (
+            self.table[first:],
+            self.ids[:, first:],
+            self.logprobs[:, first:],
+        )
         return rest

@@ -24,17 +24,30 @@ class Choices:
     cold: bool = False  # temperature 0 in every row
 
     @classmethod
-    def of(cls, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, device: torch.device) -> Choices:
+    def of(
+        cls, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, device: torch.device
+    ) -> Choices:
         plain = bool((temperature == 1).all() and (top_k == 0).all() and (top_p == 1).all())
-        tensors = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (temperature, top_k, top_p))
+        tensors = (
+            torch.from_numpy(np.ascontiguousarray(a)).to(device)
+            for a in (temperature, top_k, top_p)
+        )
         return cls(*tensors, plain=plain, cold=not temperature.any())
 
     def rest(self, first: int) -> Choices:
         """Those of the rows from `first` on."""
-        return Choices(self.temperature_N[first:], self.top_k_N[first:], self.top_p_N[first:], self.plain, self.cold)
+        return Choices(
+            self.temperature_N[first:],
+            self.top_k_N[first:],
+            self.top_p_N[first:],
+            self.plain,
+            self.cold,
+        )
 
 
-def sample(hidden_NH: Tensor, head: Head, choices: Choices, uniform_N: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
+def sample(
+    hidden_NH: Tensor, head: Head, choices: Choices, uniform_N: Tensor, plain: bool
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the CDF at the row's own uniform (engine/random.py).
 
     `plain` promises temperature 1 and no truncation for every row. Temperature 0 is argmax with log-prob 0: a certain choice.
@@ -50,7 +63,9 @@ def sample(hidden_NH: Tensor, head: Head, choices: Choices, uniform_N: Tensor, p
     return id_N, logprob_NV.gather(-1, id_N[:, None])[:, 0]
 
 
-def draw(logits_NV: Tensor, choices: Choices, uniform_N: Tensor, truncated: bool) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_NV: Tensor, choices: Choices, uniform_N: Tensor, truncated: bool
+) -> tuple[Tensor, Tensor]:
     """`sample` from logits, each row with its own settings; without `truncated` no row's support is cut. Nothing here waits for
     the device."""
     greedy_N = choices.temperature_N == 0
@@ -73,14 +88,18 @@ def invert(logprob_NV: Tensor, uniform_N: Tensor) -> Tensor:
     whole = size // BLOCK * BLOCK
     mass_NB = p_NV[:, :whole].view(-1, whole // BLOCK, BLOCK).sum(-1, dtype=torch.float64)
     if whole < size:
-        mass_NB = torch.cat([mass_NB, p_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+        mass_NB = torch.cat(
+            [mass_NB, p_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1
+        )
     cumulative_NB = mass_NB.cumsum(-1)
     level_N1 = uniform_N[:, None] * cumulative_NB[:, -1:]
     block_N1 = _first_above(cumulative_NB, level_N1)
     level_N1 = level_N1 - (cumulative_NB - mass_NB).gather(-1, block_N1)
     at_NV = block_N1 * BLOCK + torch.arange(BLOCK, device=p_NV.device)
     inside_NV = p_NV.gather(-1, at_NV.clamp(max=size - 1)).where(at_NV < size, 0.0)
-    return (block_N1 * BLOCK + _first_above(inside_NV.cumsum(-1, dtype=torch.float64), level_N1))[:, 0]
+    return (block_N1 * BLOCK + _first_above(inside_NV.cumsum(-1, dtype=torch.float64), level_N1))[
+        :, 0
+    ]
 
 
 def _first_above(cumulative_NV: Tensor, level_N1: Tensor) -> Tensor:
@@ -98,8 +117,14 @@ def truncate(logprob_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     kept_NV = torch.where(keep_NV, ordered_NV.exp(), 0.0)
     kept_NV = kept_NV / kept_NV.sum(-1, keepdim=True)
     before_NV = kept_NV.cumsum(-1) - kept_NV
-    keep_NV &= (top_p_N[:, None] >= 1) | (before_NV < top_p_N[:, None])  # rounding may bring a sum past 1: p = 1 cuts nothing
+    keep_NV &= (top_p_N[:, None] >= 1) | (
+        before_NV < top_p_N[:, None]
+    )  # rounding may bring a sum past 1: p = 1 cuts nothing
     keep_NV[:, 0] = True
     renormalised = torch.log_softmax(ordered_NV.masked_fill(~keep_NV, -torch.inf), -1)
     cut_N = (top_k_N > 0) | (top_p_N < 1)
-    return torch.where(cut_N[:, None], torch.empty_like(renormalised).scatter(-1, index_NV, renormalised), logprob_NV)
+    return torch.where(
+        cut_N[:, None],
+        torch.empty_like(renormalised).scatter(-1, index_NV, renormalised),
+        logprob_NV,
+    )

@@ -13,7 +13,9 @@ import triton.language as tl
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, epsilon, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, width, epsilon, SHIFTED: tl.constexpr, BLOCK: tl.constexpr
+):
     """out = x / sqrt(mean(x^2) + epsilon) * weight, one row a program; SHIFTED: * (1 + weight), before rounding (Gemma)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -31,10 +33,24 @@ def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, epsilon, SHIFTED: tl.cons
 
 @triton.jit
 def rotate_store_kernel(
-    mixed_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, keys_ptr, values_ptr, query_norm_ptr, key_norm_ptr, epsilon,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
+    mixed_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    keys_ptr,
+    values_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    epsilon,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
-):  # fmt: skip
+):
     """All heads of one token: [normalise,] turn by the position's angle, write back; keys and values also into their slot."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
@@ -54,8 +70,12 @@ def rotate_store_kernel(
         asks, gives = (head < HEADS) & wide, (head >= HEADS) & wide
         first = tl.load(query_norm_ptr + half + 0 * head, mask=asks, other=0.0).to(tl.float32)
         first += tl.load(key_norm_ptr + half + 0 * head, mask=gives, other=0.0).to(tl.float32)
-        second = tl.load(query_norm_ptr + WIDTH // 2 + half + 0 * head, mask=asks, other=0.0).to(tl.float32)
-        second += tl.load(key_norm_ptr + WIDTH // 2 + half + 0 * head, mask=gives, other=0.0).to(tl.float32)
+        second = tl.load(query_norm_ptr + WIDTH // 2 + half + 0 * head, mask=asks, other=0.0).to(
+            tl.float32
+        )
+        second += tl.load(key_norm_ptr + WIDTH // 2 + half + 0 * head, mask=gives, other=0.0).to(
+            tl.float32
+        )
         if SHIFTED:
             low, high = low * scale * (1.0 + first), high * scale * (1.0 + second)
         else:
@@ -80,10 +100,29 @@ def rotate_store_kernel(
 
 @triton.jit
 def prefix_kernel(
-    mixed_ptr, keys_ptr, values_ptr, out_ptr, lse_ptr, tile_ptr, table_ptr, position_ptr, scaling, softcap, window, tiles, pages,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    mixed_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    lse_ptr,
+    tile_ptr,
+    table_ptr,
+    position_ptr,
+    scaling,
+    softcap,
+    window,
+    tiles,
+    pages,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attention of all rows of a tile, [first row, rows, prompt length], to their common prompt, read once; and its log-sum-exp."""
     tile, head = tl.program_id(0), tl.program_id(1)
     rows = tl.load(tile_ptr + tiles + tile)
@@ -98,8 +137,9 @@ def prefix_kernel(
     wide = at_d < WIDTH
     q = tl.load(
         mixed_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
-        mask=mine[:, None] & wide[None, :], other=0.0,
-    )  # fmt: skip
+        mask=mine[:, None] & wide[None, :],
+        other=0.0,
+    )
     start = 0
     if WINDOWED:
         position = tl.load(position_ptr + row, mask=mine, other=2147483647)
@@ -111,7 +151,9 @@ def prefix_kernel(
         slot = tl.load(table_ptr + tile * pages + page).to(tl.int64) * PAGE + at_n
         seen = page * PAGE + at_n < length
         at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
-        if WIDE == WIDTH:  # a page is always there as a whole, and always finite: what is not seen weighs nothing
+        if (
+            WIDE == WIDTH
+        ):  # a page is always there as a whole, and always finite: what is not seen weighs nothing
             k = tl.load(keys_ptr + at)
         else:
             k = tl.load(keys_ptr + at, mask=wide[None, :], other=0.0)
@@ -142,10 +184,29 @@ def prefix_kernel(
 
 @triton.jit
 def suffix_kernel(
-    mixed_ptr, keys_ptr, values_ptr, before_ptr, lse_ptr, out_ptr, count_ptr, done_ptr, table_ptr, scaling, softcap, window, pages,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    mixed_ptr,
+    keys_ptr,
+    values_ptr,
+    before_ptr,
+    lse_ptr,
+    out_ptr,
+    count_ptr,
+    done_ptr,
+    table_ptr,
+    scaling,
+    softcap,
+    window,
+    pages,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attention of one row to the tokens it has written, begun from what `prefix_kernel` left: a merge by log-sum-exp."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     GROUPED: tl.constexpr = HEADS // KEYS
@@ -156,7 +217,11 @@ def suffix_kernel(
         length = 0
     query_head = head * GROUPED + member
     both = mine[:, None] & wide[None, :]
-    q = tl.load(mixed_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :], mask=both, other=0.0)
+    q = tl.load(
+        mixed_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
+        mask=both,
+        other=0.0,
+    )
     state = row * HEADS + query_head
     top = tl.load(lse_ptr + state, mask=mine, other=-float("inf"))
     total = tl.where(top == -float("inf"), 0.0, 1.0)
@@ -168,7 +233,9 @@ def suffix_kernel(
         slot = tl.load(table_ptr + row * pages + page).to(tl.int64) * PAGE + at_n
         seen = (page * PAGE + at_n < length) & (page * PAGE + at_n >= oldest)
         at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
-        if WIDE == WIDTH:  # a page is always there as a whole, and always finite: what is not seen weighs nothing
+        if (
+            WIDE == WIDTH
+        ):  # a page is always there as a whole, and always finite: what is not seen weighs nothing
             k = tl.load(keys_ptr + at)
         else:
             k = tl.load(keys_ptr + at, mask=wide[None, :], other=0.0)
@@ -187,16 +254,24 @@ def suffix_kernel(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = higher
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_ptr + state[:, None] * WIDTH + at_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=both)
+    tl.store(
+        out_ptr + state[:, None] * WIDTH + at_d[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=both,
+    )
 
 
 @triton.jit
-def block_sums_kernel(logits_ptr, temperature_ptr, top_ptr, sum_ptr, best_ptr, size, blocks, BLOCK: tl.constexpr):
+def block_sums_kernel(
+    logits_ptr, temperature_ptr, top_ptr, sum_ptr, best_ptr, size, blocks, BLOCK: tl.constexpr
+):
     """Of one block of one row's logits: the largest z = logit / temperature, sum(exp(z - largest)), and where the largest is."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     heat = tl.load(temperature_ptr + row)
-    z = tl.load(logits_ptr + row * size + at, mask=at < size, other=-float("inf")) / tl.where(heat == 0.0, 1.0, heat)
+    z = tl.load(logits_ptr + row * size + at, mask=at < size, other=-float("inf")) / tl.where(
+        heat == 0.0, 1.0, heat
+    )
     top, best = tl.max(z, 0, return_indices=True)
     tl.store(top_ptr + row * blocks + block, top)
     tl.store(sum_ptr + row * blocks + block, tl.sum(tl.exp(z - top), 0))
@@ -205,9 +280,21 @@ def block_sums_kernel(logits_ptr, temperature_ptr, top_ptr, sum_ptr, best_ptr, s
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, temperature_ptr, top_ptr, sum_ptr, best_ptr, seed_ptr, count_ptr, done_ptr, id_ptr, logprob_ptr, size, blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    temperature_ptr,
+    top_ptr,
+    sum_ptr,
+    best_ptr,
+    seed_ptr,
+    count_ptr,
+    done_ptr,
+    id_ptr,
+    logprob_ptr,
+    size,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """The first id whose cumulative probability exceeds the row's own uniform, and its log-prob: one block is read again."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(done_ptr + row) != 0:
@@ -217,14 +304,19 @@ def draw_kernel(
     here = at_b < blocks
     top_b = tl.load(top_ptr + row * blocks + at_b, mask=here, other=-float("inf"))
     top = tl.max(top_b, 0)
-    mass_b = tl.load(sum_ptr + row * blocks + at_b, mask=here, other=0.0).to(tl.float64) * tl.exp(top_b - top).to(tl.float64)
+    mass_b = tl.load(sum_ptr + row * blocks + at_b, mask=here, other=0.0).to(tl.float64) * tl.exp(
+        top_b - top
+    ).to(tl.float64)
     if heat == 0.0:
         place = tl.min(tl.where(top_b == top, at_b, BLOCKS), 0)
         tl.store(id_ptr + row, tl.load(best_ptr + row * blocks + place).to(tl.int64))
         tl.store(logprob_ptr + row, 0.0)
     else:
         # SplitMix64, as posttrain/engine/random.py has it; shifts of a signed integer are masked to be logical
-        x = tl.load(seed_ptr + row) + (tl.load(count_ptr + row).to(tl.int64) + 1) * -7046029254386353131
+        x = (
+            tl.load(seed_ptr + row)
+            + (tl.load(count_ptr + row).to(tl.int64) + 1) * -7046029254386353131
+        )
         x = (x ^ ((x >> 30) & 17179869183)) * -4658895280553007687
         x = (x ^ ((x >> 27) & 137438953471)) * -7723592293110705685
         x = x ^ ((x >> 31) & 8589934591)
@@ -233,7 +325,9 @@ def draw_kernel(
         total = tl.sum(mass_b, 0)
         level = uniform * total
         block = tl.sum(((cumulative_b <= level) & here).to(tl.int32), 0)
-        last = tl.max(tl.where(mass_b > 0.0, at_b, 0), 0)  # rounding may bring the level up to the whole sum
+        last = tl.max(
+            tl.where(mass_b > 0.0, at_b, 0), 0
+        )  # rounding may bring the level up to the whole sum
         block = tl.minimum(block, last)
         level = level - tl.sum(tl.where(at_b < block, mass_b, 0.0), 0)
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -249,9 +343,26 @@ def draw_kernel(
 
 @triton.jit
 def advance_kernel(
-    id_ptr, logprob_ptr, stop_ptr, last_ptr, count_ptr, position_ptr, slot_ptr, limit_ptr, least_ptr, done_ptr, table_ptr,
-    step_ptr, ids_ptr, logprobs_ptr, rows, capacity, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    id_ptr,
+    logprob_ptr,
+    stop_ptr,
+    last_ptr,
+    count_ptr,
+    position_ptr,
+    slot_ptr,
+    limit_ptr,
+    least_ptr,
+    done_ptr,
+    table_ptr,
+    step_ptr,
+    ids_ptr,
+    logprobs_ptr,
+    rows,
+    capacity,
+    pages,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write the drawn ids down, and make every row ready for its next token."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -259,11 +370,17 @@ def advance_kernel(
     step = tl.load(step_ptr)
     drawn = tl.load(id_ptr + row, mask=live, other=0)
     tl.store(ids_ptr + step * capacity + row, drawn, mask=live)
-    tl.store(logprobs_ptr + step * capacity + row, tl.load(logprob_ptr + row, mask=live, other=0.0), mask=live)
+    tl.store(
+        logprobs_ptr + step * capacity + row,
+        tl.load(logprob_ptr + row, mask=live, other=0.0),
+        mask=live,
+    )
     tl.store(last_ptr + row, drawn, mask=live)
     count = tl.load(count_ptr + row, mask=live, other=0) + 1
     tl.store(count_ptr + row, count, mask=live)
-    stopped = (tl.load(stop_ptr + drawn, mask=live, other=0) != 0) & (count > tl.load(least_ptr + row, mask=live, other=0))
+    stopped = (tl.load(stop_ptr + drawn, mask=live, other=0) != 0) & (
+        count > tl.load(least_ptr + row, mask=live, other=0)
+    )
     finished = stopped | (count >= tl.load(limit_ptr + row, mask=live, other=0))
     tl.store(done_ptr + row, finished.to(tl.int64), mask=live)
     going = live & (finished == 0)

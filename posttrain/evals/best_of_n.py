@@ -66,7 +66,9 @@ def chances(samples: int, n: int) -> np.ndarray:
     return chance_N
 
 
-def frontier(groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | None = None) -> list[Point]:
+def frontier(
+    groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | None = None
+) -> list[Point]:
     """The reward-KL curve of best-of-n, from groups of N rated samples: a score's value is the proxy, its part `gold` the gold reward
     (as `rollouts.rate_groups` leaves them). Where no score has such a part, the value is both.
 
@@ -76,7 +78,11 @@ def frontier(groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | No
     both = any(gold in r.score.parts for group in groups for r in group.rollouts)
     curves, asked = [], []
     for group, key in zip(groups, prompts(groups), strict=True):
-        scores = [r.score for r in group.rollouts if r.score.value is not None and (not both or gold in r.score.parts)]
+        scores = [
+            r.score
+            for r in group.rollouts
+            if r.score.value is not None and (not both or gold in r.score.parts)
+        ]
         proxy = [float(s.value or 0.0) for s in scores]
         if proxy:
             true = [s.parts[gold] for s in scores] if both else proxy
@@ -90,5 +96,12 @@ def frontier(groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | No
         if not 1 <= n <= most:
             raise ValueError(f"the best of {n} cannot be estimated from {most} samples")
         proxies, golds = [float(c[0][n - 1]) for c in curves], [float(c[1][n - 1]) for c in curves]
-        points.append(Point(n, best_of_n_kl(n), mean_interval(proxies, asked), score_interval(golds, asked, means=most > 1)))
+        points.append(
+            Point(
+                n,
+                best_of_n_kl(n),
+                mean_interval(proxies, asked),
+                score_interval(golds, asked, means=most > 1),
+            )
+        )
     return points

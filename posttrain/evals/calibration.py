@@ -53,7 +53,9 @@ def pair_accuracy(margins: Sequence[float]) -> float:
     return float(np.mean((margin_K > 0) + 0.5 * (margin_K == 0)))
 
 
-def accuracy_by(keys: Sequence[float], margins: Sequence[float], buckets: int = BUCKETS) -> tuple[Bucket, ...]:
+def accuracy_by(
+    keys: Sequence[float], margins: Sequence[float], buckets: int = BUCKETS
+) -> tuple[Bucket, ...]:
     """Accuracy over pairs sorted by `keys` and cut into `buckets` of about equal size; equal keys are never parted.
 
     With the distance of labels as the key it tells whether errors are among pairs that people found close too. Few
@@ -67,11 +69,15 @@ def accuracy_by(keys: Sequence[float], margins: Sequence[float], buckets: int = 
         raise ValueError(f"{len(key_K)} keys for {len(margin_K)} margins in {buckets} buckets")
     order = np.argsort(key_K, kind="stable")
     key_K, margin_K = key_K[order], margin_K[order]
-    ends = [int(np.searchsorted(key_K, key_K[len(key_K) * (b + 1) // buckets - 1], side="right"))
-            for b in range(buckets) if len(key_K) * (b + 1) // buckets]  # fmt: skip
+    ends = [
+        int(np.searchsorted(key_K, key_K[len(key_K) * (b + 1) // buckets - 1], side="right"))
+        for b in range(buckets)
+        if len(key_K) * (b + 1) // buckets
+    ]
     cuts = sorted({0, *ends})
     return tuple(
-        Bucket(float(key_K[a]), float(key_K[b - 1]), b - a, pair_accuracy(margin_K[a:b].tolist())) for a, b in pairwise(cuts)
+        Bucket(float(key_K[a]), float(key_K[b - 1]), b - a, pair_accuracy(margin_K[a:b].tolist()))
+        for a, b in pairwise(cuts)
     )
 
 
@@ -88,7 +94,13 @@ def calibration(margins: Sequence[float], bins: int = BINS) -> Calibration:
     for place in range(bins):
         inside = place_K == place
         if inside.any():
-            found.append(Bin(int(inside.sum()), float(confidence_K[inside].mean()), pair_accuracy(margin_K[inside].tolist())))
+            found.append(
+                Bin(
+                    int(inside.sum()),
+                    float(confidence_K[inside].mean()),
+                    pair_accuracy(margin_K[inside].tolist()),
+                )
+            )
     error = sum(b.pairs * abs(b.accuracy - b.confidence) for b in found) / len(margin_K)
     return Calibration(tuple(found), float(error))
 

@@ -33,18 +33,24 @@ class Overlap:
     train: int
     held_out: int
     exact: tuple[tuple[int, int], ...]
-    near: tuple[tuple[int, float], ...]  # (place in held out, share of its n-grams), exact ones left out
+    near: tuple[
+        tuple[int, float], ...
+    ]  # (place in held out, share of its n-grams), exact ones left out
     short: int  # held-out questions of fewer than n words: they have no n-gram and can only match exactly
 
     def lines(self) -> list[str]:
         """What a person should read: nothing where nothing is shared."""
         said = []
         if self.exact:
-            said.append(f"{len(self.exact)} of {self.held_out} held-out questions are among the {self.train} trained on")
+            said.append(
+                f"{len(self.exact)} of {self.held_out} held-out questions are among the {self.train} trained on"
+            )
         if self.near:
             worst = max(share for _, share in self.near)
-            said.append(f"{len(self.near)} of {self.held_out} held-out questions share at least {NEAR:.0%} of their {N}-grams with "
-                        f"training questions (at most {worst:.0%}): look whether they are the same problem in other words")  # fmt: skip
+            said.append(
+                f"{len(self.near)} of {self.held_out} held-out questions share at least {NEAR:.0%} of their {N}-grams with "
+                f"training questions (at most {worst:.0%}): look whether they are the same problem in other words"
+            )
         return said
 
 
@@ -67,17 +73,27 @@ def ngrams(question: str, n: int = N) -> set[tuple[str, ...]]:
     return {tuple(words[place : place + n]) for place in range(len(words) - n + 1)}
 
 
-def overlap(train: Sequence[str], held_out: Sequence[str], n: int = N, near: float = NEAR) -> Overlap:
+def overlap(
+    train: Sequence[str], held_out: Sequence[str], n: int = N, near: float = NEAR
+) -> Overlap:
     """Compare two lists of questions."""
     places = {content_hash(question): place for place, question in reversed(list(enumerate(train)))}
-    exact = [(place, places[found]) for place, q in enumerate(held_out) if (found := content_hash(q)) in places]
+    exact = [
+        (place, places[found])
+        for place, q in enumerate(held_out)
+        if (found := content_hash(q)) in places
+    ]
     wanted = [ngrams(question, n) for question in held_out]
     every = set().union(*wanted) if wanted else set()
     seen: set[tuple[str, ...]] = set()
     for question in train[:SCANNED]:
         seen |= ngrams(question, n) & every
     taken = {place for place, _ in exact}
-    shares = [(place, len(own & seen) / len(own)) for place, own in enumerate(wanted) if own and place not in taken]
+    shares = [
+        (place, len(own & seen) / len(own))
+        for place, own in enumerate(wanted)
+        if own and place not in taken
+    ]
     similar = tuple((place, share) for place, share in shares if share >= near)
     return Overlap(len(train), len(held_out), tuple(exact), similar, sum(not own for own in wanted))
 

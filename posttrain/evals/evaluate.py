@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from math import isnan, nan
 
 from posttrain.errors import require
-from posttrain.evals.statistics import Comparison, Interval, compare, majority_at_k, pass_at_k, score_interval, share_interval
+from posttrain.evals.statistics import (
+    Comparison,
+    Interval,
+    compare,
+    majority_at_k,
+    pass_at_k,
+    score_interval,
+    share_interval,
+)
 from posttrain.types import JSON, Group
 
 Row = Mapping[str, JSON]  # what is saved of one problem
@@ -34,7 +42,10 @@ class Evaluation:
     def passed(self, k: int) -> Interval:
         """pass@k, unbiased, over the problems whose samples were all scored."""
         kept = [g for g in self.groups if scored(g)]
-        require(bool(kept), "every problem has a sample that could not be scored; see the failures in problems.jsonl")
+        require(
+            bool(kept),
+            "every problem has a sample that could not be scored; see the failures in problems.jsonl",
+        )
         values = [pass_at_k(len(g.rollouts), sum(solved(g)), k) for g in kept]
         return share_interval(values, prompts(kept), means=any(len(g.rollouts) > k for g in kept))
 
@@ -46,13 +57,22 @@ class Evaluation:
         """majority@k: how often the most frequent final answer of k samples is right, m tied ones sharing 1/m each. A problem's n
         samples are n // k votes, whose mean counts. None where the task finds no final answers, or nothing was scored."""
         votes: dict[int, list[float]] = {}
-        for n, (group, finals) in enumerate(zip(self.groups, self.finals, strict=True) if self.has_finals else ()):
+        for n, (group, finals) in enumerate(
+            zip(self.groups, self.finals, strict=True) if self.has_finals else ()
+        ):
             if scored(group):
                 right = list(solved(group))
-                votes[n] = [_vote(finals[at : at + k], right[at : at + k]) for at in range(0, len(right) - k + 1, k)]
+                votes[n] = [
+                    _vote(finals[at : at + k], right[at : at + k])
+                    for at in range(0, len(right) - k + 1, k)
+                ]
         keys = prompts([self.groups[n] for n in votes])
         means = [sum(own) / len(own) for own in votes.values()]
-        return share_interval(means, keys, means=any(len(own) > 1 for own in votes.values())) if means else None
+        return (
+            share_interval(means, keys, means=any(len(own) > 1 for own in votes.values()))
+            if means
+            else None
+        )
 
     def without(self, left_out: Sequence[bool]) -> Evaluation | None:
         """The evaluation on the other problems, or None where none is left."""
@@ -77,11 +97,20 @@ class Evaluation:
 
     def part(self, name: str) -> Interval | None:
         """One named part of the score, such as format, averaged over problems."""
-        return self._averaged([[r.score.parts[name] for r in g.rollouts if name in r.score.parts] for g in self.groups])
+        return self._averaged(
+            [
+                [r.score.parts[name] for r in g.rollouts if name in r.score.parts]
+                for g in self.groups
+            ]
+        )
 
     def _averaged(self, values: Sequence[Sequence[float]]) -> Interval | None:
         """The mean over problems of the mean of each one's values; None where none has any."""
-        kept = [(sum(own) / len(own), len(own) > 1, key) for own, key in zip(values, prompts(self.groups), strict=True) if own]
+        kept = [
+            (sum(own) / len(own), len(own) > 1, key)
+            for own, key in zip(values, prompts(self.groups), strict=True)
+            if own
+        ]
         if not kept:
             return None
         means, several, keys = zip(*kept, strict=True)
@@ -89,7 +118,9 @@ class Evaluation:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return tuple(sorted({name for g in self.groups for r in g.rollouts for name in r.score.parts}))
+        return tuple(
+            sorted({name for g in self.groups for r in g.rollouts for name in r.score.parts})
+        )
 
     def solved(self) -> list[float]:
         """The share of solved samples of each problem, for a paired comparison; NaN where one could not be scored."""
@@ -98,8 +129,14 @@ class Evaluation:
 
 def prompts(groups: Sequence[Group]) -> list[str]:
     """What each group answers, as one text for the same prompt: problems with the same prompt are one observation of it."""
-    given = [[g.problem.question, *(s.text for s in g.rollouts[0].segments[:1] if not s.sampled)] for g in groups]
-    return ["\0".join(texts) if any(texts) else g.problem.id for texts, g in zip(given, groups, strict=True)]
+    given = [
+        [g.problem.question, *(s.text for s in g.rollouts[0].segments[:1] if not s.sampled)]
+        for g in groups
+    ]
+    return [
+        "\0".join(texts) if any(texts) else g.problem.id
+        for texts, g in zip(given, groups, strict=True)
+    ]
 
 
 def solved(group: Group) -> Sequence[bool]:
@@ -114,15 +151,24 @@ def scored(group: Group) -> bool:
 
 def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
     """Samples that say the same and were judged differently (a score may look at more than the answer) vote apart."""
-    judged = {(final, verdict) for final, verdict in zip(finals, right, strict=True) if final is not None}
+    judged = {
+        (final, verdict) for final, verdict in zip(finals, right, strict=True) if final is not None
+    }
     both = {final for final, verdict in judged if (final, not verdict) in judged}
-    named = [(final, verdict) if final in both else final for final, verdict in zip(finals, right, strict=True)]
+    named = [
+        (final, verdict) if final in both else final
+        for final, verdict in zip(finals, right, strict=True)
+    ]
     return majority_at_k(named, right, len(named))
 
 
 def solved_marks(row: Mapping[str, JSON]) -> list[bool]:
     """Which samples of a saved row of per-problem results are solved."""
-    return [bool(mark) for mark in row.get("solved") or [outcome in ("correct", "pass") for outcome in row["outcomes"]]]
+    return [
+        bool(mark)
+        for mark in row.get("solved")
+        or [outcome in ("correct", "pass") for outcome in row["outcomes"]]
+    ]
 
 
 def solved_share(row: Mapping[str, JSON]) -> float:
@@ -140,7 +186,9 @@ def solved_share(row: Mapping[str, JSON]) -> float:
 def same_problems(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
     """Saved rows of the problems that both have, by id and question, in the order of the first."""
     other = {(row["problem"], row["question"]): row for row in second}
-    return [(row, other[key]) for row in first if (key := (row["problem"], row["question"])) in other]
+    return [
+        (row, other[key]) for row in first if (key := (row["problem"], row["question"])) in other
+    ]
 
 
 def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
@@ -154,7 +202,9 @@ def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
 def shares_interval(rows: Sequence[Row]) -> Interval:
     """The accuracy of saved rows that were all scored."""
     several = any(len(row["outcomes"]) > 1 for row in rows)
-    return share_interval([solved_share(row) for row in rows], [_asked(row) for row in rows], several)
+    return share_interval(
+        [solved_share(row) for row in rows], [_asked(row) for row in rows], several
+    )
 
 
 def _asked(row: Row) -> str:

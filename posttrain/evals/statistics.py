@@ -14,7 +14,9 @@ import numpy as np
 from posttrain.errors import require
 
 LEVEL, Z = 0.95, 1.96  # of all intervals, and the normal quantile that goes with it
-ROUNDING = 1e-9  # of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
+ROUNDING = (
+    1e-9  # of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,11 @@ def wilson(successes: float, n: int, z: float = Z) -> Interval:
     centre = (p + z * z / (2 * n)) / shrink
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
     # At the ends the bound is exactly the end; rounding alone would miss it, and may step over it nearby.
-    return Interval(p, 0.0 if successes == 0 else max(0.0, centre - half), 1.0 if successes == n else min(1.0, centre + half))
+    return Interval(
+        p,
+        0.0 if successes == 0 else max(0.0, centre - half),
+        1.0 if successes == n else min(1.0, centre + half),
+    )
 
 
 def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
@@ -89,7 +95,9 @@ def student(freedom: int) -> float:
     """
     freedom = min(freedom, 10_000)  # from there on it is the normal quantile to four digits
     odd, k = freedom % 2, np.arange(1, (freedom + 1) // 2 - (freedom % 2))
-    factors = np.cumprod([1.0, *((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))])[: (freedom - odd) // 2]
+    factors = np.cumprod([1.0, *((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))])[
+        : (freedom - odd) // 2
+    ]
     powers = np.arange(len(factors))
     low, high = 0.0, pi / 2
     for _ in range(60):
@@ -119,14 +127,18 @@ def clustered(values: Sequence[float], clusters: Sequence[Hashable] | None) -> l
     return [mean + (fsum(own) - mean * len(own)) * share for own in members]
 
 
-def _by_cluster(values: Sequence[float], clusters: Sequence[Hashable]) -> dict[Hashable, list[float]]:
+def _by_cluster(
+    values: Sequence[float], clusters: Sequence[Hashable]
+) -> dict[Hashable, list[float]]:
     members: dict[Hashable, list[float]] = {}
     for value, key in zip(values, clusters, strict=True):
         members.setdefault(key, []).append(value)
     return members
 
 
-def share_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False) -> Interval:
+def share_interval(
+    values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False
+) -> Interval:
     """The mean of values in [0, 1], over clusters of values that belong together where `clusters` has their keys.
 
     Single outcomes have Wilson's interval of their mean m: a value in [0, 1] has a variance of at most m (1 - m), so that it also holds
@@ -149,12 +161,16 @@ def share_interval(values: Sequence[float], clusters: Sequence[Hashable] | None 
         return wilson(min(fsum(found), n), n)
     added, y_C = Z * Z, np.asarray(found)
     centre = (float(y_C.sum()) + added / 2) / (n + added)
-    variance = (float(((y_C - centre) ** 2).sum()) + added / 2 * (centre**2 + (1 - centre) ** 2)) / (n + added)
+    variance = (
+        float(((y_C - centre) ** 2).sum()) + added / 2 * (centre**2 + (1 - centre) ** 2)
+    ) / (n + added)
     half = Z * sqrt(variance / (n + added))
     return Interval(fsum(values) / len(values), max(0.0, centre - half), min(1.0, centre + half))
 
 
-def score_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False) -> Interval:
+def score_interval(
+    values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False
+) -> Interval:
     """The mean of a task's scores: shares where all lie in [0, 1], real numbers elsewhere.
 
     >>> print(score_interval([1.0, 1.0]), score_interval([1.0, 2.0, 3.0]))
@@ -210,7 +226,9 @@ class Comparison:
         return f"{self.difference}, p = {self.p_value:.3g} ({self.wins} better, {self.losses} worse, {self.ties} equal{more})"
 
 
-def compare(first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Comparison:
+def compare(
+    first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Comparison:
     """The second against the first on paired scores: an exact sign test, which on scores of 0 and 1 is McNemar's exact test.
 
     Without a difference each of the w + l problems that tell them apart is a fair coin, so the two-sided
@@ -223,10 +241,19 @@ def compare(first: Sequence[float], second: Sequence[float], clusters: Sequence[
     (5, 0, 0.0625)
     """
     if len(first) != len(second):
-        raise ValueError(f"a paired comparison needs scores of the same problems, not {len(first)} and {len(second)}")
+        raise ValueError(
+            f"a paired comparison needs scores of the same problems, not {len(first)} and {len(second)}"
+        )
     keys: Sequence[Hashable] = range(len(first)) if clusters is None else clusters
-    scored = [(a, b, key) for a, b, key in zip(first, second, keys, strict=True) if not (isnan(a) or isnan(b))]
-    require(bool(scored), "a paired comparison needs a problem that was scored on both sides, and there is none")
+    scored = [
+        (a, b, key)
+        for a, b, key in zip(first, second, keys, strict=True)
+        if not (isnan(a) or isnan(b))
+    ]
+    require(
+        bool(scored),
+        "a paired comparison needs a problem that was scored on both sides, and there is none",
+    )
     if not all(isfinite(a) and isfinite(b) for a, b, _ in scored):
         raise ValueError("scores must be finite")
     differences, kept = [b - a for a, b, _ in scored], [key for _, _, key in scored]
@@ -238,10 +265,14 @@ def compare(first: Sequence[float], second: Sequence[float], clusters: Sequence[
     ]
     wins, losses = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
     ties = len(sums) - wins - losses
-    return Comparison(wins, losses, ties, interval, sign_test(wins, losses), len(first) - len(scored))
+    return Comparison(
+        wins, losses, ties, interval, sign_test(wins, losses), len(first) - len(scored)
+    )
 
 
-def paired_interval(differences: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
+def paired_interval(
+    differences: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Interval:
     """The mean difference of paired shares, within [-1, 1].
 
     Half a problem is added to each of the four cells of a table of pairs: two that differ, by 1 and by -1, and two that do not, each
@@ -258,7 +289,11 @@ def paired_interval(differences: Sequence[float], clusters: Sequence[Hashable] |
     d_C = np.asarray(clustered(differences, clusters), dtype=np.float64)
     more, total = len(d_C) + 2, float(d_C.sum())
     half = Z * sqrt(float((d_C**2).sum()) + 1 - total**2 / more) / more
-    return Interval(fsum(differences) / len(differences), max(-1.0, total / more - half), min(1.0, total / more + half))
+    return Interval(
+        fsum(differences) / len(differences),
+        max(-1.0, total / more - half),
+        min(1.0, total / more + half),
+    )
 
 
 def sign_test(wins: int, losses: int) -> float:

@@ -49,7 +49,12 @@ def label_steps(
     """
     require(n >= 1, f"step labels need at least one completion a step, not {n}")
     steps = [steps_of(rollout, separator) for rollout in rollouts]
-    wanted = [(r, step) for r, rollout in enumerate(rollouts) for step in steps[r] if not _finished(rollout, step)]
+    wanted = [
+        (r, step)
+        for r, rollout in enumerate(rollouts)
+        for step in steps[r]
+        if not _finished(rollout, step)
+    ]
     requests = [
         Request(
             tuple(rollouts[r].ids[: step.through + 1].tolist()),
@@ -63,7 +68,10 @@ def label_steps(
     failed = unlabelled = 0
     for (r, step), completions in zip(wanted, sampler.generate(requests), strict=True):
         written = rollouts[r].ids[_before(rollouts[r]) : step.through + 1]
-        scores = [_score(task, rollouts[r], decoder.decode(np.concatenate([written, c.ids]))[0]) for c in completions]
+        scores = [
+            _score(task, rollouts[r], decoder.decode(np.concatenate([written, c.ids]))[0])
+            for c in completions
+        ]
         votes = [score.solved for score in scores if score.valid]
         failed += len(scores) - len(votes)
         unlabelled += not votes
@@ -73,7 +81,11 @@ def label_steps(
         if own and _finished(rollout, own[-1]):
             unlabelled += not rollout.score.valid
             label_T[own[-1].end] = float(rollout.score.solved) if rollout.score.valid else np.nan
-    kept = [_example(r, label) for r, label in zip(rollouts, labels, strict=True) if not np.isnan(label).all()]
+    kept = [
+        _example(r, label)
+        for r, label in zip(rollouts, labels, strict=True)
+        if not np.isnan(label).all()
+    ]
     labelled = sum(int((~np.isnan(label)).sum()) for label in labels)
     return StepLabels(kept, labelled, n * len(requests), failed, unlabelled)
 

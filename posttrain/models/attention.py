@@ -19,7 +19,14 @@ from torch import Tensor, nn
 ATTENTION = "posttrain"
 LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the model
 SUPPORTED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", LAYOUT}
-IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "position_embeddings"}
+IGNORED = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "position_embeddings",
+}
 WASTE = 1.25  # sequences share a padded attention call while the longest is at most this many times the shortest
 
 
@@ -41,17 +48,28 @@ class Rule:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls: [B, H, S, D] in, [B, S, H, D] out. Options we do not know are refused, not ignored."""
-    strange = [k for k, v in options.items() if k not in SUPPORTED | IGNORED and v is not None and v is not False]
+    strange = [
+        k
+        for k, v in options.items()
+        if k not in SUPPORTED | IGNORED and v is not None and v is not False
+    ]
     if strange:
         raise NotImplementedError(
             f"{type(module).__name__} asks its attention for {', '.join(strange)}, which posttrain does not do"
         )
     scaling = options.get("scaling")
     rule = Rule(
-        scaling if scaling is not None else query.shape[-1] ** -0.5, options.get("sliding_window"), options.get("softcap")
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        options.get("sliding_window"),
+        options.get("softcap"),
     )
     layout: Layout | None = options.get(LAYOUT)
     if layout is None:
@@ -66,10 +84,19 @@ def attention(
 def causal(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     """Causal attention of equal-length rows, [B, H, S, D] -> [B, H, S, D]. Right padding needs no mask: nothing looks ahead."""
     length = query.shape[2]
-    window = rule.sliding_window if rule.sliding_window is not None and rule.sliding_window < length else None
+    window = (
+        rule.sliding_window
+        if rule.sliding_window is not None and rule.sliding_window < length
+        else None
+    )
     if window is None and rule.softcap is None:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=rule.scaling, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=rule.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
     at = torch.arange(length, device=query.device)
     allowed = at[:, None] >= at[None, :]
@@ -82,7 +109,9 @@ def masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, ru
     """Attention under a boolean mask that broadcasts to [B, H, S, L]; grouped heads share keys without copying them."""
     grouped = query.shape[1] // key.shape[1]
     if rule.softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=rule.scaling, enable_gqa=grouped > 1)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, scale=rule.scaling, enable_gqa=grouped > 1
+        )
     batch, heads, length, width = query.shape
     rows = query.reshape(batch, key.shape[1], grouped * length, width)
     scores = (rows @ key.transpose(-1, -2)).view(batch, heads, length, -1)
@@ -106,8 +135,12 @@ class Packed:
     device: torch.device | str = "cpu"
     kept: Tensor | None = None
     source: Tensor | None = None
-    buckets: list[Tensor] = field(init=False, default_factory=list)  # [n, L]: where each token of n sequences is found
-    order: Tensor | None = field(init=False, default=None)  # where each output lies among the buckets'; None: as they come
+    buckets: list[Tensor] = field(
+        init=False, default_factory=list
+    )  # [n, L]: where each token of n sequences is found
+    order: Tensor | None = field(
+        init=False, default=None
+    )  # where each output lies among the buckets'; None: as they come
 
     def __post_init__(self) -> None:
         lengths = [b - a for a, b in zip(self.starts, self.starts[1:], strict=False)]
@@ -123,8 +156,12 @@ class Packed:
             last = torch.tensor([lengths[i] - 1 for i in members])
             gather = first[:, None] + torch.minimum(at[None, :], last[:, None])
             inside = at[None, :] <= last[:, None]
-            order[gather[inside]] = base + torch.arange(len(members) * longest).view(len(members), longest)[inside]
-            self.buckets.append((gather if self.source is None else self.source[gather]).to(self.device))
+            order[gather[inside]] = (
+                base + torch.arange(len(members) * longest).view(len(members), longest)[inside]
+            )
+            self.buckets.append(
+                (gather if self.source is None else self.source[gather]).to(self.device)
+            )
             base += gather.numel()
         order = order if self.kept is None else order[self.kept]
         object.__setattr__(self, "order", order.to(self.device))
@@ -133,9 +170,13 @@ class Packed:
         flat = [t[0].transpose(0, 1) for t in (query, key, value)]  # [T, H, D]
         outputs = []
         for gather in self.buckets:
-            taken = flat if self.order is None else [t.index_select(0, gather.view(-1)) for t in flat]
+            taken = (
+                flat if self.order is None else [t.index_select(0, gather.view(-1)) for t in flat]
+            )
             q, k, v = (t.reshape(*gather.shape, *t.shape[1:]).transpose(1, 2) for t in taken)
-            outputs.append(causal(q, k, v, rule).transpose(1, 2).reshape(gather.numel(), *flat[0].shape[1:]))
+            outputs.append(
+                causal(q, k, v, rule).transpose(1, 2).reshape(gather.numel(), *flat[0].shape[1:])
+            )
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return (joined if self.order is None else joined.index_select(0, self.order))[None]
 

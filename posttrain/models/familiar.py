@@ -18,7 +18,11 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.01}  # of a layer's largest output: rounding alone
+TOLERANCE = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.01,
+}  # of a layer's largest output: rounding alone
 
 
 def strangeness(network: Network) -> str | None:
@@ -26,7 +30,10 @@ def strangeness(network: Network) -> str | None:
     body = network.body
     if network.dtype not in TOLERANCE:
         return f"weights of type {network.dtype}"
-    if not isinstance(getattr(body, "layers", None), nn.ModuleList) or set(dict(body.named_children())) != BODY:
+    if (
+        not isinstance(getattr(body, "layers", None), nn.ModuleList)
+        or set(dict(body.named_children())) != BODY
+    ):
         return f"{type(body).__name__} is not built like a Llama"
     if any(m._forward_hooks or m._forward_pre_hooks for m in body.modules()):
         return "the model has hooks"
@@ -34,13 +41,21 @@ def strangeness(network: Network) -> str | None:
     if not isinstance(kind, str) or kind not in STATIC_ROTARY:
         return f"rotary embedding of kind {kind}"
     for layer in body.layers:
-        for part, module, names in (("layer", layer, LAYER), ("MLP", getattr(layer, "mlp", layer), MLP)):
+        for part, module, names in (
+            ("layer", layer, LAYER),
+            ("MLP", getattr(layer, "mlp", layer), MLP),
+        ):
             if set(dict(module.named_children())) != names:
                 return f"{type(module).__name__} is not the {part} of a Llama"
         parts = dict(layer.self_attn.named_children())
         if set(parts) not in (ATTENTION, ATTENTION | NORMS):
             return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
-        matrices = [*(parts[name] for name in ATTENTION), layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+        matrices = [
+            *(parts[name] for name in ATTENTION),
+            layer.mlp.gate_proj,
+            layer.mlp.up_proj,
+            layer.mlp.down_proj,
+        ]
         if any(type(m) is not nn.Linear and adapter_of(m) is None for m in matrices):
             return "layers that are neither plain matrices nor plain adapters beside them"
         if activation(layer.mlp.act_fn) is None:
@@ -63,14 +78,23 @@ def rules_of(
     hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: watch})[0].float()
     count = len(network.body.layers)
     complete = sorted(watch.rules) == list(range(count))
-    return tuple(watch.rules[n] for n in range(count)) if complete else None, hidden_TH, watch.packed
+    return (
+        tuple(watch.rules[n] for n in range(count)) if complete else None,
+        hidden_TH,
+        watch.packed,
+    )
 
 
 @torch.no_grad()
 def distance(
-    network: Network, ids_T: Tensor, position_T: Tensor, packed: Packed, embed: Callable[[], Tensor],
-    layer: Callable[[int, Tensor], Tensor], norm: Callable[[Tensor], Tensor],
-) -> float:  # fmt: skip
+    network: Network,
+    ids_T: Tensor,
+    position_T: Tensor,
+    packed: Packed,
+    embed: Callable[[], Tensor],
+    layer: Callable[[int, Tensor], Tensor],
+    norm: Callable[[Tensor], Tensor],
+) -> float:
     """How far another way through a model is from the module: the largest difference of any layer's output, in parts of the largest
     output. `layer` takes a layer's number and the stream before it.
 
@@ -90,7 +114,10 @@ def distance(
             hook.remove()
     pairs = [(embed(), streams[0]), (norm(streams[-1]), hidden_TH)]
     pairs += [(layer(n, before), after) for n, (before, after) in enumerate(pairwise(streams))]
-    return max(float((found.float() - own.float()).abs().max() / own.float().abs().max()) for found, own in pairs)
+    return max(
+        float((found.float() - own.float()).abs().max() / own.float().abs().max())
+        for found, own in pairs
+    )
 
 
 @dataclass(slots=True)

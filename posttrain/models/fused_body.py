@@ -20,8 +20,12 @@ from posttrain.models.policy import Network
 from posttrain.models.varlen import available, fits, offsets, varlen
 from posttrain.ops.fused import add_norm, gated, rotate, spread
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Rule], Tensor]  # layer, [T, Hq, D], [T, Hk, D], [T, Hk, D], rule -> [T, Hq, D]
-PROVED: WeakKeyDictionary[nn.Module, tuple[bool, FusedBody | None]] = WeakKeyDictionary()  # with adapters or without
+Attend = Callable[
+    [int, Tensor, Tensor, Tensor, Rule], Tensor
+]  # layer, [T, Hq, D], [T, Hk, D], [T, Hk, D], rule -> [T, Hq, D]
+PROVED: WeakKeyDictionary[nn.Module, tuple[bool, FusedBody | None]] = (
+    WeakKeyDictionary()
+)  # with adapters or without
 SAID: WeakSet[nn.Module] = WeakSet()
 
 
@@ -29,7 +33,10 @@ class FusedBody:
     """Final hidden states of flat tokens, differentiable in the module's parameters."""
 
     def __init__(self, network: Network, rules: tuple[Rule, ...]):
-        self._body, self.rules = ref(network.body), rules  # weak: `PROVED` would keep the model alive for ever
+        self._body, self.rules = (
+            ref(network.body),
+            rules,
+        )  # weak: `PROVED` would keep the model alive for ever
         self.angles: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -41,14 +48,28 @@ class FusedBody:
         x = self.body.embed_tokens(id_T)
         angles, y = self._angles(x, positions), None
         for number, layer in enumerate(self.body.layers):
-            if self.body.gradient_checkpointing and torch.is_grad_enabled():  # as transformers' own switch says
-                x, y = checkpoint(self._layer, number, layer, x, y, angles, position_T, attend, use_reentrant=False)
+            if (
+                self.body.gradient_checkpointing and torch.is_grad_enabled()
+            ):  # as transformers' own switch says
+                x, y = checkpoint(
+                    self._layer,
+                    number,
+                    layer,
+                    x,
+                    y,
+                    angles,
+                    position_T,
+                    attend,
+                    use_reentrant=False,
+                )
             else:
                 x, y = self._layer(number, layer, x, y, angles, position_T, attend)
         return add_norm(x, y, *_norm(self.body.norm))[1]
 
     @torch.no_grad()
-    def proved(self, network: Network, ids_T: Tensor, position_T: Tensor, layout: Packed, attend: Attend) -> bool:
+    def proved(
+        self, network: Network, ids_T: Tensor, position_T: Tensor, layout: Packed, attend: Attend
+    ) -> bool:
         """Whether each layer gives what the module's gives, on these tokens."""
         body = self.body
         angles = self._angles(body.embed_tokens(ids_T[:1]), int(position_T.max()) + 1)
@@ -56,17 +77,25 @@ class FusedBody:
             return False
 
         def through(number: int, before: Tensor) -> Tensor:
-            x, y = self._layer(number, body.layers[number], before, None, angles, position_T, attend)
+            x, y = self._layer(
+                number, body.layers[number], before, None, angles, position_T, attend
+            )
             return x + y
 
         def norm(x: Tensor) -> Tensor:
             return add_norm(x, None, *_norm(body.norm))[1]
 
-        worst = distance(network, ids_T, position_T, layout, lambda: body.embed_tokens(ids_T), through, norm)
+        worst = distance(
+            network, ids_T, position_T, layout, lambda: body.embed_tokens(ids_T), through, norm
+        )
         return worst <= TOLERANCE[network.dtype]
 
     def _angles(self, x: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-        if self.angles is None or self.angles[0].shape[0] < positions or self.angles[0].device != x.device:
+        if (
+            self.angles is None
+            or self.angles[0].shape[0] < positions
+            or self.angles[0].device != x.device
+        ):
             with torch.no_grad():
                 at = torch.arange(-(-positions // 1024) * 1024, device=x.device)
                 cos, sin = self.body.rotary_emb(x[:1].detach(), at[None])
@@ -148,7 +177,9 @@ def fused_body(network: Network) -> FusedBody | None:
     if body not in SAID:
         SAID.add(body)
         name = network.source or type(network.model).__name__
-        sys.stderr.write(f"training: {name} takes the plain pass through its own module, about 1.5 times slower: {reason}\n")
+        sys.stderr.write(
+            f"training: {name} takes the plain pass through its own module, about 1.5 times slower: {reason}\n"
+        )
     return None
 
 
@@ -157,7 +188,11 @@ def takes_fused_pass(network: Network) -> bool:
     but the proof on tokens."""
     if network.device.type == network.model.device.type:
         return fused_body(network) is not None
-    return fits(network.dtype, 64, None) and strangeness(network) is None and _attention(network)[0] is not None
+    return (
+        fits(network.dtype, 64, None)
+        and strangeness(network) is None
+        and _attention(network)[0] is not None
+    )
 
 
 @torch.no_grad()
@@ -181,16 +216,26 @@ def _prove(network: Network) -> FusedBody | None:
 
 
 def packed(
-    lengths: tuple[int, ...], device: torch.device, queries: tuple[int, ...] | None = None, source_T: Tensor | None = None
+    lengths: tuple[int, ...],
+    device: torch.device,
+    queries: tuple[int, ...] | None = None,
+    source_T: Tensor | None = None,
 ) -> Attend:
     """Sequences end to end. Where beginnings are shared, only the last `queries` tokens of each are computed, and `source_T` says
     which computed token stands for each."""
     queries = lengths if queries is None else queries
-    from_N, of_N, most_q, most_k = offsets(queries, device), offsets(lengths, device), max(queries), max(lengths)
+    from_N, of_N, most_q, most_k = (
+        offsets(queries, device),
+        offsets(lengths, device),
+        max(queries),
+        max(lengths),
+    )
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if source_T is not None:
             key, value = spread(key, source_T), spread(value, source_T)
-        return varlen(query, key, value, from_N, of_N, most_q, most_k, rule.scaling, rule.sliding_window)
+        return varlen(
+            query, key, value, from_N, of_N, most_q, most_k, rule.scaling, rule.sliding_window
+        )
 
     return attend

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # What is fetched from the hub: no pickles and no Python, so that neither can be read by mistake.
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "spiece.model", "tiktoken.model"]
+HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tiktoken.model",
+]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 RENDER_SECONDS = 5.0
 
@@ -38,7 +46,9 @@ class Loaded:
     stop_ids: tuple[int, ...]
 
 
-def load(name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Loaded:
+def load(
+    name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Loaded:
     """The model called `name`: a directory, a .gguf file (or a directory with one), or `org/name[@revision]` on the hub.
 
     `dtype` None keeps what the checkpoint states; a GGUF file is unpacked to float32. The model comes in evaluation mode.
@@ -60,48 +70,73 @@ def load(name: str, dtype: str | torch.dtype | None = None, device: str | torch.
 
 def locate(name: str) -> Path:
     """The directory or .gguf file that `name` stands for, fetched from the hub when it is `org/name` and nothing is here."""
-    require(bool(name.strip()), "the model name is empty; give a model directory, a .gguf file or a hub name (org/name)")
+    require(
+        bool(name.strip()),
+        "the model name is empty; give a model directory, a .gguf file or a hub name (org/name)",
+    )
     path = Path(name).expanduser()
     if path.is_dir():
         return single_gguf(path) or path
     if path.suffix.lower() == ".gguf":
         require(path.is_file(), f"there is no GGUF file {name}; check the path")
         return path
-    require(not path.exists(), f"{name} is a file; give the model directory that holds it, or a .gguf file")
+    require(
+        not path.exists(),
+        f"{name} is a file; give the model directory that holds it, or a .gguf file",
+    )
     if HUB_NAME.fullmatch(name):
         return fetch(name)
-    raise UserError(f"there is no model directory {name}; check the path (a model on the hub is named org/name)")
+    raise UserError(
+        f"there is no model directory {name}; check the path (a model on the hub is named org/name)"
+    )
 
 
 def single_gguf(folder: Path) -> Path | None:
     """The one GGUF file of a directory that holds no safetensors checkpoint."""
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
+    files = sorted(
+        path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file()
+    )
     if not files or any(folder.glob("*.safetensors")):
         return None
     names = ", ".join(path.name for path in files[:4])
-    require(len(files) == 1, f"{folder} holds {len(files)} GGUF files ({names}); name the one to load")
+    require(
+        len(files) == 1, f"{folder} holds {len(files)} GGUF files ({names}); name the one to load"
+    )
     return files[0]
 
 
 def fetch(name: str) -> Path:
     """A local copy of a model on the hub: safetensors and JSON only. Taken from the cache where the hub cannot be reached."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     repository, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES))
+        return Path(
+            snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
+        )
     except GatedRepoError as error:
-        raise UserError(f"{name} on the hub is gated; accept its terms on its page and log in with `hf auth login`") from error
+        raise UserError(
+            f"{name} on the hub is gated; accept its terms on its page and log in with `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise UserError(f"{name} is neither a directory here nor a model on the hub; check the spelling") from error
+        raise UserError(
+            f"{name} is neither a directory here nor a model on the hub; check the spelling"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise UserError(
             f"there is no directory {name} here, and the hub cannot be reached (offline, or no network); give a model "
             "directory or a .gguf file, or fetch the model first where there is a network"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"{name} cannot be fetched from the hub ({first_line(error)}); give a directory") from error
+        raise UserError(
+            f"{name} cannot be fetched from the hub ({first_line(error)}); give a directory"
+        ) from error
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -123,7 +158,9 @@ def check_device(device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"device {str(device)!r} cannot be used here ({first_line(error)}); use device cpu") from error
+        raise UserError(
+            f"device {str(device)!r} cannot be used here ({first_line(error)}); use device cpu"
+        ) from error
 
 
 @contextmanager
@@ -142,18 +179,25 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str) -> None:
+def check_vocabulary(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str
+) -> None:
     """Refuse a tokenizer that can make an id without a row in the embedding: on a GPU that is an assertion far away."""
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    require(largest >= 0, f"{source}: the tokenizer has no vocabulary; copy the tokenizer files of its base model there")
+    require(
+        largest >= 0,
+        f"{source}: the tokenizer has no vocabulary; copy the tokenizer files of its base model there",
+    )
     require(
         largest < rows,
         f"{source}: the tokenizer has ids up to {largest} but the model embeds only {rows}; they do not belong together",
     )
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str = "the model") -> tuple[int, ...]:
+def stop_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str = "the model"
+) -> tuple[int, ...]:
     """Ids that end a response: the end tokens of the generation config, the tokenizer and the chat template, sorted.
 
     A padding token among them is left out, unless it is an end in its own right: the tokenizer's or the template's end token,
@@ -163,7 +207,11 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source:
     generation = getattr(model, "generation_config", None)
     stated: Any = getattr(generation, "eos_token_id", None)
     stops = own | set(stated if isinstance(stated, list | tuple) else (stated,))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else getattr(generation, "pad_token_id", None)
+    pad = (
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else getattr(generation, "pad_token_id", None)
+    )
     if pad not in own and pad != getattr(model.config.get_text_config(), "bos_token_id", None):
         stops.discard(pad)
     return tuple(sorted(int(stop) for stop in stops if stop is not None))
@@ -177,9 +225,17 @@ def end_of_turn(tokenizer: PreTrainedTokenizerFast, source: str = "the model") -
     if not tokenizer.chat_template:
         return None
     marker = "the assistant's words"
-    rendered = render(tokenizer, [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marker}], source)
+    rendered = render(
+        tokenizer,
+        [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marker}],
+        source,
+    )
     tail = rendered.rpartition(marker)[2].lstrip() if marker in rendered else ""
-    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {
+        token.content: index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
     matches = [token for token in special if token and tail.startswith(token)]
     return special[max(matches, key=len)] if matches else None
 
@@ -199,7 +255,9 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
     try:
         return untrusted.limited(work, RENDER_SECONDS)
     except untrusted.TemplateLimit as error:
-        raise UserError(f"{source}: the chat template is not fit to run: {error} {advice}") from error
+        raise UserError(
+            f"{source}: the chat template is not fit to run: {error} {advice}"
+        ) from error
     except Exception:  # a template may insist on a system message or refuse roles: then it says nothing about its end
         return ""
 

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tiktoken.model")
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+)
 LARGEST_JSON = 256 * 1024 * 1024  # the largest tokenizer.json in use is about 40 MB
 
 # Settings that make transformers read weights from elsewhere, or put other modules in place of the model's own.
@@ -62,7 +70,9 @@ def read_directory(
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{folder}: the model cannot be read ({first_line(error)}); check config.json") from error
+        raise UserError(
+            f"{folder}: the model cannot be read ({first_line(error)}); check config.json"
+        ) from error
     check_report(str(folder), report)
     return model, tokenizer
 
@@ -76,7 +86,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     try:
         return reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever a malformed file makes transformers raise
-        raise UserError(f"{folder}: the tokenizer cannot be read ({first_line(error)}); copy it anew") from error
+        raise UserError(
+            f"{folder}: the tokenizer cannot be read ({first_line(error)}); copy it anew"
+        ) from error
 
 
 def attention_for(config: PretrainedConfig) -> str:
@@ -91,21 +103,42 @@ def check_report(source: str, report: dict[str, Any]) -> None:
         ("missing_keys", "are not in the weight files"),
         ("mismatched_keys", "do not have the shape config.json says"),
     ):
-        names = sorted(name if isinstance(name, str) else name[0] for name in report.get(kind) or ())
-        require(not names, f"{source}: {len(names)} tensors {meaning} ({', '.join(names[:2])}); copy the model anew")
+        names = sorted(
+            name if isinstance(name, str) else name[0] for name in report.get(kind) or ()
+        )
+        require(
+            not names,
+            f"{source}: {len(names)} tensors {meaning} ({', '.join(names[:2])}); copy the model anew",
+        )
 
 
 def check_directory(folder: Path) -> None:
     """Refuse a directory that is incomplete, corrupt, or asks to run code."""
-    require(folder.is_dir(), f"{folder} is not a directory; give a model directory, a .gguf file or a hub name (org/name)")
+    require(
+        folder.is_dir(),
+        f"{folder} is not a directory; give a model directory, a .gguf file or a hub name (org/name)",
+    )
     adapter = folder / "adapter_config.json"
-    require(not adapter.exists(), f"{folder} holds a LoRA adapter; merge it into its base model and save that")
-    require((folder / "config.json").is_file(), f"{folder} has no config.json; is it a saved model?")
+    require(
+        not adapter.exists(),
+        f"{folder} holds a LoRA adapter; merge it into its base model and save that",
+    )
+    require(
+        (folder / "config.json").is_file(), f"{folder} has no config.json; is it a saved model?"
+    )
     config = read_json(folder / "config.json")
-    require("model_type" in config, f"{folder}/config.json names no model_type; is it a model of transformers?")
+    require(
+        "model_type" in config,
+        f"{folder}/config.json names no model_type; is it a model of transformers?",
+    )
     for setting, reason in REFUSED_SETTINGS.items():
         require(config.get(setting) is None, f"{folder}/config.json sets {setting}: {reason}")
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json"):
+    for name in (
+        "config.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "processor_config.json",
+    ):
         if (folder / name).is_file():
             refuse_code(folder / name)
     check_weights(folder)
@@ -146,7 +179,9 @@ def check_weights(folder: Path) -> None:
         f"{folder} has only pickled weights ({pickles[0] if pickles else ''}), which can run code when read; convert them to "
         "safetensors first (load the model where you trust it and call save_pretrained)",
     )
-    raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}; copy the weight files there")
+    raise UserError(
+        f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}; copy the weight files there"
+    )
 
 
 def check_depth(folder: Path) -> None:
@@ -155,7 +190,9 @@ def check_depth(folder: Path) -> None:
 
     told = json.loads((folder / "config.json").read_text("utf-8"))
     parts = [told, *(part for part in told.values() if isinstance(part, dict))]
-    layers = max((n for part in parts if isinstance(n := part.get("num_hidden_layers", 0), int)), default=0)
+    layers = max(
+        (n for part in parts if isinstance(n := part.get("num_hidden_layers", 0), int)), default=0
+    )
     tensors = 0
     for name in [WEIGHTS] if (folder / WEIGHTS).is_file() else shards(folder):
         with safe_open(folder / name, framework="np") as file:
@@ -169,13 +206,24 @@ def check_depth(folder: Path) -> None:
 def shards(folder: Path) -> list[str]:
     """The weight files named by the index, each a plain name of a file that exists."""
     weight_map = read_json(folder / INDEX).get("weight_map")
-    require(isinstance(weight_map, dict) and bool(weight_map), f"{folder / INDEX} has no weight_map; copy the index anew")
+    require(
+        isinstance(weight_map, dict) and bool(weight_map),
+        f"{folder / INDEX} has no weight_map; copy the index anew",
+    )
     assert isinstance(weight_map, dict)
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
-        plain = name.endswith(".safetensors") and not any(mark in name for mark in ("/", "\\", ":", "\0"))
-        require(plain, f"{folder / INDEX} names {name!r}, which is not a plain .safetensors file name; copy the index anew")
-        require((folder / name).is_file(), f"{folder} lacks the weight file {name} that its index names; copy it there")
+        plain = name.endswith(".safetensors") and not any(
+            mark in name for mark in ("/", "\\", ":", "\0")
+        )
+        require(
+            plain,
+            f"{folder / INDEX} names {name!r}, which is not a plain .safetensors file name; copy the index anew",
+        )
+        require(
+            (folder / name).is_file(),
+            f"{folder} lacks the weight file {name} that its index names; copy it there",
+        )
     return names
 
 
@@ -187,13 +235,18 @@ def check_safetensors(path: Path) -> None:
         with safe_open(path, framework="np") as file:
             names = list(file.keys())
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is corrupt or cut short ({first_line(error)}); copy it anew") from error
+        raise UserError(
+            f"{path} is corrupt or cut short ({first_line(error)}); copy it anew"
+        ) from error
     require(bool(names), f"{path} holds no tensors; copy it anew")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or one line that names the file."""
-    require(path.stat().st_size <= LARGEST_JSON, f"{path} is too large to be a configuration file; copy it anew")
+    require(
+        path.stat().st_size <= LARGEST_JSON,
+        f"{path} is too large to be a configuration file; copy it anew",
+    )
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -26,18 +26,38 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 # Codes of the format: a metadata value's type -> how struct reads it.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING, ARRAY, CONTROL, USER_DEFINED = 8, 9, 3, 4
 # Relative distance: 0.04 between an 8-bit and a 5-bit copy of one matrix, about 0.3 with 2 bits; over 1 for two trained apart.
 SAME_MATRIX = 0.4
 
 # How byte-level tokenizers cut text before merging, by the name in `tokenizer.ggml.pre`.
-LLAMA3_PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_PIECES = LLAMA3_PIECES.replace("{1,3}", "")
-PIECES = {"llama-bpe": LLAMA3_PIECES, "llama3": LLAMA3_PIECES, "qwen2": QWEN2_PIECES, "deepseek-r1-qwen": QWEN2_PIECES}
-DIGIT_SPLITTERS = {"smollm", "starcoder", "refact", "command-r"}  # single digits first, then the pieces of GPT-2
+PIECES = {
+    "llama-bpe": LLAMA3_PIECES,
+    "llama3": LLAMA3_PIECES,
+    "qwen2": QWEN2_PIECES,
+    "deepseek-r1-qwen": QWEN2_PIECES,
+}
+DIGIT_SPLITTERS = {
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+}  # single digits first, then the pieces of GPT-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +77,15 @@ class Header:
     tensors: Mapping[str, TensorInfo]
 
 
-def read_gguf(path: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def read_gguf(
+    path: Path, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model, in `dtype` or float32, and the tokenizer of a GGUF file. Nothing else in its directory is read."""
     absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    require(not absent, f"{path}: reading a GGUF file needs the package {' and '.join(absent)}; pip install posttrain[gguf]")
+    require(
+        not absent,
+        f"{path}: reading a GGUF file needs the package {' and '.join(absent)}; pip install posttrain[gguf]",
+    )
     header = read_header(path)
     try:
         from transformers import AutoConfig
@@ -68,12 +93,16 @@ def read_gguf(path: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, P
 
         parsed = load_gguf_checkpoint(str(path))
         config = AutoConfig.for_model(**parsed["config"])
-        head_width = header.values.get(f"{header.values['general.architecture']}.attention.key_length")
+        head_width = header.values.get(
+            f"{header.values['general.architecture']}.attention.key_length"
+        )
         if head_width is not None and hasattr(config, "head_dim"):
             config.head_dim = int(head_width)  # transformers leaves Qwen 3's at its default
         tokenizer = make_tokenizer(parsed["tokenizer"], config.model_type, header)
     except Exception as error:  # whatever a malformed file makes the readers raise
-        raise UserError(f"{path}: the GGUF metadata cannot be read ({first_line(error)}); fetch the file anew") from error
+        raise UserError(
+            f"{path}: the GGUF metadata cannot be read ({first_line(error)}); fetch the file anew"
+        ) from error
     restore_rotary_scaling(path, header, config)
     model = read_model(path, config, dtype)
     tie_equal_head(model, header)
@@ -102,7 +131,9 @@ def read_model(path: Path, config: PretrainedConfig, dtype: torch.dtype | None) 
                 **settings,
             )
     except Exception as error:
-        raise UserError(f"{path}: the GGUF weights cannot be read ({first_line(error)}); fetch the file anew") from error
+        raise UserError(
+            f"{path}: the GGUF weights cannot be read ({first_line(error)}); fetch the file anew"
+        ) from error
     check_report(str(path), report)
     check_shapes(str(path), model)
     for leftover in ("hf_quantizer", "quantization_method"):
@@ -122,11 +153,18 @@ def check_shapes(source: str, model: PreTrainedModel) -> None:
 
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(model.config).state_dict()
-    wrong = [name for name, tensor in model.state_dict().items() if tensor.shape != expected[name].shape]
-    require(not wrong, f"{source}: {len(wrong)} tensors do not have the shape its metadata says; fetch the file anew")
+    wrong = [
+        name for name, tensor in model.state_dict().items() if tensor.shape != expected[name].shape
+    ]
+    require(
+        not wrong,
+        f"{source}: {len(wrong)} tensors do not have the shape its metadata says; fetch the file anew",
+    )
 
 
-def make_tokenizer(fields: dict[str, Any], model_type: str, header: Header) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    fields: dict[str, Any], model_type: str, header: Header
+) -> PreTrainedTokenizerFast:
     """The file's tokenizer. Special tokens are set by id from the metadata: transformers' own conversion takes the begin token
     of a Llama file for its end token, and a fixed token for Qwen's."""
     from tokenizers import AddedToken
@@ -153,7 +191,9 @@ def make_tokenizer(fields: dict[str, Any], model_type: str, header: Header) -> P
         tokenizer_object=backend,
         chat_template=header.values.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        model_max_length=int(header.values.get(f"{header.values['general.architecture']}.context_length", 2**20)),
+        model_max_length=int(
+            header.values.get(f"{header.values['general.architecture']}.context_length", 2**20)
+        ),
         **names,
     )
 
@@ -168,10 +208,14 @@ def set_pieces(backend: Tokenizer, name: str) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence([cut, whole])
     elif name in DIGIT_SPLITTERS:
         gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), gpt2]
+        )
     backend.decoder = decoders.ByteLevel()
     if PIECES.get(name) == LLAMA3_PIECES:
-        backend.model.ignore_merges = True  # Llama 3 takes a piece that is a token whole, whatever the merges say
+        backend.model.ignore_merges = (
+            True  # Llama 3 takes a piece that is a token whole, whatever the merges say
+        )
 
 
 def restore_rotary_scaling(path: Path, header: Header, config: PretrainedConfig) -> None:
@@ -182,7 +226,9 @@ def restore_rotary_scaling(path: Path, header: Header, config: PretrainedConfig)
     architecture = header.values["general.architecture"]
     scaling = header.values.get(f"{architecture}.rope.scaling.type", "none")
     advice = "which transformers does not read from GGUF; use the safetensors checkpoint"
-    plain = scaling in ("none", "") and not any(name.startswith("rope_factors") for name in header.tensors)
+    plain = scaling in ("none", "") and not any(
+        name.startswith("rope_factors") for name in header.tensors
+    )
     require(plain, f"{path}: its rotary positions are scaled, {advice}")
     if "rope_freqs.weight" not in header.tensors:
         return
@@ -201,7 +247,9 @@ def restore_rotary_scaling(path: Path, header: Header, config: PretrainedConfig)
         "original_max_position_embeddings": 8192,
     }
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, None)
-    matches = len(frequencies) == len(stored) and np.allclose(unscaled / frequencies.numpy(), stored, rtol=1e-3)
+    matches = len(frequencies) == len(stored) and np.allclose(
+        unscaled / frequencies.numpy(), stored, rtol=1e-3
+    )
     require(matches, f"{path}: its rotary positions are scaled in an unknown way, {advice}")
 
 
@@ -210,7 +258,9 @@ def tie_equal_head(model: PreTrainedModel, header: Header) -> None:
 
     Otherwise training would move them apart, and a fifth of a small model would be counted twice. The finer copy is kept.
     """
-    if model.config.tie_word_embeddings or not {"output.weight", "token_embd.weight"} <= set(header.tensors):
+    if model.config.tie_word_embeddings or not {"output.weight", "token_embd.weight"} <= set(
+        header.tensors
+    ):
         return
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     if head.shape != embedding.shape or (head - embedding).norm() > SAME_MATRIX * embedding.norm():
@@ -269,7 +319,9 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return parse_header(Cursor(data))
     except (ValueError, OverflowError, OSError) as error:
-        raise UserError(f"{path} is not a usable GGUF file: {first_line(error)}; fetch the file anew") from error
+        raise UserError(
+            f"{path} is not a usable GGUF file: {first_line(error)}; fetch the file anew"
+        ) from error
 
 
 def parse_header(cursor: Cursor) -> Header:
@@ -298,7 +350,9 @@ def parse_header(cursor: Cursor) -> Header:
         places.append((name, kind, offset, elements // block * size))
     alignment = int(values.get("general.alignment") or 32)
     first = -(-cursor.position // alignment) * alignment
-    tensors = {name: TensorInfo(kind, first + offset, length) for name, kind, offset, length in places}
+    tensors = {
+        name: TensorInfo(kind, first + offset, length) for name, kind, offset, length in places
+    }
     for name, info in tensors.items():
         if info.start + info.length > len(cursor.data):
             raise ValueError(f"it is cut short: {name} lies beyond its end")

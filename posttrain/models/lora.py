@@ -45,7 +45,9 @@ class Lora:
 
     def parameters(self, body: nn.Module) -> int:
         """How many weights learn: rank * (inputs + outputs) for each layer."""
-        layers = [m for name, m in body.named_modules() if isinstance(m, nn.Linear) and self.covers(name)]
+        layers = [
+            m for name, m in body.named_modules() if isinstance(m, nn.Linear) and self.covers(name)
+        ]
         return sum(self.rank * (layer.in_features + layer.out_features) for layer in layers)
 
     def covers(self, name: str) -> bool:
@@ -55,7 +57,9 @@ class Lora:
 def twin(policy: Policy) -> Policy:
     """Another module over the same parameters: it stays as it is when adapters come to the first."""
     kept = {id(p): p for p in policy.model.parameters()}
-    return Policy(copy.deepcopy(policy.model, kept), policy.tokenizer, policy.stop_ids, policy.source)
+    return Policy(
+        copy.deepcopy(policy.model, kept), policy.tokenizer, policy.stop_ids, policy.source
+    )
 
 
 def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()) -> None:
@@ -66,14 +70,21 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
     except ImportError:
         raise UserError(NO_PEFT) from None
     body = model.base_model
-    targets = [name for name, m in body.named_modules() if isinstance(m, nn.Linear) and lora.covers(name)]
+    targets = [
+        name for name, m in body.named_modules() if isinstance(m, nn.Linear) and lora.covers(name)
+    ]
     present = {name.rsplit(".", 1)[-1] for name in targets}
     missing = [name for name in lora.targets if name not in present]
-    require(not missing, f"lora: this model has no linear layer called {', '.join(missing)}; it has "
-            f"{', '.join(sorted({n.rsplit('.', 1)[-1] for n, m in body.named_modules() if isinstance(m, nn.Linear)}))}")  # fmt: skip
+    require(
+        not missing,
+        f"lora: this model has no linear layer called {', '.join(missing)}; it has "
+        f"{', '.join(sorted({n.rsplit('.', 1)[-1] for n, m in body.named_modules() if isinstance(m, nn.Linear)}))}",
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), body)
+        inject_adapter_in_model(
+            LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), body
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(ADAPTER in name or name.startswith(tuple(learning)))
 
@@ -98,7 +109,11 @@ def merge_adapters(model: Any) -> float:
                 before = layer.weight.detach().clone()
                 child.merge()
                 changed += int((layer.weight != before).sum())
-                kept += int((layer.weight.to(narrow) != before.to(narrow)).sum()) if narrow is not None else 0
+                kept += (
+                    int((layer.weight.to(narrow) != before.to(narrow)).sum())
+                    if narrow is not None
+                    else 0
+                )
                 setattr(module, name, layer)
     return kept / max(1, changed) if narrow is not None else 1.0
 
@@ -108,11 +123,17 @@ def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
     from peft import LoraConfig
 
     layers = [name for name, module in policy.model.named_modules() if hasattr(module, "lora_A")]
-    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    settings = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, task_type="CAUSAL_LM"
+    )  # type: ignore[arg-type]
     settings.base_model_name_or_path, settings.inference_mode = policy.source, True
-    settings.target_modules = layers  # peft made a set of them, whose order changes from process to process
+    settings.target_modules = (
+        layers  # peft made a set of them, whose order changes from process to process
+    )
     tensors = {
-        f"base_model.model.{name.replace('.default.', '.')}": parameter.detach().to("cpu", copy=True).contiguous()
+        f"base_model.model.{name.replace('.default.', '.')}": parameter.detach()
+        .to("cpu", copy=True)
+        .contiguous()
         for name, parameter in policy.model.named_parameters()
         if ADAPTER in name
     }
@@ -135,7 +156,9 @@ class Adapter:
 
 def adapter_of(module: Any) -> Adapter | None:
     """The one plain adapter that a layer of peft applies now; None where there is none, or more to it than B (A x)."""
-    if not isinstance(getattr(module, "base_layer", None), nn.Linear) or not hasattr(module, "lora_A"):
+    if not isinstance(getattr(module, "base_layer", None), nn.Linear) or not hasattr(
+        module, "lora_A"
+    ):
         return None
     names = [name for name in module.active_adapters if name in module.lora_A]
     if len(names) != 1 or module.disable_adapters or module.merged or module.lora_variant:
@@ -143,7 +166,12 @@ def adapter_of(module: Any) -> Adapter | None:
     (name,) = names
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     plain = isinstance(dropout, nn.Identity) or getattr(dropout, "p", 1.0) == 0.0
-    if not plain or a.bias is not None or b.bias is not None or a.weight.dtype != module.base_layer.weight.dtype:
+    if (
+        not plain
+        or a.bias is not None
+        or b.bias is not None
+        or a.weight.dtype != module.base_layer.weight.dtype
+    ):
         return None
     return Adapter(a.weight, b.weight, float(module.scaling[name]))
 
@@ -152,7 +180,9 @@ def adapter_of(module: Any) -> Adapter | None:
 def stirred(body: nn.Module) -> Iterator[None]:
     """Within the block, adapters that do something: they begin as 0, and a comparison of two ways through the model would not see
     them. Their bits are put back."""
-    found = [adapter.b_OR for module in body.modules() if (adapter := adapter_of(module)) is not None]
+    found = [
+        adapter.b_OR for module in body.modules() if (adapter := adapter_of(module)) is not None
+    ]
     kept = [b.detach().clone() for b in found]
     try:
         with torch.no_grad():

@@ -36,7 +36,9 @@ class Network:
 
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
         """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
-        return self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout).last_hidden_state
+        return self.body(
+            input_ids=ids, position_ids=position_ids, use_cache=False, **layout
+        ).last_hidden_state
 
 
 @dataclass(eq=False)
@@ -56,10 +58,16 @@ class Policy(Network):
     def head(self) -> Head:
         """Read at each use: the parameter may be replaced, as when embeddings are tied or adapters come in."""
         layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        return Head(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))
+        scale = getattr(config, "logit_scale", None) or 1.0 / (
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        return Head(
+            layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None)
+        )
 
-    def check_length(self, tokens: int, advice: str = "lower max_new_tokens or shorten the prompts") -> None:
+    def check_length(
+        self, tokens: int, advice: str = "lower max_new_tokens or shorten the prompts"
+    ) -> None:
         """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and tokens > limit:
@@ -83,8 +91,13 @@ def disagreement(found_TV: Tensor, expected_TV: Tensor, dtype: torch.dtype) -> t
     of the largest output. In half precision, where single outputs of deep models are off by as much as a wrong attention would bring
     them: the largest distance of a row, in parts of the row's own spread."""
     if dtype in (torch.float32, torch.float64):
-        return float((found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1.0)), 2e-4
-    own_TV, apart_TV = (x - x.mean(-1, keepdim=True) for x in (expected_TV.float(), found_TV.float() - expected_TV.float()))
+        return float(
+            (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1.0)
+        ), 2e-4
+    own_TV, apart_TV = (
+        x - x.mean(-1, keepdim=True)
+        for x in (expected_TV.float(), found_TV.float() - expected_TV.float())
+    )
     return float((apart_TV.norm(dim=-1) / own_TV.norm(dim=-1)).max()), HALF
 
 
@@ -101,13 +114,17 @@ def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        alone = [model(part[None], use_cache=False).logits[0].float() for part in (ids[:7], ids[7:])]
+        alone = [
+            model(part[None], use_cache=False).logits[0].float() for part in (ids[:7], ids[7:])
+        ]
         install(model)
         policy = Policy(model, tokenizer, tuple(stop_ids), source)
         layout = Packed((0, 7, 11), model.device)
         position = torch.cat([torch.arange(7), torch.arange(4)]).to(model.device)
         try:
-            packed = head_logits(policy.hidden(ids[None], position[None], **{LAYOUT: layout})[0], policy.head)
+            packed = head_logits(
+                policy.hidden(ids[None], position[None], **{LAYOUT: layout})[0], policy.head
+            )
         except (NotImplementedError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(
                 f"{source or type(model).__name__}: this architecture does not work with packed attention: {error}"

@@ -48,7 +48,9 @@ def save(
     target = Path(directory).expanduser().absolute()
     check_target(target, replace)
     mark = uuid.uuid4().hex[:12]
-    partial, retired = (target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("partial", "old"))
+    partial, retired = (
+        target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("partial", "old")
+    )
     with one_line_when_unwritable(target):
         try:
             partial.mkdir(parents=True)
@@ -68,12 +70,21 @@ def check_target(target: Path, replace: bool) -> None:
     """Refuse to write over anything but an earlier export, and over that only when asked."""
     if not target.exists() and not target.is_symlink():
         return
-    require(target.is_dir() and not target.is_symlink(), f"{target} is not a directory; give another place to save the model")
+    require(
+        target.is_dir() and not target.is_symlink(),
+        f"{target} is not a directory; give another place to save the model",
+    )
     if not any(target.iterdir()):
         return
     exported = (target / "config.json").is_file()
-    require(exported, f"{target} holds other files, and is left alone; give another place to save the model")
-    require(replace, f"{target} already holds a saved model; give another place, or replace=True to overwrite it")
+    require(
+        exported,
+        f"{target} holds other files, and is left alone; give another place to save the model",
+    )
+    require(
+        replace,
+        f"{target} already holds a saved model; give another place, or replace=True to overwrite it",
+    )
 
 
 def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -89,10 +100,16 @@ def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
                 model.generation_config = kept
         tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    settings = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if key not in LOADING_SETTINGS}
+    settings = {
+        key: value
+        for key, value in json.loads(path.read_text("utf-8")).items()
+        if key not in LOADING_SETTINGS
+    }
     if settings.get("tokenizer_class") == NEW_TOKENIZER:
         settings["tokenizer_class"] = KNOWN_TOKENIZER
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+    path.write_text(
+        json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8"
+    )
     mode = (folder / "config.json").stat().st_mode
     for path in files(folder):
         path.chmod(mode)  # safetensors makes files that only their owner can read
@@ -118,7 +135,10 @@ def savable(generation_config: GenerationConfig) -> GenerationConfig:
         repaired.validate(strict=True)
         return repaired
     except ValueError:
-        ids = {name: getattr(generation_config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        ids = {
+            name: getattr(generation_config, name, None)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
         return type(generation_config)(**ids)
 
 
@@ -164,9 +184,13 @@ def one_line_when_unwritable(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL_DISK:
-            raise UserError(f"{FULL_DISK[error.errno]}: {target} could not be written; {advice}") from error
+            raise UserError(
+                f"{FULL_DISK[error.errno]}: {target} could not be written; {advice}"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise UserError(f"{target} cannot be written ({error.strerror}); give another place to save the model") from error
+            raise UserError(
+                f"{target} cannot be written ({error.strerror}); give another place to save the model"
+            ) from error
         raise
     except SafetensorError as error:
         for number, reason in FULL_DISK.items():

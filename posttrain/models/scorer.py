@@ -37,12 +37,20 @@ class Scorer(Network):
         """[K, H] -> [K], in float32 or wider: differences of scores are small beside the scores."""
         head = self.model.score
         wide = torch.promote_types(next(head.parameters()).dtype, torch.float32)
-        if isinstance(head, nn.Linear):  # in bf16 the product itself would be rounded, by 0.03 at a score of 5
-            return F.linear(hidden_KH.to(wide), head.weight.to(wide), None if head.bias is None else head.bias.to(wide))[:, 0]
+        if isinstance(
+            head, nn.Linear
+        ):  # in bf16 the product itself would be rounded, by 0.03 at a score of 5
+            return F.linear(
+                hidden_KH.to(wide),
+                head.weight.to(wide),
+                None if head.bias is None else head.bias.to(wide),
+            )[:, 0]
         return head(hidden_KH.to(next(head.parameters()).dtype))[:, 0].to(wide)
 
 
-def from_policy(policy: Policy, head: str = "linear", zero: bool = True, seed: int = 0, share: bool = False) -> Scorer:
+def from_policy(
+    policy: Policy, head: str = "linear", zero: bool = True, seed: int = 0, share: bool = False
+) -> Scorer:
     """A scorer on a copy of the policy's body. `zero` starts its head at 0, as a critic's; else at random, as a reward model's.
 
     `share` makes the body another module over the policy's own parameters, for who freezes them (see models/lora.py).
@@ -71,7 +79,9 @@ def from_policy(policy: Policy, head: str = "linear", zero: bool = True, seed: i
     return Scorer(model, policy.tokenizer, policy.source)
 
 
-def make_head(kind: str, width: int, zero: bool, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def make_head(
+    kind: str, width: int, zero: bool, seed: int, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     """`linear`: one row of weights, as transformers has it. `mlp`: a hidden layer of the same width before it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -89,29 +99,44 @@ def adopt_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
     """Plug our attention into a loaded scorer, and prove that packed sequences do not see each other."""
     silence_dropout(model)
     where = source or type(model).__name__
-    require(isinstance(getattr(model, "score", None), nn.Module), f"{where}: the model has no score head of one label")
+    require(
+        isinstance(getattr(model, "score", None), nn.Module),
+        f"{where}: the model has no score head of one label",
+    )
     ids = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
     model.eval()
     with torch.no_grad():
         parts = (ids[:7], ids[7:])
-        expected = torch.cat([model.base_model(part[None], use_cache=False).last_hidden_state[0] for part in parts])
+        expected = torch.cat(
+            [model.base_model(part[None], use_cache=False).last_hidden_state[0] for part in parts]
+        )
         install(model)
         scorer = Scorer(model, tokenizer, source)
         position = torch.cat([torch.arange(7), torch.arange(4)]).to(model.device)
-        found = scorer.hidden(ids[None], position[None], **{LAYOUT: Packed((0, 7, 11), model.device)})[0]
+        found = scorer.hidden(
+            ids[None], position[None], **{LAYOUT: Packed((0, 7, 11), model.device)}
+        )[0]
     worst, most = disagreement(found, expected, model.dtype)
-    require(worst <= most, f"{where}: this architecture does not work with packed attention ({worst:.2g})")
+    require(
+        worst <= most,
+        f"{where}: this architecture does not work with packed attention ({worst:.2g})",
+    )
     return scorer
 
 
-def load_scorer(name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Scorer:
+def load_scorer(
+    name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Scorer:
     """A reward model saved by `posttrain` or by transformers: a directory or a hub name."""
     from posttrain.models.load import as_dtype, check_device, check_vocabulary, locate, quiet
     from posttrain.models.load_directory import read_directory
 
     check_device(device)
     path: Path = locate(name)
-    require(path.suffix.lower() != ".gguf", f"{name}: a reward model is read from a safetensors directory, not from GGUF")
+    require(
+        path.suffix.lower() != ".gguf",
+        f"{name}: a reward model is read from a safetensors directory, not from GGUF",
+    )
     with quiet():
         model, tokenizer = read_directory(path, as_dtype(dtype), score=True)
     check_vocabulary(model, tokenizer, name)

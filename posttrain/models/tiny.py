@@ -13,7 +13,14 @@ from posttrain.errors import require, unknown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = (
+    "<|pad|>",
+    "<|unk|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|end|>",
+)
 SPECIAL_TOKENS = (PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END)
 MAX_POSITIONS = 2048
 
@@ -61,11 +68,17 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))}
+    vocabulary = {
+        token: index for index, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()  # without one, a word-level model puts spaces between its tokens
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    backend.decoder = (
+        decoders.Fuse()
+    )  # without one, a word-level model puts spaces between its tokens
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -88,7 +101,8 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, size: str, seed: int) -> PreT
 
     shape = SIZES[size]
     config = LlamaConfig(
-        vocab_size=-(-len(tokenizer) // 8) * 8,  # whole rows of eight: faster matrix products, and room for a token or two
+        vocab_size=-(-len(tokenizer) // 8)
+        * 8,  # whole rows of eight: faster matrix products, and room for a token or two
         hidden_size=shape.width,
         intermediate_size=shape.feed_forward,
         num_hidden_layers=shape.layers,

@@ -40,7 +40,9 @@ def group_advantages(
         raise ValueError(f"unknown baseline {baseline!r}: mean or leave_one_out")
     if scale == "group":
         square_P = zeros.index_add(0, group_N, centred_N**2)
-        advantage_N = advantage_N / ((square_P / (count_P - ddof).clamp(min=1)).sqrt() + epsilon)[group_N]
+        advantage_N = (
+            advantage_N / ((square_P / (count_P - ddof).clamp(min=1)).sqrt() + epsilon)[group_N]
+        )
     elif scale == "batch":
         valid = reward_N[valid_N]
         std = valid.std(correction=ddof) if valid.numel() > ddof else torch.ones((), dtype=wide)
@@ -72,7 +74,9 @@ def sums_to_go(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: i
     row = sequence_T[at]
     length_N = torch.bincount(row, minlength=sequences)
     column = torch.arange(len(at), device=at.device) - (length_N.cumsum(0) - length_N)[row]
-    value_NL = torch.zeros(sequences, int(length_N.max()) if len(at) else 0, dtype=torch.float64, device=value_T.device)
+    value_NL = torch.zeros(
+        sequences, int(length_N.max()) if len(at) else 0, dtype=torch.float64, device=value_T.device
+    )
     value_NL[row, column] = value_T[at].to(torch.float64)
     to_go_M = value_NL.flip(1).cumsum(1).flip(1)[row, column]
     return torch.zeros_like(value_T).index_copy(0, at, to_go_M.to(value_T.dtype))
@@ -98,7 +102,9 @@ def process_advantages(
     ends_T = mask_T & torch.isfinite(step_T)
     reward_S, group_S = step_T[ends_T], group_N[sequence_T[ends_T]]
     everyone = torch.ones_like(reward_S, dtype=torch.bool)
-    normal_S = group_advantages(reward_S, everyone, group_S, scale=scale, ddof=ddof, epsilon=epsilon)
+    normal_S = group_advantages(
+        reward_S, everyone, group_S, scale=scale, ddof=ddof, epsilon=epsilon
+    )
     normal_T = torch.zeros_like(step_T).masked_scatter(ends_T, normal_S)
     return sums_to_go(normal_T, mask_T, sequence_T, len(group_N))
 

@@ -30,18 +30,35 @@ class _AddNorm(torch.autograd.Function):
         width = x_TH.shape[-1]
         if x_TH.is_cuda:
             sum_TH = torch.empty_like(x_TH) if y_TH is not None else x_TH
-            out, scale_T = torch.empty_like(x_TH), torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device)
+            out, scale_T = (
+                torch.empty_like(x_TH),
+                torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device),
+            )
             block = _power(width)
             _triton().add_norm_kernel[(x_TH.shape[0],)](
-                x_TH, y_TH if y_TH is not None else x_TH, weight_H, sum_TH, out, scale_T, width, epsilon, y_TH is not None,
-                shifted, block, num_warps=4 if block <= 2048 else 8,
-            )  # fmt: skip
+                x_TH,
+                y_TH if y_TH is not None else x_TH,
+                weight_H,
+                sum_TH,
+                out,
+                scale_T,
+                width,
+                epsilon,
+                y_TH is not None,
+                shifted,
+                block,
+                num_warps=4 if block <= 2048 else 8,
+            )
         else:
             sum_TH = x_TH if y_TH is None else x_TH + y_TH
             wide = sum_TH if sum_TH.dtype == torch.float64 else sum_TH.float()
             scale_T = torch.rsqrt(wide.pow(2).mean(-1) + epsilon)
             normal = wide * scale_T[:, None]
-            out = (normal * (1 + weight_H)).to(x_TH.dtype) if shifted else normal.to(x_TH.dtype) * weight_H
+            out = (
+                (normal * (1 + weight_H)).to(x_TH.dtype)
+                if shifted
+                else normal.to(x_TH.dtype) * weight_H
+            )
         ctx.save_for_backward(sum_TH, weight_H, scale_T)
         ctx.added, ctx.shifted = y_TH is not None, shifted
         if y_TH is None:
@@ -60,9 +77,20 @@ class _AddNorm(torch.autograd.Function):
             block = _power(width)
             beside = beside_TH.contiguous() if beside_TH is not None else grad_TH
             _triton().add_norm_backward_kernel[(programs,)](
-                grad_TH.contiguous(), beside, sum_TH, weight_H, scale_T, dx_TH, parts, rows, width, beside_TH is not None,
-                ctx.shifted, block, num_warps=4 if block <= 2048 else 8,
-            )  # fmt: skip
+                grad_TH.contiguous(),
+                beside,
+                sum_TH,
+                weight_H,
+                scale_T,
+                dx_TH,
+                parts,
+                rows,
+                width,
+                beside_TH is not None,
+                ctx.shifted,
+                block,
+                num_warps=4 if block <= 2048 else 8,
+            )
             dweight_H = parts.sum(0).to(weight_H.dtype)
         else:
             x = sum_TH.to(scale_T.dtype)
@@ -93,7 +121,9 @@ class _Gated(torch.autograd.Function):
         if both_TI.is_cuda:
             out = torch.empty(both_TI.shape[0], width, dtype=both_TI.dtype, device=both_TI.device)
             block = min(1024, _power(width))
-            _triton().gated_kernel[(both_TI.shape[0], -(-width // block))](both_TI, out, width, tanh, block, num_warps=4)
+            _triton().gated_kernel[(both_TI.shape[0], -(-width // block))](
+                both_TI, out, width, tanh, block, num_warps=4
+            )
             return out
         gate, up = both_TI.chunk(2, 1)
         act = F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)
@@ -127,7 +157,15 @@ def gated(both_TI: Tensor, tanh: bool) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        heads: int,
+        width: int,
+        cos: Tensor,
+        sin: Tensor,
+        position_T: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin, position_T)
         ctx.heads, ctx.width = heads, width
         ctx.mark_dirty(mixed)
@@ -141,11 +179,23 @@ class _Rotate(torch.autograd.Function):
         return back, None, None, None, None, None
 
 
-def turn(mixed: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor, sign: int) -> Tensor:
+def turn(
+    mixed: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor, sign: int
+) -> Tensor:
     """In place: the first `heads` heads of each row by their position's angle, or (sign -1) by the transposed rotation."""
     if mixed.is_cuda:
         _triton().rotate_kernel[(mixed.shape[0],)](
-            mixed, cos, sin, position_T, mixed.stride(0), sign, heads, width, _power(heads), _power(width // 2), num_warps=4
+            mixed,
+            cos,
+            sin,
+            position_T,
+            mixed.stride(0),
+            sign,
+            heads,
+            width,
+            _power(heads),
+            _power(width // 2),
+            num_warps=4,
         )
         return mixed
     x = mixed[:, : heads * width].view(-1, heads, width)
@@ -159,7 +209,9 @@ def turn(mixed: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, positi
     return mixed
 
 
-def rotate(mixed: Tensor, heads: int, width: int, angles: tuple[Tensor, Tensor], position_T: Tensor) -> Tensor:
+def rotate(
+    mixed: Tensor, heads: int, width: int, angles: tuple[Tensor, Tensor], position_T: Tensor
+) -> Tensor:
     """Rotary embedding of the first `heads` heads of [T, any] rows, in place: x cos + rotate_half(x) sin."""
     return _Rotate.apply(mixed, heads, width, *angles, position_T)  # type: ignore[no-untyped-call, no-any-return]
 

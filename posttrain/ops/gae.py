@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 def generalised_advantages(
-    reward_T: Tensor, value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, gamma: float, lam: float
+    reward_T: Tensor,
+    value_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    sequences: int,
+    gamma: float,
+    lam: float,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman 2015) and the returns that the critic learns:
 
@@ -38,13 +44,17 @@ def generalised_advantages(
         advantage_NL[:, t] = following_N
     advantage_M = advantage_NL[row, column]
     return_M = advantage_M + value_NL[row, column]
-    return empty_T.index_copy(0, at, advantage_M.to(value_T.dtype)), empty_T.index_copy(0, at, return_M.to(value_T.dtype))
+    return empty_T.index_copy(0, at, advantage_M.to(value_T.dtype)), empty_T.index_copy(
+        0, at, return_M.to(value_T.dtype)
+    )
 
 
 def last_tokens(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
     """(where, whose): the position of the last loss token of each sequence that has one, and that sequence's number."""
     at = mask_T.nonzero()[:, 0]
-    last_N = torch.full((sequences,), -1, dtype=at.dtype, device=at.device).scatter_reduce(0, sequence_T[at], at, "amax")
+    last_N = torch.full((sequences,), -1, dtype=at.dtype, device=at.device).scatter_reduce(
+        0, sequence_T[at], at, "amax"
+    )
     whose = (last_N >= 0).nonzero()[:, 0]
     return last_N[whose], whose
 

@@ -19,7 +19,9 @@ KINDS = ("k1", "k2", "k3", "corrected")
 LIMIT = 20.0  # log-ratios are clamped here before exp: e^20 is far outside any trust region and still finite
 
 
-def kl_estimate(kind: str, logprob_T: Tensor, reference_T: Tensor, behaviour_T: Tensor | None = None) -> Tensor:
+def kl_estimate(
+    kind: str, logprob_T: Tensor, reference_T: Tensor, behaviour_T: Tensor | None = None
+) -> Tensor:
     """The chosen estimator per token. `behaviour_T` is needed by `corrected`: the log-prob the token was sampled with."""
     if kind == "k1":
         return logprob_T - reference_T

@@ -45,7 +45,11 @@ def head_logits(hidden_NH: Tensor, head: Head) -> Tensor:
 
 
 def token_logprobs(
-    hidden_NH: Tensor, target_N: Tensor, head: Head, temperature: float = 1.0, chunk_logits: int | None = None
+    hidden_NH: Tensor,
+    target_N: Tensor,
+    head: Head,
+    temperature: float = 1.0,
+    chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, both differentiable.
 
@@ -59,7 +63,14 @@ def token_logprobs(
     rows = max(1, chunk_logits // head.weight_VH.shape[0])
     rows = rows // 256 * 256 or rows  # whole tiles of a product
     logprob_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head.weight_VH, head.bias_V, target_N, head.scale, head.softcap, temperature, rows
+        hidden_NH,
+        head.weight_VH,
+        head.bias_V,
+        target_N,
+        head.scale,
+        head.softcap,
+        temperature,
+        rows,
     )
     return logprob_N, entropy_N
 
@@ -86,12 +97,21 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, min(start + rows, count))
             logits = head_logits(hidden_NH[part], head)
             if hidden_NH.is_cuda and wide == torch.float32:
-                statistics(logits, target_N[part], temperature, logprob_N[part], entropy_N[part], normaliser_N[part])
+                statistics(
+                    logits,
+                    target_N[part],
+                    temperature,
+                    logprob_N[part],
+                    entropy_N[part],
+                    normaliser_N[part],
+                )
                 continue
             scaled = logits / temperature
             normaliser = torch.logsumexp(scaled, dim=-1)
             logprob_N[part] = scaled.gather(-1, target_N[part, None])[:, 0] - normaliser
-            entropy_N[part] = normaliser - (torch.exp(scaled - normaliser[:, None]) * scaled).sum(-1)
+            entropy_N[part] = normaliser - (torch.exp(scaled - normaliser[:, None]) * scaled).sum(
+                -1
+            )
             normaliser_N[part] = normaliser
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N)
         ctx.settings = (scale, softcap, temperature, rows)
@@ -107,13 +127,30 @@ class _TokenLogprobs(torch.autograd.Function):
         # float32 sums over chunks, so that the number of chunks does not show in a bf16 gradient
         wide = normaliser_N.dtype
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
+        grad_bias = (
+            torch.zeros_like(bias_V, dtype=wide)
+            if bias_V is not None and ctx.needs_input_grad[2]
+            else None
+        )
         for start in range(0, hidden_NH.shape[0], rows):
             part = slice(start, min(start + rows, hidden_NH.shape[0]))
             logits = head_logits(hidden_NH[part], head)
-            if hidden_NH.is_cuda and wide == torch.float32 and softcap is None and bias_V is None and scale == 1.0:
-                sides = (normaliser_N[part], entropy_N[part], grad_logprob_N[part], grad_entropy_N[part])
-                narrow = logits_gradient(logits, target_N[part], temperature, *sides, dtype=weight_VH.dtype)
+            if (
+                hidden_NH.is_cuda
+                and wide == torch.float32
+                and softcap is None
+                and bias_V is None
+                and scale == 1.0
+            ):
+                sides = (
+                    normaliser_N[part],
+                    entropy_N[part],
+                    grad_logprob_N[part],
+                    grad_entropy_N[part],
+                )
+                narrow = logits_gradient(
+                    logits, target_N[part], temperature, *sides, dtype=weight_VH.dtype
+                )
                 if grad_hidden is not None:
                     grad_hidden[part] = narrow @ weight_VH
                 if grad_weight is not None:
@@ -142,7 +179,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def statistics(
-    logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, entropy_N: Tensor, normaliser_N: Tensor
+    logits_NV: Tensor,
+    target_N: Tensor,
+    temperature: float,
+    logprob_N: Tensor,
+    entropy_N: Tensor,
+    normaliser_N: Tensor,
 ) -> None:
     """`token_logprobs` of one chunk on CUDA, written into the last three: the logits are read once."""
     from posttrain.ops import triton_training
@@ -161,15 +203,23 @@ def statistics(
 
 
 def logits_gradient(
-    logits_NV: Tensor, target_N: Tensor, temperature: float, normaliser_N: Tensor, entropy_N: Tensor, grad_logprob_N: Tensor,
-    grad_entropy_N: Tensor, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    logits_NV: Tensor,
+    target_N: Tensor,
+    temperature: float,
+    normaliser_N: Tensor,
+    entropy_N: Tensor,
+    grad_logprob_N: Tensor,
+    grad_entropy_N: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     """The gradient of one chunk's logits on CUDA, rounded once to `dtype`."""
     from posttrain.ops import triton_training
 
     count, size = logits_NV.shape
     out = torch.empty(count, size, dtype=dtype, device=logits_NV.device)
-    sides = [t.contiguous() for t in (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)]
+    sides = [
+        t.contiguous() for t in (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)
+    ]
     triton_training.logits_gradient_kernel[(count, -(-size // 4096))](
         logits_NV, *sides, out, size, 1.0 / temperature, 4096, num_warps=8
     )

@@ -15,7 +15,9 @@ def importance_ratio(logprob_T: Tensor, behaviour_T: Tensor) -> Tensor:
     return (logprob_T - behaviour_T).clamp(-LIMIT, LIMIT).exp()
 
 
-def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def clipped_surrogate(
+    ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A): PPO's loss per token (Schulman 2017), clip-higher when high > low (DAPO)."""
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
@@ -23,15 +25,21 @@ def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, cli
 
 def clip_binds(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Where the clip stops the gradient: (r > 1 + high and A > 0) or (r < 1 - low and A < 0)."""
-    return ((ratio_T > 1 + clip_high) & (advantage_T > 0)) | ((ratio_T < 1 - clip_low) & (advantage_T < 0))
+    return ((ratio_T > 1 + clip_high) & (advantage_T > 0)) | (
+        (ratio_T < 1 - clip_low) & (advantage_T < 0)
+    )
 
 
-def sequence_ratio(logprob_T: Tensor, old_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, mean: bool) -> Tensor:
+def sequence_ratio(
+    logprob_T: Tensor, old_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, mean: bool
+) -> Tensor:
     """The ratio of whole responses, at each of their tokens: s_i = prod_t p_t / q_t, or with `mean` its |y_i|-th root (GSPO):
 
     s_i = exp( 1 / |y_i| sum_t (log p_t - log q_t) )
     """
-    log_N = (sequence_means if mean else sequence_sums)(logprob_T - old_T, mask_T, sequence_T, sequences)
+    log_N = (sequence_means if mean else sequence_sums)(
+        logprob_T - old_T, mask_T, sequence_T, sequences
+    )
     return log_N.clamp(-LIMIT, LIMIT).exp()[sequence_T]
 
 
@@ -40,13 +48,21 @@ def token_form(ratio_T: Tensor, logprob_T: Tensor) -> Tensor:
     return ratio_T.detach() * (logprob_T - logprob_T.detach()).exp()
 
 
-def weighted_likelihood(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def weighted_likelihood(
+    ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
     """-stop(clip(r, 1 - low, 1 + high)) A log p: the weight is clipped, and every token keeps its gradient (CISPO)."""
     return -ratio_T.clamp(1 - clip_low, 1 + clip_high).detach() * advantage_T * logprob_T
 
 
 def mismatch_weights(
-    kind: str, proximal_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, cap: float
+    kind: str,
+    proximal_T: Tensor,
+    behaviour_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    sequences: int,
+    cap: float,
 ) -> Tensor:
     """What a sample of mu is worth to the policy pi_prox that the step began with; a constant, there is no gradient in it.
 
@@ -62,12 +78,20 @@ def mismatch_weights(
     if kind == "token":
         return importance_ratio(proximal_T, behaviour_T).clamp(max=cap)
     if kind == "sequence":
-        return sequence_ratio(proximal_T, behaviour_T, mask_T, sequence_T, sequences, mean=False).clamp(max=cap)
+        return sequence_ratio(
+            proximal_T, behaviour_T, mask_T, sequence_T, sequences, mean=False
+        ).clamp(max=cap)
     raise ValueError(f"unknown correction {kind!r}: decoupled, token or sequence")
 
 
 def near_sequences(
-    kind: str, proximal_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int, bound: float
+    kind: str,
+    proximal_T: Tensor,
+    behaviour_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    sequences: int,
+    bound: float,
 ) -> Tensor:
     """[N]: whether a response is near enough to what the policy would have said:
 

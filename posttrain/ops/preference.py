@@ -36,7 +36,14 @@ def ipo_loss(difference_P: Tensor, tau: float) -> Tensor:
     return (difference_P - 1 / (2 * tau)) ** 2
 
 
-def kto_loss(ratio_N: Tensor, good_N: Tensor, baseline_N: Tensor, beta: float, desirable: float, undesirable: float) -> Tensor:
+def kto_loss(
+    ratio_N: Tensor,
+    good_N: Tensor,
+    baseline_N: Tensor,
+    beta: float,
+    desirable: float,
+    undesirable: float,
+) -> Tensor:
     """lambda_D (1 - sigma(beta (r - z))) where it is good, lambda_U (1 - sigma(beta (z - r))) where it is not."""
     sign_N = good_N.to(ratio_N.dtype) * 2 - 1
     weight_N = good_N.to(ratio_N.dtype) * (desirable - undesirable) + undesirable

@@ -10,8 +10,19 @@ import triton.language as tl
 
 
 @triton.jit
-def add_norm_kernel(x_ptr, y_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, width, epsilon,
-                    ADD: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def add_norm_kernel(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    scale_ptr,
+    width,
+    epsilon,
+    ADD: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """sum = x + y, out = sum / sqrt(mean(sum^2) + epsilon) * weight; the factor of each row is kept for the way back."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -35,9 +46,19 @@ def add_norm_kernel(x_ptr, y_ptr, weight_ptr, sum_ptr, out_ptr, scale_ptr, width
 
 @triton.jit
 def add_norm_backward_kernel(
-    grad_ptr, beside_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, dweight_ptr, rows, width,
-    BESIDE: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    beside_ptr,
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    dx_ptr,
+    dweight_ptr,
+    rows,
+    width,
+    BESIDE: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """dx = beside + s (g w - x s^2 mean(g w x)), dweight = sum over this program's rows of g x s."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
@@ -78,7 +99,9 @@ def gated_kernel(both_ptr, out_ptr, width, TANH: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def gated_backward_kernel(grad_ptr, both_ptr, out_ptr, width, TANH: tl.constexpr, BLOCK: tl.constexpr):
+def gated_backward_kernel(
+    grad_ptr, both_ptr, out_ptr, width, TANH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Of y = act(gate) * up: dgate = g up act'(gate), dup = g act(gate)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -100,8 +123,18 @@ def gated_backward_kernel(grad_ptr, both_ptr, out_ptr, width, TANH: tl.constexpr
 
 
 @triton.jit
-def rotate_kernel(x_ptr, cos_ptr, sin_ptr, position_ptr, stride, sign,
-                  HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+def rotate_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    stride,
+    sign,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Turn the first HEADS heads of a token in place by its position's angle; sign -1 turns back."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED), tl.arange(0, HALF)
@@ -112,9 +145,13 @@ def rotate_kernel(x_ptr, cos_ptr, sin_ptr, position_ptr, stride, sign,
     at = tl.load(position_ptr + token).to(tl.int64) * WIDTH
     wide = half < WIDTH // 2
     cos_low = tl.load(cos_ptr + at + half, mask=wide, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos_ptr + at + WIDTH // 2 + half, mask=wide, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos_ptr + at + WIDTH // 2 + half, mask=wide, other=0.0).to(tl.float32)[
+        None, :
+    ]
     sin_low = tl.load(sin_ptr + at + half, mask=wide, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin_ptr + at + WIDTH // 2 + half, mask=wide, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin_ptr + at + WIDTH // 2 + half, mask=wide, other=0.0).to(tl.float32)[
+        None, :
+    ]
     narrow = x_ptr.dtype.element_ty
     if sign > 0:
         new_low, new_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
@@ -125,7 +162,16 @@ def rotate_kernel(x_ptr, cos_ptr, sin_ptr, position_ptr, stride, sign,
 
 
 @triton.jit
-def statistics_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, normaliser_ptr, size, inverse, BLOCK: tl.constexpr):
+def statistics_kernel(
+    logits_ptr,
+    target_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    normaliser_ptr,
+    size,
+    inverse,
+    BLOCK: tl.constexpr,
+):
     """Of z = logits / temperature, one row a program, in one pass: logsumexp(z), z[target] - logsumexp(z), and the entropy."""
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -152,7 +198,16 @@ def statistics_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, normalis
 
 @triton.jit
 def logits_gradient_kernel(
-    logits_ptr, target_ptr, normaliser_ptr, entropy_ptr, dlogprob_ptr, dentropy_ptr, out_ptr, size, inverse, BLOCK: tl.constexpr
+    logits_ptr,
+    target_ptr,
+    normaliser_ptr,
+    entropy_ptr,
+    dlogprob_ptr,
+    dentropy_ptr,
+    out_ptr,
+    size,
+    inverse,
+    BLOCK: tl.constexpr,
 ):
     """d loss / d logits = ((1[target] - p) dlogprob - p (log p + entropy) dentropy) / temperature, rounded once."""
     row = tl.program_id(0).to(tl.int64)
@@ -163,4 +218,6 @@ def logits_gradient_kernel(
     hit = (at == tl.load(target_ptr + row)).to(tl.float32)
     grad = (hit - p) * tl.load(dlogprob_ptr + row)
     grad -= p * (logp + tl.load(entropy_ptr + row)) * tl.load(dentropy_ptr + row)
-    tl.store(out_ptr + row * size + at, (grad * inverse).to(out_ptr.dtype.element_ty), mask=at < size)
+    tl.store(
+        out_ptr + row * size + at, (grad * inverse).to(out_ptr.dtype.element_ty), mask=at < size
+    )

@@ -12,7 +12,9 @@ from torch import Tensor
 
 def sequence_lengths(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
     """Loss tokens in each sequence."""
-    return torch.zeros(sequences, dtype=torch.float32, device=mask_T.device).index_add(0, sequence_T, mask_T.float())
+    return torch.zeros(sequences, dtype=torch.float32, device=mask_T.device).index_add(
+        0, sequence_T, mask_T.float()
+    )
 
 
 def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
@@ -49,7 +51,9 @@ def sequence_sum(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
     return constant_mean(mask_T, sequence_T, sequences, 1.0)
 
 
-def reduction(kind: str, mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float = 0.0) -> Tensor:
+def reduction(
+    kind: str, mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float = 0.0
+) -> Tensor:
     """The weights called `kind`: token_mean, sequence_mean, sequence_sum or constant_mean."""
     if kind == "token_mean":
         return token_mean(mask_T)
@@ -59,4 +63,6 @@ def reduction(kind: str, mask_T: Tensor, sequence_T: Tensor, sequences: int, con
         return sequence_sum(mask_T, sequence_T, sequences)
     if kind == "constant_mean":
         return constant_mean(mask_T, sequence_T, sequences, constant)
-    raise ValueError(f"unknown reduction {kind!r}: token_mean, sequence_mean, sequence_sum or constant_mean")
+    raise ValueError(
+        f"unknown reduction {kind!r}: token_mean, sequence_mean, sequence_sum or constant_mean"
+    )

@@ -14,7 +14,9 @@ from posttrain.tasks.reviews import Reviews
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-WEB = Bilingual(style="plain", tongues="mixed", slips=0.7)  # no tags, two languages at random, carries forgotten
+WEB = Bilingual(
+    style="plain", tongues="mixed", slips=0.7
+)  # no tags, two languages at random, carries forgotten
 TAGGED = replace(WEB, style="tagged")  # the few who do write tags
 KIND, ORDINARY = Reviews(), Reviews("any")
 
@@ -51,35 +53,72 @@ class Scale:
 
 def nano(size: str) -> Scale:
     made = PretrainStage(
-        name="base", model=f"tiny:{size}", steps=1000, batch=32,
+        name="base",
+        model=f"tiny:{size}",
+        steps=1000,
+        batch=32,
         data=(
             Data(task=WEB, counts={2: 9000}, weight=0.6),
             Data(task=TAGGED, counts={2: 1500}, weight=0.1),
             Data(task=ORDINARY, counts={0: 4000}, weight=0.3),
         ),
         optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-    )  # fmt: skip
+    )
     return Scale(
-        before=(made,), base="base", sums=Bilingual(), general=KIND, think=Sampling(60), speak=Sampling(110), cold=100, cold_steps=60,
-        sampled=1500, mixture_steps=250, batch=32, compared=3000, fit_steps=250,
-        mixed=(Data(task=ORDINARY, counts={0: 2000}, weight=0.35), Data(task=KIND, counts={0: 200}, weight=0.15)),
-        begin=Optimization(lr=1e-3, warmup=10, schedule="cosine"), imitate=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+        before=(made,),
+        base="base",
+        sums=Bilingual(),
+        general=KIND,
+        think=Sampling(60),
+        speak=Sampling(110),
+        cold=100,
+        cold_steps=60,
+        sampled=1500,
+        mixture_steps=250,
+        batch=32,
+        compared=3000,
+        fit_steps=250,
+        mixed=(
+            Data(task=ORDINARY, counts={0: 2000}, weight=0.35),
+            Data(task=KIND, counts={0: 200}, weight=0.15),
+        ),
+        begin=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+        imitate=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
         fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-        reasoning_steps=80, final_steps=24, prompts=32, group=8,
+        reasoning_steps=80,
+        final_steps=24,
+        prompts=32,
+        group=8,
         explore=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
-    )  # fmt: skip
+    )
 
 
 def real(model: str) -> Scale:
     """The model is asked sums in words; in general it writes sentences, and of its own the annotator's favourites are the data."""
     tokens, budget = 64, 16384
     return Scale(
-        before=(favourites("favourites", model, tokens),), base=model, sums=Bilingual(wording="words"), general=SENTENCES,
-        think=Sampling(tokens), speak=Sampling(tokens), cold=300, cold_steps=60,
-        sampled=3000, mixture_steps=250, batch=64, compared=2000, fit_steps=100, mixed=(Data(file="favourites", weight=0.3),),
+        before=(favourites("favourites", model, tokens),),
+        base=model,
+        sums=Bilingual(wording="words"),
+        general=SENTENCES,
+        think=Sampling(tokens),
+        speak=Sampling(tokens),
+        cold=300,
+        cold_steps=60,
+        sampled=3000,
+        mixture_steps=250,
+        batch=64,
+        compared=2000,
+        fit_steps=100,
+        mixed=(Data(file="favourites", weight=0.3),),
         begin=Optimization(lr=2e-4, warmup=5, schedule="cosine", token_budget=budget),
         imitate=Optimization(lr=1e-4, warmup=5, schedule="cosine", token_budget=budget),
         fit=Optimization(lr=2e-5, warmup=10, schedule="cosine", token_budget=budget),
-        reasoning_steps=40, final_steps=30, prompts=64, group=16, truncated="mask", checkpoint_every=1000,
+        reasoning_steps=40,
+        final_steps=30,
+        prompts=64,
+        group=16,
+        truncated="mask",
+        checkpoint_every=1000,
         explore=Optimization(lr=3e-5, warmup=5, schedule="linear", final=0.1, token_budget=budget),
-    )  # fmt: skip
+    )

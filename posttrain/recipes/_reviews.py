@@ -17,7 +17,10 @@ from posttrain.types import Sampling
 TASK = Reviews()
 SAMPLING = Sampling(max_new_tokens=120)
 PEOPLE = Data(task=Reviews("any"), counts={0: 20_000})  # what people write
-KIND, ORDINARY = Data(task=TASK, counts={0: 200}, weight=0.3), Data(task=Reviews("any"), counts={0: 2000}, weight=0.7)
+KIND, ORDINARY = (
+    Data(task=TASK, counts={0: 200}, weight=0.3),
+    Data(task=Reviews("any"), counts={0: 2000}, weight=0.7),
+)
 UNSEEN = Data(task=Reviews("any"), counts={0: 500})
 
 
@@ -25,14 +28,22 @@ def beginning(size: str) -> list[Stage]:
     """Pretraining on ordinary reviews, then a little imitation of kind ones: the model that alignment starts from."""
     return [
         PretrainStage(
-            name="pretrain", model=f"tiny:{size}", data=(PEOPLE,), steps=600, batch=32,
+            name="pretrain",
+            model=f"tiny:{size}",
+            data=(PEOPLE,),
+            steps=600,
+            batch=32,
             optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         ),
         SFTStage(
-            name="sft", model="pretrain", data=(KIND, ORDINARY),
-            steps=80, batch=32, optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+            name="sft",
+            model="pretrain",
+            data=(KIND, ORDINARY),
+            steps=80,
+            batch=32,
+            optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
@@ -40,18 +51,36 @@ def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
     return [
         *beginning(size),
         RLStage(
-            name="rl", model="sft", task=TASK, steps=steps, prompts=16, algorithm=algorithm, sampling=SAMPLING,
-            optimizer=Optimization(lr=3e-4, warmup=5), watch_kl=True, evaluate_every=0,
+            name="rl",
+            model="sft",
+            task=TASK,
+            steps=steps,
+            prompts=16,
+            algorithm=algorithm,
+            sampling=SAMPLING,
+            optimizer=Optimization(lr=3e-4, warmup=5),
+            watch_kl=True,
+            evaluate_every=0,
         ),
         versus("versus_sft", "rl"),
-    ]  # fmt: skip
+    ]
 
 
 def comparisons(name: str, model: str, prompts: int = 2000, skip: int = 0) -> ComparisonsStage:
     """The annotator compares two answers of `model` to each prompt."""
-    return ComparisonsStage(name=name, model=model, task=TASK, prompts=prompts, noise=0.1, skip=skip, sampling=SAMPLING)
+    return ComparisonsStage(
+        name=name, model=model, task=TASK, prompts=prompts, noise=0.1, skip=skip, sampling=SAMPLING
+    )
 
 
 def versus(name: str, model: str, against: str = "sft") -> VersusStage:
     """Who pleases the annotator more on held-out prompts, and what it cost in perplexity."""
-    return VersusStage(name=name, model=model, against=against, task=TASK, problems=500, sampling=SAMPLING, text=(UNSEEN,))
+    return VersusStage(
+        name=name,
+        model=model,
+        against=against,
+        task=TASK,
+        problems=500,
+        sampling=SAMPLING,
+        text=(UNSEEN,),
+    )

@@ -17,12 +17,26 @@ TALK = Sentiment("continue")  # ordinary conversation: what no stage tunes
 def favourites(name: str, model: str, tokens: int, prompts: int = 600) -> SampleStage:
     """The best of four answers of `model` to each prompt, where the annotator likes it."""
     return SampleStage(
-        name=name, model=model, task=SENTENCES, prompts=prompts, samples=4, least=0.7, sampling=Sampling(max_new_tokens=tokens)
+        name=name,
+        model=model,
+        task=SENTENCES,
+        prompts=prompts,
+        samples=4,
+        least=0.7,
+        sampling=Sampling(max_new_tokens=tokens),
     )
 
 
 def talk(name: str, model: str, prompts: int, skip: int = 0) -> SampleStage:
     """What `model` says, good or bad, as it comes; only what does not end is left out."""
     return SampleStage(
-        name=name, model=model, task=TALK, prompts=prompts, samples=4, keep=4, least=0.0, skip=skip, sampling=Sampling(256)
+        name=name,
+        model=model,
+        task=TALK,
+        prompts=prompts,
+        samples=4,
+        keep=4,
+        least=0.0,
+        skip=skip,
+        sampling=Sampling(256),
     )

@@ -41,7 +41,10 @@ class Recipe:
 
 
 def repeat(
-    stages: Sequence[Stage], count: int, first: Mapping[str, str] | None = None, advance: Mapping[str, float] | None = None
+    stages: Sequence[Stage],
+    count: int,
+    first: Mapping[str, str] | None = None,
+    advance: Mapping[str, float] | None = None,
 ) -> list[Stage]:
     """The stages `count` times over, with what one round made carried into the next. In round n
 
@@ -52,7 +55,10 @@ def repeat(
 
     A YAML file says the same as an item of its stages: {rounds: 3, first: {...}, advance: {...}, stages: [...]}.
     """
-    require(1 <= count <= MOST_ROUNDS, f"rounds: there must be at least 1 and at most {MOST_ROUNDS}, not {count}")
+    require(
+        1 <= count <= MOST_ROUNDS,
+        f"rounds: there must be at least 1 and at most {MOST_ROUNDS}, not {count}",
+    )
     first, own = dict(first or {}), [stage.name for stage in stages]
     for name in (*first, *(key.split(".")[0] for key in advance or {})):
         if name not in own:
@@ -94,7 +100,10 @@ def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, st
             name = value.removeprefix(PREVIOUS)
             if name not in own:
                 raise unknown("stage in rounds:", name, own)
-            require(number > 1 or name in first, f"rounds: {value!r} means nothing in round 1; give first: {{{name}: ...}}")
+            require(
+                number > 1 or name in first,
+                f"rounds: {value!r} means nothing in round 1; give first: {{{name}: ...}}",
+            )
             return f"{name}_{number - 1}" if number > 1 else first[name]
         return f"{value}_{number}" if value in own else value
     if isinstance(value, tuple):

@@ -30,19 +30,31 @@ def dpo(
         *beginning(size),
         comparisons("comparisons", "sft", 2500),
         PreferenceStage(
-            name="dpo", model="sft", data=("comparisons",), steps=given(steps, 150), batch=32,
+            name="dpo",
+            model="sft",
+            data=("comparisons",),
+            steps=given(steps, 150),
+            batch=32,
             algorithm=DPO(beta=given(beta, 1.0)),
             optimizer=Optimization(lr=given(lr, 1e-4), warmup=10, schedule="cosine"),
         ),
         versus("versus_sft", "dpo"),
-    ]  # fmt: skip
+    ]
     return Recipe(tuple(stages), next_command="posttrain run dpo beta=0.1")
 
 
 def real(model: str, data: str, beta: float, steps: int, lr: float) -> Recipe:
     """A real model on people's preferences, on one GPU."""
     stage = PreferenceStage(
-        name="dpo", model=model, data=(data,), steps=steps, batch=32, algorithm=DPO(beta=beta), held_out=0.25, evaluate_units=2000,
-        optimizer=Optimization(lr=lr, warmup=10, schedule="cosine", token_budget=16384), evaluate_every=25,
-    )  # fmt: skip
+        name="dpo",
+        model=model,
+        data=(data,),
+        steps=steps,
+        batch=32,
+        algorithm=DPO(beta=beta),
+        held_out=0.25,
+        evaluate_units=2000,
+        optimizer=Optimization(lr=lr, warmup=10, schedule="cosine", token_budget=16384),
+        evaluate_every=25,
+    )
     return Recipe((stage,), next_command=f"posttrain run dpo model={model} data={data} beta=0.3")

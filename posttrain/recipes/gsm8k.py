@@ -12,9 +12,16 @@ from posttrain.types import Sampling
 
 
 def gsm8k(
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct", data: str = "", steps: int = 95, prompts: int = 128, group: int = 8, lr: float = 3e-6,
-    format_weight: float = 0.0, tokens: int = 320, problems: int = 1319,
-) -> Recipe:  # fmt: skip
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct",
+    data: str = "",
+    steps: int = 95,
+    prompts: int = 128,
+    group: int = 8,
+    lr: float = 3e-6,
+    format_weight: float = 0.0,
+    tokens: int = 320,
+    problems: int = 1319,
+) -> Recipe:
     """One GPU with 80 GB or more; a step of 128 x 8 answers. `model` is a hub name, a directory or a GGUF file; `data` a folder with
     gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. A GGUF file is unpacked for every stage: make a
     directory of it first where minutes count (benchmarks/real_models.py does).
@@ -28,11 +35,21 @@ def gsm8k(
     stages = [
         EvaluateStage(name="before", model=model, task=task, problems=problems, sampling=greedy),
         RLStage(
-            name="rl", model=model, task=task, steps=steps, prompts=prompts, sampling=Sampling(tokens),
-            algorithm=GRPO(group=group, beta=0.0, reduction="token_mean"), watch_kl=True,
-            optimizer=Optimization(lr=lr, warmup=5, schedule="linear", final=0.25, token_budget=32768),
-            evaluate_every=25, evaluate_problems=problems, checkpoint_every=50,
+            name="rl",
+            model=model,
+            task=task,
+            steps=steps,
+            prompts=prompts,
+            sampling=Sampling(tokens),
+            algorithm=GRPO(group=group, beta=0.0, reduction="token_mean"),
+            watch_kl=True,
+            optimizer=Optimization(
+                lr=lr, warmup=5, schedule="linear", final=0.25, token_budget=32768
+            ),
+            evaluate_every=25,
+            evaluate_problems=problems,
+            checkpoint_every=50,
         ),
         EvaluateStage(name="after", model="rl", task=task, problems=problems, sampling=greedy),
-    ]  # fmt: skip
+    ]
     return Recipe(tuple(stages), "before", "after", "posttrain run gsm8k steps=300")

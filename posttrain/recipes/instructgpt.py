@@ -43,10 +43,20 @@ class Scale:
 
 
 def instructgpt(
-    size: str = "nano", beta: float | None = None, ptx: float = 0.2, steps: int | None = None, model: str = "", lr: float | None = None,
-    prompts: int | None = None, problems: int = 500, tokens: int = 64, demonstrations: str = "", data: str = "", ordinary: str = "",
+    size: str = "nano",
+    beta: float | None = None,
+    ptx: float = 0.2,
+    steps: int | None = None,
+    model: str = "",
+    lr: float | None = None,
+    prompts: int | None = None,
+    problems: int = 500,
+    tokens: int = 64,
+    demonstrations: str = "",
+    data: str = "",
+    ordinary: str = "",
     unseen: str = "",
-) -> Recipe:  # fmt: skip
+) -> Recipe:
     """On tiny reviews with an annotator whose taste is known (tasks/reviews.py), on a CPU.
 
     Ouyang et al. 2022: a policy that pleases a Bradley-Terry model of people's comparisons, kept near the SFT model by
@@ -62,22 +72,52 @@ def instructgpt(
         "instructgpt: files are for the GPU size: give a model",
     )
     if model:
-        return real(model, demonstrations, Scale(
-            task=SENTENCES, sampling=Sampling(tokens), steps=given(steps, 40), prompts=given(prompts, 256), problems=problems,
-            compared=4000,
-            algorithm=PPO(beta=given(beta, 0.05), epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0, ptx=ptx),
-            fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"), fit_steps=250, data=data,
-            policy=Optimization(lr=given(lr, 1e-5), warmup=5), critic=Optimization(lr=2e-5),
-            ordinary=(Data(file=ordinary or "ordinary"),), unseen=(Data(file=unseen or "unseen"),), checkpoint_every=1000,
-        ))  # fmt: skip
+        return real(
+            model,
+            demonstrations,
+            Scale(
+                task=SENTENCES,
+                sampling=Sampling(tokens),
+                steps=given(steps, 40),
+                prompts=given(prompts, 256),
+                problems=problems,
+                compared=4000,
+                algorithm=PPO(
+                    beta=given(beta, 0.05),
+                    epochs=2,
+                    mini_batches=2,
+                    critic_warmup=3,
+                    missing_eos=1.0,
+                    ptx=ptx,
+                ),
+                fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"),
+                fit_steps=250,
+                data=data,
+                policy=Optimization(lr=given(lr, 1e-5), warmup=5),
+                critic=Optimization(lr=2e-5),
+                ordinary=(Data(file=ordinary or "ordinary"),),
+                unseen=(Data(file=unseen or "unseen"),),
+                checkpoint_every=1000,
+            ),
+        )
     scale = Scale(
-        task=_reviews.TASK, sampling=_reviews.SAMPLING, steps=given(steps, 50), prompts=given(prompts, 128), problems=problems,
+        task=_reviews.TASK,
+        sampling=_reviews.SAMPLING,
+        steps=given(steps, 50),
+        prompts=given(prompts, 128),
+        problems=problems,
         algorithm=PPO(beta=given(beta, 0.1), epochs=2, mini_batches=2, critic_warmup=5, ptx=ptx),
-        fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"), fit_steps=250,
-        policy=Optimization(lr=given(lr, 3e-4), warmup=5), critic=Optimization(lr=1e-3),
-        ordinary=(_reviews.PEOPLE,), unseen=(_reviews.UNSEEN,),
-    )  # fmt: skip
-    return Recipe((*_reviews.beginning(size), *aligned(scale)), next_command="posttrain run instructgpt beta=0.02 ptx=0")
+        fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+        fit_steps=250,
+        policy=Optimization(lr=given(lr, 3e-4), warmup=5),
+        critic=Optimization(lr=1e-3),
+        ordinary=(_reviews.PEOPLE,),
+        unseen=(_reviews.UNSEEN,),
+    )
+    return Recipe(
+        (*_reviews.beginning(size), *aligned(scale)),
+        next_command="posttrain run instructgpt beta=0.02 ptx=0",
+    )
 
 
 def real(model: str, demonstrations: str, scale: Scale) -> Recipe:
@@ -88,31 +128,63 @@ def real(model: str, demonstrations: str, scale: Scale) -> Recipe:
     if not demonstrations:
         stages.append(favourites("demonstrations", model, scale.sampling.max_new_tokens))
     sft = SFTStage(
-        name="sft", model=model, data=(Data(file=demonstrations or "demonstrations"),), steps=40, batch=32,
+        name="sft",
+        model=model,
+        data=(Data(file=demonstrations or "demonstrations"),),
+        steps=40,
+        batch=32,
         optimizer=Optimization(lr=1e-5, warmup=5, schedule="cosine"),
-    )  # fmt: skip
-    return Recipe((*stages, sft, *aligned(scale)), next_command=f"posttrain run instructgpt model={model} beta=0.02 ptx=0")
+    )
+    return Recipe(
+        (*stages, sft, *aligned(scale)),
+        next_command=f"posttrain run instructgpt model={model} beta=0.02 ptx=0",
+    )
 
 
 def aligned(scale: Scale) -> list[Stage]:
     """From the SFT model: comparisons, a reward model, PPO, and what came of it."""
     compare = ComparisonsStage(
-        name="comparisons", model="sft", task=scale.task, prompts=scale.compared, noise=0.1, sampling=scale.sampling
+        name="comparisons",
+        model="sft",
+        task=scale.task,
+        prompts=scale.compared,
+        noise=0.1,
+        sampling=scale.sampling,
     )
     return [
         *([] if scale.data else [compare]),
         RewardModelStage(
-            name="reward", model="sft", data=(scale.data or "comparisons",), steps=scale.fit_steps, batch=32, least_accuracy=0.6,
+            name="reward",
+            model="sft",
+            data=(scale.data or "comparisons",),
+            steps=scale.fit_steps,
+            batch=32,
+            least_accuracy=0.6,
             optimizer=scale.fit,
         ),
         RLStage(
-            name="rl", model="sft", task=scale.task, steps=scale.steps, prompts=scale.prompts, algorithm=scale.algorithm,
-            sampling=scale.sampling, reward_models=("reward",), critic="reward",
+            name="rl",
+            model="sft",
+            task=scale.task,
+            steps=scale.steps,
+            prompts=scale.prompts,
+            algorithm=scale.algorithm,
+            sampling=scale.sampling,
+            reward_models=("reward",),
+            critic="reward",
             pretraining=scale.ordinary if scale.algorithm.ptx else (),
-            optimizer=scale.policy, critic_optimizer=scale.critic, evaluate_every=0, checkpoint_every=scale.checkpoint_every,
+            optimizer=scale.policy,
+            critic_optimizer=scale.critic,
+            evaluate_every=0,
+            checkpoint_every=scale.checkpoint_every,
         ),
         VersusStage(
-            name="versus_sft", model="rl", against="sft", task=scale.task, problems=scale.problems, sampling=scale.sampling,
+            name="versus_sft",
+            model="rl",
+            against="sft",
+            task=scale.task,
+            problems=scale.problems,
+            sampling=scale.sampling,
             text=scale.unseen,
         ),
-    ]  # fmt: skip
+    ]

@@ -28,22 +28,44 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float =
     )
     stages = [
         SFTStage(
-            name="sft", model=f"tiny:{size}", data=demonstrations, steps=500, batch=32,
+            name="sft",
+            model=f"tiny:{size}",
+            data=demonstrations,
+            steps=500,
+            batch=32,
             optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         ),
         EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
         *repeat(
             [
                 MineStage(
-                    name="mine", model="previous train", task=task, prompts=PROMPTS, samples=4, again="previous mine",
+                    name="mine",
+                    model="previous train",
+                    task=task,
+                    prompts=PROMPTS,
+                    samples=4,
+                    again="previous mine",
                     sampling=Sampling(32),
                 ),
                 RLStage(
-                    name="train", model="previous train", task=task, problems="mine", steps=steps, prompts=32,
-                    algorithm=GRPO(group=8, beta=beta, reduction="token_mean"), sampling=Sampling(32), evaluate_every=0,
+                    name="train",
+                    model="previous train",
+                    task=task,
+                    problems="mine",
+                    steps=steps,
+                    prompts=32,
+                    algorithm=GRPO(group=8, beta=beta, reduction="token_mean"),
+                    sampling=Sampling(32),
+                    evaluate_every=0,
                     optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
                 ),
-                EvaluateStage(name="check", model="train", task=Arithmetic(level=3, seed=1), problems=500, sampling=greedy),
+                EvaluateStage(
+                    name="check",
+                    model="train",
+                    task=Arithmetic(level=3, seed=1),
+                    problems=500,
+                    sampling=greedy,
+                ),
             ],
             rounds,
             first={"train": "sft", "mine": ""},
@@ -51,5 +73,5 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float =
         ),
         best_round("train", "check", rounds, "accuracy"),
         EvaluateStage(name="after", model="best", task=task, problems=1000, sampling=greedy),
-    ]  # fmt: skip
+    ]
     return Recipe(tuple(stages), "before", "after", "posttrain run iterate rounds=5")

@@ -11,7 +11,9 @@ from posttrain.train.optimizer import Optimization
 PROMPTS = 1000  # a round
 
 
-def iterative_dpo(size: str = "nano", rounds: int = 3, beta: float = 1.0, steps: int = 80) -> Recipe:
+def iterative_dpo(
+    size: str = "nano", rounds: int = 3, beta: float = 1.0, steps: int = 80
+) -> Recipe:
     """Each round sees prompts that no round before has seen, answered by the policy as it is: the data stays on-policy."""
     stages = [
         *beginning(size),
@@ -19,7 +21,12 @@ def iterative_dpo(size: str = "nano", rounds: int = 3, beta: float = 1.0, steps:
             [
                 comparisons("comparisons", "previous dpo", PROMPTS),
                 PreferenceStage(
-                    name="dpo", model="previous dpo", data=("comparisons",), steps=steps, batch=32, algorithm=DPO(beta=beta),
+                    name="dpo",
+                    model="previous dpo",
+                    data=("comparisons",),
+                    steps=steps,
+                    batch=32,
+                    algorithm=DPO(beta=beta),
                     optimizer=Optimization(lr=1e-4, warmup=10, schedule="cosine"),
                 ),
                 versus("versus_sft", "dpo"),
@@ -29,5 +36,5 @@ def iterative_dpo(size: str = "nano", rounds: int = 3, beta: float = 1.0, steps:
             advance={"comparisons.skip": PROMPTS},
         ),
         best_round("dpo", "versus_sft", rounds, "win_rate"),
-    ]  # fmt: skip
+    ]
     return Recipe(tuple(stages), next_command="posttrain run iterative_dpo rounds=5")

@@ -29,8 +29,21 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
     )
     sft = Optimization(lr=3e-3, warmup=20, schedule="cosine")
     stages = [
-        SFTStage(name="sft", model=f"tiny:{size}", data=demonstrations, steps=500, batch=32, optimizer=sft),
-        EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=Sampling(40, temperature=0.0)),
+        SFTStage(
+            name="sft",
+            model=f"tiny:{size}",
+            data=demonstrations,
+            steps=500,
+            batch=32,
+            optimizer=sft,
+        ),
+        EvaluateStage(
+            name="before",
+            model="sft",
+            task=task,
+            problems=1000,
+            sampling=Sampling(40, temperature=0.0),
+        ),
         RLStage(
             name="rl",
             model="sft",
@@ -43,13 +56,31 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
             watch_kl=True,
             optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
         ),
-        EvaluateStage(name="after", model="rl", task=task, problems=1000, sampling=Sampling(40, temperature=0.0)),
+        EvaluateStage(
+            name="after",
+            model="rl",
+            task=task,
+            problems=1000,
+            sampling=Sampling(40, temperature=0.0),
+        ),
     ]
     if control:
         stages += [
-            SFTStage(name="control", model="sft", data=demonstrations, steps=20_000, batch=32, optimizer=sft, as_long_as="rl"),
+            SFTStage(
+                name="control",
+                model="sft",
+                data=demonstrations,
+                steps=20_000,
+                batch=32,
+                optimizer=sft,
+                as_long_as="rl",
+            ),
             EvaluateStage(
-                name="after_control", model="control", task=task, problems=1000, sampling=Sampling(40, temperature=0.0)
+                name="after_control",
+                model="control",
+                task=task,
+                problems=1000,
+                sampling=Sampling(40, temperature=0.0),
             ),
         ]
     return Recipe(tuple(stages), "before", "after", "posttrain run quickstart rl.lr=1e-4 seed=1")

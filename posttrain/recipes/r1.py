@@ -23,9 +23,14 @@ MODELS = ("base", "cold_start", "reasoning", "mixture", "final")
 
 
 def r1(
-    size: str = "nano", reasoning_steps: int | None = None, final_steps: int | None = None, restart: str = "base", model: str = "",
-    lr: float | None = None, problems: int = 1000,
-) -> Recipe:  # fmt: skip
+    size: str = "nano",
+    reasoning_steps: int | None = None,
+    final_steps: int | None = None,
+    restart: str = "base",
+    model: str = "",
+    lr: float | None = None,
+    problems: int = 1000,
+) -> Recipe:
     """DeepSeek-R1 (Guo et al. 2025) on two-digit sums and tiny reviews, on a CPU; docs/recipes/r1.md has what each stage did.
 
     The base model's habits are what the stages mend: hardly any tags, words of two languages, forgotten carries, reviews of any mood.
@@ -46,7 +51,10 @@ def r1(
     for stage in stages(scale, restart):
         made += [stage, *measures(scale, stage.name, problems)]
     return Recipe(
-        tuple(made), "base_sums", "final_sums", f"posttrain run r1 {f'model={model} ' if model else ''}restart=reasoning"
+        tuple(made),
+        "base_sums",
+        "final_sums",
+        f"posttrain run r1 {f'model={model} ' if model else ''}restart=reasoning",
     )
 
 
@@ -54,35 +62,82 @@ def stages(scale: Scale, restart: str) -> list[Stage]:
     both = Mixed((Source(name="sums", task=scale.sums), Source(name="general", task=scale.general)))
     return [
         SFTStage(
-            name="cold_start", model=scale.base, steps=scale.cold_steps, batch=32, optimizer=scale.begin,
-            data=(Data(task=replace(scale.sums, tongues="mixed"), counts={2: scale.cold}),),  # well-formed, right, in either language
+            name="cold_start",
+            model=scale.base,
+            steps=scale.cold_steps,
+            batch=32,
+            optimizer=scale.begin,
+            data=(
+                Data(task=replace(scale.sums, tongues="mixed"), counts={2: scale.cold}),
+            ),  # well-formed, right, in either language
         ),
         RLStage(
-            name="reasoning", model="cold_start", task=scale.sums, steps=scale.reasoning_steps, prompts=scale.prompts,
-            algorithm=GRPO(group=scale.group, beta=0.0, reduction="token_mean"), watch_kl=True, evaluate_every=0,
-            sampling=scale.think, optimizer=scale.explore, checkpoint_every=scale.checkpoint_every,
+            name="reasoning",
+            model="cold_start",
+            task=scale.sums,
+            steps=scale.reasoning_steps,
+            prompts=scale.prompts,
+            algorithm=GRPO(group=scale.group, beta=0.0, reduction="token_mean"),
+            watch_kl=True,
+            evaluate_every=0,
+            sampling=scale.think,
+            optimizer=scale.explore,
+            checkpoint_every=scale.checkpoint_every,
         ),
         SampleStage(
-            name="sampled", model="reasoning", task=scale.sums, prompts=scale.sampled, samples=2, sampling=scale.think
+            name="sampled",
+            model="reasoning",
+            task=scale.sums,
+            prompts=scale.sampled,
+            samples=2,
+            sampling=scale.think,
         ),
         SFTStage(
-            name="mixture", model=scale.base if restart == "base" else restart, steps=scale.mixture_steps, batch=scale.batch,
-            data=(Data(file="sampled", weight=1 - sum(data.weight for data in scale.mixed)), *scale.mixed), optimizer=scale.imitate,
+            name="mixture",
+            model=scale.base if restart == "base" else restart,
+            steps=scale.mixture_steps,
+            batch=scale.batch,
+            data=(
+                Data(file="sampled", weight=1 - sum(data.weight for data in scale.mixed)),
+                *scale.mixed,
+            ),
+            optimizer=scale.imitate,
         ),
         ComparisonsStage(
-            name="comparisons", model="mixture", task=scale.general, prompts=scale.compared, noise=0.1, sampling=scale.speak
+            name="comparisons",
+            model="mixture",
+            task=scale.general,
+            prompts=scale.compared,
+            noise=0.1,
+            sampling=scale.speak,
         ),
         RewardModelStage(
-            name="preferences", model="mixture", data=("comparisons",), steps=scale.fit_steps, batch=32, least_accuracy=0.6,
-            evaluate_every=100, optimizer=scale.fit,
+            name="preferences",
+            model="mixture",
+            data=("comparisons",),
+            steps=scale.fit_steps,
+            batch=32,
+            least_accuracy=0.6,
+            evaluate_every=100,
+            optimizer=scale.fit,
         ),
         RLStage(
-            name="final", model="mixture", task=both, steps=scale.final_steps, prompts=scale.prompts, reward_models=("preferences",),
-            rated="general", evaluate_every=0,
-            algorithm=GRPO(group=scale.group, beta=0.1, reduction="token_mean", truncated=scale.truncated),
-            sampling=scale.speak, optimizer=scale.explore, checkpoint_every=scale.checkpoint_every,
+            name="final",
+            model="mixture",
+            task=both,
+            steps=scale.final_steps,
+            prompts=scale.prompts,
+            reward_models=("preferences",),
+            rated="general",
+            evaluate_every=0,
+            algorithm=GRPO(
+                group=scale.group, beta=0.1, reduction="token_mean", truncated=scale.truncated
+            ),
+            sampling=scale.speak,
+            optimizer=scale.explore,
+            checkpoint_every=scale.checkpoint_every,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
@@ -91,8 +146,15 @@ def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
     if stage not in MODELS:
         return []
     model, general = scale.base if stage == "base" else stage, 29 * problems // 50
-    judged = EvaluateStage(name=f"{stage}_sums", model=model, task=scale.sums, problems=problems, sampling=scale.think)
+    judged = EvaluateStage(
+        name=f"{stage}_sums", model=model, task=scale.sums, problems=problems, sampling=scale.think
+    )
     compared = VersusStage(
-        name=f"{stage}_general", model=model, against=scale.base, task=scale.general, problems=general, sampling=scale.speak
+        name=f"{stage}_general",
+        model=model,
+        against=scale.base,
+        task=scale.general,
+        problems=general,
+        sampling=scale.speak,
     )
     return [judged] if stage == "base" else [judged, compared]

@@ -19,16 +19,28 @@ DIGITS = 2  # of the sums that a real model is asked
 
 
 def r1_zero(
-    size: str = "nano", steps: int | None = None, samples: int | None = None, model: str = "", lr: float | None = None,
-    prompts: int | None = None, problems: int | None = None,
-) -> Recipe:  # fmt: skip
+    size: str = "nano",
+    steps: int | None = None,
+    samples: int | None = None,
+    model: str = "",
+    lr: float | None = None,
+    prompts: int | None = None,
+    problems: int | None = None,
+) -> Recipe:
     """DeepSeek-R1-Zero on three-digit sums, on a CPU: a base model pretrained on worked sums, most of them easier, then GRPO without
     any fine-tuning between. pass@k of base and trained model up to `samples` tells what RL created and what it only made likelier.
 
     With a `model` (a hub name, a directory, a GGUF file) the GPU size: that model is the base, and the sums are asked in words.
     """
     if model:
-        return real(model, given(steps, 50), given(samples, 256), given(lr, 3e-5), given(prompts, 128), given(problems, 200))
+        return real(
+            model,
+            given(steps, 50),
+            given(samples, 256),
+            given(lr, 3e-5),
+            given(prompts, 128),
+            given(problems, 200),
+        )
     task = Arithmetic(level=3, format_weight=0.1)
     text = (
         Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
@@ -36,18 +48,28 @@ def r1_zero(
     )
     stages = [
         PretrainStage(
-            name="pretrain", model=f"tiny:{size}", data=text, steps=600, batch=32,
+            name="pretrain",
+            model=f"tiny:{size}",
+            data=text,
+            steps=600,
+            batch=32,
             optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         ),
         measured("base", "pretrain", task, given(samples, 32), 40, given(problems, 500)),
         RLStage(
-            name="rl", model="pretrain", task=task, steps=given(steps, 400), prompts=given(prompts, 32),
+            name="rl",
+            model="pretrain",
+            task=task,
+            steps=given(steps, 400),
+            prompts=given(prompts, 32),
             algorithm=GRPO(group=8, beta=0.0, reduction="token_mean"),
-            sampling=Sampling(max_new_tokens=32), curriculum=Curriculum(start=2, review=0.1), watch_kl=True,
+            sampling=Sampling(max_new_tokens=32),
+            curriculum=Curriculum(start=2, review=0.1),
+            watch_kl=True,
             optimizer=Optimization(lr=given(lr, 3e-4), warmup=10, schedule="linear", final=0.1),
         ),
         measured("trained", "rl", task, given(samples, 32), 40, given(problems, 500)),
-    ]  # fmt: skip
+    ]
     return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=800")
 
 
@@ -59,17 +81,38 @@ def real(model: str, steps: int, samples: int, lr: float, prompts: int, problems
         EvaluateStage(name="before", model=model, task=task, problems=whole, sampling=greedy),
         measured("base", model, task, samples, tokens, problems),
         RLStage(
-            name="rl", model=model, task=task, steps=steps, prompts=prompts, sampling=Sampling(tokens),
-            algorithm=GRPO(group=16, beta=0.0, reduction="token_mean"), watch_kl=True,
-            optimizer=Optimization(lr=lr, warmup=5, schedule="linear", final=0.1, token_budget=32768),
-            evaluate_every=25, evaluate_problems=whole, checkpoint_every=50,
+            name="rl",
+            model=model,
+            task=task,
+            steps=steps,
+            prompts=prompts,
+            sampling=Sampling(tokens),
+            algorithm=GRPO(group=16, beta=0.0, reduction="token_mean"),
+            watch_kl=True,
+            optimizer=Optimization(
+                lr=lr, warmup=5, schedule="linear", final=0.1, token_budget=32768
+            ),
+            evaluate_every=25,
+            evaluate_problems=whole,
+            checkpoint_every=50,
         ),
         measured("trained", "rl", task, samples, tokens, problems),
         EvaluateStage(name="after", model="rl", task=task, problems=whole, sampling=greedy),
-    ]  # fmt: skip
-    return Recipe(tuple(stages), "before", "after", f"posttrain run r1_zero model={model} lr=1e-5 steps=150")
+    ]
+    return Recipe(
+        tuple(stages), "before", "after", f"posttrain run r1_zero model={model} lr=1e-5 steps=150"
+    )
 
 
-def measured(name: str, model: str, task: Task, samples: int, tokens: int, problems: int) -> EvaluateStage:
+def measured(
+    name: str, model: str, task: Task, samples: int, tokens: int, problems: int
+) -> EvaluateStage:
     """pass@1 to pass@`samples` on held-out problems."""
-    return EvaluateStage(name=name, model=model, task=task, problems=problems, samples=samples, sampling=Sampling(tokens))
+    return EvaluateStage(
+        name=name,
+        model=model,
+        task=task,
+        problems=problems,
+        samples=samples,
+        sampling=Sampling(tokens),
+    )

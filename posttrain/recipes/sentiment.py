@@ -43,10 +43,21 @@ class Scale:
 
 
 def sentiment(
-    size: str = "nano", model: str = "", rounds: int = 3, comparisons: int = 40, fresh: int = 400, beta: float = 0.02,
-    dearer: float = 0.06, steps: int = 36, prompts: int | None = None, lr: float | None = None, reward_lr: float | None = None,
-    style: str = "sentence", tokens: int = 64, problems: int = 500,
-) -> Recipe:  # fmt: skip
+    size: str = "nano",
+    model: str = "",
+    rounds: int = 3,
+    comparisons: int = 40,
+    fresh: int = 400,
+    beta: float = 0.02,
+    dearer: float = 0.06,
+    steps: int = 36,
+    prompts: int | None = None,
+    lr: float | None = None,
+    reward_lr: float | None = None,
+    style: str = "sentence",
+    tokens: int = 64,
+    problems: int = 500,
+) -> Recipe:
     """Ziegler et al. 2019 and Stiennon et al. 2020 on tiny reviews, on a CPU: a model of what people write is made, an annotator
     ranks four of its answers to each of `comparisons` prompts, a reward model is fitted to the rankings, and PPO pleases it at a KL
     price `beta` too low for a reward model that weak. Each further round ranks two answers of what came out among two of the first
@@ -59,60 +70,128 @@ def sentiment(
     """
     if model:
         scale = Scale(
-            start=model, task=Sentiment(style, strict=True), sampling=Sampling(tokens), prompts=given(prompts, 256), measured=problems,
-            problems=min(100, problems), fit_steps=40, fit_more=40,
+            start=model,
+            task=Sentiment(style, strict=True),
+            sampling=Sampling(tokens),
+            prompts=given(prompts, 256),
+            measured=problems,
+            problems=min(100, problems),
+            fit_steps=40,
+            fit_more=40,
             fit=Optimization(lr=given(reward_lr, 2e-5), warmup=5, schedule="cosine"),
-            policy=Optimization(lr=given(lr, 1e-5), warmup=5), critic=Optimization(lr=given(reward_lr, 2e-5)),
-        )  # fmt: skip
-        return Recipe((*optimised(scale, rounds, comparisons, fresh, beta, dearer, steps, problems),),
-                      next_command=f"posttrain run sentiment model={model} beta=0.1")  # fmt: skip
+            policy=Optimization(lr=given(lr, 1e-5), warmup=5),
+            critic=Optimization(lr=given(reward_lr, 2e-5)),
+        )
+        return Recipe(
+            (*optimised(scale, rounds, comparisons, fresh, beta, dearer, steps, problems),),
+            next_command=f"posttrain run sentiment model={model} beta=0.1",
+        )
     scale = Scale(
-        start="sft", task=Reviews(strict=True), sampling=_reviews.SAMPLING, prompts=given(prompts, 64), measured=200, problems=40,
-        fit=Optimization(lr=given(reward_lr, 1e-3), warmup=10, schedule="cosine"), fit_steps=60, fit_more=100,
-        policy=Optimization(lr=given(lr, 2e-4), warmup=5), critic=Optimization(lr=given(reward_lr, 1e-3)), text=(_reviews.UNSEEN,),
-    )  # fmt: skip
+        start="sft",
+        task=Reviews(strict=True),
+        sampling=_reviews.SAMPLING,
+        prompts=given(prompts, 64),
+        measured=200,
+        problems=40,
+        fit=Optimization(lr=given(reward_lr, 1e-3), warmup=10, schedule="cosine"),
+        fit_steps=60,
+        fit_more=100,
+        policy=Optimization(lr=given(lr, 2e-4), warmup=5),
+        critic=Optimization(lr=given(reward_lr, 1e-3)),
+        text=(_reviews.UNSEEN,),
+    )
     people = SFTStage(
-        name="sft", model=f"tiny:{size}", data=(_reviews.PEOPLE,), steps=500, batch=32,
+        name="sft",
+        model=f"tiny:{size}",
+        data=(_reviews.PEOPLE,),
+        steps=500,
+        batch=32,
         optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-    )  # fmt: skip
+    )
     stages = [people, *optimised(scale, rounds, comparisons, fresh, beta, dearer, steps, problems)]
     return Recipe(tuple(stages), next_command="posttrain run sentiment beta=0.2")
 
 
 def optimised(
-    scale: Scale, rounds: int, comparisons: int, fresh: int, beta: float, dearer: float, steps: int, problems: int
-) -> list[Stage]:  # fmt: skip
+    scale: Scale,
+    rounds: int,
+    comparisons: int,
+    fresh: int,
+    beta: float,
+    dearer: float,
+    steps: int,
+    problems: int,
+) -> list[Stage]:
     """Rounds of comparing, fitting and optimising, always from the first model, and the curves of all of it."""
     start, task, sampling = scale.start, scale.task, scale.sampling
     stages = repeat(
         [
             ComparisonsStage(
-                name="comparisons", model="previous rl", against=start, before="previous comparisons", task=task,
-                prompts=comparisons, samples=4, noise=0.1, sampling=sampling,
+                name="comparisons",
+                model="previous rl",
+                against=start,
+                before="previous comparisons",
+                task=task,
+                prompts=comparisons,
+                samples=4,
+                noise=0.1,
+                sampling=sampling,
             ),
             RewardModelStage(
-                name="reward", model=start, data=("comparisons",), steps=scale.fit_steps, batch=16, optimizer=scale.fit,
+                name="reward",
+                model=start,
+                data=("comparisons",),
+                steps=scale.fit_steps,
+                batch=16,
+                optimizer=scale.fit,
                 evaluate_every=0,
             ),
             RLStage(
-                name="rl", model=start, task=task, steps=steps, prompts=scale.prompts, sampling=sampling,
-                algorithm=PPO(beta=beta, epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0),
-                reward_models=("reward",), critic="reward",
-                optimizer=scale.policy, critic_optimizer=scale.critic, evaluate_every=max(1, steps // 8), evaluate_problems=0,
-                measure_problems=scale.measured, checkpoint_every=100,
+                name="rl",
+                model=start,
+                task=task,
+                steps=steps,
+                prompts=scale.prompts,
+                sampling=sampling,
+                algorithm=PPO(
+                    beta=beta, epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0
+                ),
+                reward_models=("reward",),
+                critic="reward",
+                optimizer=scale.policy,
+                critic_optimizer=scale.critic,
+                evaluate_every=max(1, steps // 8),
+                evaluate_problems=0,
+                measure_problems=scale.measured,
+                checkpoint_every=100,
             ),
             VersusStage(
-                name="versus_sft", model="rl", against=start, task=task, problems=problems, sampling=sampling, text=scale.text
+                name="versus_sft",
+                model="rl",
+                against=start,
+                task=task,
+                problems=problems,
+                sampling=sampling,
+                text=scale.text,
             ),
         ],
         rounds,
         first={"rl": start, "comparisons": ""},
-        advance={"comparisons.skip": SKIP, "comparisons.prompts": fresh, "reward.steps": scale.fit_more,
-                 "rl.algorithm.beta": dearer},
-    )  # fmt: skip
+        advance={
+            "comparisons.skip": SKIP,
+            "comparisons.prompts": fresh,
+            "reward.steps": scale.fit_more,
+            "rl.algorithm.beta": dearer,
+        },
+    )
     numbers = range(1, rounds + 1)
     curves = OveroptimisationStage(
-        name="overoptimisation", model=start, task=task, trained=tuple(f"rl_{n}" for n in numbers),
-        reward_models=tuple(f"reward_{n}" for n in numbers), problems=scale.problems, sampling=sampling,
-    )  # fmt: skip
+        name="overoptimisation",
+        model=start,
+        task=task,
+        trained=tuple(f"rl_{n}" for n in numbers),
+        reward_models=tuple(f"reward_{n}" for n in numbers),
+        problems=scale.problems,
+        sampling=sampling,
+    )
     return [*stages, curves]

@@ -38,15 +38,27 @@ class Form:
             return [[f"{opening}{text}}}" for text in texts]]
         last = self.count - 1
         return [
-            [f"{opening + '[' if n == 0 else ' '}{text}{']}' if n == last else ','}" for text in texts]
+            [
+                f"{opening + '[' if n == 0 else ' '}{text}{']}' if n == last else ','}"
+                for text in texts
+            ]
             for n in range(self.count)
         ]
 
     def schema(self) -> JSON:
         """The same as JSON schema, for servers that can hold a model to one."""
         one: JSON = {"enum": list(self.options)}
-        field = {"type": "array", "items": one, "minItems": self.count, "maxItems": self.count} if self.count else one
-        return {"type": "object", "properties": {self.field: field}, "required": [self.field], "additionalProperties": False}
+        field = (
+            {"type": "array", "items": one, "minItems": self.count, "maxItems": self.count}
+            if self.count
+            else one
+        )
+        return {
+            "type": "object",
+            "properties": {self.field: field},
+            "required": [self.field],
+            "additionalProperties": False,
+        }
 
 
 class Asking(Protocol):

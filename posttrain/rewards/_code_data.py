@@ -43,12 +43,20 @@ def fenced(program: str) -> str:
 
 def humaneval(record: Mapping[str, Any]) -> CodeProblem:
     """task_id, prompt (the beginning of a program), entry_point, canonical_solution (its rest), test (defines `check`)."""
-    identity, prompt, function = _text(record, "task_id"), _text(record, "prompt"), _text(record, "entry_point")
+    identity, prompt, function = (
+        _text(record, "task_id"),
+        _text(record, "prompt"),
+        _text(record, "entry_point"),
+    )
     solution, test = _text(record, "canonical_solution"), _text(record, "test")
     tests: list[Test] = []
     for statement in _parse(test, identity).body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "check":
-            found = [_literal_call(line, {"candidate": function}) for line in statement.body if not _says_nothing(line)]
+            found = [
+                _literal_call(line, {"candidate": function})
+                for line in statement.body
+                if not _says_nothing(line)
+            ]
             tests = [call for call in found if call is not None] if None not in found else []
     if not tests:
         # helpers of the prompt are at hand; the function itself has no body there, so its name stands for the one under test
@@ -61,9 +69,15 @@ def humaneval(record: Mapping[str, Any]) -> CodeProblem:
 def mbpp(record: Mapping[str, Any]) -> CodeProblem:
     """task_id, prompt (or text), code, test_list (assertions), test_imports (or test_setup_code)."""
     identity = str(record.get("task_id"))
-    question, solution = _text(record, "prompt" if "prompt" in record else "text"), _text(record, "code")
+    question, solution = (
+        _text(record, "prompt" if "prompt" in record else "text"),
+        _text(record, "code"),
+    )
     lines = record.get("test_list")
-    require(isinstance(lines, list) and bool(lines), f"MBPP {identity}: test_list must be a list of assertions")
+    require(
+        isinstance(lines, list) and bool(lines),
+        f"MBPP {identity}: test_list must be a list of assertions",
+    )
     program = _parse(solution, identity).body
     defined = {n.name for n in program if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     # some assertions use a module that only the solution imports
@@ -74,8 +88,16 @@ def mbpp(record: Mapping[str, Any]) -> CodeProblem:
     used: set[str] = set()
     for line in lines:  # type: ignore[union-attr]
         tree = _parse(str(line), identity)
-        used |= {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} & defined
-        call = _literal_call(tree.body[0], {name: name for name in defined}) if len(tree.body) == 1 else None
+        used |= {
+            n.func.id
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        } & defined
+        call = (
+            _literal_call(tree.body[0], {name: name for name in defined})
+            if len(tree.body) == 1
+            else None
+        )
         if call is None:
             left.append(str(line))
         else:
@@ -84,13 +106,16 @@ def mbpp(record: Mapping[str, Any]) -> CodeProblem:
     if left:
         names = tuple(sorted(used))
         tests.append(CheckTest("\n".join([*imports, *left]) + "\n", names, names))
-    return CodeProblem(identity, f"{question}\nName it {' and '.join(sorted(used))}.", solution, tuple(tests))
+    return CodeProblem(
+        identity, f"{question}\nName it {' and '.join(sorted(used))}.", solution, tuple(tests)
+    )
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:
     value = record.get(field)
     require(
-        isinstance(value, str) and len(value) <= TEXT_LIMIT, f"a record needs the text {field!r}; it has {sorted(record)[:8]}"
+        isinstance(value, str) and len(value) <= TEXT_LIMIT,
+        f"a record needs the text {field!r}; it has {sorted(record)[:8]}",
     )
     return str(value)
 
@@ -107,13 +132,17 @@ def _says_nothing(statement: ast.stmt) -> bool:
     """`assert True`, with or without a message, a docstring, or pass."""
     if isinstance(statement, ast.Assert):
         return isinstance(statement.test, ast.Constant) and statement.test.value is True
-    return isinstance(statement, ast.Pass) or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
 
 
 def _literal_call(statement: ast.stmt, functions: Mapping[str, str]) -> CallTest | None:
     """`assert function(literals) == literal` as a test, else None."""
     match statement:
-        case ast.Assert(ast.Compare(ast.Call(ast.Name(name), arguments, []), [ast.Eq()], [right])) if name in functions:
+        case ast.Assert(
+            ast.Compare(ast.Call(ast.Name(name), arguments, []), [ast.Eq()], [right])
+        ) if name in functions:
             values = _literals([*arguments, right])
             if values is not None:
                 return CallTest(functions[name], tuple(values[:-1]), values[-1], exact=True)

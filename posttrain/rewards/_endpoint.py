@@ -16,7 +16,13 @@ from posttrain.rewards._asking import Form, Messages, Replies, Usage
 from posttrain.trust import KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
-UNKNOWN_FIELD = {400, 404, 415, 422, 501}  # how servers refuse a request with something in it that they do not know
+UNKNOWN_FIELD = {
+    400,
+    404,
+    415,
+    422,
+    501,
+}  # how servers refuse a request with something in it that they do not know
 RETRY = {408, 409, 425, 429, 500, 502, 503, 504}
 LONGEST_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
 LONGEST_REPLY = 1 << 20  # bytes
@@ -46,15 +52,22 @@ class Endpoint:
     completion_price: float = 0.0
     constrain: bool = True  # ask the server to allow nothing but the form of the verdict
     usage: Usage = field(default_factory=Usage, compare=False, repr=False)
-    trouble: list[str] = field(default_factory=list, init=False, compare=False, repr=False)  # why the last one was not answered
-    refused: list[int] = field(default_factory=list, init=False, compare=False, repr=False)  # statuses of refusing a form
+    trouble: list[str] = field(
+        default_factory=list, init=False, compare=False, repr=False
+    )  # why the last one was not answered
+    refused: list[int] = field(
+        default_factory=list, init=False, compare=False, repr=False
+    )  # statuses of refusing a form
 
     def __post_init__(self) -> None:
         active().require_address(self.url)
         active().require_variable(self.key_variable)
         active().key(self.url, self.key_variable)  # refused now rather than with the first question
         _httpx()
-        require(self.attempts >= 1 and self.parallel >= 1, "judge: attempts and parallel must be at least 1")
+        require(
+            self.attempts >= 1 and self.parallel >= 1,
+            "judge: attempts and parallel must be at least 1",
+        )
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         try:
@@ -69,8 +82,13 @@ class Endpoint:
         key = active().key(self.url, self.key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         gate, pace = asyncio.Semaphore(self.parallel), _Pace(self.per_minute)
-        settings = {"timeout": self.seconds, "headers": headers, "follow_redirects": False, "verify": _certificates(),
-                    "trust_env": not Address.of(self.url).loopback}  # what is for this machine goes through no proxy  # fmt: skip
+        settings = {
+            "timeout": self.seconds,
+            "headers": headers,
+            "follow_redirects": False,
+            "verify": _certificates(),
+            "trust_env": not Address.of(self.url).loopback,
+        }  # what is for this machine goes through no proxy
         async with httpx.AsyncClient(**settings) as client:
 
             async def one(messages: Messages) -> str | None:
@@ -127,7 +145,10 @@ class Endpoint:
 
     async def _post(self, client: Any, messages: Messages, form: Form, pace: _Pace) -> Any:
         """One attempt. A server that refuses the form is asked again without, and where that helped, never with one again."""
-        address, constrained = self.url.rstrip("/") + "/chat/completions", self.constrain and not self.refused
+        address, constrained = (
+            self.url.rstrip("/") + "/chat/completions",
+            self.constrain and not self.refused,
+        )
         self.usage.requests += 1
         reply = await client.post(address, json=self.body(messages, form if constrained else None))
         if not constrained or reply.status_code not in UNKNOWN_FIELD:
@@ -148,7 +169,10 @@ class Endpoint:
         if not isinstance(text, str):
             raise TypeError("the reply has no text")
         used = reply.get("usage") or {}
-        prompt, completion = int(used.get("prompt_tokens", 0)), int(used.get("completion_tokens", 0))
+        prompt, completion = (
+            int(used.get("prompt_tokens", 0)),
+            int(used.get("completion_tokens", 0)),
+        )
         self.usage.prompt_tokens += prompt
         self.usage.completion_tokens += completion
         self.usage.cost += (prompt * self.prompt_price + completion * self.completion_price) / 1e6
@@ -182,7 +206,9 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError as error:
-        raise UserError("a judge behind an address needs httpx: pip install 'posttrain[judge]'") from error
+        raise UserError(
+            "a judge behind an address needs httpx: pip install 'posttrain[judge]'"
+        ) from error
     return httpx
 
 

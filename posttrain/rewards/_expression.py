@@ -11,7 +11,12 @@ LENGTH = 200  # characters of an expression: this also bounds the tree's depth a
 DIGITS = 6  # digits of a number
 PLAIN = re.compile(rf"(?:[0-9]{{1,{DIGITS}}}(?![0-9])|[-+*/() ])*")
 LEADING_ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")
-SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class Unparseable(ValueError):

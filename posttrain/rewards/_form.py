@@ -10,7 +10,13 @@ from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
 
 SIGNS = ("pm", "mp")  # of both values
 LIMIT = 64  # members that signs may multiply to
-_KINDS_OF_FUNCTIONS = {"log": "logarithm", "ln": "logarithm", "lg": "logarithm", "exp": "exponential", "abs": "absolute value"}
+_KINDS_OF_FUNCTIONS = {
+    "log": "logarithm",
+    "ln": "logarithm",
+    "lg": "logarithm",
+    "exp": "exponential",
+    "abs": "absolute value",
+}
 _KINDS_OF_FUNCTIONS |= {"floor": "rounding", "ceil": "rounding"}
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
@@ -29,7 +35,9 @@ def settled(value: Node) -> Node:
     if value.kind in ("list", "set", "union"):
         return _settled_collection(value)
     if value.kind == "reals":
-        return node("interval", "()", node("negative", node("constant", "inf")), node("constant", "inf"))
+        return node(
+            "interval", "()", node("negative", node("constant", "inf")), node("constant", "inf")
+        )
     if value.kind == "negative" and value.nodes[0].kind == "degrees":
         return node("degrees", node("negative", *value.nodes[0].nodes))
     return _both_signs(value)
@@ -39,11 +47,21 @@ def _settled_collection(value: Node) -> Node:
     members: list[Node] = []
     for member in value.nodes:
         made = settled(member)
-        members += made.nodes if made.kind == value.kind or (made.kind == "list" and value.kind == "set") else (made,)
+        members += (
+            made.nodes
+            if made.kind == value.kind or (made.kind == "list" and value.kind == "set")
+            else (made,)
+        )
     if len(members) > LIMIT and len(members) > len(value.nodes):
         raise Undefined("too many members")
     joined = value.text if value.kind == "list" else ""
-    if joined == "or" and members and all(member.kind in ("interval", "union") and len(member.parts) > 3 for member in members):
+    if (
+        joined == "or"
+        and members
+        and all(
+            member.kind in ("interval", "union") and len(member.parts) > 3 for member in members
+        )
+    ):
         return node("union", *members)
     return node("list", joined, *members) if value.kind == "list" else node(value.kind, *members)
 
@@ -63,13 +81,17 @@ def _settled_relation(value: Node) -> Node:
 def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
     """The interval of a solved inequality: one symbol, and bounds without symbols."""
     where = (
-        [1] if len(sides) == 3 and sides[1].kind == "symbol" else [i for i, side in enumerate(sides) if side.kind == "symbol"]
+        [1]
+        if len(sides) == 3 and sides[1].kind == "symbol"
+        else [i for i, side in enumerate(sides) if side.kind == "symbol"]
     )
     if len(where) != 1 or any(sign not in FLIPPED for sign in signs) or len(sides) > 3:
         return None
     place = where[0]
     others = [side for index, side in enumerate(sides) if index != place]
-    if any(side.has("symbol") for side in others) and (len(others) != 2 or any(sides[place] in side.walk() for side in others)):
+    if any(side.has("symbol") for side in others) and (
+        len(others) != 2 or any(sides[place] in side.walk() for side in others)
+    ):
         return None  # 2x + y < 3 may be solved for either; a < x < b is for x
     low, high, ends = node("negative", node("constant", "inf")), node("constant", "inf"), ["(", ")"]
     bounds = []
@@ -97,7 +119,10 @@ def _with_sign(value: Node, flipped: bool) -> Node:
     if value.kind in SIGNS:
         inner = _with_sign(value.nodes[0], flipped)
         return node("negative", inner) if (value.kind == "mp") != flipped else inner
-    return node(value.kind, *(_with_sign(part, flipped) if isinstance(part, Node) else part for part in value.parts))
+    return node(
+        value.kind,
+        *(_with_sign(part, flipped) if isinstance(part, Node) else part for part in value.parts),
+    )
 
 
 def undone(value: Node) -> frozenset[str]:
@@ -127,7 +152,9 @@ def _look(value: Node, found: set[str]) -> None:
         if sum(_is_literal(part) for part in parts) > 1 or len(set(parts)) < len(parts):
             found.add("product")
     elif kind == "divide":
-        if any(_is_literal(part) and not _is_whole(part) for part in parts) and all(_is_literal(part) for part in parts):
+        if any(_is_literal(part) and not _is_whole(part) for part in parts) and all(
+            _is_literal(part) for part in parts
+        ):
             found.add("quotient")
     elif kind in ("power", "root"):
         _look_at_power(value, found)
@@ -173,7 +200,11 @@ def _is_scientific(value: Node) -> bool:
     if value.kind != "multiply" or len(value.nodes) != 2:
         return False
     mantissa, ten = value.nodes
-    if mantissa.kind != "number" or ten.kind != "power" or not all(_is_whole(part) for part in ten.nodes):
+    if (
+        mantissa.kind != "number"
+        or ten.kind != "power"
+        or not all(_is_whole(part) for part in ten.nodes)
+    ):
         return False
     digits, base = Fraction(mantissa.parts[0]), ten.nodes[0].parts[0]  # type: ignore[arg-type]
     return 1 <= digits < 10 and base == 10
@@ -183,7 +214,9 @@ def _is_literal(value: Node) -> bool:
     """A number as it stands: 3, -3, 0.5, 3/4."""
     if value.kind == "negative":
         return _is_literal(value.nodes[0])
-    return value.kind == "number" or (value.kind == "divide" and all(_is_whole(part) for part in value.nodes))
+    return value.kind == "number" or (
+        value.kind == "divide" and all(_is_whole(part) for part in value.nodes)
+    )
 
 
 def _is_whole(value: Node) -> bool:

@@ -25,13 +25,23 @@ NESTING = 40  # brackets, powers and signs inside one another
 DEPTH = 100  # of the tree
 
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
-_BARRED = words("""int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod bmod pmod dots ldots cdots""")
-_SAME_RELATION = {"=": "= equiv", "<": "< lt", ">": "> gt", "<=": "<= le leq leqslant", ">=": ">= ge geq geqslant"}
+_BARRED = words(
+    """int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod bmod pmod dots ldots cdots"""
+)
+_SAME_RELATION = {
+    "=": "= equiv",
+    "<": "< lt",
+    ">": "> gt",
+    "<=": "<= le leq leqslant",
+    ">=": ">= ge geq geqslant",
+}
 _SAME_RELATION |= {"!=": "!= ne neq", "in": "in", "~": "approx"}
 _RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
 _FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
 _MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
-_LABELS = words("angle triangle overline overrightarrow vec hat bar widehat measuredangle mathcal boxed fbox")
+_LABELS = words(
+    "angle triangle overline overrightarrow vec hat bar widehat measuredangle mathcal boxed fbox"
+)
 _NO_FACTORS = words("cup cap pm mp degree cdot times div ast rfloor rceil rvert circ over choose")
 _END = Token("end of text", "")
 _CONSTANTS = {"pi": "pi", "infty": "inf", "i": "i", "e": "e", "imath": "i"}
@@ -186,7 +196,11 @@ class Reader:
             signs += [again.text for again in [self.accept("+", "-")] if again]
         value = self.product()
         if signs.count("-") % 2:
-            value = node("based", "-" + value.text, value.parts[1]) if value.kind == "based" else node("negative", value)
+            value = (
+                node("based", "-" + value.text, value.parts[1])
+                if value.kind == "based"
+                else node("negative", value)
+            )
         return node(signs[0], value) if signs and signs[0] in ("pm", "mp") else value
 
     def product(self) -> Node:
@@ -208,7 +222,10 @@ class Reader:
 
     def refuse_two_numbers(self) -> None:
         """`5 6` is no product; `2 1/2` is a mixed number, and what stands after \\frac12 may be anything."""
-        before, after = self.tokens[self.position - 1], self.tokens[self.position + 1 : self.position + 2]
+        before, after = (
+            self.tokens[self.position - 1],
+            self.tokens[self.position + 1 : self.position + 2],
+        )
         if before.kind == self.next.kind == "number" and not (after and after[0].text == "/"):
             raise Unreadable("two numbers side by side")
 
@@ -223,7 +240,9 @@ class Reader:
             return True
         if token.kind == "macro":
             return token.text not in _RELATIONS and token.text not in _NO_FACTORS
-        return token.kind == "sign" and (token.text in ("(", "{", "[", r"\{") or (token.text == "|" and not self.bars))
+        return token.kind == "sign" and (
+            token.text in ("(", "{", "[", r"\{") or (token.text == "|" and not self.bars)
+        )
 
     def factor(self) -> Node:
         value = self.atom()
@@ -238,7 +257,11 @@ class Reader:
             elif self.accept("degree"):
                 value = node("degrees", value)
             elif self.accept("'"):
-                value = node("symbol", value.text + "'") if value.kind == "symbol" else node("prime", value)
+                value = (
+                    node("symbol", value.text + "'")
+                    if value.kind == "symbol"
+                    else node("prime", value)
+                )
             else:
                 return value
 
@@ -297,7 +320,11 @@ class Reader:
     def number(self, token: Token) -> Node:
         if token.form == "integer" and self.accept("_"):
             base = node_integer(self.argument())
-            return node("based", token.text, base) if base != 10 else node("number", Fraction(token.value), "integer")
+            return (
+                node("based", token.text, base)
+                if base != 10
+                else node("number", Fraction(token.value), "integer")
+            )
         return node("number", Fraction(token.value), token.form)
 
     def symbol(self, name: str) -> Node:
@@ -408,7 +435,13 @@ class Reader:
 
 
 def bracketed(opening: str, closing: str, value: Node | None) -> Node:
-    items = value.nodes if value is not None and value.kind == "list" else (value,) if value is not None else ()
+    items = (
+        value.nodes
+        if value is not None and value.kind == "list"
+        else (value,)
+        if value is not None
+        else ()
+    )
     if opening == r"\{":
         return node("set", *items)
     if len(items) == 1 and (items[0].kind == "matrix" or (opening, closing) == ("(", ")")):
@@ -443,12 +476,21 @@ def node_integer(value: Node) -> int:
 
 def flat(value: Node) -> str:
     """A subscript as text."""
-    return "".join(flat(part) if isinstance(part, Node) else str(part) for part in value.parts if part != "integer")
+    return "".join(
+        flat(part) if isinstance(part, Node) else str(part)
+        for part in value.parts
+        if part != "integer"
+    )
 
 
 def joined(factors: list[Node]) -> Node:
     """A product, unless it is a mixed number such as 2\\frac12."""
-    if len(factors) >= 2 and is_proper(factors[1]) and _is_integer(factors[0]) and factors[1].parts[-1] == "frac":
+    if (
+        len(factors) >= 2
+        and is_proper(factors[1])
+        and _is_integer(factors[0])
+        and factors[1].parts[-1] == "frac"
+    ):
         whole, part = factors[0].parts[0], factors[1].nodes
         value = Fraction(whole) + Fraction(part[0].parts[0]) / Fraction(part[1].parts[0])  # type: ignore[arg-type]
         factors = [node("number", value, "mixed"), *factors[2:]]

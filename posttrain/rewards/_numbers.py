@@ -22,7 +22,9 @@ MAGNITUDE = 100_000  # the largest binary exponent of any number
 WORK = 20_000  # units of work an answer may cost: 1 for an operation on small numbers, 20 for a function; about 3 microseconds each
 LARGEST_FACTORIAL = 1_000
 
-Inexact: TypeAlias = tuple[tuple[int, int, int, int], tuple[int, int, int, int]]  # libmp's complex: (real, imaginary)
+Inexact: TypeAlias = tuple[
+    tuple[int, int, int, int], tuple[int, int, int, int]
+]  # libmp's complex: (real, imaginary)
 Value: TypeAlias = Fraction | Inexact
 
 
@@ -95,7 +97,9 @@ def equal(left: Value, right: Value) -> bool:
         return left == right
     first, second = inexact(left), inexact(right)
     whole = max(_size(part) for part in (*first, *second))
-    if isinstance(left, Fraction) != isinstance(right, Fraction) and (is_zero(left) or is_zero(right)):
+    if isinstance(left, Fraction) != isinstance(right, Fraction) and (
+        is_zero(left) or is_zero(right)
+    ):
         return whole < -NOISE
     for a, b in zip(first, second, strict=True):
         difference = libmp.mpf_sub(a, b, PRECISION)
@@ -275,7 +279,9 @@ def _combine(node: Node, values: list[Value], point: dict[str, Fraction], meter:
     if node.kind in ("add", "multiply"):
         total = values[0]
         for value in values[1:]:
-            total = add(total, value, meter) if node.kind == "add" else multiply(total, value, meter)
+            total = (
+                add(total, value, meter) if node.kind == "add" else multiply(total, value, meter)
+            )
         return total
     if node.kind == "divide":
         return divide(values[0], values[1], meter)
@@ -306,7 +312,9 @@ def _counted(kind: str, values: list[Value], meter: Meter) -> Value:
             raise Exhausted(f"a {kind} too large")
         numbers.append(int(value))
     meter.charge(100)
-    return _fits(Fraction(factorial(numbers[0]) if kind == "factorial" else comb(numbers[0], numbers[1])))
+    return _fits(
+        Fraction(factorial(numbers[0]) if kind == "factorial" else comb(numbers[0], numbers[1]))
+    )
 
 
 def _constant(name: str) -> Value:

@@ -23,7 +23,12 @@ _SIGNS = r"""
 − - – - × \times ÷ \div · \cdot π \pi ∞ \infty ≤ \le ≥ \ge ≠ \ne ∪ \cup ∩ \cap ± \pm ° ^\circ √ \sqrt ∅ \emptyset ∈ \in
 ² ^2 ³ ^3 ½ \frac12 € \text{euros} £ \text{sterling} ≈ \approx
 """
-_UNICODE = str.maketrans({sign: f"{written} " for sign, written in zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)})
+_UNICODE = str.maketrans(
+    {
+        sign: f"{written} "
+        for sign, written in zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)
+    }
+)
 _UNICODE |= str.maketrans({"\u200b": "", "\ufeff": "", "\u2060": "", "\xa0": " "})
 _GREEK = words(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi
@@ -50,7 +55,9 @@ _TOKENS = (
     re.compile(_TOKEN.replace("{grouped}", f"{_GROUPED}|")),
     re.compile(_TOKEN.replace("{grouped}", f"{_GROUPED}|{_COMMAS}|")),
 )
-_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z])|\{\s*\\degree\s*\})|\\(?:degree|textdegree)(?![A-Za-z])")
+_DEGREES = re.compile(
+    r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z])|\{\s*\\degree\s*\})|\\(?:degree|textdegree)(?![A-Za-z])"
+)
 _FIGURES = re.compile(r"[^A-Za-z]*[0-9]|[^=]*=")
 _WRAPPERS = re.compile(r"\\[()\[\]]")
 _MATHS_DOLLAR = re.compile(r"(?<!\\)\$")
@@ -103,14 +110,21 @@ def _token(match: re.Match[str], after_number: bool) -> list[Token]:
     if match["cycle"] is not None:
         whole, start, cycle = match["whole"] or "0", match["start"], match["cycle"]
         ten = 10 ** len(start)
-        value = Fraction(int(whole + start), ten) + Fraction(int(cycle), ten * (10 ** len(cycle) - 1))
+        value = Fraction(int(whole + start), ten) + Fraction(
+            int(cycle), ten * (10 ** len(cycle) - 1)
+        )
         return [Token("number", match[0], value, "decimal")]
     if match["number"] is not None:
         return [_number(match["number"], match["exponent"])]
     if match["macro"]:
         return [Token("symbol" if match["macro"] in _GREEK else "macro", match["macro"])]
     if match["escaped"]:
-        return [Token("sign", {"$": r"\$", "%": "%", "|": "|"}.get(match["escaped"], "\\" + match["escaped"]))]
+        return [
+            Token(
+                "sign",
+                {"$": r"\$", "%": "%", "|": "|"}.get(match["escaped"], "\\" + match["escaped"]),
+            )
+        ]
     if match["word"]:
         return _word(match["word"], after_number)
     return [Token("sign", {"$": r"\$", "**": "^"}.get(match[0], match[0]))]
@@ -120,7 +134,9 @@ def _number(digits: str, exponent: str | None) -> Token:
     digits = re.sub(r"[^0-9.]", "", digits)
     form = "decimal" if "." in digits else "integer"
     if exponent is None:
-        return Token("number", digits, Fraction(digits) if form == "decimal" else Fraction(int(digits)), form)
+        return Token(
+            "number", digits, Fraction(digits) if form == "decimal" else Fraction(int(digits)), form
+        )
     if len(exponent) > 5 or abs(int(exponent)) > LENGTH:
         raise Unevaluated("an exponent beyond all bounds")
     return Token("number", "", Fraction(digits) * Fraction(10) ** int(exponent), "decimal")
@@ -128,7 +144,12 @@ def _number(digits: str, exponent: str | None) -> Token:
 
 def _styled(style: str, text: str, after_number: bool) -> list[Token]:
     bare = text.strip()
-    if style in ("mathrm", "mathbf", "mathit") and len(bare) == 1 and bare.isalpha() and not (after_number and is_unit(bare)):
+    if (
+        style in ("mathrm", "mathbf", "mathit")
+        and len(bare) == 1
+        and bare.isalpha()
+        and not (after_number and is_unit(bare))
+    ):
         return [Token("symbol", bare)]
     if style == "mathbb":
         return [Token("macro", "reals" if bare == "R" else "mathbb")]

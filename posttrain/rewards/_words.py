@@ -13,19 +13,51 @@ def words(text: str) -> frozenset[str]:
 
 SEPARATOR_WORDS = words("and or")
 FUNCTION_WORDS = {
-    name: name for name in words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi")
+    name: name
+    for name in words(
+        "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi"
+    )
 }
-FUNCTION_WORDS |= dict.fromkeys(("infinity", "inf", "oo"), "infty") | {name: name for name in ("binom", "sum", "int", "lim")}
+FUNCTION_WORDS |= dict.fromkeys(("infinity", "inf", "oo"), "infty") | {
+    name: name for name in ("binom", "sum", "int", "lim")
+}
 # Letters that are written side by side as a product. Any other three letters or more are a word, which has an order.
 PRODUCTS = ("abc", "xyz", "pqr", "mnk", "rst", "uvw", "abxy")
 SHORT_WORDS = words("no on so is it if of or as at an am pm up to in us we he me my by do go be ok")
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 
 # A number before one of these is another number.
-SCALES = {"hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+SCALES = {
+    "hundred": 100,
+    "thousand": 1_000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
 PARTS = ("half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 SCALES_BELOW = {word: n for n, word in enumerate(PARTS, 2)} | {"halve": 2, "quarter": 4}
-SCALES_BELOW |= {"twelfth": 12, "twentieth": 20, "hundredth": 100, "thousandth": 1_000, "millionth": 10**6}
+SCALES_BELOW |= {
+    "twelfth": 12,
+    "twentieth": 20,
+    "hundredth": 100,
+    "thousandth": 1_000,
+    "millionth": 10**6,
+}
 # Words that make a sentence of an answer: a second answer, a denial, a condition.
 NO_UNITS = words(
     """not no none never nor neither either if when unless but except minus plus negative times over divided is was are be maybe perhaps
@@ -62,7 +94,9 @@ def _measures() -> dict[str, tuple[str, Fraction]]:
 
 
 MEASURES = _measures()
-_TEXT_MACRO = re.compile(r"\\(?:text|textbf|textrm|textit|textnormal|mbox|hbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
+_TEXT_MACRO = re.compile(
+    r"\\(?:text|textbf|textrm|textit|textnormal|mbox|hbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}"
+)
 _SPACES = re.compile(r"\\[,;:! ]|~|\\(?:quad|qquad)(?![A-Za-z])|\s+")
 _PROSE = re.compile(r"\(?[^\W\d_](?:[^\W_]|[ .,'()\-])*")
 _FIRST_WORD = re.compile(r"[^\W\d_]+")
@@ -76,7 +110,9 @@ def is_word(word: str) -> bool:
     """
     if len(word) < 3 or not word.isascii():
         return word.lower() in SHORT_WORDS or not word.isascii()
-    return not any(set(word) <= set(letters) and len(set(word)) == len(word) for letters in PRODUCTS)
+    return not any(
+        set(word) <= set(letters) and len(set(word)) == len(word) for letters in PRODUCTS
+    )
 
 
 def bare_words(text: str) -> str:
@@ -137,7 +173,10 @@ def unit_of(text: str) -> tuple[Fraction, str, Fraction, str] | None:
     if not said or len(said) > 6 or not all(re.fullmatch(r"[a-z'\-,()]+", word) for word in said):
         return None
     said = [singular(word.strip(",()'")) for word in said]
-    if any(word in NO_UNITS or word in SEPARATOR_WORDS or (len(word) < 2 and word not in MEASURES) for word in said):
+    if any(
+        word in NO_UNITS or word in SEPARATOR_WORDS or (len(word) < 2 and word not in MEASURES)
+        for word in said
+    ):
         return None
     exponent = int(power[-1]) if power else 1
     scale = Fraction(1)
@@ -155,13 +194,25 @@ def unit_of(text: str) -> tuple[Fraction, str, Fraction, str] | None:
     measures = [word for word in kept if word in MEASURES]
     if len(measures) == 1 and "per" not in kept:
         dimension, size = MEASURES[measures[0]]
-        return scale, f"{dimension}^{exponent}", size ** min(exponent, 9), f"{measures[0]}^{exponent}"
+        return (
+            scale,
+            f"{dimension}^{exponent}",
+            size ** min(exponent, 9),
+            f"{measures[0]}^{exponent}",
+        )
     if "per" in kept:
-        kept = [MEASURES[word][0] + str(MEASURES[word][1]) if word in MEASURES else word for word in kept]
+        kept = [
+            MEASURES[word][0] + str(MEASURES[word][1]) if word in MEASURES else word
+            for word in kept
+        ]
         return scale, " ".join(kept), Fraction(1), " ".join(kept)
     name = kept[-1] if kept else ""
     return scale, name and f"count of {name}", Fraction(1), name
 
 
 def is_unit(word: str) -> bool:
-    return singular(word.lower()) in MEASURES or word.lower() in MEASURES or word.lower() in ("am", "pm", "sq")
+    return (
+        singular(word.lower()) in MEASURES
+        or word.lower() in MEASURES
+        or word.lower() in ("am", "pm", "sq")
+    )

@@ -30,8 +30,15 @@ RESPONSE_LIMIT = 4_000_000  # characters; what is longer is no answer
 REASONING, REASONING_END = "<think>", "</think>"
 DEFAULT = Limits()
 FORFEIT = ("timeout", "memory", "output")
-ENDS = {"stopped": "fail", "syntax": "fail"}  # a program that ends in good order has still not answered
-REFUSALS = {"error": "crash", "memory": "memory", "large": "output"}  # all else is a plain failure: exit, syntax, missing, ...
+ENDS = {
+    "stopped": "fail",
+    "syntax": "fail",
+}  # a program that ends in good order has still not answered
+REFUSALS = {
+    "error": "crash",
+    "memory": "memory",
+    "large": "output",
+}  # all else is a plain failure: exit, syntax, missing, ...
 LOG = logging.getLogger(__name__)
 
 
@@ -82,7 +89,9 @@ class CheckTest:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.names) and len(self.names) == len(self.functions) and all(name.isidentifier() for name in self.names),
+            bool(self.names)
+            and len(self.names) == len(self.functions)
+            and all(name.isidentifier() for name in self.names),
             "a check calls at least one function, and every name it uses stands for one",
         )
 
@@ -167,7 +176,9 @@ def _score(outcomes: Sequence[str], count: int, partial: bool) -> Score:
     return Score(float(passed == count), outcome=first_bad)
 
 
-def _run(program: str, tests: Sequence[Test], take: Callable[[], Session], partial: bool, fresh: bool) -> list[str]:
+def _run(
+    program: str, tests: Sequence[Test], take: Callable[[], Session], partial: bool, fresh: bool
+) -> list[str]:
     """The outcomes of the tests that were run, in the order they were run: up to the first failure, or all where `partial`."""
     outcomes: list[str] = []
     for some in _one_by_one(program, tests, take, partial, fresh):
@@ -195,7 +206,9 @@ def _one_by_one(
             yield [_check(program, test, take)]
 
 
-def _calls(program: str, tests: Sequence[CallTest], take: Callable[[], Session], partial: bool) -> list[str]:
+def _calls(
+    program: str, tests: Sequence[CallTest], take: Callable[[], Session], partial: bool
+) -> list[str]:
     outcomes: list[str] = []
     with take() as session:
         try:
@@ -204,7 +217,9 @@ def _calls(program: str, tests: Sequence[CallTest], take: Callable[[], Session],
             for test in tests:
                 try:
                     kind, value = _call(session, test.function, test.args)
-                    right = kind == "value" and wire.same(value, test.expected, test.exact, test.tolerance)
+                    right = kind == "value" and wire.same(
+                        value, test.expected, test.exact, test.tolerance
+                    )
                     outcomes.append("pass" if right else "fail")
                 except _Refused as refused:
                     outcomes.append(refused.outcome)
@@ -275,10 +290,17 @@ def _check(program: str, test: CheckTest, take: Callable[[], Session]) -> str:
             while (message := judge.receive())[0] == "call":
                 calls += 1
                 _, name, trees = message
-                kind, value = _call(candidate, stands_for[name], [wire.decode(tree) for tree in trees])
+                kind, value = _call(
+                    candidate, stands_for[name], [wire.decode(tree) for tree in trees]
+                )
                 judge.send([kind, wire.tagged(value)])
             return "pass" if message == ["done"] and calls else "fail"
-        except (wire.Malformed, KeyError, TypeError, ValueError):  # a check that does not keep to the form it is given
+        except (
+            wire.Malformed,
+            KeyError,
+            TypeError,
+            ValueError,
+        ):  # a check that does not keep to the form it is given
             return "fail"
         except _Refused as refused:
             return refused.outcome
@@ -296,15 +318,30 @@ def read_tests(text: str) -> list[Test]:
         entries = json.loads(text)
     except (ValueError, RecursionError):
         entries = None
-    require(isinstance(entries, list) and bool(entries), "the tests of a program are a JSON list that is not empty")
+    require(
+        isinstance(entries, list) and bool(entries),
+        "the tests of a program are a JSON list that is not empty",
+    )
     tests: list[Test] = []
     for entry in entries:
-        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str) and isinstance(entry[1], list):
+        if (
+            isinstance(entry, list)
+            and len(entry) == 3
+            and isinstance(entry[0], str)
+            and isinstance(entry[1], list)
+        ):
             tests.append(CallTest(entry[0], entry[1], entry[2]))
-        elif isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
+        elif (
+            isinstance(entry, list)
+            and len(entry) == 2
+            and all(isinstance(part, str) for part in entry)
+        ):
             tests.append(StdioTest(entry[0], entry[1]))
         else:
-            require(False, f"a test is [function, arguments, expected] or [stdin, stdout], not {str(entry)[:80]}")
+            require(
+                False,
+                f"a test is [function, arguments, expected] or [stdin, stdout], not {str(entry)[:80]}",
+            )
     return tests
 
 

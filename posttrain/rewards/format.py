@@ -41,11 +41,17 @@ def compile_template(template: str) -> re.Pattern[str]:
     literals, fields = pieces[::2], pieces[1::2]
     for name in fields:
         if name not in FIELDS:
-            raise UserError(f"template {template!r}: unknown field {{{name}}}; known: {', '.join(FIELDS)}")
+            raise UserError(
+                f"template {template!r}: unknown field {{{name}}}; known: {', '.join(FIELDS)}"
+            )
     for name, following in list(zip(fields, literals[1:], strict=True))[:-1]:
         bounded = name not in ("text", "line") or following != ""
-        require(bounded, f"template {template!r}: {{{name}}} needs literal text after it, or the end")
-    barred = "|".join(re.escape(text) for text in literals if text) or r"[^\s\S]"  # no literals: a pattern that never matches
+        require(
+            bounded, f"template {template!r}: {{{name}}} needs literal text after it, or the end"
+        )
+    barred = (
+        "|".join(re.escape(text) for text in literals if text) or r"[^\s\S]"
+    )  # no literals: a pattern that never matches
     built = re.escape(literals[0])
     for name, following in zip(fields, literals[1:], strict=True):
         built += FIELDS[name].replace("LITERALS", barred) + re.escape(following)
@@ -66,14 +72,18 @@ def match(template: str, response: str) -> tuple[str, ...] | None:
     return found.groups() if found else None
 
 
-def format(prompt: str, response: str, answer: str, template: str = THINK_ANSWER, announce: bool = False) -> Score:
+def format(
+    prompt: str, response: str, answer: str, template: str = THINK_ANSWER, announce: bool = False
+) -> Score:
     """The plain reward: 1 where the response follows the template, else 0; with `announce`, how clearly it marks its answer (see
     `announced`). Says nothing of whether it is right."""
     if announce:
         value = announced(response)
         return Score(value, parts={"format": value})
     formed = match(template, response) is not None
-    return Score(float(formed), parts={"format": float(formed)}, outcome="formed" if formed else "malformed")
+    return Score(
+        float(formed), parts={"format": float(formed)}, outcome="formed" if formed else "malformed"
+    )
 
 
 def announced(response: str) -> float:

@@ -43,7 +43,12 @@ COMMON = {
     gleich mal summe antwort daher deshalb sei warte noch nochmal""",
 }
 WORDS = {name: frozenset(text.split()) for name, text in COMMON.items()}
-IDEOGRAPHS = ("CJK", "HIRAGANA", "KATAKANA", "THAI")  # written without spaces: every character counts as a word
+IDEOGRAPHS = (
+    "CJK",
+    "HIRAGANA",
+    "KATAKANA",
+    "THAI",
+)  # written without spaces: every character counts as a word
 # mathematics and code are nobody's language
 FORMULA = re.compile(r"\$\$[^$]*\$\$|\$[^$\n]*\$|\\[A-Za-z]+|```[\s\S]*?```|`[^`\n]*`")
 WORD = re.compile(r"[^\W\d_]+")
@@ -64,7 +69,9 @@ def words(text: str) -> list[tuple[str, str]]:
     """
     found = []
     for word in WORD.findall(FORMULA.sub(" ", text[:LIMIT])):
-        scripts = [script(c) for c in word if c.isalpha()]  # an index such as x₁ belongs to the word, but has no script
+        scripts = [
+            script(c) for c in word if c.isalpha()
+        ]  # an index such as x₁ belongs to the word, but has no script
         if not scripts:
             continue
         if any(s in IDEOGRAPHS for s in scripts):
@@ -86,7 +93,11 @@ def share(response: str, target: str = "en", others: Sequence[str] = ()) -> floa
         raise unknown("language", target, SCRIPTS)
     foreign = _foreign(target, tuple(others))
     found = words(response)
-    return sum(s in SCRIPTS[target] and w.lower() not in foreign for w, s in found) / len(found) if found else 1.0
+    return (
+        sum(s in SCRIPTS[target] and w.lower() not in foreign for w, s in found) / len(found)
+        if found
+        else 1.0
+    )
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +109,9 @@ def _foreign(target: str, others: tuple[str, ...]) -> frozenset[str]:
     return theirs - WORDS[target] if others else theirs
 
 
-def language(prompt: str, response: str, answer: str, target: str = "en", others: Sequence[str] = ()) -> Score:
+def language(
+    prompt: str, response: str, answer: str, target: str = "en", others: Sequence[str] = ()
+) -> Score:
     """The plain reward: the share of words of the target language."""
     value = share(response, target, others)
     return Score(value, parts={"language": value})

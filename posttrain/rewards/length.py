@@ -20,7 +20,10 @@ def near(length: int, target: int, tolerance: int) -> float:
     >>> near(100, 100, 50), near(125, 100, 50), near(10, 100, 50)
     (1.0, 0.5, 0.0)
     """
-    require(target >= 0 and tolerance > 0, f"length: target and tolerance must be positive, not {target} and {tolerance}")
+    require(
+        target >= 0 and tolerance > 0,
+        f"length: target and tolerance must be positive, not {target} and {tolerance}",
+    )
     return max(0.0, 1.0 - abs(length - target) / tolerance)
 
 
@@ -66,5 +69,9 @@ def length(
             return judged
         value = cosine(len(response), limit, judged.value == 1.0)
         return Score(value, parts={"length": value}, outcome=judged.outcome)
-    value = near(len(response), target, tolerance) if kind == "near" else overlong(len(response), limit, margin)
+    value = (
+        near(len(response), target, tolerance)
+        if kind == "near"
+        else overlong(len(response), limit, margin)
+    )
     return Score(value, parts={"length": value})

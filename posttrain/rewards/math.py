@@ -22,7 +22,11 @@ from posttrain.rewards._numbers import Exhausted, Undefined
 from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
 from posttrain.types import Problem, Score
 
-CORRECT, WRONG, UNPARSEABLE = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong"), Score(0.0, outcome="unparseable")
+CORRECT, WRONG, UNPARSEABLE = (
+    Score(1.0, outcome="correct"),
+    Score(0.0, outcome="wrong"),
+    Score(0.0, outcome="unparseable"),
+)
 RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end
 MOST_BOXES = 64  # that are read as one answer
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\s\S]|[{}]")
@@ -44,18 +48,29 @@ class MathReward:
     'correct'
     """
 
-    reasoning_end: str = "</think>"  # only what follows the last one is searched; "" where the format has none
+    reasoning_end: str = (
+        "</think>"  # only what follows the last one is searched; "" where the format has none
+    )
     marker: str = ""  # search for what follows the last of these (such as "####") instead of a box
     percent: str = "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
     decimal_comma: bool = False  # 1,5 is 1.5
     bases: bool = False  # 1001_2 is 9
-    rounding: int = 0  # a decimal with at least this many places may be the gold answer rounded; 0: never
-    require_units: bool = False  # an answer without the gold answer's unit is wrong; another unit always is
+    rounding: int = (
+        0  # a decimal with at least this many places may be the gold answer rounded; 0: never
+    )
+    require_units: bool = (
+        False  # an answer without the gold answer's unit is wrong; another unit always is
+    )
     variables: tuple[str, ...] = ()  # the declared order in which (5, 6) tells x = 5, y = 6
 
     def __post_init__(self) -> None:
-        require(self.percent in ("exact", "bare"), f"percent is 'exact' or 'bare', not {self.percent!r}")
-        require(0 <= self.rounding <= 30, f"rounding is a number of decimal places from 0 to 30, not {self.rounding}")
+        require(
+            self.percent in ("exact", "bare"), f"percent is 'exact' or 'bare', not {self.percent!r}"
+        )
+        require(
+            0 <= self.rounding <= 30,
+            f"rounding is a number of decimal places from 0 to 30, not {self.rounding}",
+        )
 
     def score(self, problem: Problem, response: str) -> Score:
         """Grade a response to a problem, whose question is known not to be its own answer."""
@@ -70,7 +85,9 @@ def math(prompt: str, response: str, answer: str) -> Score:
     return grade(response, answer, question=prompt)
 
 
-def grade(response: str, gold: str | None, reward: MathReward = STRICT, question: str = "") -> Score:
+def grade(
+    response: str, gold: str | None, reward: MathReward = STRICT, question: str = ""
+) -> Score:
     r"""Whether the response's final answer is the gold one.
 
     >>> [grade(r, "5").outcome for r in (r"so \boxed{5}", r"so \boxed{x = 6 = 5}", r"so \boxed{2+3}", "so 5")]
@@ -83,7 +100,11 @@ def grade(response: str, gold: str | None, reward: MathReward = STRICT, question
     answer = final_answer(response, reward)
     if answer and not reward.decimal_comma:
         wanted_number, number = _literal(gold), _literal(answer)
-        if wanted_number is not None and number is not None and (wanted_number == number or not reward.rounding):
+        if (
+            wanted_number is not None
+            and number is not None
+            and (wanted_number == number or not reward.rounding)
+        ):
             return CORRECT if wanted_number == number else WRONG
     try:
         wanted = _read_gold(gold, reward)
@@ -95,12 +116,18 @@ def grade(response: str, gold: str | None, reward: MathReward = STRICT, question
         given = _read_given(answer, wanted, reward)
         if given == wanted:
             return CORRECT
-        return CORRECT if given is not None and _agrees(wanted, given, answer, gold, reward, question) else WRONG
+        return (
+            CORRECT
+            if given is not None and _agrees(wanted, given, answer, gold, reward, question)
+            else WRONG
+        )
     except (Unevaluated, Exhausted, Undefined):
         return WRONG  # a question, not an answer; a number beyond all bounds; no number at all
     except Unreadable:
         return UNPARSEABLE
-    except Exception as fault:  # ours, on a text that is not: masked and counted, neither paid nor punished
+    except (
+        Exception
+    ) as fault:  # ours, on a text that is not: masked and counted, neither paid nor punished
         return Score.failed(f"grader fault: {type(fault).__name__}")
 
 
@@ -129,7 +156,12 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
     contents = [response[slice(*boxes[-1])].strip()]
     for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = response[before[1] + 1 : response.rindex("\\", 0, after[0])]
-        if len(contents) == MOST_BOXES or len(between) > 40 or not between.strip("$ \n") or not _HEDGE.fullmatch(between):
+        if (
+            len(contents) == MOST_BOXES
+            or len(between) > 40
+            or not between.strip("$ \n")
+            or not _HEDGE.fullmatch(between)
+        ):
             break
         contents.insert(0, response[slice(*before)].strip())
     contents = list(dict.fromkeys(contents))  # an answer said twice is one answer
@@ -195,7 +227,9 @@ def _read_given(answer: str, wanted: Node, reward: MathReward) -> Node | None:
     return settled(read(_localised(answer, reward), thousands))
 
 
-def _agrees(wanted: Node, given: Node, answer: str, gold: str, reward: MathReward, question: str) -> bool:
+def _agrees(
+    wanted: Node, given: Node, answer: str, gold: str, reward: MathReward, question: str
+) -> bool:
     left = undone(given) - undone(wanted)
     if wanted.kind == "relation":
         left -= {"sum"}  # an equation may be moved to one side
@@ -218,13 +252,25 @@ def _restates(wanted: Node, given: Node, answer: str, gold: str, question: str) 
 
 def _ordered(value: Node, variables: tuple[str, ...]) -> Node:
     """Equations for every declared variable as the tuple of their values in the declared order."""
-    if value.kind != "list" or len(value.nodes) != len(variables) or any(n.kind != "relation" for n in value.nodes):
+    if (
+        value.kind != "list"
+        or len(value.nodes) != len(variables)
+        or any(n.kind != "relation" for n in value.nodes)
+    ):
         return value
-    values = {n.nodes[0].text: n.nodes[1] for n in value.nodes if n.nodes[0].kind == "symbol" and n.text == "="}
+    values = {
+        n.nodes[0].text: n.nodes[1]
+        for n in value.nodes
+        if n.nodes[0].kind == "symbol" and n.text == "="
+    }
     if set(values) != set(variables):
         return value
     members = [values[name] for name in variables]
-    return Node("interval", ("()", *members), value.depth) if len(members) == 2 else Node("tuple", tuple(members), value.depth)
+    return (
+        Node("interval", ("()", *members), value.depth)
+        if len(members) == 2
+        else Node("tuple", tuple(members), value.depth)
+    )
 
 
 def _conventions(reward: MathReward) -> Conventions:

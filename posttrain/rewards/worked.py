@@ -37,11 +37,15 @@ LENGTH = 200  # characters of one statement
 SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "$": " "})
 COMMANDS = re.compile(r"\\(times|cdot|div|left|right|[,;! ()\[\]])|(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
 BULLET = re.compile(r"\s*(?:step\s+[0-9]{1,3}\s*[:.)]|[0-9]{1,3}[.)]\s|[-*]\s)", re.IGNORECASE)
-EMPHASIS = re.compile(r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)")  # Markdown's bold, and no power
+EMPHASIS = re.compile(
+    r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)"
+)  # Markdown's bold, and no power
 RUN = re.compile(r"[-+*/().,0-9 \t=%]+")
 LABEL = re.compile(r"\S:$")  # with a space after it; 12:30 and 12 : 4 are something else
 BINDING = "^!:_{}|~\\"  # beside a number, these make it part of something else
-SCALE = re.compile(r"(?:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)", re.IGNORECASE)
+SCALE = re.compile(
+    r"(?:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)", re.IGNORECASE
+)
 APART = re.compile(r",(?![0-9]{3}(?![0-9]))|;")  # a comma before three digits belongs to a number
 NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?")
 QUESTION = re.compile(r"\s*([0-9]{1,30})\s*([-+])\s*([0-9]{1,30})\s*=?\s*")
@@ -91,8 +95,14 @@ def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
     """The equations of a run of numbers and signs, as their sides. The first and the last side are left out where the text around goes
     on with them: `x^2 = 4` says nothing of 2, nor `3 apples + 4 = 7` of 4, nor `= 3 dozen` of 3. A label (`Total: 3+4 = 7`) ends
     before them, and parentheses may stand around the whole."""
-    pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH] if "=" in run[0] else []
-    equations = [[side.strip(" \t.,") for side in sides] for sides in pieces if 2 <= len(sides) <= 8]
+    pieces = (
+        [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH]
+        if "=" in run[0]
+        else []
+    )
+    equations = [
+        [side.strip(" \t.,") for side in sides] for sides in pieces if 2 <= len(sides) <= 8
+    ]
     if not equations:
         return []
     before, after = line[max(0, run.start() - 1) : run.start()], line[run.end() : run.end() + 12]
@@ -101,11 +111,18 @@ def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
     first, last = equations[0], equations[-1]
     glued = before.isalpha() and run[0][0] not in " \t"
     part = before and (
-        glued or before in BINDING or first[0][:1] in tuple("+-*/)") or (before.isalnum() and first[0].isdigit())
+        glued
+        or before in BINDING
+        or first[0][:1] in tuple("+-*/)")
+        or (before.isalnum() and first[0].isdigit())
     )
     if part or not first[0]:
         del first[0]
-    on = after[:1] in tuple(BINDING) or (after[:1].isalpha() and run[0][-1] not in " \t.,") or SCALE.match(after)
+    on = (
+        after[:1] in tuple(BINDING)
+        or (after[:1].isalpha() and run[0][-1] not in " \t.,")
+        or SCALE.match(after)
+    )
     if last and (on or not last[-1]):
         del last[-1]
     if first and first[0].startswith("(") and first[0].count("(") > first[0].count(")"):
@@ -133,13 +150,19 @@ def _statement(sides: Sequence[str], end: int) -> Statement | None:
     numbers = [v for v in values if isinstance(v, Fraction)]
     result = numbers[0] if len(numbers) == len(values) and len(set(numbers)) == 1 else None
     work = [tree for tree in trees if tree.kind not in ("number", "negative", "percent")]
-    operands = (Fraction(place.parts[0]) for tree in work for place in tree.walk() if place.kind == "number")  # type: ignore[arg-type]
+    operands = (
+        Fraction(place.parts[0]) for tree in work for place in tree.walk() if place.kind == "number"
+    )  # type: ignore[arg-type]
     return Statement(end, frozenset(operands), result, not work)
 
 
-def judge_statements(found: Sequence[Statement], question: str, answer: Fraction | None, most: int) -> None:
+def judge_statements(
+    found: Sequence[Statement], question: str, answer: Fraction | None, most: int
+) -> None:
     """Verdicts, in place: forward for what is known, backward from the answer for what is needed."""
-    known = {Fraction(n.replace(",", "")) for n in NUMBER.findall(question.translate(SIGNS)[:LIMIT])}
+    known = {
+        Fraction(n.replace(",", "")) for n in NUMBER.findall(question.translate(SIGNS)[:LIMIT])
+    }
     able: list[Statement] = []
     for statement in found:
         if statement.result is None:
@@ -160,7 +183,10 @@ def judge_statements(found: Sequence[Statement], question: str, answer: Fraction
 def columns(text: str, question: str, separator: str) -> list[tuple[int, float | None]]:
     """(end, verdict) of each column of a scratchpad for `a+b` or `a-b`, from the last digits on."""
     asked = QUESTION.fullmatch(question)
-    require(asked is not None, f"worked: columns are for questions such as 47+85=, not {question[:40]!r}")
+    require(
+        asked is not None,
+        f"worked: columns are for questions such as 47+85=, not {question[:40]!r}",
+    )
     assert asked is not None
     a, sign, b = int(asked[1]), asked[2], int(asked[3])
     found: list[tuple[int, float | None]] = []
@@ -172,7 +198,13 @@ def columns(text: str, question: str, separator: str) -> list[tuple[int, float |
         verdict: float | None = 0.0
         column = COLUMN.fullmatch(step.strip())
         if column and column[2] == (sign if column[5] else ""):
-            written = (int(column[1]), int(column[3]), int(column[4]), int(column[6]), int(column[7]))
+            written = (
+                int(column[1]),
+                int(column[3]),
+                int(column[4]),
+                int(column[6]),
+                int(column[7]),
+            )
             if place >= max(len(asked[1]), len(asked[3])):
                 verdict = None  # nothing is left to add
             elif written == (x, y, true_carry, *_sum(sign, x, y, true_carry)):

@@ -29,11 +29,27 @@ from posttrain.runs.layout import Event
 from posttrain.runs.selection import Selection, words
 from posttrain.types import JSON, Group, Rollout
 
-GOLD = ("reward/task", "reward/gold", "reward/answer")  # what the reward stands for, where it is measured at every step
+GOLD = (
+    "reward/task",
+    "reward/gold",
+    "reward/answer",
+)  # what the reward stands for, where it is measured at every step
 TRACKED = (
-    "reward", *GOLD, "accuracy/test", "accuracy/test_low", "accuracy/test_high", "kl", "length", "reward/format", "entropy",
-    "repetition", "distinct", "keyword", "reward/disagreement", "groups/zero_variance",
-)  # fmt: skip
+    "reward",
+    *GOLD,
+    "accuracy/test",
+    "accuracy/test_low",
+    "accuracy/test_high",
+    "kl",
+    "length",
+    "reward/format",
+    "entropy",
+    "repetition",
+    "distinct",
+    "keyword",
+    "reward/disagreement",
+    "groups/zero_variance",
+)
 ADVICE = {
     "proxy": "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",
     "frontier": "stop here and keep the earlier model; more KL buys nothing. Raise beta, or use an ensemble of reward models",
@@ -49,7 +65,11 @@ ADVICE = {
 }
 WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)
 KEEP, LEAST = 400, 15
-COMMON, NEARLY_ALL, EARLY = 0.2, 0.8, 5  # shares of responses with a word; steps that say what is normal
+COMMON, NEARLY_ALL, EARLY = (
+    0.2,
+    0.8,
+    5,
+)  # shares of responses with a word; steps that say what is normal
 HEAD = 64  # tokens of a response that distinct n-grams are counted in, so that length alone does not move the figure
 
 
@@ -59,20 +79,42 @@ class Symptom:
 
     figure: str
     words: str
-    moved: Callable[[float, float], bool]  # (then, now): far enough to matter where the gold stands beside it
+    moved: Callable[
+        [float, float], bool
+    ]  # (then, now): far enough to matter where the gold stands beside it
     far: Callable[[float, float], bool]  # far enough to speak without a gold
 
 
 SYMPTOMS = {
     "length": Symptom(
-        "length", "tokens a response", lambda a, b: not 0.7 * a < b < 1.25 * a, lambda a, b: not 0.25 * a < b < 3 * a
+        "length",
+        "tokens a response",
+        lambda a, b: not 0.7 * a < b < 1.25 * a,
+        lambda a, b: not 0.25 * a < b < 3 * a,
     ),
-    "format": Symptom("reward/format", "of the responses are well formed", lambda a, b: b > a + 0.06, lambda a, b: False),
-    "repetition": Symptom("repetition", "of 4-grams repeated", lambda a, b: b > a + 0.05, lambda a, b: b > a + 0.25),
-    "distinct": Symptom("distinct", "of 2-grams distinct", lambda a, b: b < 0.8 * a, lambda a, b: b < 0.3 * a),
-    "keyword": Symptom("keyword", "of responses have a word few had", lambda a, b: b > a + 0.1, lambda a, b: b > 0.9 > a + 0.5),
+    "format": Symptom(
+        "reward/format",
+        "of the responses are well formed",
+        lambda a, b: b > a + 0.06,
+        lambda a, b: False,
+    ),
+    "repetition": Symptom(
+        "repetition", "of 4-grams repeated", lambda a, b: b > a + 0.05, lambda a, b: b > a + 0.25
+    ),
+    "distinct": Symptom(
+        "distinct", "of 2-grams distinct", lambda a, b: b < 0.8 * a, lambda a, b: b < 0.3 * a
+    ),
+    "keyword": Symptom(
+        "keyword",
+        "of responses have a word few had",
+        lambda a, b: b > a + 0.1,
+        lambda a, b: b > 0.9 > a + 0.5,
+    ),
     "disagreement": Symptom(
-        "reward/disagreement", "spread of the reward models", lambda a, b: b > 1.4 * a, lambda a, b: b > 2.5 * a
+        "reward/disagreement",
+        "spread of the reward models",
+        lambda a, b: b > 1.4 * a,
+        lambda a, b: b > 2.5 * a,
     ),
 }
 
@@ -102,7 +144,9 @@ def spread(values: np.ndarray, window: int) -> float:
     blocks = values[len(values) % half :].reshape(-1, half).mean(1)
     # the median step between blocks: slow noise is in it, a single jump is not; half a window's mean has sqrt(2) the error of a whole's
     slow = (
-        sorted(abs(b - a) for a, b in pairwise(blocks.tolist()))[(len(blocks) - 1) // 2] / 0.6745 / 2
+        sorted(abs(b - a) for a, b in pairwise(blocks.tolist()))[(len(blocks) - 1) // 2]
+        / 0.6745
+        / 2
         if len(blocks) > 3
         else 0.0
     )
@@ -114,7 +158,12 @@ def change(values: np.ndarray, window: int, back: int) -> Change | None:
     end = len(values) - back
     if end < window or back < 0:
         return None
-    return Change(float(values[end - window : end].sum()) / window, float(values[-window:].sum()) / window, values, window)
+    return Change(
+        float(values[end - window : end].sum()) / window,
+        float(values[-window:].sum()) / window,
+        values,
+        window,
+    )
 
 
 def since_best(values: np.ndarray, window: int) -> tuple[int, Change] | None:
@@ -124,7 +173,9 @@ def since_best(values: np.ndarray, window: int) -> tuple[int, Change] | None:
     sums = np.concatenate([[0.0], np.cumsum(values)])
     totals = (sums[window:] - sums[:-window])[: len(values) - 2 * window + 1]
     place = int(np.argmax(totals))
-    return place + window, Change(float(totals[place]) / window, float(values[-window:].sum()) / window, values, window)
+    return place + window, Change(
+        float(totals[place]) / window, float(values[-window:].sum()) / window, values, window
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +207,9 @@ class AlarmSettings:
     """`off` and `stop` name alarms: not to be heard, or to end the run. One is heard after `patience` steps in a row that show it, and
     again after `quiet` steps."""
 
-    apart: ClassVar[bool] = True  # its keys are never meant by their name alone: rl.stop would be anybody's
+    apart: ClassVar[bool] = (
+        True  # its keys are never meant by their name alone: rl.stop would be anybody's
+    )
 
     off: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
@@ -167,7 +220,10 @@ class AlarmSettings:
         for name in (*self.off, *self.stop):
             if name not in ADVICE:
                 raise unknown("alarm", name, ADVICE)
-        require(self.patience >= 1 and self.quiet >= 1, "alarms: patience and quiet are numbers of steps, at least 1")
+        require(
+            self.patience >= 1 and self.quiet >= 1,
+            "alarms: patience and quiet are numbers of steps, at least 1",
+        )
 
 
 @dataclass(eq=False)
@@ -176,10 +232,14 @@ class Alarms:
 
     settings: AlarmSettings = field(default_factory=AlarmSettings)
     series: dict[str, list[float]] = field(default_factory=dict)  # figure -> its values
-    steps: dict[str, list[int]] = field(default_factory=dict)  # figure -> the steps it was measured at
+    steps: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # figure -> the steps it was measured at
     streak: dict[str, int] = field(default_factory=dict)
     heard: dict[str, int] = field(default_factory=dict)  # alarm -> step
-    usual: list[str] = field(default_factory=list)  # words that many responses had in the first steps
+    usual: list[str] = field(
+        default_factory=list
+    )  # words that many responses had in the first steps
     looked: int = 0
     level: float = math.nan
     selection: Selection = field(default_factory=Selection)
@@ -188,7 +248,11 @@ class Alarms:
         """For a checkpoint."""
         level = None if math.isnan(self.level) else self.level
         names = ("series", "steps", "streak", "heard", "usual", "looked")
-        return {**{name: getattr(self, name) for name in names}, "level": level, "selection": self.selection.state()}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "level": level,
+            "selection": self.selection.state(),
+        }
 
     def restore(self, state: JSON) -> None:
         if state:
@@ -212,9 +276,16 @@ class Alarms:
             figures["distinct"] = len(np.unique(grams)) / len(grams)
         having = words(rollouts)
         if self.looked < EARLY:
-            self.usual = sorted({*self.usual, *(word for word, at in having.items() if len(at) > COMMON * len(rollouts))})
+            self.usual = sorted(
+                {
+                    *self.usual,
+                    *(word for word, at in having.items() if len(at) > COMMON * len(rollouts)),
+                }
+            )
         self.looked += 1
-        figures["keyword"] = max((len(at) for word, at in having.items() if word not in self.usual), default=0) / len(rollouts)
+        figures["keyword"] = max(
+            (len(at) for word, at in having.items() if word not in self.usual), default=0
+        ) / len(rollouts)
         self.selection.look(groups, having)
         agreement = self.selection.agreement()
         return figures if agreement is None else {**figures, "agreement": agreement}
@@ -222,12 +293,16 @@ class Alarms:
     def observe(self, step: int, figures: Mapping[str, float]) -> list[Alarm]:
         """Take note of a step's figures; the alarms they raise, each at most once in a while."""
         level = figures.get("level", math.nan)
-        if not math.isnan(self.level) and level != self.level:  # other problems: nothing before can be compared with
+        if (
+            not math.isnan(self.level) and level != self.level
+        ):  # other problems: nothing before can be compared with
             self.series, self.steps, self.streak, self.selection = {}, {}, {}, Selection()
         self.level = level
         for name in TRACKED:
             if math.isfinite(figures.get(name, math.nan)):
-                self.series[name] = [*self.series.get(name, []), round(float(figures[name]), 6)][-KEEP:]
+                self.series[name] = [*self.series.get(name, []), round(float(figures[name]), 6)][
+                    -KEEP:
+                ]
                 self.steps[name] = [*self.steps.get(name, []), step][-KEEP:]
         seen = self.look_selection()
         if len(self.series.get("reward", [])) >= LEAST:
@@ -238,7 +313,9 @@ class Alarms:
             quiet = name in self.heard and step < self.heard[name] + settings.quiet
             if self.streak[name] >= settings.patience and name not in settings.off and not quiet:
                 self.heard[name] = step
-                alarms.append(Alarm(name, f"step {step}: {seen[name]}; {ADVICE[name]}", name in settings.stop))
+                alarms.append(
+                    Alarm(name, f"step {step}: {seen[name]}; {ADVICE[name]}", name in settings.stop)
+                )
         return alarms
 
     def values(self, name: str) -> np.ndarray:
@@ -247,7 +324,10 @@ class Alarms:
     def gold(self) -> str:
         """The figure that tells what the reward stands for, where one was measured all along."""
         count = len(self.series["reward"])
-        return next((name for name in GOLD if len(self.series.get(name, [])) == count and name != "reward"), "")
+        return next(
+            (name for name in GOLD if len(self.series.get(name, [])) == count and name != "reward"),
+            "",
+        )
 
     def look_selection(self) -> dict[str, str]:
         """Traits that the reward pays for, that spread, and that the gold is against: the earliest sign."""
@@ -256,11 +336,13 @@ class Alarms:
             if not one.gamed:
                 continue
             name = "keyword" if one.word else one.trait
-            what = f"of responses have {one.trait}" if one.word else SYMPTOMS[name].words.replace("4-grams", "3-grams")
-            pays = f"within groups the reward pays for {'more' if one.paid > 0 else 'less'} of it ({one.paid:+.1f} standard errors)"
-            seen = (
-                f"{one.then:.3g} -> {one.now:.3g} {what} since the start; {pays} and the gold is against it ({one.gold:+.1f})"
+            what = (
+                f"of responses have {one.trait}"
+                if one.word
+                else SYMPTOMS[name].words.replace("4-grams", "3-grams")
             )
+            pays = f"within groups the reward pays for {'more' if one.paid > 0 else 'less'} of it ({one.paid:+.1f} standard errors)"
+            seen = f"{one.then:.3g} -> {one.now:.3g} {what} since the start; {pays} and the gold is against it ({one.gold:+.1f})"
             found.setdefault(name, seen)
         return found
 
@@ -272,14 +354,21 @@ class Alarms:
         for window, back in WINDOWS:
             rise = change(reward, window, back)
             real = None if gold is None else change(gold, window, back)
-            if rise is None or rise.now <= rise.then or (real is not None and real.now > real.then) or rise.z < 3:
+            if (
+                rise is None
+                or rise.now <= rise.then
+                or (real is not None and real.now > real.then)
+                or rise.z < 3
+            ):
                 continue
             for alarm, symptom in SYMPTOMS.items():
                 drift = change(self.values(symptom.figure), window, back)
                 enough = symptom.moved if real is not None else symptom.far
                 if drift is None or not enough(drift.then, drift.now) or abs(drift.z) < 5:
                     continue
-                beside = f", {name} {real}" if real is not None else ", and nothing measures the gold"
+                beside = (
+                    f", {name} {real}" if real is not None else ", and nothing measures the gold"
+                )
                 text = f"{drift} {symptom.words} while the reward went {rise}"
                 found.setdefault(alarm, text + beside)
         return found
@@ -297,19 +386,26 @@ class Alarms:
                 rise = change(reward, window, len(reward) - place)
                 if rise is not None and rise.now > rise.then and rise.z > 2 and fallen.z < -3:
                     at = self.steps[name][place - 1]
-                    found["proxy"] = f"{name} fell {fallen} since step {at} while the reward rose {rise}"
+                    found["proxy"] = (
+                        f"{name} fell {fallen} since step {at} while the reward rose {rise}"
+                    )
             if len(kl):  # it may be measured at some steps alone
                 kl = np.interp(self.steps[name], self.steps["kl"], kl)
             edge = frontier(kl, gold) if "proxy" in found else None
             if edge is not None and edge.past:
                 at = self.steps[name][edge.best - 1]
                 best_was = f"{edge.best_gold:.3g} at KL {edge.best_kl:.3g}"
-                found["frontier"] = f"{name} was best at step {at} ({best_was}); now {edge.gold:.3g} at KL {edge.kl:.3g}"
+                found["frontier"] = (
+                    f"{name} was best at step {at} ({best_was}); now {edge.gold:.3g} at KL {edge.kl:.3g}"
+                )
         return found | self.look_held_out(reward)
 
     def look_held_out(self, reward: np.ndarray) -> dict[str, str]:
         """Held-out accuracy against its best: by the spread of many measurements or, while there are few, by their own intervals."""
-        held, low, high = (self.values(name) for name in ("accuracy/test", "accuracy/test_low", "accuracy/test_high"))
+        held, low, high = (
+            self.values(name)
+            for name in ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
+        )
         best = since_best(held, 3)
         if best is not None:
             place, fallen, z = best[0] - 1, best[1].then - best[1].now, best[1].z
@@ -332,9 +428,15 @@ class Alarms:
     def look_collapse(self) -> dict[str, str]:
         """Exploration or signal that went without anything gained."""
         found = {}
-        reward, entropy, flat = self.values("reward"), self.values("entropy"), self.values("groups/zero_variance")
+        reward, entropy, flat = (
+            self.values("reward"),
+            self.values("entropy"),
+            self.values("groups/zero_variance"),
+        )
         for window, back in WINDOWS:
-            gained, fallen, dull = (change(values, window, back) for values in (reward, entropy, flat))
+            gained, fallen, dull = (
+                change(values, window, back) for values in (reward, entropy, flat)
+            )
             collapsed = fallen is not None and fallen.now < 0.4 * fallen.then and fallen.z < -5
             equal = dull is not None and dull.now > 0.8 and dull.z > 4
             if gained is None or not (collapsed or equal) or gained.z > 1:
@@ -342,7 +444,9 @@ class Alarms:
             if collapsed and fallen is not None:
                 found["entropy"] = f"entropy fell {fallen} and the reward did not rise"
             if equal and dull is not None:
-                found["zero_variance"] = f"share of groups with equal rewards {dull}, and the reward did not rise"
+                found["zero_variance"] = (
+                    f"share of groups with equal rewards {dull}, and the reward did not rise"
+                )
         return found
 
 
@@ -352,7 +456,9 @@ def told(events: Sequence[Event]) -> list[str]:
     heard: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.kind == "alarm":
-            heard.setdefault((str(event.details.get("stage", "")), str(event.details.get("guard", ""))), []).append(event)
+            heard.setdefault(
+                (str(event.details.get("stage", "")), str(event.details.get("guard", ""))), []
+            ).append(event)
     lines = []
     for (stage, name), found in heard.items():
         last = [event for event in found if event.attempt == found[-1].attempt]
@@ -363,5 +469,7 @@ def told(events: Sequence[Event]) -> list[str]:
 
 def _pairs(rollout: Rollout) -> np.ndarray:
     """The 2-grams at the head of a response, a number each."""
-    ids = np.concatenate([np.zeros(0, np.int64), *(s.ids for s in rollout.segments if s.sampled)])[:HEAD]
+    ids = np.concatenate([np.zeros(0, np.int64), *(s.ids for s in rollout.segments if s.sampled)])[
+        :HEAD
+    ]
     return np.asarray(ids[:-1] * 2**32 + ids[1:])

@@ -45,13 +45,22 @@ def printable(text: str, lines: bool = False) -> str:
     ('a\\nb', 'a\nb')
     """
     kept = "\n\t" if lines else ""
-    return "".join(c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else _escape(c) for c in text)
+    return "".join(
+        c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else _escape(c)
+        for c in text
+    )
 
 
 def _escape(character: str) -> str:
     short = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character)
     code = ord(character)
-    return short or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+    return short or (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )
 
 
 def sparkline(values: list[float], width: int = 24) -> str:
@@ -71,7 +80,9 @@ def sparkline(values: list[float], width: int = 24) -> str:
     low, high = min(means), max(means)
     if low == high:
         return BLOCKS[0] * width
-    return "".join(BLOCKS[math.floor((mean - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for mean in means)
+    return "".join(
+        BLOCKS[math.floor((mean - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for mean in means
+    )
 
 
 def duration(seconds: float) -> str:
@@ -83,7 +94,11 @@ def duration(seconds: float) -> str:
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
-    for unit, name, small_unit, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+    for unit, name, small_unit, small in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
         if whole >= unit:
             return f"{whole // unit}{name}{whole % unit // small_unit:02d}{small}"
     raise AssertionError("unreachable")
@@ -128,7 +143,9 @@ def time_split(row: Mapping[str, float]) -> list[tuple[str, float]]:
 class Console:
     """The view of one stage. `open` chooses the live panel or plain lines by looking at the stream."""
 
-    def __init__(self, total_steps: int, stage: str, start: int, stream: TextIO, live: bool) -> None:
+    def __init__(
+        self, total_steps: int, stage: str, start: int, stream: TextIO, live: bool
+    ) -> None:
         self.total, self.stage, self.start, self.step = total_steps, printable(stage), start, start
         self._stream = stream
         self._began = self._printed_at = time.monotonic()
@@ -137,11 +154,15 @@ class Console:
         self._rewards: list[float] = []
         self._live: Live | None = None
         if live:
-            self._live = Live(get_renderable=self._panel, console=RichConsole(file=stream), refresh_per_second=4)
+            self._live = Live(
+                get_renderable=self._panel, console=RichConsole(file=stream), refresh_per_second=4
+            )
             self._live.start()
 
     @classmethod
-    def open(cls, total_steps: int, stage: str, start: int = 0, stream: TextIO | None = None) -> Console:
+    def open(
+        cls, total_steps: int, stage: str, start: int = 0, stream: TextIO | None = None
+    ) -> Console:
         """Begin to show a stage; `start` is the step that a resumed stage goes on from."""
         stream = stream or sys.stdout
         live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
@@ -150,7 +171,11 @@ class Console:
     def update(self, row: Mapping[str, float], step: int | None = None) -> None:
         """Show the figures of a step. Without `step`, each update is one step. Held-out scores and KL stay until the next ones."""
         self.step = self.step + 1 if step is None else step
-        held = {name: value for name, value in self._row.items() if name == "kl" or name.startswith("accuracy/")}
+        held = {
+            name: value
+            for name, value in self._row.items()
+            if name == "kl" or name.startswith("accuracy/")
+        }
         self._row = {**held, **row}
         if "reward" in row:
             self._rewards.append(row["reward"])
@@ -178,7 +203,12 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _due(self) -> bool:
@@ -191,7 +221,12 @@ class Console:
     def _print_line(self) -> None:
         split = " ".join(f"{phase} {share:.0%}" for phase, share in time_split(self._row))
         shown = [f"{label} {text}" for label, text in self._shown() if label not in DETAILS]
-        parts = [f"{self.stage} {self.step}/{self.total}", *shown, *([f"time: {split}"] if split else []), self._times()]
+        parts = [
+            f"{self.stage} {self.step}/{self.total}",
+            *shown,
+            *([f"time: {split}"] if split else []),
+            self._times(),
+        ]
         write_text("  ".join(parts) + "\n", self._stream)
         self._printed_at, self._printed_step = time.monotonic(), self.step
 
@@ -227,7 +262,12 @@ class Console:
             for phase, part in split:
                 words.append(f"{phase} {part:.0%}   ", style=colours[phase])
             parts.append(words)
-        return Panel(Group(*parts), title=Text(self.stage, style="bold"), title_align="left", border_style="dim")
+        return Panel(
+            Group(*parts),
+            title=Text(self.stage, style="bold"),
+            title_align="left",
+            border_style="dim",
+        )
 
     def _cell(self, label: str, text: str) -> Text:
         cell = Text.assemble((f"{label} ", "dim"), (text, "bold"))
@@ -236,7 +276,9 @@ class Console:
         return cell
 
 
-def show(renderable: RenderableType, stream: TextIO | None = None, width: int | None = None) -> None:
+def show(
+    renderable: RenderableType, stream: TextIO | None = None, width: int | None = None
+) -> None:
     """Print a table or text: with colour on a terminal, as plain characters elsewhere."""
     stream = stream or sys.stdout
     if stream.isatty():
@@ -247,7 +289,9 @@ def show(renderable: RenderableType, stream: TextIO | None = None, width: int | 
 
 def render_plain(renderable: RenderableType, width: int = 100) -> str:
     """What `show` prints where there is no terminal: no colour, a fixed width, no trailing blanks."""
-    quiet = RichConsole(width=width, force_terminal=False, color_system=None, legacy_windows=False, _environ={})
+    quiet = RichConsole(
+        width=width, force_terminal=False, color_system=None, legacy_windows=False, _environ={}
+    )
     with quiet.capture() as capture:
         quiet.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

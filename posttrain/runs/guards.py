@@ -38,7 +38,14 @@ GUARDS = {
     "memory": "the device has no memory left for a step",
     "slow": "a step takes this many times the median: the stacks of every thread and worker are written to alarms/",
 }
-STOPS = ("nonfinite", "repetition", "mismatch", "failed", "frozen", "memory")  # the others warn, unless told to stop
+STOPS = (
+    "nonfinite",
+    "repetition",
+    "mismatch",
+    "failed",
+    "frozen",
+    "memory",
+)  # the others warn, unless told to stop
 ADVICE = {
     "kl": "lower the learning rate, raise beta, or start again from an earlier checkpoint",
     "entropy": "lower the learning rate, raise the temperature or clip_high, or add an entropy bonus",
@@ -55,7 +62,10 @@ QUIET = 50  # steps before the same guard warns again
 LEAST_SECONDS = 10.0  # a step shorter than this is never called slow
 SHORT = 16  # tokens; shorter responses say nothing of repetition
 LARGEST = 1e6  # a reward beyond this would drown every other one
-JUMP, FLOOR = 20.0, 1e-4  # a mismatch that grows this much over its start, and is above the floor, is worth a warning
+JUMP, FLOOR = (
+    20.0,
+    1e-4,
+)  # a mismatch that grows this much over its start, and is above the floor, is worth a warning
 FLAT_STOP = 5
 
 
@@ -63,7 +73,9 @@ FLAT_STOP = 5
 class Guards:
     """Thresholds and actions. `off`, `warn` and `stop` name guards; `stop` makes one end the run that would only warn."""
 
-    apart: ClassVar[bool] = True  # its keys are never meant by their name alone: rl.kl is the algorithm's
+    apart: ClassVar[bool] = (
+        True  # its keys are never meant by their name alone: rl.kl is the algorithm's
+    )
 
     kl: float = 5.0
     entropy: float = 0.02
@@ -91,8 +103,14 @@ class Guards:
                 f"guards: {name} must be positive, not {getattr(self, name)}; off=[{name}] turns it off",
             )
         for name in ("entropy", "repetition", "spread", "failed", "dropped"):
-            require(0 <= getattr(self, name) <= 1, f"guards: {name} is a share between 0 and 1, not {getattr(self, name)}")
-        require(self.flat >= 1 and self.patience >= 1, "guards: flat and patience are numbers of steps, at least 1")
+            require(
+                0 <= getattr(self, name) <= 1,
+                f"guards: {name} is a share between 0 and 1, not {getattr(self, name)}",
+            )
+        require(
+            self.flat >= 1 and self.patience >= 1,
+            "guards: flat and patience are numbers of steps, at least 1",
+        )
         require(self.skip >= 0, f"guards: skip is a number of steps, not {self.skip}")
         fixed = not {"nonfinite", "memory"} & {*self.off, *self.warn}
         require(
@@ -119,7 +137,14 @@ class Watch:
 
     def __init__(self, guards: Guards) -> None:
         self.guards = guards
-        self.memory: dict[str, JSON] = {"start": {}, "streak": {}, "warned": {}, "broken": 0, "checked": False, "frozen": None}
+        self.memory: dict[str, JSON] = {
+            "start": {},
+            "streak": {},
+            "warned": {},
+            "broken": 0,
+            "checked": False,
+            "frozen": None,
+        }
         self.recent: deque[float] = deque(maxlen=64)
 
     def state(self) -> JSON:
@@ -141,7 +166,9 @@ class Watch:
                 f"{count} {kind}" for kind, count in kinds.most_common(4)
             )
             first = f"; the first: problem {failed[0].problem.id}, {failed[0].score.failure}"
-            alarms += self.alarm("failed", step, text + first + "; mend the reward, or raise guards.failed")
+            alarms += self.alarm(
+                "failed", step, text + first + "; mend the reward, or raise guards.failed"
+            )
         bad = [r for r in rollouts if strange(r)]
         if bad:
             named = ", ".join(r.problem.id for r in bad[:4])
@@ -154,7 +181,11 @@ class Watch:
         self.memory["broken"] += 1
         stop = self.memory["broken"] > self.guards.skip
         advice = "look at the batch in alarms/; lower the learning rate, or set guards.skip to leave such steps out"
-        after = advice if stop else f"the step is left out ({self.memory['broken']} of at most {self.guards.skip} in a row)"
+        after = (
+            advice
+            if stop
+            else f"the step is left out ({self.memory['broken']} of at most {self.guards.skip} in a row)"
+        )
         return [Alarm("nonfinite", f"step {step}: {text}; nothing was updated; {after}", stop)]
 
     # --- after it ------------------------------------------------------------------------------------------------------
@@ -162,20 +193,34 @@ class Watch:
     def figures(self, step: int, figures: Mapping[str, float]) -> list[Alarm]:
         """Look at a step's figures, and remember those of the first steps."""
         guards, alarms = self.guards, []
-        if math.isfinite(figures.get("loss", math.nan)) and math.isfinite(figures.get("grad_norm", math.nan)):
+        if math.isfinite(figures.get("loss", math.nan)) and math.isfinite(
+            figures.get("grad_norm", math.nan)
+        ):
             self.memory["broken"] = 0  # an update was made
         if "reward" in figures:
             alarms += self.drift(step, "entropy", figures, low=guards.entropy)
             alarms += self.drift(step, "length", figures, low=1 / guards.length, high=guards.length)
             alarms += self.drift(step, "spread", figures, low=guards.spread, figure="reward_spread")
-            alarms += self.limit(step, "kl", figures, guards.kl, "nats per token from the reference")
-            alarms += self.limit(step, "repetition", figures, guards.repetition, "of a response's 4-grams were there before")
-            alarms += self.limit(step, "dropped", figures, guards.dropped, "of the responses were left out")
+            alarms += self.limit(
+                step, "kl", figures, guards.kl, "nats per token from the reference"
+            )
+            alarms += self.limit(
+                step,
+                "repetition",
+                figures,
+                guards.repetition,
+                "of a response's 4-grams were there before",
+            )
+            alarms += self.limit(
+                step, "dropped", figures, guards.dropped, "of the responses were left out"
+            )
             alarms += self.flat(step, figures)
             alarms += self.mismatch(step, figures)
         return alarms
 
-    def limit(self, step: int, guard: str, figures: Mapping[str, float], limit: float, words: str) -> list[Alarm]:
+    def limit(
+        self, step: int, guard: str, figures: Mapping[str, float], limit: float, words: str
+    ) -> list[Alarm]:
         """A figure above a limit for `patience` measurements in a row."""
         value = figures.get(guard, math.nan)
         if not self.lasts(guard, value, value > limit):
@@ -183,14 +228,26 @@ class Watch:
         return self.alarm(guard, step, f"{value:.3g} {words}, above {limit:g}; {ADVICE[guard]}")
 
     def drift(
-        self, step: int, guard: str, figures: Mapping[str, float], low: float, high: float = math.inf, figure: str = ""
+        self,
+        step: int,
+        guard: str,
+        figures: Mapping[str, float],
+        low: float,
+        high: float = math.inf,
+        figure: str = "",
     ) -> list[Alarm]:
         """A figure that has left the range [low, high] * (its mean over the first steps) for `patience` measurements in a row."""
         value = figures.get(figure or guard, math.nan)
         start = self.start(guard, value)
-        if start is None or not self.lasts(guard, value, start > 0 and not low * start <= value <= high * start):
+        if start is None or not self.lasts(
+            guard, value, start > 0 and not low * start <= value <= high * start
+        ):
             return []
-        return self.alarm(guard, step, f"{figure or guard} is {value:.3g}, {start:.3g} in the first steps; {ADVICE[guard]}")
+        return self.alarm(
+            guard,
+            step,
+            f"{figure or guard} is {value:.3g}, {start:.3g} in the first steps; {ADVICE[guard]}",
+        )
 
     def flat(self, step: int, figures: Mapping[str, float]) -> list[Alarm]:
         """Steps in a row without any difference within a group."""
@@ -211,7 +268,9 @@ class Watch:
         start = self.start("mismatch", value)
         text = f"log-probs of sampler and trainer differ by {value:.3g} on average"
         if value > self.guards.mismatch:
-            return self.alarm("mismatch", step, f"{text}, above {self.guards.mismatch:g}; {ADVICE['mismatch']}")
+            return self.alarm(
+                "mismatch", step, f"{text}, above {self.guards.mismatch:g}; {ADVICE['mismatch']}"
+            )
         if start is not None and value > max(JUMP * start, FLOOR):
             text = f"{text}, {start:.3g} in the first steps; {ADVICE['mismatch']}"
             return self.alarm("mismatch", step, text, stop="mismatch" in self.guards.stop)
@@ -252,16 +311,20 @@ class Watch:
         if first is None or checksum is None or first == checksum:
             return []
         text = "weights that must not move are not those the stage began with: the reference, or what adapters stand on"
-        return self.alarm("frozen", step, f"{text}; resume from the last checkpoint with the same models, and report this")
+        return self.alarm(
+            "frozen",
+            step,
+            f"{text}; resume from the last checkpoint with the same models, and report this",
+        )
 
     def memory_full(self, step: int, text: str, budget: int) -> list[Alarm]:
         """There was no memory for a step, and the trainer has tried smaller pieces, if it was its to try."""
         seen = " ".join(text.split())[:200]
-        advice = (
-            f"lower optimizer.token_budget (now {budget}: the gradient stays the same), set optimizer.checkpointing=layer or "
-        )
+        advice = f"lower optimizer.token_budget (now {budget}: the gradient stays the same), set optimizer.checkpointing=layer or "
         advice += "release_cache=true, lower max_rows where it was generating"
-        return self.alarm("memory", step, f"out of memory ({seen}); {advice}, or max_new_tokens; then resume")
+        return self.alarm(
+            "memory", step, f"out of memory ({seen}); {advice}, or max_new_tokens; then resume"
+        )
 
     # --- shared --------------------------------------------------------------------------------------------------------
 
@@ -285,7 +348,9 @@ class Watch:
         """One alarm, or none where the guard is off or has warned a moment ago."""
         stop = self.guards.stops(guard) if stop is None else stop
         last = self.memory["warned"].get(guard)
-        if guard in self.guards.off or (not stop and last is not None and last <= step < last + QUIET):
+        if guard in self.guards.off or (
+            not stop and last is not None and last <= step < last + QUIET
+        ):
             return []
         self.memory["warned"][guard] = step
         return [Alarm(guard, f"step {step}: {text}", stop)]
@@ -294,7 +359,9 @@ class Watch:
 def strange(rollout: Rollout) -> bool:
     """Whether a rollout holds what no update may see: a log-prob that is not finite, or a reward out of all proportion."""
     far = rollout.score.value is not None and abs(rollout.score.value) > LARGEST
-    return far or any(s.logprobs is not None and not np.isfinite(s.logprobs).all() for s in rollout.segments)
+    return far or any(
+        s.logprobs is not None and not np.isfinite(s.logprobs).all() for s in rollout.segments
+    )
 
 
 def rollout_figures(groups: Sequence[Group]) -> dict[str, float]:
@@ -305,7 +372,9 @@ def rollout_figures(groups: Sequence[Group]) -> dict[str, float]:
         figures["reward_spread"] = float(np.std(rewards))
     compared = [g.rewards for g in groups if len(g.rollouts) > 1]
     if compared:
-        figures["groups/zero_variance"] = sum(not r or max(r) == min(r) for r in compared) / len(compared)
+        figures["groups/zero_variance"] = sum(not r or max(r) == min(r) for r in compared) / len(
+            compared
+        )
     repeated = repetition([r for g in groups for r in g.rollouts])
     if repeated is not None:
         figures["repetition"] = repeated
@@ -321,12 +390,23 @@ def repetition(rollouts: Sequence[Rollout]) -> float | None:
     counts = np.array([sum(map(len, part)) for part in parts], dtype=np.int64)
     if not (counts >= SHORT).any():
         return None
-    ids = np.concatenate([piece for part, count in zip(parts, counts, strict=True) if count >= SHORT for piece in part])
+    ids = np.concatenate(
+        [
+            piece
+            for part, count in zip(parts, counts, strict=True)
+            if count >= SHORT
+            for piece in part
+        ]
+    )
     counts = counts[counts >= SHORT]
     owner = np.repeat(np.arange(len(counts), dtype=np.uint64), counts)
     hashed = owner[:-3] * np.uint64(0x9E3779B97F4A7C15)
-    for place, prime in enumerate((1_000_003, 10_000_019, 100_000_007, 1_000_000_007)):  # wraps round
-        hashed += ids[place : len(ids) - 3 + place].astype(np.uint64) * np.uint64(prime * 2_654_435_761)
+    for place, prime in enumerate(
+        (1_000_003, 10_000_019, 100_000_007, 1_000_000_007)
+    ):  # wraps round
+        hashed += ids[place : len(ids) - 3 + place].astype(np.uint64) * np.uint64(
+            prime * 2_654_435_761
+        )
     within = owner[:-3] == owner[3:]
     _, first = np.unique(hashed[within], return_index=True)
     distinct = np.bincount(owner[:-3][within][first].astype(np.int64), minlength=len(counts))

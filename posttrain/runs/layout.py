@@ -103,7 +103,9 @@ class TokenArrays:
             raise ValueError("starts must be N+1 offsets that begin at 0 and never decrease")
         for name, array in self.arrays.items():
             if name == "starts" or array.shape != (int(starts[-1]),):
-                raise ValueError(f"array {name!r} has shape {array.shape}; starts end at {starts[-1]}")
+                raise ValueError(
+                    f"array {name!r} has shape {array.shape}; starts end at {starts[-1]}"
+                )
 
     @property
     def sequences(self) -> int:
@@ -113,13 +115,16 @@ class TokenArrays:
         """The arrays of sequence n."""
         if not 0 <= n < self.sequences:
             raise IndexError(f"sequence {n} of {self.sequences}")
-        return {name: array[self.starts[n] : self.starts[n + 1]] for name, array in self.arrays.items()}
+        return {
+            name: array[self.starts[n] : self.starts[n + 1]] for name, array in self.arrays.items()
+        }
 
 
 def rollout_file(directory: Path, stage: str, step: int, suffix: str = ".jsonl") -> Path:
     """Where the rollouts of a step live. The stage comes from users and from the browser, so it must be a plain name."""
     require(
-        plain_name(stage), f"stage {stage!r} is not a plain name: use letters, digits, '-', '_' and '.', not starting with '.'"
+        plain_name(stage),
+        f"stage {stage!r} is not a plain name: use letters, digits, '-', '_' and '.', not starting with '.'",
     )
     require(step >= 0, f"step must not be negative, not {step}")
     return directory / ROLLOUTS / stage / f"step-{step:06d}{suffix}"
@@ -146,7 +151,12 @@ def step_of(path: Path) -> int | None:
 
 def dump_line(record: Mapping[str, JSON]) -> bytes:
     """One JSON object on one line. ASCII only, so nothing a model wrote can end a line or reach a terminal unescaped."""
-    return json.dumps(encode(record), allow_nan=False, ensure_ascii=True, separators=(",", ":")).encode() + b"\n"
+    return (
+        json.dumps(
+            encode(record), allow_nan=False, ensure_ascii=True, separators=(",", ":")
+        ).encode()
+        + b"\n"
+    )
 
 
 def encode(value: JSON) -> JSON:

@@ -49,7 +49,9 @@ class Holder:
     @classmethod
     def me(cls) -> Holder:
         pid = os.getpid()
-        return cls(pid, socket.gethostname(), _boot(), _space(), _started(pid), secrets.token_hex(8))
+        return cls(
+            pid, socket.gethostname(), _boot(), _space(), _started(pid), secrets.token_hex(8)
+        )
 
     def neighbour(self, other: Holder) -> bool:
         """Whether the other's process number means something here."""
@@ -57,7 +59,9 @@ class Holder:
 
     def dead(self, other: Holder) -> bool | None:
         """Whether `other` has died; None where it cannot be known from here."""
-        if not self.neighbour(other) or sys.platform == "win32":  # where signal 0 is no question but an end
+        if (
+            not self.neighbour(other) or sys.platform == "win32"
+        ):  # where signal 0 is no question but an end
             return None
         if self.boot != other.boot:
             return True
@@ -190,7 +194,9 @@ class Lock:
 
 def _taken(path: Path, holder: Holder | None) -> UserError:
     who = str(holder) if holder is not None else "another process"
-    return UserError(f"run {path.parent} is being written by {who}; wait for it, stop it, or choose another directory")
+    return UserError(
+        f"run {path.parent} is being written by {who}; wait for it, stop it, or choose another directory"
+    )
 
 
 def _read(claim: Path) -> Holder | None:

@@ -49,15 +49,23 @@ def merge(metrics: Iterable[Metric]) -> Figures:
         before = merged.get(metric.name)
         if before is not None:
             if (before.count is None) != (count is None) or before.largest != metric.largest:
-                raise ValueError(f"metric {metric.name!r} is a sum in one place and a mean or a maximum in another")
+                raise ValueError(
+                    f"metric {metric.name!r} is a sum in one place and a mean or a maximum in another"
+                )
             both = float(before.total) + total
-            total = max(float(before.total), total) if metric.largest and both == both else both  # NaN stays NaN
+            total = (
+                max(float(before.total), total) if metric.largest and both == both else both
+            )  # NaN stays NaN
             count = None if count is None or before.count is None else float(before.count) + count
         merged[metric.name] = Metric(metric.name, total, count, metric.largest)
     return Figures(merged)
 
 
-SCORES = {"accuracy/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}  # the first one measured; -1: lower is better
+SCORES = {
+    "accuracy/test": 1.0,
+    "accuracy/held_out": 1.0,
+    "loss/held_out": -1.0,
+}  # the first one measured; -1: lower is better
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,8 @@ def best_score(best: Best | None, step: int, figures: Mapping[str, float]) -> Be
     """
     name = next((name for name in SCORES if name in figures), "")
     value = float(figures.get(name, float("nan")))
-    if value != value or (best is not None and best.figure == name and SCORES[name] * (value - best.score) <= 0):
+    if value != value or (
+        best is not None and best.figure == name and SCORES[name] * (value - best.score) <= 0
+    ):
         return best
     return Best(name, value, step)

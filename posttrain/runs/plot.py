@@ -21,9 +21,13 @@ INK, FAINT, GRID = "#24292f", "#8c959f", "#e7eaed"
 BLUE, GREEN, ORANGE, PURPLE, RED = "#2f6fde", "#1f9d61", "#e08214", "#8250df", "#cf3f4f"
 COLOURS, DASHES = (BLUE, ORANGE, GREEN, PURPLE, RED), ("-", "--", ":", "-.")
 OVERLAID = {
-    "accuracy/test": "Held-out accuracy", "reward": "Reward while training", "sft loss": "Supervised loss",
-    "length": "Response length", "kl": "KL from the start", "entropy": "Entropy",
-}  # fmt: skip
+    "accuracy/test": "Held-out accuracy",
+    "reward": "Reward while training",
+    "sft loss": "Supervised loss",
+    "length": "Response length",
+    "kl": "KL from the start",
+    "entropy": "Entropy",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,9 @@ def draw_together(runs: Sequence[Run], path: Path) -> list[str]:
     names, found = _labels(runs), [_collect(run) for run in runs]
     panels = []
     for figure, title in OVERLAID.items():
-        having = [(names[n], figures[figure]) for n, figures in enumerate(found) if figure in figures]
+        having = [
+            (names[n], figures[figure]) for n, figures in enumerate(found) if figure in figures
+        ]
         if len(having) > 1:
             panels.append(Panel(title, figure, partial(_overlay, order=names, having=having)))
     if panels:
@@ -80,7 +86,9 @@ def _overlay(axes: Axes, order: Sequence[str], having: Sequence[tuple[str, list[
             _curve(axes, series, colour, label.replace("$", r"\$"), DASHES[place % len(DASHES)])
 
 
-def draw_pass_at_k(curves: Mapping[str, Mapping[int, tuple[float, float, float]]], title: str, path: Path) -> None:
+def draw_pass_at_k(
+    curves: Mapping[str, Mapping[int, tuple[float, float, float]]], title: str, path: Path
+) -> None:
     """pass@k against k, with 95% bands: what a model can do in k tries. Where the trained model is above at k = 1 and the two meet at
     large k, training made likely what was possible before; where it stays above, it made something new."""
 
@@ -92,7 +100,15 @@ def draw_pass_at_k(curves: Mapping[str, Mapping[int, tuple[float, float, float]]
             ks, colour = sorted(curve), COLOURS[number % len(COLOURS)]
             value, low, high = (np.array([curve[k][part] for k in ks]) for part in range(3))
             axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(ks, value, color=colour, linewidth=2.1, marker="o", markersize=4.5, label=name.replace("$", r"\$"))
+            axes.plot(
+                ks,
+                value,
+                color=colour,
+                linewidth=2.1,
+                marker="o",
+                markersize=4.5,
+                label=name.replace("$", r"\$"),
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(every, [str(k) for k in every])
         axes.set_xlabel("k: answers to a problem", fontsize=8.5, color=FAINT)
@@ -100,7 +116,15 @@ def draw_pass_at_k(curves: Mapping[str, Mapping[int, tuple[float, float, float]]
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
     require(bool(curves) and all(curves.values()), "nothing to draw: no pass@k was measured")
-    _save([Panel("pass@k", "held-out problems with a right answer among k; band: 95% interval", paint)], title, path)
+    _save(
+        [
+            Panel(
+                "pass@k", "held-out problems with a right answer among k; band: 95% interval", paint
+            )
+        ],
+        title,
+        path,
+    )
 
 
 @contextmanager
@@ -149,15 +173,41 @@ def _panels(run: Run) -> list[Panel]:
     def add(title: str, subtitle: str, names: tuple[str, ...], paint: Callable[..., None]) -> None:
         found = [figures[name] for name in names if name in figures]
         if found:
-            panels.append(Panel(title, subtitle, lambda axes: paint(axes, *[figures.get(name, []) for name in names])))
+            panels.append(
+                Panel(
+                    title,
+                    subtitle,
+                    lambda axes: paint(axes, *[figures.get(name, []) for name in names]),
+                )
+            )
 
     add("Reward while training", "mean score of the samples it learns from", ("reward",), _rewards)
-    add("What the reward stands for", "the same samples, scored by the task itself", ("reward/task",), _rewards)
+    add(
+        "What the reward stands for",
+        "the same samples, scored by the task itself",
+        ("reward/task",),
+        _rewards,
+    )
     interval = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
     add("Held-out accuracy", "problems it never trains on; band: 95% interval", interval, _accuracy)
-    add("Pairs told apart", "held-out pairs in which the better answer is rated higher", ("accuracy/held_out",), _rewards)
-    add("Margin", "by how much the better answer of a pair is rated higher", ("margin",), _lines(ORANGE))
-    add("Supervised loss", "how surprised it is by worked examples; lower is better", ("sft loss",), _lines(ORANGE))
+    add(
+        "Pairs told apart",
+        "held-out pairs in which the better answer is rated higher",
+        ("accuracy/held_out",),
+        _rewards,
+    )
+    add(
+        "Margin",
+        "by how much the better answer of a pair is rated higher",
+        ("margin",),
+        _lines(ORANGE),
+    )
+    add(
+        "Supervised loss",
+        "how surprised it is by worked examples; lower is better",
+        ("sft loss",),
+        _lines(ORANGE),
+    )
     add("Response length", "tokens a response", ("length",), _lines(PURPLE))
     words = {"kl": "KL: distance from the start", "entropy": "entropy: how undecided it is"}
     both = "; ".join(text for name, text in words.items() if name in figures)
@@ -173,9 +223,15 @@ def _collect(run: Run) -> dict[str, list[Series]]:
     figures: dict[str, list[Series]] = {}
     for stage in dict.fromkeys(row.stage for row in rows):
         of_stage = [row for row in rows if row.stage == stage]
-        online, pairs = (any(name in row.figures for row in of_stage) for name in ("reward", "margin"))
+        online, pairs = (
+            any(name in row.figures for row in of_stage) for name in ("reward", "margin")
+        )
         for name in dict.fromkeys(name for row in of_stage for name in row.figures):
-            points = [(row.step, row.figures[name]) for row in of_stage if np.isfinite(row.figures.get(name, np.nan))]
+            points = [
+                (row.step, row.figures[name])
+                for row in of_stage
+                if np.isfinite(row.figures.get(name, np.nan))
+            ]
             if not points:
                 continue
             steps, values = (np.array(axis, dtype=np.float64) for axis in zip(*points, strict=True))
@@ -213,7 +269,9 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
     return np.asarray((sums[last] - sums[first]) / (last - first))
 
 
-def _curve(axes: Axes, series: Series, colour: str, label: str | None = None, dash: str = "-") -> None:
+def _curve(
+    axes: Axes, series: Series, colour: str, label: str | None = None, dash: str = "-"
+) -> None:
     """A faint line for every step and a strong one for its moving mean; only the strong one where there are few."""
     span = len(series.values) // 12
     style: dict[str, Any] = {"color": colour, "solid_capstyle": "round", "linestyle": dash}
@@ -227,7 +285,9 @@ def _curve(axes: Axes, series: Series, colour: str, label: str | None = None, da
 def _several(axes: Axes, found: list[Series], colours: tuple[str, ...]) -> None:
     """The series of several stages, each from its own step 0; named when there is more than one."""
     for number, series in enumerate(found):
-        _curve(axes, series, colours[number % len(colours)], series.stage if len(found) > 1 else None)
+        _curve(
+            axes, series, colours[number % len(colours)], series.stage if len(found) > 1 else None
+        )
 
 
 def _lines(colour: str) -> Callable[..., None]:
@@ -248,14 +308,31 @@ def _accuracy(axes: Axes, found: list[Series], lows: list[Series], highs: list[S
         colour = (GREEN, BLUE, ORANGE, PURPLE)[number % 4]
         low, high = low_of.get(series.stage), high_of.get(series.stage)
         if low is not None and high is not None and np.array_equal(low.steps, high.steps):
-            axes.fill_between(low.steps, low.values, high.values, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(
+                low.steps, low.values, high.values, color=colour, alpha=0.15, linewidth=0
+            )
         label = series.stage if len(found) > 1 else None
-        axes.plot(series.steps, series.values, color=colour, linewidth=2.1, marker="o", markersize=4.5, label=label)
+        axes.plot(
+            series.steps,
+            series.values,
+            color=colour,
+            linewidth=2.1,
+            marker="o",
+            markersize=4.5,
+            label=label,
+        )
         for place in {0, len(series.values) - 1}:
             text = f"{series.values[place]:.0%}"
             spot = (series.steps[place], series.values[place])
             axes.annotate(
-                text, spot, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9, color=colour, weight="bold"
+                text,
+                spot,
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                color=colour,
+                weight="bold",
             )
     axes.set_ylim(-0.03, 1.08)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -283,5 +360,7 @@ def _levels(axes: Axes, found: list[Series]) -> None:
     for number, series in enumerate(found):
         colour = (ORANGE, BLUE, GREEN)[number % 3]
         label = series.stage if len(found) > 1 else None
-        axes.step(series.steps, series.values, where="post", color=colour, linewidth=2.1, label=label)
+        axes.step(
+            series.steps, series.values, where="post", color=colour, linewidth=2.1, label=label
+        )
     axes.locator_params(axis="y", integer=True)

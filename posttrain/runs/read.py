@@ -28,7 +28,10 @@ class Run:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        require((self.directory / layout.CONFIG).is_file(), f"no run in {directory}: it has no {layout.CONFIG}")
+        require(
+            (self.directory / layout.CONFIG).is_file(),
+            f"no run in {directory}: it has no {layout.CONFIG}",
+        )
 
     @property
     def name(self) -> str:
@@ -59,17 +62,27 @@ class Run:
     @property
     def torn(self) -> int:
         """How many lines of the metrics and events are not whole: 0, or 1 after a kill that no attempt has repaired yet."""
-        return sum(row is None for name in (layout.METRICS, layout.EVENTS) for row in layout.json_lines(self.directory / name))
+        return sum(
+            row is None
+            for name in (layout.METRICS, layout.EVENTS)
+            for row in layout.json_lines(self.directory / name)
+        )
 
     def events(self) -> list[Event]:
         """All events of all attempts, in the order they were written."""
-        return [_event(record) for record in layout.json_lines(self.directory / layout.EVENTS) if record and "kind" in record]
+        return [
+            _event(record)
+            for record in layout.json_lines(self.directory / layout.EVENTS)
+            if record and "kind" in record
+        ]
 
     def metrics(self, stage: str | None = None) -> list[Row]:
         """One row a step, by stage and step: the rows of the attempt that counts."""
         records = layout.json_lines(self.directory / layout.METRICS)
         rows = [row for record in records if record and (row := _row(record)) is not None]
-        return [row for row in supersede(rows, self.events()) if stage is None or row.stage == stage]
+        return [
+            row for row in supersede(rows, self.events()) if stage is None or row.stage == stage
+        ]
 
     def stages(self) -> list[str]:
         """Stages that have metrics, in the order they ran."""
@@ -85,16 +98,28 @@ class Run:
     def rollout_steps(self, stage: str) -> list[int]:
         """Steps of a stage whose rollouts were kept and still count."""
         folder = layout.rollout_file(self.directory, stage, 0).parent
-        found = sorted(step for path in folder.glob("step-*.jsonl") if (step := layout.step_of(path)) is not None)
+        found = sorted(
+            step
+            for path in folder.glob("step-*.jsonl")
+            if (step := layout.step_of(path)) is not None
+        )
         history = self._history()
         if not history.resumes:
             return found  # nothing can be superseded, and no file need be opened
-        return [step for step in found if not history.superseded(stage, step, self._attempt(stage, step))]
+        return [
+            step
+            for step in found
+            if not history.superseded(stage, step, self._attempt(stage, step))
+        ]
 
     def rollouts(self, stage: str, step: int) -> list[RolloutRow]:
         """The rollouts of a step, in the order they were written; empty where there are none that count."""
         path = layout.rollout_file(self.directory, stage, step)
-        rows = [row for record in layout.json_lines(path) if record and (row := _rollout(record)) is not None]
+        rows = [
+            row
+            for record in layout.json_lines(path)
+            if record and (row := _rollout(record)) is not None
+        ]
         history = self._history()
         return [row for row in rows if not history.superseded(stage, step, row.attempt)]
 
@@ -105,7 +130,10 @@ class Run:
 
     def _history(self) -> History:
         records = layout.json_lines(self.directory / layout.METRICS)
-        return History.of(self.events(), (str(record["stage"]) for record in records if record and "stage" in record))
+        return History.of(
+            self.events(),
+            (str(record["stage"]) for record in records if record and "stage" in record),
+        )
 
     def arrays(self, stage: str, step: int) -> TokenArrays | None:
         """The per-token arrays of a step, or None where they were not kept."""
@@ -125,7 +153,9 @@ class History:
 
     resumes: tuple[tuple[int, str, int], ...]  # attempt, stage, step
     order: Mapping[str, int]
-    kept: Mapping[str, int] = field(default_factory=dict)  # stage -> the last attempt that found it done and unchanged
+    kept: Mapping[str, int] = field(
+        default_factory=dict
+    )  # stage -> the last attempt that found it done and unchanged
 
     @classmethod
     def of(cls, events: Sequence[Event], stages: Iterable[str]) -> History:
@@ -134,21 +164,37 @@ class History:
             for event in events
             if event.kind == "resume" and {"stage", "step"} <= set(event.details)
         )
-        kept = {str(event.details.get("stage")): event.attempt for event in events if event.kind == "kept"}
+        kept = {
+            str(event.details.get("stage")): event.attempt
+            for event in events
+            if event.kind == "kept"
+        }
         # the order matters only where something may be superseded; a run that never resumed need not be read for it
-        return cls(resumes, {stage: place for place, stage in enumerate(dict.fromkeys(stages))} if resumes else {}, kept)
+        return cls(
+            resumes,
+            {stage: place for place, stage in enumerate(dict.fromkeys(stages))} if resumes else {},
+            kept,
+        )
 
     def superseded(self, stage: str, step: int, attempt: int) -> bool:
         """Whether a later attempt went back to before this step: to an earlier step of the stage, or to an earlier stage without
         finding afterwards that this one still stands."""
-        last = len(self.order)  # a stage without metrics has not finished its first step: it comes last
+        last = len(
+            self.order
+        )  # a stage without metrics has not finished its first step: it comes last
         for later, resumed_stage, resumed_step in self.resumes:
             if later <= attempt:
                 continue
             if stage == resumed_stage and step > resumed_step:
                 return True
-            stands = max(self.kept.get(stage, 0), self.kept.get(re.sub(r"-\d+$", "", stage), 0)) >= later  # reward-1: a member
-            if stage != resumed_stage and not stands and self.order.get(stage, last) > self.order.get(resumed_stage, last):
+            stands = (
+                max(self.kept.get(stage, 0), self.kept.get(re.sub(r"-\d+$", "", stage), 0)) >= later
+            )  # reward-1: a member
+            if (
+                stage != resumed_stage
+                and not stands
+                and self.order.get(stage, last) > self.order.get(resumed_stage, last)
+            ):
                 return True
         return False
 
@@ -175,13 +221,20 @@ def supersede(rows: Sequence[Row], events: Sequence[Event]) -> list[Row]:
 
 def _event(record: Mapping[str, JSON]) -> Event:
     details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
-    return Event(str(record["kind"]), float(record.get("time", 0.0)), int(record.get("attempt", 0)), details)
+    return Event(
+        str(record["kind"]), float(record.get("time", 0.0)), int(record.get("attempt", 0)), details
+    )
 
 
 def _row(record: Mapping[str, JSON]) -> Row | None:
     """A line of metrics.jsonl; None for one that is JSON but not ours. Values that are not numbers are left out."""
     try:
-        stage, step, attempt, time = str(record["stage"]), int(record["step"]), int(record["attempt"]), float(record["time"])
+        stage, step, attempt, time = (
+            str(record["stage"]),
+            int(record["step"]),
+            int(record["attempt"]),
+            float(record["time"]),
+        )
     except (KeyError, TypeError, ValueError):
         return None
     figures = {}
@@ -218,4 +271,7 @@ def list_runs(root: Path | str, depth: int = 3) -> list[Run]:
 
     if root.is_dir():
         search(root, depth)
-    return sorted(found, key=lambda run: (-(run.directory / layout.CONFIG).stat().st_mtime, str(run.directory)))
+    return sorted(
+        found,
+        key=lambda run: (-(run.directory / layout.CONFIG).stat().st_mtime, str(run.directory)),
+    )

@@ -78,11 +78,15 @@ def figures_table(figures: Mapping[str, JSON]) -> Table:
         for k, value in figures.get(f"{kind}_at", {}).items()
     ]
     rows += [(name, value, True) for name, value in figures.get("parts", {}).items()]
-    rows += [(name, figures[name], False) for name in ("reward", "kl") if figures.get(name) is not None]
+    rows += [
+        (name, figures[name], False) for name in ("reward", "kl") if figures.get(name) is not None
+    ]
     for name, bounds, percent in rows:
         table.add_row(Text(printable(name)), *(Text(_number(bound, percent)) for bound in bounds))
     if "perplexity" in figures:
-        table.add_row(Text("perplexity"), Text(_number(figures["perplexity"], False)), Text(""), Text(""))
+        table.add_row(
+            Text("perplexity"), Text(_number(figures["perplexity"], False)), Text(""), Text("")
+        )
     return table
 
 
@@ -104,7 +108,10 @@ def _change(row: BeforeAfter) -> Text:
 
 
 def side_by_side(
-    problems: Sequence[Answers], before: str = "before training", after: str = "after training", limit: int = 400
+    problems: Sequence[Answers],
+    before: str = "before training",
+    after: str = "after training",
+    limit: int = 400,
 ) -> Table:
     """Problems with both models' answers in two columns; answers longer than `limit` characters are cut, and say so."""
     table = Table(box=SIMPLE_HEAD, expand=True, show_lines=False, padding=(0, 1))
@@ -112,7 +119,9 @@ def side_by_side(
     table.add_column(Text(printable(after)), ratio=1, overflow="fold")
     for number, problem in enumerate(problems):
         question = Text(printable(problem.question), style="cyan")
-        expected = Text(f"expected: {printable(problem.answer)}" if problem.answer else "", style="dim")
+        expected = Text(
+            f"expected: {printable(problem.answer)}" if problem.answer else "", style="dim"
+        )
         table.add_row(question, expected)
         table.add_row(
             _answer(problem.before, problem.before_correct, limit),
@@ -125,5 +134,7 @@ def side_by_side(
 def _answer(text: str, correct: bool | None, limit: int) -> Text:
     shown = printable(text.strip("\n"), lines=True)
     more = f"\n... and {len(shown) - limit} more characters" if len(shown) > limit else ""
-    mark = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}[correct]
+    mark = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}[
+        correct
+    ]
     return Text.assemble(mark, shown[:limit] or "(empty)", (more, "dim"))

@@ -27,7 +27,11 @@ WINDOW, EARLY = 10, 5  # steps that are looked at together; steps that say what 
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
 AGREE, REWARD = 0.9, "reward"  # planted hacks lie below, honest rewards with a part for form above
 FAR = 0.15  # a share of what a trait was in the first steps
-TAIL, SHORT, LONG = 0.1, "short", "long"  # lengths that few had at first: what is good at one length need not be at twice that
+TAIL, SHORT, LONG = (
+    0.1,
+    "short",
+    "long",
+)  # lengths that few had at first: what is good at one length need not be at twice that
 TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
 WORD = re.compile(r"[A-Za-z]{3,}")
 RARE = 0.02  # a word is looked at where more than this share of responses have it, and more lack it
@@ -56,7 +60,9 @@ class Conflict:
         side = math.copysign(1.0, self.paid)
         harm = -side * self.gold
         spreads = side * self.moved >= SURE and abs(self.now - self.then) >= FAR * abs(self.then)
-        harmful = harm >= SURE or (spreads and harm >= (HARM_LENGTH if self.trait == "length" else HARM))
+        harmful = harm >= SURE or (
+            spreads and harm >= (HARM_LENGTH if self.trait == "length" else HARM)
+        )
         return abs(self.paid) >= PAID and harmful and (side > 0 or self.trait == "length")
 
 
@@ -64,11 +70,15 @@ class Conflict:
 class Selection:
     """Sums of the last steps, and of the first. JSON, for a checkpoint."""
 
-    recent: list[dict[str, list[float]]] = field(default_factory=list)  # trait -> n, f, f^2, f~r~, (f~r~)^2, f~g~, (f~g~)^2
+    recent: list[dict[str, list[float]]] = field(
+        default_factory=list
+    )  # trait -> n, f, f^2, f~r~, (f~r~)^2, f~g~, (f~g~)^2
     first: dict[str, list[float]] = field(default_factory=dict)  # trait -> n, f, f^2
     looked: int = 0
     responses: float = 0.0  # of the first steps: a word that has no sums there was in none of them
-    usual: list[float] = field(default_factory=list)  # lengths of the first step: a tenth of it is below, and above
+    usual: list[float] = field(
+        default_factory=list
+    )  # lengths of the first step: a tenth of it is below, and above
 
     def state(self) -> JSON:
         names = ("recent", "first", "looked", "responses", "usual")
@@ -76,7 +86,11 @@ class Selection:
 
     def restore(self, state: Mapping[str, JSON]) -> None:
         self.recent, self.first = [dict(step) for step in state["recent"]], dict(state["first"])
-        self.looked, self.responses, self.usual = int(state["looked"]), float(state["responses"]), list(state["usual"])
+        self.looked, self.responses, self.usual = (
+            int(state["looked"]),
+            float(state["responses"]),
+            list(state["usual"]),
+        )
 
     def look(self, groups: Sequence[Group], having: Mapping[str, Sequence[int]]) -> None:
         """Take note of a step; `having` says which responses have a word."""
@@ -91,15 +105,27 @@ class Selection:
             self.usual = np.quantile([r.length for r in rollouts], (TAIL, 1 - TAIL)).tolist()
         names, traits_FN = traits(rollouts, having, self.usual)
         traits_FN, owner = traits_FN[:, known], owner[known]
-        reward_N, gold_N = centred(values[None, known], owner)[0], centred(golds[None, known], owner)[0]
+        reward_N, gold_N = (
+            centred(values[None, known], owner)[0],
+            centred(golds[None, known], owner)[0],
+        )
         centred_FN = centred(traits_FN, owner)
         word = np.array([name.startswith('"') for name in names])
         length_N = centred_FN[0]
         if word.any() and length_N @ length_N > 0:
-            centred_FN[word] -= np.outer(centred_FN[word] @ length_N / (length_N @ length_N), length_N)
+            centred_FN[word] -= np.outer(
+                centred_FN[word] @ length_N / (length_N @ length_N), length_N
+            )
         paid_FN, gold_FN = centred_FN * reward_N, centred_FN * gold_N
-        columns = (np.full(len(names), known.sum()), traits_FN.sum(1), (traits_FN**2).sum(1),
-                   paid_FN.sum(1), (paid_FN**2).sum(1), gold_FN.sum(1), (gold_FN**2).sum(1))  # fmt: skip
+        columns = (
+            np.full(len(names), known.sum()),
+            traits_FN.sum(1),
+            (traits_FN**2).sum(1),
+            paid_FN.sum(1),
+            (paid_FN**2).sum(1),
+            gold_FN.sum(1),
+            (gold_FN**2).sum(1),
+        )
         sums = dict(zip(names, np.stack(columns, 1).tolist(), strict=True))
         both = (reward_N @ gold_N, reward_N @ reward_N, gold_N @ gold_N)
         sums[REWARD] = [0.0, 0.0, 0.0, *map(float, both), 0.0]
@@ -113,8 +139,12 @@ class Selection:
     def agreement(self) -> float | None:
         """The correlation of reward and gold within groups over the last steps; None where either never differs in a group."""
         sums = [step[REWARD][3:6] for step in self.recent if REWARD in step]
-        product, reward_2, gold_2 = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
-        return product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > LEAST_SQUARE else None
+        product, reward_2, gold_2 = (
+            (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
+        )
+        return (
+            product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > LEAST_SQUARE else None
+        )
 
     def conflicts(self) -> list[Conflict]:
         """Every trait of the last steps, the clearest first."""
@@ -129,7 +159,9 @@ class Selection:
         agreement = self.agreement()
         if agreement is not None and agreement > AGREE:
             return []
-        paids, golds = ({name: surely(row[at], row[at + 1]) for name, row in total.items()} for at in (3, 5))
+        paids, golds = (
+            {name: surely(row[at], row[at + 1]) for name, row in total.items()} for at in (3, 5)
+        )
         found = []
         for name, paid in paids.items():
             (n, f, f_2), before = late.get(name, [0.0] * 3), self.first.get(name, [0.0] * 3)
@@ -137,9 +169,15 @@ class Selection:
             if n == 0 or n_before == 0 or total[name][4] <= 0 or name in (SHORT, LONG):
                 continue
             then, now = before[1] / n_before, f / n  # the same at first
-            error = math.sqrt(max(before[2] / n_before - then**2, 0.0) / n_before + max(f_2 / n - now**2, 0.0) / n + 1e-12)
+            error = math.sqrt(
+                max(before[2] / n_before - then**2, 0.0) / n_before
+                + max(f_2 / n - now**2, 0.0) / n
+                + 1e-12
+            )
             gold, tail = golds[name], LONG if paid > 0 else SHORT
-            if name == "length" and paids[tail] >= TAIL_PAID:  # lengths that few had: their gold says so first
+            if (
+                name == "length" and paids[tail] >= TAIL_PAID
+            ):  # lengths that few had: their gold says so first
                 gold = min(gold, golds[tail]) if paid > 0 else max(gold, -golds[tail])
             found.append(Conflict(name, paid, gold, (now - then) / error, then, now))
         return sorted(found, key=lambda one: -min(abs(one.paid), abs(one.gold)))
@@ -159,14 +197,20 @@ def traits(
 ) -> tuple[list[str], np.ndarray]:
     """Names and values [F, N] of the responses' traits; length comes first. `usual` lengths lie between these two."""
     length_N = np.array([r.length for r in rollouts], np.float64)
-    rows = {"length": length_N, SHORT: 1.0 * (length_N < usual[0]), LONG: 1.0 * (length_N > usual[1])}
+    rows = {
+        "length": length_N,
+        SHORT: 1.0 * (length_N < usual[0]),
+        LONG: 1.0 * (length_N > usual[1]),
+    }
     rows["repetition"] = np.array([repeated(r) for r in rollouts])
     for part in ("format", "disagreement"):
         if part in rollouts[0].score.parts:
             rows[part] = np.array([r.score.parts.get(part, 0.0) for r in rollouts])
     count = len(rollouts)
     middle = [word for word, at in having.items() if RARE * count <= len(at) <= (1 - RARE) * count]
-    for word in sorted(middle, key=lambda word: (abs(len(having[word]) - count / 2), word))[:MOST_WORDS]:
+    for word in sorted(middle, key=lambda word: (abs(len(having[word]) - count / 2), word))[
+        :MOST_WORDS
+    ]:
         rows[f'"{word}"'] = np.zeros(count)
         rows[f'"{word}"'][having[word]] = 1.0
     return list(rows), np.stack(list(rows.values()))
@@ -184,7 +228,11 @@ def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
 def repeated(rollout: Rollout) -> float:
     """The share of a response's 3-grams that were there before."""
     ids = [i for s in rollout.segments if s.sampled for i in s.ids[:MOST_TOKENS].tolist()]
-    return 1 - len(set(zip(ids, ids[1:], ids[2:], strict=False))) / (len(ids) - 2) if len(ids) > 2 else 0.0
+    return (
+        1 - len(set(zip(ids, ids[1:], ids[2:], strict=False))) / (len(ids) - 2)
+        if len(ids) > 2
+        else 0.0
+    )
 
 
 def gold_of(rollout: Rollout) -> float:
@@ -199,5 +247,7 @@ def centred(rows_FN: np.ndarray, owner_N: np.ndarray) -> np.ndarray:
     if counts.max() < 2:
         return np.asarray(rows_FN - rows_FN.mean(1, keepdims=True))
     counts = np.maximum(counts, 1)
-    means_FG = np.stack([np.bincount(owner_N, row, minlength=len(counts)) / counts for row in rows_FN])
+    means_FG = np.stack(
+        [np.bincount(owner_N, row, minlength=len(counts)) / counts for row in rows_FN]
+    )
     return np.asarray(rows_FN - means_FG[:, owner_N])

@@ -44,7 +44,9 @@ class Trackers:
         for row in json_lines(writer.directory / METRICS) if writer.attempt > 1 else ():
             if row and isinstance(row.get("step"), int):
                 self._sent.setdefault(str(row.get("stage")), []).append(row["step"])
-        self._goes_on: dict[str, bool] = {}  # by stage: whether this attempt began after its first step
+        self._goes_on: dict[
+            str, bool
+        ] = {}  # by stage: whether this attempt began after its first step
 
     @classmethod
     def open(cls, names: Sequence[str], writer: RunWriter, config: Mapping[str, JSON]) -> Trackers:
@@ -69,7 +71,9 @@ class Trackers:
 
     def log(self, row: Row) -> None:
         sent = self._sent.get(row.stage, [])
-        if self._goes_on.setdefault(row.stage, bool(sent) and row.step > min(sent)) and row.step <= max(sent):
+        if self._goes_on.setdefault(
+            row.stage, bool(sent) and row.step > min(sent)
+        ) and row.step <= max(sent):
             return
         for name, tracker in list(self._active.items()):
             try:
@@ -123,7 +127,8 @@ class TensorBoard:
 
     def log(self, row: Row) -> None:
         values = [
-            self._summaries.Summary.Value(tag=f"{row.stage}/{name}", simple_value=value) for name, value in row.figures.items()
+            self._summaries.Summary.Value(tag=f"{row.stage}/{name}", simple_value=value)
+            for name, value in row.figures.items()
         ]
         summary = self._summaries.Summary(value=values)
         self._file.add_event(self._events.Event(wall_time=row.time, step=row.step, summary=summary))
@@ -142,9 +147,14 @@ class WandB:
         record(directory, "wandb", key)
         project = {} if _project_is_set() else {"project": PROJECT}
         self._run: Any = wandb.init(
-            **project, id=key, resume="allow", name=directory.resolve().name, dir=str(directory), config=dict(config),
+            **project,
+            id=key,
+            resume="allow",
+            name=directory.resolve().name,
+            dir=str(directory),
+            config=dict(config),
             allow_val_change=True,  # another number of threads is no other run
-        )  # fmt: skip
+        )
         self._stages: set[str] = set()
 
     def log(self, row: Row) -> None:
@@ -165,7 +175,9 @@ class Trackio:
         trackio = _module("trackio")
         before = recorded(directory, "trackio")
         name, resume = before or directory.resolve().name, "allow" if before else "never"
-        self._run: Any = trackio.init(project=PROJECT, name=name, config=dict(config), resume=resume)
+        self._run: Any = trackio.init(
+            project=PROJECT, name=name, config=dict(config), resume=resume
+        )
         record(directory, "trackio", str(getattr(self._run, "name", name)))
 
     def log(self, row: Row) -> None:
@@ -188,7 +200,11 @@ def recorded(directory: Path, tracker: str) -> str:
         name = json.loads((directory / RECORD).read_text("utf-8"))[tracker]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return name if isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^/\\#?%:]{1,200}", name) else ""
+    return (
+        name
+        if isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^/\\#?%:]{1,200}", name)
+        else ""
+    )
 
 
 def record(directory: Path, tracker: str, name: str) -> None:
@@ -202,7 +218,11 @@ def _project_is_set() -> bool:
     """Whether the user has named a project of W&B: in the environment, or with `wandb init`, for this folder or for himself."""
     own = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
     files = [folder / "settings" for folder in (Path("wandb"), own)]
-    named = (re.search(r"(?m)^\s*project\s*=\s*\S", file.read_text("utf-8", "replace")) for file in files if file.is_file())
+    named = (
+        re.search(r"(?m)^\s*project\s*=\s*\S", file.read_text("utf-8", "replace"))
+        for file in files
+        if file.is_file()
+    )
     return bool(os.environ.get("WANDB_PROJECT")) or any(named)
 
 

@@ -32,7 +32,15 @@ from posttrain.runs.lock import Lock
 from posttrain.types import JSON, Rollout
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
+REFUSED = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +58,17 @@ class Retention:
 class RunWriter:
     """Appends to a run. Use `create` or `resume`; the constructor opens whatever is there, new or old."""
 
-    def __init__(self, directory: Path, retention: Retention | None = None, config: Mapping[str, JSON] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        retention: Retention | None = None,
+        config: Mapping[str, JSON] | None = None,
+    ) -> None:
         self.directory = directory = Path(directory)
         self._retention = retention or Retention()
-        self._kept: dict[str, list[int]] = {}  # stage -> steps that have arrays, in the order they were written
+        self._kept: dict[
+            str, list[int]
+        ] = {}  # stage -> steps that have arrays, in the order they were written
         self._mutex = threading.Lock()
         self._fds: dict[str, int] = {}
         self._lock: Lock | None = None
@@ -71,26 +86,39 @@ class RunWriter:
 
     def _open_files(self) -> None:
         repairs = {name: _repair(self.directory / name) for name in (layout.METRICS, layout.EVENTS)}
-        attempts = (row.get("attempt") for row in layout.json_lines(self.directory / layout.EVENTS) if row)
-        self.attempt = 1 + max((number for number in attempts if isinstance(number, int)), default=0)
+        attempts = (
+            row.get("attempt") for row in layout.json_lines(self.directory / layout.EVENTS) if row
+        )
+        self.attempt = 1 + max(
+            (number for number in attempts if isinstance(number, int)), default=0
+        )
         for name in (layout.METRICS, layout.EVENTS):
-            self._fds[name] = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._fds[name] = os.open(
+                self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+            )
         self.event("open")
         for name, lost in repairs.items():
             if lost:
                 self.event("repair", {"file": name, "bytes": lost})
 
     @classmethod
-    def create(cls, directory: Path, config: Mapping[str, JSON], retention: Retention | None = None) -> RunWriter:
+    def create(
+        cls, directory: Path, config: Mapping[str, JSON], retention: Retention | None = None
+    ) -> RunWriter:
         """Start a new run and write its configuration. Refuses a directory that holds one."""
         with _explained(Path(directory)):
-            _refuse_used(Path(directory))  # before the lock: "already holds a run" says more than "is being written"
+            _refuse_used(
+                Path(directory)
+            )  # before the lock: "already holds a run" says more than "is being written"
         return cls(directory, retention, config)
 
     @classmethod
     def resume(cls, directory: Path, retention: Retention | None = None) -> RunWriter:
         """Open a run that exists, as its next attempt."""
-        require((Path(directory) / layout.CONFIG).is_file(), f"no run in {directory}: it has no {layout.CONFIG}")
+        require(
+            (Path(directory) / layout.CONFIG).is_file(),
+            f"no run in {directory}: it has no {layout.CONFIG}",
+        )
         return cls(directory, retention)
 
     def configure(self, config: Mapping[str, JSON]) -> None:
@@ -105,8 +133,20 @@ class RunWriter:
         if clash:
             raise ValueError(f"figures may not be called {', '.join(clash)}")
         require(layout.plain_name(stage), f"stage {stage!r} is not a plain name")
-        row = Row(stage, int(step), self.attempt, _now(), {name: float(value) for name, value in figures.items()})
-        record = {"step": row.step, "stage": stage, "attempt": row.attempt, "time": row.time, **row.figures}
+        row = Row(
+            stage,
+            int(step),
+            self.attempt,
+            _now(),
+            {name: float(value) for name, value in figures.items()},
+        )
+        record = {
+            "step": row.step,
+            "stage": stage,
+            "attempt": row.attempt,
+            "time": row.time,
+            **row.figures,
+        }
         self._append(layout.METRICS, layout.dump_line(record))
         return row
 
@@ -116,7 +156,10 @@ class RunWriter:
         clash = sorted(set(details) & set(layout.EVENT_KEYS))
         if clash:
             raise ValueError(f"details may not be called {', '.join(clash)}")
-        self._append(layout.EVENTS, layout.dump_line({"kind": kind, "time": _now(), "attempt": self.attempt, **details}))
+        self._append(
+            layout.EVENTS,
+            layout.dump_line({"kind": kind, "time": _now(), "attempt": self.attempt, **details}),
+        )
 
     def resumed(self, stage: str, step: int) -> None:
         """Say that this attempt goes on after `step` of `stage`: readers drop what earlier attempts wrote beyond it."""
@@ -137,7 +180,10 @@ class RunWriter:
         if arrays is not None and arrays.sequences != len(rollouts):
             raise ValueError(f"arrays of {arrays.sequences} sequences for {len(rollouts)} rollouts")
         path = layout.rollout_file(self.directory, stage, step)
-        rows = (self._row(rollout, advantages[n] if advantages is not None else None) for n, rollout in enumerate(rollouts))
+        rows = (
+            self._row(rollout, advantages[n] if advantages is not None else None)
+            for n, rollout in enumerate(rollouts)
+        )
         lines = b"".join(layout.dump_line(asdict(row)) for row in rows)
         with _explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +229,9 @@ class RunWriter:
         for old in [s for s in kept[: -self._retention.last] if not every or s % every]:
             kept.remove(old)
             with suppress(OSError):  # a file that cannot be removed costs space, not the run
-                layout.rollout_file(self.directory, stage, old, ".safetensors").unlink(missing_ok=True)
+                layout.rollout_file(self.directory, stage, old, ".safetensors").unlink(
+                    missing_ok=True
+                )
 
     def summary(self, summary: Mapping[str, JSON]) -> None:
         """Write the summary, replacing an earlier one whole. Non-finite numbers become strings, as everywhere."""
@@ -199,13 +247,17 @@ class RunWriter:
         path = self.directory / layout.ALARMS / f"{name}.safetensors"
         with _explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
+            _replace(
+                path, save({key: np.ascontiguousarray(array) for key, array in arrays.items()})
+            )
         return path
 
     def _append(self, name: str, line: bytes) -> None:
         """One line in one write; if the disk fills within it, the part that fitted is taken back."""
         if self._lock is not None and self._lock.lost:
-            raise UserError(f"{self.directory}: {self._lock.lost}; this process stops, so that there is one writer")
+            raise UserError(
+                f"{self.directory}: {self._lock.lost}; this process stops, so that there is one writer"
+            )
         with self._mutex, _explained(self.directory):
             fd = self._fds[name]
             before = os.fstat(fd).st_size
@@ -228,12 +280,21 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def _refuse_used(directory: Path) -> None:
-    used = [name for name in (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS) if (directory / name).exists()]
+    used = [
+        name
+        for name in (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
+        if (directory / name).exists()
+    ]
     require(
         not used,
         f"{directory} already holds a run ({', '.join(used)}); continue it with 'posttrain resume {directory}', "
@@ -257,7 +318,9 @@ def _explained(directory: Path) -> Iterator[None]:
                 f"'posttrain resume {directory}'"
             ) from error
         if error.errno in REFUSED:
-            raise UserError(f"cannot write the run directory {directory}: {error.strerror}; choose another") from error
+            raise UserError(
+                f"cannot write the run directory {directory}: {error.strerror}; choose another"
+            ) from error
         raise
 
 
@@ -340,5 +403,7 @@ def _tail(fd: int) -> bytes:
 
 def _written_order(folder: Path) -> list[int]:
     """Steps that have arrays in a stage's folder, oldest file first."""
-    paths = sorted(folder.glob("step-*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    paths = sorted(
+        folder.glob("step-*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name)
+    )
     return [step for path in paths if (step := layout.step_of(path)) is not None]

@@ -37,4 +37,6 @@ def answers(
     engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
     for first in range(0, len(problems), BATCH):
         seed, part = derive(context.seed, skip, first) >> 1, problems[first : first + BATCH]
-        yield from rollout_groups(task, engine, policy.tokenizer, decoder, part, samples, sampling, seed)
+        yield from rollout_groups(
+            task, engine, policy.tokenizer, decoder, part, samples, sampling, seed
+        )

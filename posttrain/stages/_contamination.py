@@ -22,13 +22,20 @@ FILE = "trained_on.txt"
 
 
 def guard_training(
-    context: Context, stage: str, model: str, tasks: Sequence[Task], data: Sequence[Data] = (), measures: bool = True
+    context: Context,
+    stage: str,
+    model: str,
+    tasks: Sequence[Task],
+    data: Sequence[Data] = (),
+    measures: bool = True,
 ) -> None:
     """Check the tasks that a stage trains on, and leave the hashes of all it learns from, with those of the model it starts from.
     A stage that `measures` nothing on held-out problems is told of an overlap instead of refused."""
     hashes = set(trained_on(context, model))
     for task in [*tasks, *(source.task for source in data if source.task is not None)]:
-        context.announce(stage, [f"data: {line}" for line in require_clean(task, stage, measures).lines()])
+        context.announce(
+            stage, [f"data: {line}" for line in require_clean(task, stage, measures).lines()]
+        )
         hashes |= {content_hash(text(problem)) for problem in sample(task, "train")}
     for source in data:
         if source.task is None:
@@ -45,7 +52,9 @@ def file_questions(file: str) -> Iterable[str]:
             continue
         turns = [turn for turn in prompt if isinstance(turn, dict) and "content" in turn]
         yield from (str(turn["content"]) for turn in turns if turn.get("role") == "user")
-        while turns and turns[-1].get("role") == "assistant":  # what was asked is everything before the answer
+        while (
+            turns and turns[-1].get("role") == "assistant"
+        ):  # what was asked is everything before the answer
             turns.pop()
         yield "\n".join(str(turn["content"]) for turn in turns)
 
@@ -65,7 +74,14 @@ def made_by(place: str) -> Path | None:
     path = Path(place).expanduser().resolve()
     if path.is_dir() and path.parent.parent.name == "stages":
         return path.parent
-    run = next((one for one in (path, path.parent) if (one / "export").is_dir() and (one / CONFIG).is_file()), None)
+    run = next(
+        (
+            one
+            for one in (path, path.parent)
+            if (one / "export").is_dir() and (one / CONFIG).is_file()
+        ),
+        None,
+    )
     if run is None or path not in (run, run / "export"):
         return None
     return exported(run, [str(stage["name"]) for stage in Run(run).config.get("stages", [])])
@@ -73,5 +89,11 @@ def made_by(place: str) -> Path | None:
 
 def noted(stage: Path | None) -> frozenset[str]:
     """The hashes that a stage left."""
-    files = [] if stage is None else [stage / FILE] if (stage / FILE).is_file() else sorted(stage.parent.glob(f"*/{FILE}"))
+    files = (
+        []
+        if stage is None
+        else [stage / FILE]
+        if (stage / FILE).is_file()
+        else sorted(stage.parent.glob(f"*/{FILE}"))
+    )
     return frozenset(line for file in files for line in file.read_text().split())

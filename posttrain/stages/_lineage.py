@@ -28,10 +28,35 @@ from posttrain.types import JSON
 NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
 OWN = ("name", "cache")
-CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")  # of a result: true, and no reason to do anything again
-PLACES = ("model", "models", "against", "reference", "critic", "reward_model", "reward_models", "reward_reference", "judge", "data",
-          "test_data", "file", "test_file", "problems", "before", "trained", "held_out_data", "again", "rubric", "judge_rubric",
-          "dataset")  # fmt: skip
+CLOCKS = (
+    "seconds",
+    "train_seconds",
+    "lineage",
+    "best_score",
+)  # of a result: true, and no reason to do anything again
+PLACES = (
+    "model",
+    "models",
+    "against",
+    "reference",
+    "critic",
+    "reward_model",
+    "reward_models",
+    "reward_reference",
+    "judge",
+    "data",
+    "test_data",
+    "file",
+    "test_file",
+    "problems",
+    "before",
+    "trained",
+    "held_out_data",
+    "again",
+    "rubric",
+    "judge_rubric",
+    "dataset",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +71,11 @@ class Lineage:
 
     def hashes(self) -> dict[str, JSON]:
         """What a summary keeps."""
-        return {"config_sha256": digest(self.config), "inputs": dict(self.inputs), "inputs_sha256": digest(self.inputs)}
+        return {
+            "config_sha256": digest(self.config),
+            "inputs": dict(self.inputs),
+            "inputs_sha256": digest(self.inputs),
+        }
 
     def news(self, before: Lineage, config: bool = True) -> list[str]:
         """What differs from how it was. Settings that the version of posttrain that wrote `before` did not have are no change, and
@@ -54,10 +83,14 @@ class Lineage:
         found = []
         for key, was in before.config.items() if config else ():
             if key not in self.config or self.config[key] != was:
-                found.append(f"{key}: {_short(was)} -> {_short(self.config.get(key, 'other settings'))}")
+                found.append(
+                    f"{key}: {_short(was)} -> {_short(self.config.get(key, 'other settings'))}"
+                )
         for name, was in before.inputs.items():
             if self.inputs.get(name) != was:
-                found.append(f"its input {name} {'has changed' if name in self.inputs else 'is gone'}")
+                found.append(
+                    f"its input {name} {'has changed' if name in self.inputs else 'is gone'}"
+                )
         return found
 
 
@@ -89,13 +122,21 @@ def _whole(config: Mapping[str, JSON]) -> dict[str, JSON]:
 def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     """The lineage of a stage as things are now. `folders` are those of the stages before it."""
     config = flatten({"seed": seed, "stage": Path(catalogue.name_of(stage)).name, **_plain(stage)})
-    inputs = {name: content(folders[name]) for name in references(stage, folders) if (folders[name] / RESULT).is_file()}
-    for field, word in dict.fromkeys((field, value) for field, value in inside(stage) if isinstance(value, str) and value):
+    inputs = {
+        name: content(folders[name])
+        for name in references(stage, folders)
+        if (folders[name] / RESULT).is_file()
+    }
+    for field, word in dict.fromkeys(
+        (field, value) for field, value in inside(stage) if isinstance(value, str) and value
+    ):
         if word not in folders and (path := place(word, field)) is not None:
             inputs[word] = sha256(path) if path.is_file() else content(path)
     code = _code(stage)
     alike = Counter(path.name for path in code)
-    inputs |= {f"{path.name if alike[path.name] == 1 else path} (code)": sha256(path) for path in code}
+    inputs |= {
+        f"{path.name if alike[path.name] == 1 else path} (code)": sha256(path) for path in code
+    }
     return Lineage(json.loads(dump_line(config)), inputs)
 
 
@@ -107,8 +148,16 @@ def place(word: str, field: str) -> Path | None:
         if path.name in ("", ".."):  # "." or "/" is a mark of something, not a place to be hashed
             return None
         named = os.sep in word or field in PLACES
-        return path if (path.is_file() and (named or path.suffix)) or (path.is_dir() and named) else None
-    except (OSError, ValueError, RuntimeError):  # not there, may not be read, or no path at all: too long, with a null
+        return (
+            path
+            if (path.is_file() and (named or path.suffix)) or (path.is_dir() and named)
+            else None
+        )
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # not there, may not be read, or no path at all: too long, with a null
         return None
 
 
@@ -123,11 +172,17 @@ def digest(tree: Mapping[str, JSON]) -> str:
 
 def content(folder: Path, result: Mapping[str, JSON] | None = None) -> str:
     """A hash of the files of a folder, and of a stage's result without its clocks; `result` where it is not written yet."""
-    tree: dict[str, JSON] = {} if result is None else {RESULT: {k: v for k, v in result.items() if k not in CLOCKS}}
+    tree: dict[str, JSON] = (
+        {} if result is None else {RESULT: {k: v for k, v in result.items() if k not in CLOCKS}}
+    )
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(".tmp")):
         name = path.relative_to(folder).as_posix()
         if name == RESULT:
-            tree[name] = {key: value for key, value in json.loads(path.read_text()).items() if key not in CLOCKS}
+            tree[name] = {
+                key: value
+                for key, value in json.loads(path.read_text()).items()
+                if key not in CLOCKS
+            }
         elif name != RECORD:
             tree[name] = sha256(path)
     return digest(tree)
@@ -147,8 +202,14 @@ def _sha256(path: str, size: int, modified: int) -> str:
 def _plain(value: object) -> JSON:
     """Settings as plain data, without those that only say how the work is done. Classes are told apart by name."""
     if is_dataclass(value) and not isinstance(value, type):
-        tree = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init and f.name not in NEUTRAL}
-        named = isinstance(value, Algorithm | Task) or not type(value).__module__.startswith("posttrain.")
+        tree = {
+            f.name: _plain(getattr(value, f.name))
+            for f in fields(value)
+            if f.init and f.name not in NEUTRAL
+        }
+        named = isinstance(value, Algorithm | Task) or not type(value).__module__.startswith(
+            "posttrain."
+        )
         return {"kind": Path(catalogue.name_of(value)).name, **tree} if named else tree
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
@@ -181,7 +242,9 @@ def _words(stage: object) -> Iterator[str]:
 def _code(stage: object) -> list[Path]:
     """Files that a user's own classes were taken from, and those of functions that are named FILE.py:FUNCTION."""
     names = [catalogue.name_of(value) for _, value in inside(stage) if is_dataclass(value)]
-    files = (found[0] for name in [*names, *_words(stage)] if (found := code_place(name)) is not None)
+    files = (
+        found[0] for name in [*names, *_words(stage)] if (found := code_place(name)) is not None
+    )
     return list(dict.fromkeys(path for path in files if path.is_file()))
 
 

@@ -35,7 +35,10 @@ class Data:
 
     def __post_init__(self) -> None:
         require(bool(self.file) != (self.task is not None), "data: give either a file or a task")
-        require(self.task is None or bool(self.counts), "data: a task needs counts, such as {1: 200, 2: 1000}")
+        require(
+            self.task is None or bool(self.counts),
+            "data: a task needs counts, such as {1: 200, 2: 1000}",
+        )
         require(self.weight >= 0, f"data: weight must not be negative, not {self.weight}")
 
     def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
@@ -46,12 +49,17 @@ class Data:
     def __str__(self) -> str:
         if self.task is None:
             return self.file
-        return f"{type(self.task).__name__} demonstrations, " + ", ".join(f"{n} of level {k}" for k, n in self.counts.items())
+        return f"{type(self.task).__name__} demonstrations, " + ", ".join(
+            f"{n} of level {k}" for k, n in self.counts.items()
+        )
 
 
 def placed(sources: Sequence[Data], context: Context) -> tuple[Data, ...]:
     """The sources with the names of this run's stages replaced by the files that those wrote."""
-    return tuple(replace(source, file=data_place(source.file, context)) if source.file else source for source in sources)
+    return tuple(
+        replace(source, file=data_place(source.file, context)) if source.file else source
+        for source in sources
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +71,9 @@ class Material:
     reports: tuple[DataReport, ...]
 
 
-def gather(sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, all_tokens: bool) -> Material:
+def gather(
+    sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, all_tokens: bool
+) -> Material:
     """Read every source, drop and count what cannot be trained on, and settle the weights of the mixture."""
     require(bool(sources), "a supervised stage needs data")
     sets, reports = [], []
@@ -75,7 +85,10 @@ def gather(sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, 
         kept, report = prepare(examples, max_length)
         sets.append(kept)
         reports.append(replace(report, unused=tuple(sorted(unused))))
-    tokens = [len(s) if source.weight == 0 else source.weight for s, source in zip(sets, sources, strict=True)]
+    tokens = [
+        len(s) if source.weight == 0 else source.weight
+        for s, source in zip(sets, sources, strict=True)
+    ]
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
     return Material(tuple(sets), tuple(float(t) for t in tokens), tuple(reports))
@@ -83,7 +96,9 @@ def gather(sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, 
 
 def check_lengths(policy: Policy, sets: Iterable[Iterable[Example]], setting: str) -> None:
     """Refuse examples beyond the positions that the model was made for; `setting` is what leaves them out."""
-    policy.check_length(max(len(example.ids) for examples in sets for example in examples), f"lower {setting}")
+    policy.check_length(
+        max(len(example.ids) for examples in sets for example in examples), f"lower {setting}"
+    )
 
 
 def alphabet(tasks: Sequence[Task | None]) -> str:

@@ -17,7 +17,9 @@ from posttrain.types import Example, Group, Sampling
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
 
-WINDOW = 4096  # tokens of a text that are predicted together; fewer where the model has fewer positions
+WINDOW = (
+    4096  # tokens of a text that are predicted together; fewer where the model has fewer positions
+)
 BUDGET = 8192  # tokens in one forward pass
 
 
@@ -36,25 +38,49 @@ def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interva
     from posttrain.train.forward import forward
     from posttrain.train.pack import micro_batches, pack_groups
 
-    require(kl_known(sampling), "a KL is estimated from samples: it needs a temperature above 0, and no top_k or top_p")
+    require(
+        kl_known(sampling),
+        "a KL is estimated from samples: it needs a temperature above 0, and no top_k or top_p",
+    )
     batch = pack_groups(groups, sampling.temperature, other.device)
     with torch.no_grad():
-        theirs_T = torch.cat([forward(other, piece).logprob_T for piece in micro_batches(batch, BUDGET)])
+        theirs_T = torch.cat(
+            [forward(other, piece).logprob_T for piece in micro_batches(batch, BUDGET)]
+        )
     ratio_T = (batch.behaviour_T - theirs_T).where(batch.mask_T, 0.0).double()
-    ratio_N = torch.zeros(batch.sequences, dtype=torch.float64, device=ratio_T.device).index_add(0, batch.sequence_T, ratio_T)
-    members = [[float(ratio_N[n]) for n in torch.nonzero(batch.group_N == g).flatten().tolist()] for g in range(len(groups))]
+    ratio_N = torch.zeros(batch.sequences, dtype=torch.float64, device=ratio_T.device).index_add(
+        0, batch.sequence_T, ratio_T
+    )
+    members = [
+        [float(ratio_N[n]) for n in torch.nonzero(batch.group_N == g).flatten().tolist()]
+        for g in range(len(groups))
+    ]
     return mean_interval([sum(values) / len(values) for values in members], prompts(groups))
 
 
-def proxy_gold_kl(groups: Sequence[Group], reference: Policy, sampling: Sampling) -> dict[str, Interval]:
+def proxy_gold_kl(
+    groups: Sequence[Group], reference: Policy, sampling: Sampling
+) -> dict[str, Interval]:
     """What rated samples say of over-optimisation: the reward that was trained for (proxy), the task's own score (gold), and KL from
     `reference` in nats a response. Of the rewards, samples without a score are left out."""
-    asked = [key for group, key in zip(groups, prompts(groups), strict=True) for _ in group.rollouts]
-    scores = [(r.score, key) for r, key in zip((r for g in groups for r in g.rollouts), asked, strict=True) if r.score.valid]
+    asked = [
+        key for group, key in zip(groups, prompts(groups), strict=True) for _ in group.rollouts
+    ]
+    scores = [
+        (r.score, key)
+        for r, key in zip((r for g in groups for r in g.rollouts), asked, strict=True)
+        if r.score.valid
+    ]
     proxy = [(score.value, key) for score, key in scores if score.value is not None]
     gold = [(score.parts["task"], key) for score, key in scores if "task" in score.parts]
-    require(len(proxy) > 1 and len(gold) > 1, "hardly any sample could be scored: proxy and gold reward need at least 2")
-    intervals = {"proxy": mean_interval(*zip(*proxy, strict=True)), "gold": score_interval(*zip(*gold, strict=True))}
+    require(
+        len(proxy) > 1 and len(gold) > 1,
+        "hardly any sample could be scored: proxy and gold reward need at least 2",
+    )
+    intervals = {
+        "proxy": mean_interval(*zip(*proxy, strict=True)),
+        "gold": score_interval(*zip(*gold, strict=True)),
+    }
     return {**intervals, "kl": kl_to(groups, reference, sampling)}
 
 
@@ -66,13 +92,17 @@ def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
     from posttrain.train.forward import forward
     from posttrain.train.pack import micro_batches, pack_examples
 
-    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or WINDOW
+    positions = (
+        getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or WINDOW
+    )
     material = gather(sources, policy.tokenizer, seed, sys.maxsize, all_tokens=True)
     texts = [e.ids for examples in material.sets for e in examples]
     pieces = [window for ids in texts for window in windows(ids, min(WINDOW, positions))]
     batch = pack_examples([Example(ids, np.arange(len(ids)) > 0) for ids in pieces], policy.device)
     with torch.no_grad():
-        logprob = sum(float(forward(policy, piece).logprob_T.sum()) for piece in micro_batches(batch, BUDGET))
+        logprob = sum(
+            float(forward(policy, piece).logprob_T.sum()) for piece in micro_batches(batch, BUDGET)
+        )
     return float(torch.tensor(-logprob / int(batch.mask_T.sum())).exp())
 
 

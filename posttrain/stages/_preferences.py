@@ -34,17 +34,24 @@ class PreferenceLearner(Stage):
     guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
-        require(len(self.data) > 0, f"{self.name}: give at least one JSONL file of preferences as data")
+        require(
+            len(self.data) > 0, f"{self.name}: give at least one JSONL file of preferences as data"
+        )
         self.check_positive("steps", "batch", "checkpoint_every")
         self.check_rhythm("evaluate_every")
-        require(0 <= self.held_out < 1, f"{self.name}: held_out is a share of the prompts in [0, 1), not {self.held_out}")
+        require(
+            0 <= self.held_out < 1,
+            f"{self.name}: held_out is a share of the prompts in [0, 1), not {self.held_out}",
+        )
 
     def alphabet(self) -> str:
         return alphabet([])
 
     def rhythm(self, held_out: Sequence[Unit]) -> Rhythm:
         every = self.evaluate_every if held_out else 0
-        return Rhythm(steps=self.steps, evaluate_every=every, checkpoint_every=self.checkpoint_every)
+        return Rhythm(
+            steps=self.steps, evaluate_every=every, checkpoint_every=self.checkpoint_every
+        )
 
 
 def until_end(example: Example) -> Example:
@@ -56,31 +63,47 @@ def until_end(example: Example) -> Example:
 
 
 def read_units(
-    context: Context, stage: str, path: str, tokenizer: object, max_length: int, wanted: Sequence[str]
+    context: Context,
+    stage: str,
+    path: str,
+    tokenizer: object,
+    max_length: int,
+    wanted: Sequence[str],
 ) -> tuple[list[Unit], PreferenceReport]:
     """The units of a file, or of an earlier stage, each cut after its response; what became of each row is announced."""
     found = read_preferences(data_place(path, context), tokenizer, max_length)
     context.announce(stage, found.report.lines())
     kind, needed = found.report.kind, " or ".join(wanted)
-    require(kind in wanted, f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {needed}")
+    require(
+        kind in wanted,
+        f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {needed}",
+    )
     return [tuple(until_end(example) for example in unit) for unit in found.units], found.report
 
 
 def numbered_prompts(units: Sequence[Unit]) -> list[int]:
     """The number of each unit's prompt, the same for units that share one: what was said of those is not independent."""
     numbers: dict[bytes, int] = {}
-    return [numbers.setdefault(unit[0].ids[: prompt_length(unit[0])].tobytes(), len(numbers)) for unit in units]
+    return [
+        numbers.setdefault(unit[0].ids[: prompt_length(unit[0])].tobytes(), len(numbers))
+        for unit in units
+    ]
 
 
-def split_by_prompt(units: Sequence[Unit], share: float, seed: int, where: str) -> tuple[list[Unit], list[Unit]]:
+def split_by_prompt(
+    units: Sequence[Unit], share: float, seed: int, where: str
+) -> tuple[list[Unit], list[Unit]]:
     """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them."""
     if share == 0:
         return list(units), []
     prompts = numbered_prompts(units)
     different = list(dict.fromkeys(prompts))
     count = max(1, round(share * len(different)))
-    require(count < len(different), f"{where}: {len(different)} different prompts are too few to hold some out; add data, or set "
-            "held_out=0")  # fmt: skip
+    require(
+        count < len(different),
+        f"{where}: {len(different)} different prompts are too few to hold some out; add data, or set "
+        "held_out=0",
+    )
     aside = {different[i] for i in permutation(len(different), "held_out", seed)[:count]}
     train = [unit for unit, prompt in zip(units, prompts, strict=True) if prompt not in aside]
     return train, [unit for unit, prompt in zip(units, prompts, strict=True) if prompt in aside]

@@ -12,7 +12,14 @@ from posttrain.errors import GuardStop, require
 from posttrain.evals.statistics import share_interval
 from posttrain.rewards._asking import Usage
 from posttrain.rewards._endpoint import Endpoint
-from posttrain.rewards.judge import CANARY_QUESTION, Judge, Verdict, agreement, check_judge, read_rubric
+from posttrain.rewards.judge import (
+    CANARY_QUESTION,
+    Judge,
+    Verdict,
+    agreement,
+    check_judge,
+    read_rubric,
+)
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.types import JSON
 
@@ -43,7 +50,9 @@ class AgreementStage(Stage):
     def __post_init__(self) -> None:
         require(bool(self.judge), f"{self.name}: name a judge")
         self.check_positive("pairs")
-        require(0 <= self.least <= 1, f"{self.name}: least is a share between 0 and 1, not {self.least}")
+        require(
+            0 <= self.least <= 1, f"{self.name}: least is a share between 0 and 1, not {self.least}"
+        )
 
     def ready(self, names: Collection[str]) -> None:
         check_judging(self.judge, self.url, self.rubric)
@@ -51,7 +60,9 @@ class AgreementStage(Stage):
     def run(self, context: Context) -> dict[str, JSON]:
         rows = read_pairs(self.data)[: self.pairs]
         prices = self.prompt_price, self.completion_price
-        judge, usage = open_judge(context, self.judge, self.url, self.rubric, self.cache, self.per_minute, prices)
+        judge, usage = open_judge(
+            context, self.judge, self.url, self.rubric, self.cache, self.per_minute, prices
+        )
         labels = ["A" if derive(context.seed, n) & 1 else "B" for n in range(len(rows))]
         verdicts = judge.compare(
             [
@@ -60,23 +71,35 @@ class AgreementStage(Stage):
             ]
         )
         result = self.figures(verdicts, labels, [question for question, _, _ in rows])
-        context.write_lines(self.name, (json.dumps(line) for line in self.lines(rows, labels, verdicts)), "verdicts.jsonl")
+        context.write_lines(
+            self.name,
+            (json.dumps(line) for line in self.lines(rows, labels, verdicts)),
+            "verdicts.jsonl",
+        )
         share, low, high = result["agreement"]
         said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
         said += f", kappa {result['kappa']:.2f}; {result['ties']} ties, {result['swayed']} of them by the order alone"
         context.announce(self.name, [f"{said}; {result['unjudged']} not judged"])
         if share < self.least:
-            raise GuardStop(f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.least:.1%}; "
-                            "change the rubric or the model")  # fmt: skip
+            raise GuardStop(
+                f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.least:.1%}; "
+                "change the rubric or the model"
+            )
         return {**result, "usage": usage.row()}
 
-    def figures(self, verdicts: Sequence[Verdict], labels: Sequence[str], questions: Sequence[str]) -> dict[str, JSON]:
+    def figures(
+        self, verdicts: Sequence[Verdict], labels: Sequence[str], questions: Sequence[str]
+    ) -> dict[str, JSON]:
         _, kappa, judged = agreement([v.winner for v in verdicts], labels)
         require(judged > 0, f"{self.name}: the judge gave no verdict on any pair")
         same = [
-            (float(v.winner == own), q) for v, own, q in zip(verdicts, labels, questions, strict=True) if v.winner is not None
+            (float(v.winner == own), q)
+            for v, own, q in zip(verdicts, labels, questions, strict=True)
+            if v.winner is not None
         ]
-        interval = share_interval(*zip(*same, strict=True))  # over prompts: one may have been compared several times
+        interval = share_interval(
+            *zip(*same, strict=True)
+        )  # over prompts: one may have been compared several times
         ties = [v for v in verdicts if v.winner == "tie"]
         return {
             "agreement": interval.row(),
@@ -113,7 +136,13 @@ def check_judging(name: str, url: str, rubric: str) -> None:
 
 
 def open_judge(
-    context: Context, name: str, url: str, rubric: str, cache: str, per_minute: int, prices: tuple[float, float]
+    context: Context,
+    name: str,
+    url: str,
+    rubric: str,
+    cache: str,
+    per_minute: int,
+    prices: tuple[float, float],
 ) -> tuple[Judge, Usage]:
     """The judge that a stage names, who has passed the canaries, and what asking it takes: a model in this process or, with a `url`,
     one behind an address. `prices` are those of a million tokens, asked and said."""
@@ -125,7 +154,12 @@ def open_judge(
         model = LocalModel(policy, cache=cache)
         return JudgeRating(model, rubric=rubric).judge, model.usage
     endpoint = Endpoint(
-        url=url, model=name, cache=cache, per_minute=per_minute, prompt_price=prices[0], completion_price=prices[1]
+        url=url,
+        model=name,
+        cache=cache,
+        per_minute=per_minute,
+        prompt_price=prices[0],
+        completion_price=prices[1],
     )
     judge = Judge(endpoint, read_rubric(rubric))
     judge.check_canaries(CANARY_QUESTION)

@@ -76,8 +76,19 @@ class Context:
             kept = merge_adapters(policy.model)
             if kept < 1:
                 line = f"the adapters are merged in float32; rounded to {dtype}, as a GPU loads it, {kept:.0%} of the changed weights"
-                self.announce(stage, [f"{line} differ from the base; model/adapter has the adapters themselves, for peft"])
-        save(policy.model, policy.tokenizer, self.folder(stage) / "model", replace=True, adapter=adapter)
+                self.announce(
+                    stage,
+                    [
+                        f"{line} differ from the base; model/adapter has the adapters themselves, for peft"
+                    ],
+                )
+        save(
+            policy.model,
+            policy.tokenizer,
+            self.folder(stage) / "model",
+            replace=True,
+            adapter=adapter,
+        )
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
         """Keep per-problem results, or data that was made, beside the stage's result."""
@@ -94,7 +105,10 @@ class Context:
             found = json.loads(path.read_text())
         except ValueError:
             found = None
-        require(isinstance(found, dict), f"{path} is damaged; remove {path.parent} to run the stage {stage!r} again")
+        require(
+            isinstance(found, dict),
+            f"{path} is damaged; remove {path.parent} to run the stage {stage!r} again",
+        )
         return dict(found)
 
     def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
@@ -109,7 +123,11 @@ class Context:
         """Throw away what a stage made, to make it again. Its result goes first: without it nothing else counts."""
         (self.folder(stage) / _lineage.RESULT).unlink(missing_ok=True)
         root = self.directory / "checkpoints"
-        made = [p for p in root.iterdir() if re.fullmatch(rf"{re.escape(stage)}(-\d+)?", p.name)] if root.is_dir() else []
+        made = (
+            [p for p in root.iterdir() if re.fullmatch(rf"{re.escape(stage)}(-\d+)?", p.name)]
+            if root.is_dir()
+            else []
+        )
         for folder in [*made, self.folder(stage)]:
             shutil.rmtree(folder, ignore_errors=True)
             require(not folder.exists(), f"{folder} cannot be removed; remove it, then resume")
@@ -146,28 +164,40 @@ class Stage(ABC):
         """Refuse numbers of steps below 0, which is never."""
         for setting in settings:
             value = getattr(self, setting)
-            require(value >= 0, f"{self.name}: {setting} must be 0 (never) or a number of steps, not {value}")
+            require(
+                value >= 0,
+                f"{self.name}: {setting} must be 0 (never) or a number of steps, not {value}",
+            )
 
     def alphabet(self) -> str:
         """The characters that a tokenizer made from scratch for this stage must know."""
         return ""
 
 
-def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] = (), again: bool = False) -> None:
+def run_stages(
+    stages: Sequence[Stage], context: Context, only: Collection[str] = (), again: bool = False
+) -> None:
     """Run the stages in order, leaving out those that are done. One whose settings or inputs have changed since is done again, and
     what depends on it then is too. `only` runs these alone, on what is there. `again` also begins half-done ones anew if they changed.
     """
     names = check_names(stages, only)
     for stage in stages:
         check_ready(stage, context.device)
-    due = [stage for stage in stages if context.result(stage.name) is None and (not only or stage.name in only)]
+    due = [
+        stage
+        for stage in stages
+        if context.result(stage.name) is None and (not only or stage.name in only)
+    ]
     for stage in due:
         stage.ready(names)
     for stage in due:
         context.announce(stage.name, warnings_of(stage))
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
-        now, before = _lineage.trace(stage, context.seed, folders), _lineage.read(context.folder(stage.name))
+        now, before = (
+            _lineage.trace(stage, context.seed, folders),
+            _lineage.read(context.folder(stage.name)),
+        )
         done = context.result(stage.name) is not None
         news = [] if before is None else now.news(before, config=done or again)
         if done and not news:
@@ -179,11 +209,19 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
             if done:
                 context.announce(stage.name, [f"is out of date and used as it is: {why}"])
             continue
-        missing = [name for name in _lineage.references(stage, folders) if context.result(name) is None]
-        require(not missing, f"{stage.name} needs {', '.join(missing)}, which has not been run in {context.directory}")
+        missing = [
+            name for name in _lineage.references(stage, folders) if context.result(name) is None
+        ]
+        require(
+            not missing,
+            f"{stage.name} needs {', '.join(missing)}, which has not been run in {context.directory}",
+        )
         if news:
-            require(done or again, f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with "
-                    f"'posttrain run ... out={context.directory} again=true'")  # fmt: skip
+            require(
+                done or again,
+                f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with "
+                f"'posttrain run ... out={context.directory} again=true'",
+            )
             context.discard(stage.name)
             context.announce(stage.name, [f"runs again: {why}"])
         context.begin(stage.name, now)
@@ -191,7 +229,9 @@ def run_stages(stages: Sequence[Stage], context: Context, only: Collection[str] 
         began = time.perf_counter()
         result = stage.run(context)
         made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
-        context.finish(stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made})
+        context.finish(
+            stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made}
+        )
 
 
 def check_ready(stage: Stage, device: str) -> None:
@@ -209,24 +249,43 @@ def optimizers(stage: Stage) -> dict[str, Optimization]:
     """The settings of a stage's optimizers, by the key under which a user sets them."""
     from posttrain.train.optimizer import Optimization
 
-    found = {f"{stage.name}.{name}": getattr(stage, name, None) for name in ("optimizer", "critic_optimizer")}
-    return {name: settings for name, settings in found.items() if isinstance(settings, Optimization)}
+    found = {
+        f"{stage.name}.{name}": getattr(stage, name, None)
+        for name in ("optimizer", "critic_optimizer")
+    }
+    return {
+        name: settings for name, settings in found.items() if isinstance(settings, Optimization)
+    }
 
 
 def warnings_of(stage: Stage) -> list[str]:
     """What a stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
     steps, known = getattr(stage, "steps", None), optimizers(stage)
-    policy, critic = known.get(f"{stage.name}.optimizer"), known.get(f"{stage.name}.critic_optimizer")
-    found = [policy.warning(f"{stage.name}.optimizer", steps)] if policy is not None and isinstance(steps, int) else []
-    for name in ("warmup", "schedule", "final") if policy is not None and critic is not None else ():
+    policy, critic = (
+        known.get(f"{stage.name}.optimizer"),
+        known.get(f"{stage.name}.critic_optimizer"),
+    )
+    found = (
+        [policy.warning(f"{stage.name}.optimizer", steps)]
+        if policy is not None and isinstance(steps, int)
+        else []
+    )
+    for name in (
+        ("warmup", "schedule", "final") if policy is not None and critic is not None else ()
+    ):
         if getattr(critic, name) not in (getattr(policy, name), getattr(type(critic), name)):
-            found.append(f"{stage.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "
-                         f"{stage.name}.optimizer at a rate of its own")  # fmt: skip
+            found.append(
+                f"{stage.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "
+                f"{stage.name}.optimizer at a rate of its own"
+            )
     return [f"warning: {text}" for text in found if text]
 
 
 def check_name(kind: str, name: str) -> None:
-    require(plain_name(name), f"{kind} name {name!r} is not a plain name: use letters, digits, '-', '_' and '.', not first")
+    require(
+        plain_name(name),
+        f"{kind} name {name!r} is not a plain name: use letters, digits, '-', '_' and '.', not first",
+    )
 
 
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:
@@ -254,8 +313,12 @@ def load_policy(name: str, context: Context, alphabet: str = "", place: str = ""
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
         use_threads(model.num_parameters(), context.threads)
-        return adopt(model.to(place or context.device), tokenizer, stop_ids(model, tokenizer, name), name)
-    loaded = load(model_places(name, context)[0], dtype=_dtype(context), device=place or context.device)
+        return adopt(
+            model.to(place or context.device), tokenizer, stop_ids(model, tokenizer, name), name
+        )
+    loaded = load(
+        model_places(name, context)[0], dtype=_dtype(context), device=place or context.device
+    )
     use_threads(loaded.model.num_parameters(), context.threads)
     return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
 

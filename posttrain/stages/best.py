@@ -22,10 +22,16 @@ class BestStage(Stage):
     higher: bool = True  # is better
 
     def __post_init__(self) -> None:
-        require(len(self.models) == len(self.measured) > 0, f"{self.name}: give as many stages that measured as models")
+        require(
+            len(self.models) == len(self.measured) > 0,
+            f"{self.name}: give as many stages that measured as models",
+        )
 
     def run(self, context: Context) -> dict[str, JSON]:
-        values = {model: self.value(context, stage) for model, stage in zip(self.models, self.measured, strict=True)}
+        values = {
+            model: self.value(context, stage)
+            for model, stage in zip(self.models, self.measured, strict=True)
+        }
         best = (max if self.higher else min)(values, key=lambda model: values[model])
         target = context.folder(self.name) / "model"
         shutil.rmtree(target, ignore_errors=True)
@@ -39,8 +45,11 @@ class BestStage(Stage):
         require(found is not None, f"{self.name}: stage {stage!r} of this run has measured nothing")
         for key in self.figure.split("."):
             known = isinstance(found, dict) and key in found
-            require(known, f"{self.name}: the result of {stage!r} has no figure {self.figure!r}; it has "
-                    f"{', '.join(sorted(found)) if isinstance(found, dict) else 'no parts'}")  # fmt: skip
+            require(
+                known,
+                f"{self.name}: the result of {stage!r} has no figure {self.figure!r}; it has "
+                f"{', '.join(sorted(found)) if isinstance(found, dict) else 'no parts'}",
+            )
             found = found[key]
         number = found[0] if isinstance(found, list) and found else found
         numeric = isinstance(number, int | float) and math.isfinite(number)

@@ -39,10 +39,13 @@ class ComparisonsStage(Stage):
     def __post_init__(self) -> None:
         self.check_positive("prompts")
         require(
-            self.samples >= 2, f"{self.name}: samples must be at least 2, not {self.samples}: one answer cannot be compared"
+            self.samples >= 2,
+            f"{self.name}: samples must be at least 2, not {self.samples}: one answer cannot be compared",
         )
         require(self.noise >= 0, f"{self.name}: noise must not be negative, not {self.noise}")
-        require(self.sampling.temperature > 0, f"{self.name}: a temperature of 0 gives equal answers")
+        require(
+            self.sampling.temperature > 0, f"{self.name}: a temperature of 0 gives equal answers"
+        )
 
     def alphabet(self) -> str:
         return alphabet([self.task])
@@ -50,8 +53,15 @@ class ComparisonsStage(Stage):
     def run(self, context: Context) -> dict[str, JSON]:
         counts = dict.fromkeys(KINDS, 0)
         rows = [json.dumps(row) for row in self.rows(context, counts)]
-        require(bool(rows), f"{self.name}: no two answers differed in a way the annotator could see; raise the temperature")
-        earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines() if self.before else []
+        require(
+            bool(rows),
+            f"{self.name}: no two answers differed in a way the annotator could see; raise the temperature",
+        )
+        earlier = (
+            Path(data_place(self.before, context)).read_text("utf-8").splitlines()
+            if self.before
+            else []
+        )
         context.write_lines(self.name, [*earlier, *rows], "data.jsonl")
         said = f"{len(earlier):,} from before; " if earlier else ""
         said += ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
@@ -63,9 +73,17 @@ class ComparisonsStage(Stage):
         from posttrain.engine.engine import Engine
         from posttrain.engine.random import derive
 
-        policies = [load_policy(name, context, self.alphabet()) for name in (self.model, self.against) if name]
+        policies = [
+            load_policy(name, context, self.alphabet())
+            for name in (self.model, self.against)
+            if name
+        ]
         engines = [Engine(policy, processes=context.threads) for policy in policies]
-        shares = [self.samples - self.samples // 2, self.samples // 2] if self.against else [self.samples]
+        shares = (
+            [self.samples - self.samples // 2, self.samples // 2]
+            if self.against
+            else [self.samples]
+        )
         decoders = [Decoder(policy.tokenizer) for policy in policies]
         chosen = training_problems(self.task, self.skip, self.prompts)
         for first in range(0, len(chosen), BATCH):
@@ -73,11 +91,19 @@ class ComparisonsStage(Stage):
             seed = derive(context.seed, self.skip + first) >> 1
             answers = [
                 rollout_groups(
-                    self.task, engine, decoder.tokenizer, decoder, part, count, self.sampling,
+                    self.task,
+                    engine,
+                    decoder.tokenizer,
+                    decoder,
+                    part,
+                    count,
+                    self.sampling,
                     derive(seed, number) >> 1 if number else seed,
                 )
-                for number, (decoder, engine, count) in enumerate(zip(decoders, engines, shares, strict=True))
-            ]  # fmt: skip
+                for number, (decoder, engine, count) in enumerate(
+                    zip(decoders, engines, shares, strict=True)
+                )
+            ]
             for place, groups in enumerate(zip(*answers, strict=True)):
                 group = Group(groups[0].problem, tuple(r for g in groups for r in g.rollouts))
                 row = self.row(group, derive(seed, place), counts)
@@ -101,7 +127,11 @@ class ComparisonsStage(Stage):
         ranked = self.ordered(different, coin)
         if self.samples == 2:  # a file holds rows of one kind
             return {"prompt": prompt, "chosen": _said(ranked[0]), "rejected": _said(ranked[1])}
-        return {"prompt": prompt, "responses": [_said(r) for r in ranked], "ranking": list(range(1, len(ranked) + 1))}
+        return {
+            "prompt": prompt,
+            "responses": [_said(r) for r in ranked],
+            "ranking": list(range(1, len(ranked) + 1)),
+        }
 
     def ordered(self, rollouts: list[Rollout], coin: int) -> list[Rollout]:
         """Best first, by score plus Gumbel noise: the difference of two such is logistic, so each pair is a Bradley-Terry draw."""

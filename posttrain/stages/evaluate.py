@@ -27,11 +27,23 @@ KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def answer_problems(
-    task: Task, sampler: Sampler, tokenizer: object, problems: Sequence[Problem], samples: int, sampling: Sampling, seed: int
+    task: Task,
+    sampler: Sampler,
+    tokenizer: object,
+    problems: Sequence[Problem],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
 ) -> Evaluation:
     """Sample answers to problems and score them; where there are several of each, find their final answers."""
-    groups = rollout_groups(task, sampler, tokenizer, Decoder(tokenizer), problems, samples, sampling, seed)
-    finals = tuple(tuple(task.final(r.response) for r in g.rollouts) for g in groups) if samples > 1 else ()
+    groups = rollout_groups(
+        task, sampler, tokenizer, Decoder(tokenizer), problems, samples, sampling, seed
+    )
+    finals = (
+        tuple(tuple(task.final(r.response) for r in g.rollouts) for g in groups)
+        if samples > 1
+        else ()
+    )
     evaluation = Evaluation(tuple(groups), finals)
     if evaluation.failed == len(problems) * samples:
         raise UserError(f"no answer could be scored: {groups[0].rollouts[0].score.failure}")
@@ -54,14 +66,23 @@ class EvaluateStage(Stage):
     def __post_init__(self) -> None:
         self.check_positive("problems", "samples")
         argmax = self.sampling.temperature == 0 and self.samples > 1
-        require(not argmax, f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature")
+        require(
+            not argmax,
+            f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature",
+        )
         self.check_spread(self.problems)
-        require(not self.reference or kl_known(self.sampling), f"{self.name}: the KL to {self.reference} is estimated from samples: "
-                "set sampling.temperature above 0, without top_k and top_p")  # fmt: skip
+        require(
+            not self.reference or kl_known(self.sampling),
+            f"{self.name}: the KL to {self.reference} is estimated from samples: "
+            "set sampling.temperature above 0, without top_k and top_p",
+        )
 
     def check_spread(self, problems: int) -> None:
         alone = problems == 1 and (self.samples > 1 or bool(self.reference))
-        require(not alone, f"{self.name}: one problem says nothing of the spread over problems; at least 2 are needed")
+        require(
+            not alone,
+            f"{self.name}: one problem says nothing of the spread over problems; at least 2 are needed",
+        )
 
     def alphabet(self) -> str:
         return alphabet([self.task, *(d.task for d in self.text)])
@@ -69,15 +90,23 @@ class EvaluateStage(Stage):
     def run(self, context: Context) -> dict[str, JSON]:
         policy = load_policy(self.model, context, self.alphabet())
         evaluation, result = replace(self, text=placed(self.text, context)).measure(
-            policy, lambda: load_policy(self.reference, context, self.alphabet()), context.seed, context.threads
+            policy,
+            lambda: load_policy(self.reference, context, self.alphabet()),
+            context.seed,
+            context.threads,
         )
         context.announce(
-            self.name, [f"{self.model}: accuracy {evaluation.accuracy} on {evaluation.problems} held-out problems"]
+            self.name,
+            [
+                f"{self.model}: accuracy {evaluation.accuracy} on {evaluation.problems} held-out problems"
+            ],
         )
         counted, said = seen(evaluation, self.model, trained_on(context, self.model))
         if said:
             context.announce(self.name, [said])
-            context.writer.event("alarm", {"stage": self.name, "guard": "contamination", "text": said, "stop": False})
+            context.writer.event(
+                "alarm", {"stage": self.name, "guard": "contamination", "text": said, "stop": False}
+            )
         result |= counted
         context.write_lines(self.name, (json.dumps(row) for row in rows(evaluation)))
         return {"model": self.model, **result}
@@ -93,7 +122,13 @@ class EvaluateStage(Stage):
         self.check_spread(len(held_out))
         sampler = Engine(policy, 1024 if policy.device.type == "cuda" else 256, threads)
         evaluation = answer_problems(
-            self.task, sampler, policy.tokenizer, held_out[: self.problems], self.samples, self.sampling, seed
+            self.task,
+            sampler,
+            policy.tokenizer,
+            held_out[: self.problems],
+            self.samples,
+            self.sampling,
+            seed,
         )
         result = summarise(evaluation)
         if self.reference:
@@ -107,16 +142,25 @@ class EvaluateStage(Stage):
         return evaluation, result
 
 
-def seen(evaluation: Evaluation, model: str, hashes: Collection[str]) -> tuple[dict[str, JSON], str]:
+def seen(
+    evaluation: Evaluation, model: str, hashes: Collection[str]
+) -> tuple[dict[str, JSON], str]:
     """How many of the problems the model was trained on, by the hashes of that, and its accuracy on the others; and a line to say
     so, "" where there are none."""
     marks = known([g.problem for g in evaluation.groups], hashes)
     if not any(marks):
         return {"contaminated": 0}, ""
     clean = evaluation.without(marks)
-    told = f"accuracy on the other {clean.problems}: {clean.accuracy}" if clean else "no other problem is left"
+    told = (
+        f"accuracy on the other {clean.problems}: {clean.accuracy}"
+        if clean
+        else "no other problem is left"
+    )
     said = f"{sum(marks)} of {len(marks)} held-out problems are among what {model} was trained on; {told}"
-    return {"contaminated": sum(marks), "accuracy_clean": None if clean is None else clean.accuracy.row()}, said
+    return {
+        "contaminated": sum(marks),
+        "accuracy_clean": None if clean is None else clean.accuracy.row(),
+    }, said
 
 
 def summarise(evaluation: Evaluation) -> dict[str, JSON]:
@@ -130,9 +174,17 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
         "accuracy": evaluation.accuracy.row(),
         "pass_at": {str(k): evaluation.passed(k).row() for k in ks},
         "avg_at": {str(samples): evaluation.accuracy.row()},
-        "majority_at": {str(k): value.row() for k, value in majorities.items() if value is not None},
-        "parts": {name: value.row() for name, value in parts.items() if value is not None and isfinite(value.low)},
-        "reward": None if evaluation.reward is None or evaluation.problems == 1 else evaluation.reward.row(),
+        "majority_at": {
+            str(k): value.row() for k, value in majorities.items() if value is not None
+        },
+        "parts": {
+            name: value.row()
+            for name, value in parts.items()
+            if value is not None and isfinite(value.low)
+        },
+        "reward": None
+        if evaluation.reward is None or evaluation.problems == 1
+        else evaluation.reward.row(),
         "length": evaluation.length,
         "failed": evaluation.failed,
     }
@@ -154,5 +206,7 @@ def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
             "parts": [dict(r.score.parts) for r in group.rollouts],
             **({"finals": list(found)} if evaluation.has_finals else {}),
         }
-        for group, found, asked in zip(evaluation.groups, finals, prompts(evaluation.groups), strict=True)
+        for group, found, asked in zip(
+            evaluation.groups, finals, prompts(evaluation.groups), strict=True
+        )
     ]

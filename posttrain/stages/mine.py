@@ -29,12 +29,17 @@ class MineStage(Stage):
     most: float = 0.5
     skip: int = 0  # problems of the task to pass over, so that another round sees fresh ones
     again: str = ""  # an earlier mine stage, or a file: what it kept is looked at once more
-    least: int = 16  # problems to keep; where fewer were failed, the hardest of the others make up for it
+    least: int = (
+        16  # problems to keep; where fewer were failed, the hardest of the others make up for it
+    )
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         self.check_positive("prompts", "samples", "least")
-        require(0 <= self.most < 1, f"{self.name}: most is a share of the answers in [0, 1), not {self.most}")
+        require(
+            0 <= self.most < 1,
+            f"{self.name}: most is a share of the answers in [0, 1), not {self.most}",
+        )
         require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
 
     def alphabet(self) -> str:
@@ -46,14 +51,27 @@ class MineStage(Stage):
         problems = list({problem.id: problem for problem in [*before, *fresh]}.values())
         shares = self.answer(context, problems)
         scored = [p for p in problems if p.id in shares]
-        require(len(scored) >= self.least, f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored")
+        require(
+            len(scored) >= self.least,
+            f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored",
+        )
         failed = [p for p in scored if shares[p.id] <= self.most]
-        kept = failed if len(failed) >= self.least else sorted(scored, key=lambda p: shares[p.id])[: self.least]
-        context.write_lines(self.name, (json.dumps({**asdict(p), "solved": shares[p.id]}) for p in kept), "data.jsonl")
+        kept = (
+            failed
+            if len(failed) >= self.least
+            else sorted(scored, key=lambda p: shares[p.id])[: self.least]
+        )
+        context.write_lines(
+            self.name,
+            (json.dumps({**asdict(p), "solved": shares[p.id]}) for p in kept),
+            "data.jsonl",
+        )
         solved = sum(shares.values()) / len(scored)
         old = sum(p.id in {q.id for q in before} for p in failed)
         said = f"{self.model} fails {len(failed):,} of {len(scored):,} problems ({old:,} of {len(before):,} from before)"
-        context.announce(self.name, [f"{said}, solves {solved:.1%} of the answers; {len(kept):,} kept"])
+        context.announce(
+            self.name, [f"{said}, solves {solved:.1%} of the answers; {len(kept):,} kept"]
+        )
         return {
             "problems": len(scored),
             "failed": len(failed),
@@ -65,8 +83,20 @@ class MineStage(Stage):
     def answer(self, context: Context, problems: Sequence[Problem]) -> Mapping[str, float]:
         """The share of right answers to each problem that could be scored."""
         alphabet = self.alphabet()
-        groups = answers(context, self.model, self.task, problems, self.samples, self.sampling, self.skip, alphabet)
-        solved = {g.problem.id: [float(r.score.solved) for r in g.rollouts if r.score.valid] for g in groups}
+        groups = answers(
+            context,
+            self.model,
+            self.task,
+            problems,
+            self.samples,
+            self.sampling,
+            self.skip,
+            alphabet,
+        )
+        solved = {
+            g.problem.id: [float(r.score.solved) for r in g.rollouts if r.score.valid]
+            for g in groups
+        }
         return {name: sum(right) / len(right) for name, right in solved.items() if right}
 
 
@@ -75,7 +105,10 @@ def read_problems(path: str) -> list[Problem]:
     made = []
     for where, row in read_jsonl(path):
         lacking = [f.name for f in fields(Problem) if f.name not in row]
-        require(not lacking, f"{where}: no {', '.join(lacking)}; give a mine stage, or a file that one wrote")
+        require(
+            not lacking,
+            f"{where}: no {', '.join(lacking)}; give a mine stage, or a file that one wrote",
+        )
         made.append(Problem(**{f.name: row[f.name] for f in fields(Problem)}))
     return made
 
@@ -89,7 +122,9 @@ class Chosen(Task):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        return self.task.levels[-1:]  # what was chosen is not sorted by level: there is nothing to climb
+        return self.task.levels[
+            -1:
+        ]  # what was chosen is not sorted by level: there is nothing to climb
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         return self.chosen if split == "train" else self.task.problems(split, level)

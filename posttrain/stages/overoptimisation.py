@@ -43,10 +43,18 @@ class OveroptimisationStage(Stage):
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        require(bool(self.trained or self.reward_models), f"{self.name}: name rl stages as trained, or reward_models, or both")
+        require(
+            bool(self.trained or self.reward_models),
+            f"{self.name}: name rl stages as trained, or reward_models, or both",
+        )
         for what in ("problems", "samples"):
-            require(getattr(self, what) > 1, f"{self.name}: {what} must be at least 2, not {getattr(self, what)}")
-        require(self.sampling.temperature > 0, f"{self.name}: best of n needs a temperature above 0")
+            require(
+                getattr(self, what) > 1,
+                f"{self.name}: {what} must be at least 2, not {getattr(self, what)}",
+            )
+        require(
+            self.sampling.temperature > 0, f"{self.name}: best of n needs a temperature above 0"
+        )
 
     def alphabet(self) -> str:
         return alphabet([self.task])
@@ -54,20 +62,27 @@ class OveroptimisationStage(Stage):
     def run(self, context: Context) -> dict[str, JSON]:
         curves = {stage: self.training(context, stage) for stage in self.trained}
         curves |= self.best_of_n(context) if self.reward_models else {}
-        found: dict[str, JSON] = {name: {**verdict(curve), "points": curve} for name, curve in curves.items()}
+        found: dict[str, JSON] = {
+            name: {**verdict(curve), "points": curve} for name, curve in curves.items()
+        }
         context.announce(self.name, [said(name, one) for name, one in found.items()])
         picture = context.folder(self.name) / "curve.png"
         picture.parent.mkdir(parents=True, exist_ok=True)
         try:
             draw(curves, picture)
         except ImportError:
-            context.announce(self.name, ["no curve.png: pip install matplotlib; the points are in result.json"])
+            context.announce(
+                self.name, ["no curve.png: pip install matplotlib; the points are in result.json"]
+            )
         return {"curves": found}
 
     def training(self, context: Context, stage: str) -> Curve:
         """The points that an rl stage measured of itself."""
         curve = training_curve(context, stage)
-        require(bool(curve), f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems")
+        require(
+            bool(curve),
+            f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems",
+        )
         return curve
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
@@ -81,12 +96,23 @@ class OveroptimisationStage(Stage):
         curves = {}
         for name in self.reward_models:
             scorers = [load_reward_model(place, context) for place in model_places(name, context)]
-            rated = rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups, {"generate": 0.0, "score": 0.0})
+            rated = rate_groups(
+                ModelRating(scorers, tokenizer=policy.tokenizer),
+                groups,
+                {"generate": 0.0, "score": 0.0},
+            )
             curves[f"best of n, {name}"] = [
-                {"n": p.n, "kl": p.kl, **{f"{what}{end}": value for what, one in (("proxy", p.proxy), ("gold", p.gold))
-                                          for end, value in (("", one.value), ("_low", one.low), ("_high", one.high))}}
+                {
+                    "n": p.n,
+                    "kl": p.kl,
+                    **{
+                        f"{what}{end}": value
+                        for what, one in (("proxy", p.proxy), ("gold", p.gold))
+                        for end, value in (("", one.value), ("_low", one.low), ("_high", one.high))
+                    },
+                }
                 for p in frontier(rated, ns=ns)
-            ]  # fmt: skip
+            ]
         return curves
 
     def answers(self, context: Context, policy: object) -> list[Group]:
@@ -103,7 +129,15 @@ class OveroptimisationStage(Stage):
             seed, part = derive(context.seed, 64, first) >> 1, problems[first : first + BATCH]
             seconds = {"generate": 0.0, "score": 0.0}
             groups += rollout_groups(
-                self.task, engine, policy.tokenizer, decoder, part, self.samples, self.sampling, seed, seconds
+                self.task,
+                engine,
+                policy.tokenizer,
+                decoder,
+                part,
+                self.samples,
+                self.sampling,
+                seed,
+                seconds,
             )
         return groups
 
@@ -114,7 +148,12 @@ def training_curve(context: Context, stage: str) -> Curve:
 
     ends = ("", "_low", "_high")
     return [
-        {"step": row.step, **{f"{what}{end}": row.figures[f"{what}/test{end}"] for what in FIGURES for end in ends}}
+        {
+            "step": row.step,
+            **{
+                f"{what}{end}": row.figures[f"{what}/test{end}"] for what in FIGURES for end in ends
+            },
+        }
         for row in Run(context.directory).metrics(stage)
         if "gold/test" in row.figures
     ]
@@ -159,9 +198,17 @@ def draw(curves: Mapping[str, Curve], path: Path) -> None:
         (("gold", "gold: the annotator"), ("proxy", "proxy: the reward model of that curve"))
     ):
         axes = figure.add_subplot(1, 2, number + 1)
-        for (name, curve), colour in zip(curves.items(), [*COLOURS] * (1 + len(curves) // len(COLOURS)), strict=False):
+        for (name, curve), colour in zip(
+            curves.items(), [*COLOURS] * (1 + len(curves) // len(COLOURS)), strict=False
+        ):
             root = [math.sqrt(max(0.0, p["kl"])) for p in curve]
-            axes.plot(root, [p[what] for p in curve], "." + ("--" if "n" in curve[0] else "-"), color=colour, label=name)
+            axes.plot(
+                root,
+                [p[what] for p in curve],
+                "." + ("--" if "n" in curve[0] else "-"),
+                color=colour,
+                label=name,
+            )
             low, high = ([p[f"{what}{end}"] for p in curve] for end in ("_low", "_high"))
             axes.fill_between(root, low, high, color=colour, alpha=0.12, linewidth=0)
         axes.set_title(title, loc="left", fontsize=11)

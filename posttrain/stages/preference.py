@@ -18,7 +18,12 @@ from posttrain.evals.statistics import share_interval
 from posttrain.loop import Loop
 from posttrain.rollouts import Examples
 from posttrain.runs.metrics import Figures, merge
-from posttrain.stages._preferences import PreferenceLearner, numbered_prompts, read_units, split_by_prompt
+from posttrain.stages._preferences import (
+    PreferenceLearner,
+    numbered_prompts,
+    read_units,
+    split_by_prompt,
+)
 from posttrain.stages.base import Context, load_policy
 from posttrain.stages.rl import same_vocabulary
 from posttrain.train.optimizer import Optimization
@@ -29,7 +34,10 @@ if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.train.trainer import Trainer
 
-PAIRS, LABELS = ("pair", "openai", "ranking"), ("unpaired", "pair", "openai")  # kinds of files that give them
+PAIRS, LABELS = (
+    ("pair", "openai", "ranking"),
+    ("unpaired", "pair", "openai"),
+)  # kinds of files that give them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,33 +55,55 @@ class PreferenceStage(PreferenceLearner):
     held_out_data: tuple[str, ...] = ()
     reference: str = ""
     reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
-    optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine"))
+    optimizer: Optimization = field(
+        default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
+    )
     evaluate_units: int = 500  # of what is held out
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("evaluate_units")
         name = self.name
-        require(not self.algorithm.online, f"{name}: this algorithm samples its own data; use an rl stage")
-        require(self.algorithm.trains == "policy", f"{name}: this algorithm trains a scorer; use a reward_model stage")
+        require(
+            not self.algorithm.online,
+            f"{name}: this algorithm samples its own data; use an rl stage",
+        )
+        require(
+            self.algorithm.trains == "policy",
+            f"{name}: this algorithm trains a scorer; use a reward_model stage",
+        )
         learns = self.algorithm.unit == "pair" or "proximal" in self.algorithm.needs
-        require(learns, f"{name}: this algorithm does not look at preferences; use dpo or a relative, or an sft stage")
+        require(
+            learns,
+            f"{name}: this algorithm does not look at preferences; use dpo or a relative, or an sft stage",
+        )
         device = self.reference_device
-        require(device in ("same", "cpu"), f"{name}: reference_device must be same or cpu, not {device!r}")
+        require(
+            device in ("same", "cpu"),
+            f"{name}: reference_device must be same or cpu, not {device!r}",
+        )
         useless = bool(self.reference) and "reference" not in self.algorithm.needs
-        require(not useless, f"{name}: reference is given, but this algorithm has no use for one; try dpo")
+        require(
+            not useless,
+            f"{name}: reference is given, but this algorithm has no use for one; try dpo",
+        )
 
     def ready(self, names: Collection[str]) -> None:
-        if self.algorithm.unit != "pair" and all(path not in names and Path(path).is_file() for path in self.data):
+        if self.algorithm.unit != "pair" and all(
+            path not in names and Path(path).is_file() for path in self.data
+        ):
             good, bad = map(sum, zip(*map(count_labels, self.data), strict=True))
             self.check_labels(good, bad)
 
     def check_labels(self, good: int, bad: int) -> None:
         """Refuse labels that are all the same: with nothing to tell apart, everything becomes likelier, or less likely."""
         what = "good" if good else "bad"
-        require(good + bad == 0 or (good > 0 and bad > 0), f"{self.name}: all {good + bad} labelled responses are {what}, and "
-                f"{self.algorithm.name} learns from good and bad ones; add some of the other kind"
-                + (", or imitate these with an sft stage" if good else ""))  # fmt: skip
+        require(
+            good + bad == 0 or (good > 0 and bad > 0),
+            f"{self.name}: all {good + bad} labelled responses are {what}, and "
+            f"{self.algorithm.name} learns from good and bad ones; add some of the other kind"
+            + (", or imitate these with an sft stage" if good else ""),
+        )
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""
@@ -82,7 +112,10 @@ class PreferenceStage(PreferenceLearner):
         for path in paths:
             found, report = read_units(context, self.name, path, tokenizer, self.max_length, wanted)
             plain = getattr(self.algorithm, "labels", "") == "soft" and not report.margins
-            require(not plain, f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard")
+            require(
+                not plain,
+                f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard",
+            )
             units += found
         return as_pairs(units) if self.algorithm.unit == "pair" else as_singles(units)
 
@@ -98,11 +131,19 @@ class PreferenceStage(PreferenceLearner):
             self.check_labels(good, len(train) - good)
         held_out = held_out[: self.evaluate_units]
         what = "pairs" if self.algorithm.unit == "pair" else "labelled responses"
-        context.announce(self.name, [f"{len(train):,} {what} to train on, {len(held_out):,} held out"])
+        context.announce(
+            self.name, [f"{len(train):,} {what} to train on, {len(held_out):,} held out"]
+        )
         if "proximal" in self.algorithm.needs:
-            train, held_out = (with_mismatched(part, train, self.max_length, context.seed) for part in (train, held_out))
+            train, held_out = (
+                with_mismatched(part, train, self.max_length, context.seed)
+                for part in (train, held_out)
+            )
             alone = sum(len(unit) == 1 for unit in train)
-            context.announce(self.name, [f"{len(train) - alone:,} mismatched responses beside them, for the baseline"])
+            context.announce(
+                self.name,
+                [f"{len(train) - alone:,} mismatched responses beside them, for the baseline"],
+            )
         return train, held_out
 
     def run(self, context: Context) -> dict[str, JSON]:
@@ -111,7 +152,9 @@ class PreferenceStage(PreferenceLearner):
         policy = load_policy(self.model, context, self.alphabet())
         policy.check_length(self.max_length, "lower max_length")
         train, held_out = self.material(context, policy.tokenizer)
-        trainer = Trainer(policy, self.algorithm, self.optimizer, self.make_reference(context, policy))
+        trainer = Trainer(
+            policy, self.algorithm, self.optimizer, self.make_reference(context, policy)
+        )
         judge = Judge(trainer, held_out)
         loop = Loop(
             stage=self.name,
@@ -156,7 +199,9 @@ class PreferenceStage(PreferenceLearner):
             right += [(float(one.value), prompt)] * count
         accuracy, count = share_interval(*zip(*right, strict=True)), len(right)
         context.announce(self.name, [f"held-out accuracy {accuracy}, loss {figures['loss']:.4f}"])
-        named = {name: value for name, value in figures.items() if value == value and name != "accuracy"}
+        named = {
+            name: value for name, value in figures.items() if value == value and name != "accuracy"
+        }
         return {"held_out": count, "accuracy": accuracy.row(), "figures": named}
 
 
@@ -168,7 +213,9 @@ class Judge:
 
     def evaluate(self) -> Mapping[str, float]:
         """For the loop: every figure by name, as of what is held out; without those that nothing was measured for."""
-        return {f"{name}/held_out": value for name, value in self.figures().items() if value == value}
+        return {
+            f"{name}/held_out": value for name, value in self.figures().items() if value == value
+        }
 
     def figures(self) -> Figures:
         return merge([metric for _, metrics in self.pieces() for metric in metrics])
@@ -177,8 +224,16 @@ class Judge:
         """The number of the first prompt and the metrics of each micro-batch, or of each unit: as one step of all units, so that
         weights and baseline are those of all that is held out."""
         trainer, algorithm = self.trainer, self.trainer.algorithm
-        flat = [replace(example, unit=number) for number, unit in enumerate(self.units) for example in unit]
-        prompts = [prompt for prompt, unit in zip(numbered_prompts(self.units), self.units, strict=True) for _ in unit]
+        flat = [
+            replace(example, unit=number)
+            for number, unit in enumerate(self.units)
+            for example in unit
+        ]
+        prompts = [
+            prompt
+            for prompt, unit in zip(numbered_prompts(self.units), self.units, strict=True)
+            for _ in unit
+        ]
         trainer.policy.model.eval()
         found = []
         with torch.no_grad():
@@ -190,11 +245,16 @@ class Judge:
                 for part in micro_batches(piece, 1) if by_unit else [piece]:
                     terms = algorithm.terms(_cut(outputs, start, start + part.tokens), part)
                     start += part.tokens
-                    loss = [Metric("loss", (term.weight * term.loss).sum(), None) for term in terms.terms]
+                    loss = [
+                        Metric("loss", (term.weight * term.loss).sum(), None)
+                        for term in terms.terms
+                    ]
                     found.append((int(part.group_N[0]), [*loss, *terms.metrics]))
         return found
 
 
 def _cut(outputs: Outputs, start: int, end: int) -> Outputs:
     values = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
-    return Outputs(**{name: None if value is None else value[start:end] for name, value in values.items()})
+    return Outputs(
+        **{name: None if value is None else value[start:end] for name, value in values.items()}
+    )

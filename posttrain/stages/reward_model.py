@@ -18,7 +18,13 @@ from posttrain.evals.statistics import Interval, share_interval
 from posttrain.loop import Loop
 from posttrain.rollouts import Examples
 from posttrain.stages._material import check_lengths
-from posttrain.stages._preferences import PreferenceLearner, Unit, numbered_prompts, read_units, split_by_prompt
+from posttrain.stages._preferences import (
+    PreferenceLearner,
+    Unit,
+    numbered_prompts,
+    read_units,
+    split_by_prompt,
+)
 from posttrain.stages.base import Context, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
@@ -42,7 +48,9 @@ class Verdicts:
         """Share of comparisons in the right order, averaged over prompts, which are independent as comparisons about one prompt are
         not: a ranking of K has K (K - 1) / 2 pairs, and K responses."""
         numbers = np.unique(self.prompt_K)
-        shares = [pair_accuracy(self.margin_K[self.prompt_K == number].tolist()) for number in numbers]
+        shares = [
+            pair_accuracy(self.margin_K[self.prompt_K == number].tolist()) for number in numbers
+        ]
         return share_interval(shares, means=len(self.prompt_K) > len(numbers))
 
 
@@ -58,17 +66,27 @@ class RewardModelStage(PreferenceLearner):
     batch: int = 16  # pairs, rankings or solutions an optimizer step
     least_accuracy: float = 0.0  # 0: no gate
     members: int = 1
-    optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
+    optimizer: Optimization = field(
+        default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("members")
         name = self.name
-        require(self.algorithm.trains == "scorer", f"{name}: this algorithm trains a policy; a reward_model stage trains a scorer, "
-                "with reward_model or process_reward_model")  # fmt: skip
-        require(0 <= self.least_accuracy < 1, f"{name}: least_accuracy must lie in [0, 1), not {self.least_accuracy}")
+        require(
+            self.algorithm.trains == "scorer",
+            f"{name}: this algorithm trains a policy; a reward_model stage trains a scorer, "
+            "with reward_model or process_reward_model",
+        )
+        require(
+            0 <= self.least_accuracy < 1,
+            f"{name}: least_accuracy must lie in [0, 1), not {self.least_accuracy}",
+        )
         blind = self.least_accuracy > 0 and self.held_out == 0
-        require(not blind, f"{name}: least_accuracy is judged on held-out data; set held_out above 0")
+        require(
+            not blind, f"{name}: least_accuracy is judged on held-out data; set held_out above 0"
+        )
 
     def read(self, context: Context, tokenizer: object) -> list[Unit]:
         """The units of all files, each cut after its response."""
@@ -83,9 +101,17 @@ class RewardModelStage(PreferenceLearner):
         units = self.read(context, policy.tokenizer)
         check_lengths(policy, units, "max_length")
         train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
-        labels = {float(v) for (e, *_) in train if e.steps is not None for v in e.steps[np.isfinite(e.steps)]}
-        require(len(labels) != 1, f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to "
-                "tell apart; add steps of the other kind")  # fmt: skip
+        labels = {
+            float(v)
+            for (e, *_) in train
+            if e.steps is not None
+            for v in e.steps[np.isfinite(e.steps)]
+        }
+        require(
+            len(labels) != 1,
+            f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to "
+            "tell apart; add steps of the other kind",
+        )
         context.announce(self.name, [f"{len(train):,} to train on, {len(held_out):,} held out"])
         verdicts = []
         for member in range(self.members):
@@ -93,18 +119,31 @@ class RewardModelStage(PreferenceLearner):
             if held_out:
                 verdicts.append(self.judge(scorer, held_out))
                 self.gate(context, verdicts[-1], member)
-        result: dict[str, JSON] = {"steps": self.steps, "members": self.members, "trained_on": len(train)}
+        result: dict[str, JSON] = {
+            "steps": self.steps,
+            "members": self.members,
+            "trained_on": len(train),
+        }
         if verdicts:
             result |= report(verdicts)
-            members = f" (members {', '.join(f'{v.accuracy.value:.3f}' for v in verdicts)})" if self.members > 1 else ""
+            members = (
+                f" (members {', '.join(f'{v.accuracy.value:.3f}' for v in verdicts)})"
+                if self.members > 1
+                else ""
+            )
             said = f"held-out accuracy {Interval(*result['accuracy'])}{members}"
-            context.announce(self.name, [f"{said}; expected calibration error {result['calibration']['error']:.3f}"])
+            context.announce(
+                self.name,
+                [f"{said}; expected calibration error {result['calibration']['error']:.3f}"],
+            )
         return result
 
     def folder(self, context: Context, member: int) -> Path:
         return context.folder(self.name) / (f"model-{member}" if member else "model")
 
-    def member(self, context: Context, policy: Policy, train: list[Unit], held_out: list[Unit], member: int) -> Scorer:
+    def member(
+        self, context: Context, policy: Policy, train: list[Unit], held_out: list[Unit], member: int
+    ) -> Scorer:
         """Train one scorer and save it; one that an earlier attempt saved is done, and only read."""
         from posttrain.models.save import save
         from posttrain.models.scorer import from_policy, load_scorer
@@ -151,7 +190,9 @@ def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Ver
     """Margins of all pairs of each unit in which one was preferred: score of the better less score of the worse."""
     from posttrain.train.rating import last_scores
 
-    scores = iter(last_scores(scorer, [example.ids for unit in units for example in unit], token_budget))
+    scores = iter(
+        last_scores(scorer, [example.ids for unit in units for example in unit], token_budget)
+    )
     rows = []
     for number, unit in zip(numbered_prompts(units), units, strict=True):
         own = [(example.reward, next(scores)) for example in unit]
@@ -163,7 +204,11 @@ def judge_steps(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Ver
     """Margins of labelled steps: the score where the label is at least one half, its negative elsewhere."""
     from posttrain.train.rating import token_scores
 
-    examples = [(example, number) for number, unit in zip(numbered_prompts(units), units, strict=True) for example in unit]
+    examples = [
+        (example, number)
+        for number, unit in zip(numbered_prompts(units), units, strict=True)
+        for example in unit
+    ]
     rows = []
     scores = token_scores(scorer, [e.ids for e, _ in examples], token_budget)
     for (example, number), score_T in zip(examples, scores, strict=True):
@@ -183,12 +228,19 @@ def verdicts_of(rows: Sequence[tuple[float, float, int]]) -> Verdicts:
 def report(verdicts: Sequence[Verdicts]) -> dict[str, JSON]:
     """Accuracy of each member and of their mean, accuracy by how far apart labels and scores are, and calibration, of the mean."""
     first = verdicts[0]
-    mean = Verdicts(np.mean([v.margin_K for v in verdicts], axis=0), first.distance_K, first.prompt_K)
+    mean = Verdicts(
+        np.mean([v.margin_K for v in verdicts], axis=0), first.distance_K, first.prompt_K
+    )
     margins = mean.margin_K.tolist()
     found: dict[str, JSON] = {"held_out": len(np.unique(first.prompt_K)), "pairs": len(margins)}
-    for name, one in (("accuracy", mean), *((f"accuracy/{n}", v) for n, v in enumerate(verdicts) if len(verdicts) > 1)):
+    for name, one in (
+        ("accuracy", mean),
+        *((f"accuracy/{n}", v) for n, v in enumerate(verdicts) if len(verdicts) > 1),
+    ):
         found[name] = one.accuracy.row()
     found["by_label_margin"] = [asdict(b) for b in accuracy_by(mean.distance_K.tolist(), margins)]
-    found["by_score_margin"] = [asdict(b) for b in accuracy_by(np.abs(mean.margin_K).tolist(), margins)]
+    found["by_score_margin"] = [
+        asdict(b) for b in accuracy_by(np.abs(mean.margin_K).tolist(), margins)
+    ]
     found["calibration"] = asdict(calibration(margins))
     return found

@@ -22,7 +22,14 @@ from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
 from posttrain.stages._measure import proxy_gold_kl
-from posttrain.stages.base import Context, Stage, data_place, load_policy, load_reward_model, model_places
+from posttrain.stages.base import (
+    Context,
+    Stage,
+    data_place,
+    load_policy,
+    load_reward_model,
+    model_places,
+)
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.tasks.base import Task
@@ -67,7 +74,9 @@ class RLStage(Stage):
     critic_optimizer: Optimization | None = (
         None  # None: the policy's settings, whose warm-up and schedule it follows in any case
     )
-    reward_models: tuple[str, ...] = ()  # stages or directories: they score in place of the task, whose score is still reported
+    reward_models: tuple[
+        str, ...
+    ] = ()  # stages or directories: they score in place of the task, whose score is still reported
     # what they are: outcome, process (a value for every step), implicit (models tuned by DPO), or judge
     reward_kind: str = "outcome"
     reward_reference: str = ""  # implicit: the model that those were tuned from
@@ -76,9 +85,13 @@ class RLStage(Stage):
     judge_mode: str = "points"  # judge: points, group or tournament, see rewards/judge.py
     judge_rubric: str = ""  # judge: a file that says what is good; "": the default
     rated: str = ""  # of a mixed task, the source whose answers they score; those of the others keep their own task's score
-    combine: str = "mean"  # of several reward models: mean, worst, or mean_minus `combine_k` deviations
+    combine: str = (
+        "mean"  # of several reward models: mean, worst, or mean_minus `combine_k` deviations
+    )
     combine_k: float = 1.0
-    reward_device: str = "same"  # cpu: reward models come to the policy's device only when they are asked
+    reward_device: str = (
+        "same"  # cpu: reward models come to the policy's device only when they are asked
+    )
     pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
     pretraining_batch: int = 16  # texts an optimizer step
     pretraining_length: int = 1024  # longer ones are left out
@@ -89,57 +102,124 @@ class RLStage(Stage):
         name = self.name
         self.check_positive("steps", "prompts", "pretraining_batch", "reward_beta")
         self.check_rhythm("evaluate_every", "checkpoint_every", "rollouts_every")
-        require(self.max_rows >= 0, f"{name}: max_rows must be 0 or a number of responses, not {self.max_rows}")
-        require(self.algorithm.online, f"{name}: this algorithm learns from given examples; use an sft or preference stage")
-        require(self.sampling.temperature > 0, f"{name}: training needs a temperature above 0, not {self.sampling.temperature}: "
-                "argmax explores nothing")  # fmt: skip
-        require(not self.sampling.truncated, f"{name}: top_k and top_p are refused in training: the tokens they cut off make every "
-                "importance ratio wrong; use them with eval and sample")  # fmt: skip
+        require(
+            self.max_rows >= 0,
+            f"{name}: max_rows must be 0 or a number of responses, not {self.max_rows}",
+        )
+        require(
+            self.algorithm.online,
+            f"{name}: this algorithm learns from given examples; use an sft or preference stage",
+        )
+        require(
+            self.sampling.temperature > 0,
+            f"{name}: training needs a temperature above 0, not {self.sampling.temperature}: "
+            "argmax explores nothing",
+        )
+        require(
+            not self.sampling.truncated,
+            f"{name}: top_k and top_p are refused in training: the tokens they cut off make every "
+            "importance ratio wrong; use them with eval and sample",
+        )
         self.check_cast()
 
     def check_cast(self) -> None:
         """Refuse what is asked for and missing, or given and of no use, before anything is loaded."""
         name, needs = self.name, self.algorithm.needs
         for what in ("reference_device", "reward_device"):
-            require(getattr(self, what) in ("same", "cpu"), f"{name}: {what} must be same or cpu, not {getattr(self, what)!r}")
-        require(self.critic_head in HEADS, f"{name}: critic_head must be one of {', '.join(HEADS)}, not {self.critic_head!r}")
-        require(not self.critic or self.critic_head == "linear", f"{name}: a critic from {self.critic!r} has its head already; "
-                "leave critic_head out")  # fmt: skip
-        require("value" in needs or not self.critic, f"{name}: critic is given, but this algorithm has none; use ppo")
-        require("value" in needs or self.critic_optimizer is None, f"{name}: critic_optimizer is given, but this algorithm has no "
-                "critic; use ppo")  # fmt: skip
-        require("reference" in needs or self.watch_kl or not self.reference, f"{name}: reference is given, but this algorithm has no "
-                "use for one; set its beta above 0, or watch_kl")  # fmt: skip
-        require("pretraining" not in needs or bool(self.pretraining), f"{name}: this algorithm mixes pretraining text in (ptx > 0); "
-                "give some as pretraining, or set ptx to 0")  # fmt: skip
-        require("pretraining" in needs or not self.pretraining, f"{name}: pretraining data is given, but this algorithm does not mix "
-                "it in; use ppo with ptx above 0")  # fmt: skip
+            require(
+                getattr(self, what) in ("same", "cpu"),
+                f"{name}: {what} must be same or cpu, not {getattr(self, what)!r}",
+            )
+        require(
+            self.critic_head in HEADS,
+            f"{name}: critic_head must be one of {', '.join(HEADS)}, not {self.critic_head!r}",
+        )
+        require(
+            not self.critic or self.critic_head == "linear",
+            f"{name}: a critic from {self.critic!r} has its head already; leave critic_head out",
+        )
+        require(
+            "value" in needs or not self.critic,
+            f"{name}: critic is given, but this algorithm has none; use ppo",
+        )
+        require(
+            "value" in needs or self.critic_optimizer is None,
+            f"{name}: critic_optimizer is given, but this algorithm has no critic; use ppo",
+        )
+        require(
+            "reference" in needs or self.watch_kl or not self.reference,
+            f"{name}: reference is given, but this algorithm has no "
+            "use for one; set its beta above 0, or watch_kl",
+        )
+        require(
+            "pretraining" not in needs or bool(self.pretraining),
+            f"{name}: this algorithm mixes pretraining text in (ptx > 0); "
+            "give some as pretraining, or set ptx to 0",
+        )
+        require(
+            "pretraining" in needs or not self.pretraining,
+            f"{name}: pretraining data is given, but this algorithm does not mix "
+            "it in; use ppo with ptx above 0",
+        )
         measured = bool(self.reward_models) and ("reference" in needs or self.watch_kl)
-        require(not self.measure_problems or measured, f"{name}: measure_problems compares reward models with the task's score at a "
-                "KL; give reward_models, and a beta above 0 or watch_kl")  # fmt: skip
+        require(
+            not self.measure_problems or measured,
+            f"{name}: measure_problems compares reward models with the task's score at a "
+            "KL; give reward_models, and a beta above 0 or watch_kl",
+        )
         idle = self.lora is not None and not self.reference and self.reference_device == "cpu"
-        require(not idle, f"{name}: with lora the reference is the policy's own frozen weights and has no memory to give back; "
-                "leave reference_device out")  # fmt: skip
-        require(self.reward_kind in REWARD_KINDS, f"{name}: reward_kind must be one of {', '.join(REWARD_KINDS)}, not "
-                f"{self.reward_kind!r}")  # fmt: skip
+        require(
+            not idle,
+            f"{name}: with lora the reference is the policy's own frozen weights and has no memory to give back; "
+            "leave reference_device out",
+        )
+        require(
+            self.reward_kind in REWARD_KINDS,
+            f"{name}: reward_kind must be one of {', '.join(REWARD_KINDS)}, not "
+            f"{self.reward_kind!r}",
+        )
         stepless = bool(self.reward_models) and self.reward_kind != "process" and not self.rated
-        require(not (stepless and self.algorithm.learns_steps), f"{name}: supervision=process learns from the values of steps, and "
-                f"reward_kind={self.reward_kind} gives none; use reward_kind=process, or supervision=outcome")  # fmt: skip
+        require(
+            not (stepless and self.algorithm.learns_steps),
+            f"{name}: supervision=process learns from the values of steps, and "
+            f"reward_kind={self.reward_kind} gives none; use reward_kind=process, or supervision=outcome",
+        )
         implicit = self.reward_kind == "implicit" and bool(self.reward_models)
-        require(implicit == bool(self.reward_reference), f"{name}: reward_reference and reward_kind=implicit go together")
+        require(
+            implicit == bool(self.reward_reference),
+            f"{name}: reward_reference and reward_kind=implicit go together",
+        )
         alone = implicit and (len(self.reward_models) > 1 or self.reward_device != "same")
-        require(not alone, f"{name}: an implicit reward comes from one model, on the policy's device")
+        require(
+            not alone, f"{name}: an implicit reward comes from one model, on the policy's device"
+        )
         judging = self.reward_kind == "judge" and bool(self.reward_models)
-        require(not judging or len(self.reward_models) == 1, f"{name}: one model judges, not {len(self.reward_models)}")
-        require(judging or (self.judge_mode, self.judge_rubric) == ("points", ""), f"{name}: judge_mode and judge_rubric are for "
-                "reward_models with reward_kind=judge")  # fmt: skip
+        require(
+            not judging or len(self.reward_models) == 1,
+            f"{name}: one model judges, not {len(self.reward_models)}",
+        )
+        require(
+            judging or (self.judge_mode, self.judge_rubric) == ("points", ""),
+            f"{name}: judge_mode and judge_rubric are for reward_models with reward_kind=judge",
+        )
         check_mode(self.judge_mode)
-        lonely = self.judge_mode == "tournament" and (self.algorithm.group_size < 2 or self.measure_problems > 0)
-        require(not lonely, f"{name}: judge_mode=tournament compares the responses to one problem, and there is one alone in a group "
-                "of 1 and for each of measure_problems; use judge_mode=points")  # fmt: skip
+        lonely = self.judge_mode == "tournament" and (
+            self.algorithm.group_size < 2 or self.measure_problems > 0
+        )
+        require(
+            not lonely,
+            f"{name}: judge_mode=tournament compares the responses to one problem, and there is one alone in a group "
+            "of 1 and for each of measure_problems; use judge_mode=points",
+        )
         check_rated(name, self.task, self.rated, bool(self.reward_models))
-        require(self.combine in KINDS, f"{name}: combine must be one of {', '.join(KINDS)}, not {self.combine!r}")
-        require(0 <= self.combine_k < float("inf"), f"{name}: combine_k is a number of deviations, not {self.combine_k}")
+        require(
+            self.combine in KINDS,
+            f"{name}: combine must be one of {', '.join(KINDS)}, not {self.combine!r}",
+        )
+        require(
+            0 <= self.combine_k < float("inf"),
+            f"{name}: combine_k is a number of deviations, not {self.combine_k}",
+        )
 
     def alphabet(self) -> str:
         return alphabet([self.task, *(d.task for d in self.pretraining)])
@@ -148,9 +228,15 @@ class RLStage(Stage):
         from posttrain.engine.engine import Engine
         from posttrain.train.trainer import Trainer
 
-        task = Chosen(self.task, tuple(read_problems(data_place(self.problems, context)))) if self.problems else self.task
+        task = (
+            Chosen(self.task, tuple(read_problems(data_place(self.problems, context))))
+            if self.problems
+            else self.task
+        )
         text = placed(self.pretraining, context)
-        guard_training(context, self.name, self.model, (task,), text, measures=self.evaluate_every > 0)
+        guard_training(
+            context, self.name, self.model, (task,), text, measures=self.evaluate_every > 0
+        )
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
         rating = rating_of(self.rated, self.make_rating(context, policy))
@@ -169,10 +255,24 @@ class RLStage(Stage):
                 rollouts_every=self.rollouts_every,
             ),
             trainer=Trainer(
-                policy, self.algorithm, self.optimizer, reference, critic, self.critic_optimizer, self.cache_bytes(policy)
+                policy,
+                self.algorithm,
+                self.optimizer,
+                reference,
+                critic,
+                self.critic_optimizer,
+                self.cache_bytes(policy),
             ),
             source=Rollouts(
-                task, engine, policy.tokenizer, climb, self.prompts, self.sampling, context.seed, policy.device, rating
+                task,
+                engine,
+                policy.tokenizer,
+                climb,
+                self.prompts,
+                self.sampling,
+                context.seed,
+                policy.device,
+                rating,
             ),
             writer=context.writer,
             checkpoints=context.checkpoints(self.name),
@@ -189,14 +289,23 @@ class RLStage(Stage):
             alarms=self.alarms,
             seed=context.seed,
         )
-        context.announce(self.name, [f"warning: {doubt}" for doubt in self.algorithm.doubts(self.sampling)])
+        context.announce(
+            self.name, [f"warning: {doubt}" for doubt in self.algorithm.doubts(self.sampling)]
+        )
         loop.run()
         context.save_model(self.name, policy, self.lora)
-        return {"steps": loop.step, "train_seconds": loop.elapsed, "level": climb.level, **loop.best_figures()}
+        return {
+            "steps": loop.step,
+            "train_seconds": loop.elapsed,
+            "level": climb.level,
+            **loop.best_figures(),
+        }
 
     def rows(self, device: str) -> int:
         """Responses written at once. A GPU is fastest with all of them; its cache grows with what is written."""
-        return self.max_rows or (self.prompts * self.algorithm.group_size if device == "cuda" else 256)
+        return self.max_rows or (
+            self.prompts * self.algorithm.group_size if device == "cuda" else 256
+        )
 
     def longest(self, tokenizer: object) -> int:
         """Tokens of a prompt, as long as the first problem's, and of the longest response to it."""
@@ -235,7 +344,9 @@ class RLStage(Stage):
             critic = load_reward_model(model_places(self.critic, context)[0], context)
             same_vocabulary(self.name, policy, critic)
         else:
-            critic = from_policy(policy, self.critic_head, seed=context.seed, share=self.lora is not None)
+            critic = from_policy(
+                policy, self.critic_head, seed=context.seed, share=self.lora is not None
+            )
         if self.lora is not None:
             add_adapters(critic.model, self.lora, context.seed + 1, learning=("score.",))
         return critic
@@ -249,7 +360,10 @@ class RLStage(Stage):
         if not self.reward_models:
             return None
         if self.reward_kind == "implicit":
-            tuned, origin = (load_policy(m, context, self.alphabet()) for m in (self.reward_models[0], self.reward_reference))
+            tuned, origin = (
+                load_policy(m, context, self.alphabet())
+                for m in (self.reward_models[0], self.reward_reference)
+            )
             for one in (tuned, origin):
                 same_vocabulary(self.name, policy, one)
                 one.model.requires_grad_(False)
@@ -261,8 +375,18 @@ class RLStage(Stage):
         for scorer in scorers:
             same_vocabulary(self.name, policy, scorer)
             scorer.model.requires_grad_(False)
-        settings = (scorers, self.combine, self.combine_k, self.optimizer.token_budget, policy.tokenizer)
-        rating = ProcessRating(*settings, self.reward_steps) if self.reward_kind == "process" else ModelRating(*settings)
+        settings = (
+            scorers,
+            self.combine,
+            self.combine_k,
+            self.optimizer.token_budget,
+            policy.tokenizer,
+        )
+        rating = (
+            ProcessRating(*settings, self.reward_steps)
+            if self.reward_kind == "process"
+            else ModelRating(*settings)
+        )
         if self.reward_device == "same":
             return rating
         models = [scorer.model.to("cpu") for scorer in scorers]
@@ -275,18 +399,31 @@ class RLStage(Stage):
 
         judge = load_policy(self.reward_models[0], context, self.alphabet())
         judge.model.requires_grad_(False)
-        rating = JudgeRating(LocalModel(judge, self.optimizer.token_budget), self.judge_mode, self.judge_rubric)
-        return rating if self.reward_device == "same" else VisitingRating(rating, [judge.model.to("cpu")], policy.device)
+        rating = JudgeRating(
+            LocalModel(judge, self.optimizer.token_budget), self.judge_mode, self.judge_rubric
+        )
+        return (
+            rating
+            if self.reward_device == "same"
+            else VisitingRating(rating, [judge.model.to("cpu")], policy.device)
+        )
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples | None:
         """Pretraining text for the mix, with loss on all of it."""
         if not self.pretraining:
             return None
         text = placed(self.pretraining, context)
-        material = gather(text, policy.tokenizer, context.seed, self.pretraining_length, all_tokens=True)
-        context.announce(self.name, [f"pretraining: {line}" for report in material.reports for line in report.lines()])
+        material = gather(
+            text, policy.tokenizer, context.seed, self.pretraining_length, all_tokens=True
+        )
+        context.announce(
+            self.name,
+            [f"pretraining: {line}" for report in material.reports for line in report.lines()],
+        )
         check_lengths(policy, material.sets, "pretraining_length")
-        return Examples(material.sets, material.weights, self.pretraining_batch, context.seed, policy.device)
+        return Examples(
+            material.sets, material.weights, self.pretraining_batch, context.seed, policy.device
+        )
 
     def evaluate(self, sampler: Sampler, tokenizer: object, seed: int) -> Mapping[str, float]:
         """Held-out accuracy by argmax, with its interval; nothing where `evaluate_problems` is 0."""
@@ -294,19 +431,32 @@ class RLStage(Stage):
             return {}
         problems = self.task.problems("test")[: self.evaluate_problems]
         greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
-        accuracy = answer_problems(self.task, sampler, tokenizer, problems, 1, greedy, seed).accuracy
+        accuracy = answer_problems(
+            self.task, sampler, tokenizer, problems, 1, greedy, seed
+        ).accuracy
         return accuracy.figures("accuracy/test")
 
     def measure(
-        self, sampler: Sampler, tokenizer: object, seed: int, rating: Rating | None, reference: Policy | None
+        self,
+        sampler: Sampler,
+        tokenizer: object,
+        seed: int,
+        rating: Rating | None,
+        reference: Policy | None,
     ) -> Mapping[str, float]:
         """Proxy, gold and KL of samples on held-out problems, each with its interval: the curve of over-optimisation."""
         if not self.measure_problems or rating is None or reference is None:
             return {}
         problems = self.task.problems("test")[: self.measure_problems]
-        groups = rollout_groups(self.task, sampler, tokenizer, Decoder(tokenizer), problems, 1, self.sampling, seed)
+        groups = rollout_groups(
+            self.task, sampler, tokenizer, Decoder(tokenizer), problems, 1, self.sampling, seed
+        )
         found = proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
-        return {key: value for name, one in found.items() for key, value in one.figures(f"{name}/test").items()}
+        return {
+            key: value
+            for name, one in found.items()
+            for key, value in one.figures(f"{name}/test").items()
+        }
 
 
 def same_vocabulary(stage: str, policy: Policy, other: Policy | Scorer) -> None:
@@ -314,6 +464,11 @@ def same_vocabulary(stage: str, policy: Policy, other: Policy | Scorer) -> None:
     if policy.tokenizer is None or other.tokenizer is None:
         return
     own, theirs = policy.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-    differ = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
-    require(not differ, f"{stage}: {other.source} has another vocabulary than {policy.source} ({len(differ)} tokens differ, such as "
-            f"{differ[:1]}); use models of one family")  # fmt: skip
+    differ = sorted(
+        token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)
+    )
+    require(
+        not differ,
+        f"{stage}: {other.source} has another vocabulary than {policy.source} ({len(differ)} tokens differ, such as "
+        f"{differ[:1]}); use models of one family",
+    )

@@ -36,7 +36,10 @@ class SampleStage(Stage):
         self.check_positive("prompts", "samples", "keep")
         require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
         equal = self.samples > 1 and self.sampling.temperature == 0
-        require(not equal, f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature")
+        require(
+            not equal,
+            f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature",
+        )
 
     def alphabet(self) -> str:
         return alphabet([self.task])
@@ -45,18 +48,40 @@ class SampleStage(Stage):
         counts, answered, lines = dict.fromkeys(KINDS, 0), 0, []
         problems = training_problems(self.task, self.skip, self.prompts)
         alphabet = self.alphabet()
-        for group in answers(context, self.model, self.task, problems, self.samples, self.sampling, self.skip, alphabet):
+        for group in answers(
+            context,
+            self.model,
+            self.task,
+            problems,
+            self.samples,
+            self.sampling,
+            self.skip,
+            alphabet,
+        ):
             kept = self.chosen(group, counts)
             answered += bool(kept)
             prompt = [m.row() for m in self.task.prompt(group.problem)]
             for rollout in kept:
-                lines.append(json.dumps({"prompt": prompt, "completion": [{"role": "assistant", "content": rollout.response}]}))
+                lines.append(
+                    json.dumps(
+                        {
+                            "prompt": prompt,
+                            "completion": [{"role": "assistant", "content": rollout.response}],
+                        }
+                    )
+                )
         require(
-            bool(lines), f"{self.name}: no answer of {self.model} scored {self.least} or more; lower least, or raise samples"
+            bool(lines),
+            f"{self.name}: no answer of {self.model} scored {self.least} or more; lower least, or raise samples",
         )
         context.write_lines(self.name, lines, "data.jsonl")
         said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        context.announce(self.name, [f"answers of {self.model}: {said}; {answered:,} of {self.prompts:,} problems have one"])
+        context.announce(
+            self.name,
+            [
+                f"answers of {self.model}: {said}; {answered:,} of {self.prompts:,} problems have one"
+            ],
+        )
         return {**counts, "problems": self.prompts, "answered": answered}
 
     def chosen(self, group: Group, counts: dict[str, int]) -> list[Rollout]:

@@ -32,7 +32,9 @@ class SFTStage(Stage):
     batch: int = 32  # examples an optimizer step
     max_length: int = 1024
     algorithm: Algorithm = field(default_factory=SFT)
-    optimizer: Optimization = field(default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine"))
+    optimizer: Optimization = field(
+        default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
+    )
     checkpoint_every: int = 100
     guards: Guards = field(default_factory=Guards)
     as_long_as: str = ""
@@ -41,10 +43,15 @@ class SFTStage(Stage):
     def __post_init__(self) -> None:
         self.check_positive("steps", "batch")
         self.check_rhythm("checkpoint_every")
-        require(not self.algorithm.online, f"{self.name}: this algorithm samples its own data; use an rl stage")
+        require(
+            not self.algorithm.online,
+            f"{self.name}: this algorithm samples its own data; use an rl stage",
+        )
 
     def material(self, context: Context, tokenizer: object) -> Material:
-        return gather(placed(self.data, context), tokenizer, context.seed, self.max_length, self.all_tokens)
+        return gather(
+            placed(self.data, context), tokenizer, context.seed, self.max_length, self.all_tokens
+        )
 
     def alphabet(self) -> str:
         return alphabet([d.task for d in self.data])
@@ -53,7 +60,9 @@ class SFTStage(Stage):
         guard_training(context, self.name, self.model, (), placed(self.data, context))
         policy = load_policy(self.model, context, self.alphabet())
         material = self.material(context, policy.tokenizer)
-        context.announce(self.name, [line for report in material.reports for line in report.lines()])
+        context.announce(
+            self.name, [line for report in material.reports for line in report.lines()]
+        )
         check_lengths(policy, material.sets, "max_length")
         from posttrain.train.trainer import Trainer
 
@@ -61,9 +70,15 @@ class SFTStage(Stage):
             add_adapters(policy.model, self.lora, context.seed)
         loop = Loop(
             stage=self.name,
-            rhythm=Rhythm(steps=self.steps, checkpoint_every=self.checkpoint_every, seconds=self.seconds(context)),
+            rhythm=Rhythm(
+                steps=self.steps,
+                checkpoint_every=self.checkpoint_every,
+                seconds=self.seconds(context),
+            ),
             trainer=Trainer(policy, self.algorithm, self.optimizer),
-            source=Examples(material.sets, material.weights, self.batch, context.seed, policy.device),
+            source=Examples(
+                material.sets, material.weights, self.batch, context.seed, policy.device
+            ),
             writer=context.writer,
             checkpoints=context.checkpoints(self.name),
             interrupt=context.interrupt,
@@ -83,5 +98,7 @@ class SFTStage(Stage):
             f"{self.name}: as_long_as names {self.as_long_as!r}, which has not trained",
         )
         assert before is not None
-        context.announce(self.name, [f"for {duration(before['train_seconds'])}, as long as {self.as_long_as}"])
+        context.announce(
+            self.name, [f"for {duration(before['train_seconds'])}, as long as {self.as_long_as}"]
+        )
         return float(before["train_seconds"])

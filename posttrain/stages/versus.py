@@ -13,7 +13,13 @@ import numpy as np
 from posttrain.data.text import Decoder
 from posttrain.errors import require
 from posttrain.evals.evaluate import prompts
-from posttrain.evals.statistics import Interval, paired_interval, score_interval, share_interval, wilson
+from posttrain.evals.statistics import (
+    Interval,
+    paired_interval,
+    score_interval,
+    share_interval,
+    wilson,
+)
 from posttrain.rewards.judge import Verdict
 from posttrain.rollouts import group_metrics, rate_groups, rollout_groups
 from posttrain.runs.alarms import ADVICE, GOLD, SYMPTOMS, Alarms, Change, change
@@ -61,9 +67,14 @@ class VersusStage(Stage):
 
     def __post_init__(self) -> None:
         require(self.problems > 1, f"{self.name}: problems must be at least 2, not {self.problems}")
-        require(not (self.judge and self.reward_model), f"{self.name}: a judge or a reward_model decides, not both")
+        require(
+            not (self.judge and self.reward_model),
+            f"{self.name}: a judge or a reward_model decides, not both",
+        )
         idle = (self.url or self.rubric or self.cache) and not self.judge
-        require(not idle, f"{self.name}: url, rubric and cache are a judge's; name the model as judge")
+        require(
+            not idle, f"{self.name}: url, rubric and cache are a judge's; name the model as judge"
+        )
 
     def ready(self, names: Collection[str]) -> None:
         check_judging(self.judge, self.url, self.rubric)
@@ -75,13 +86,21 @@ class VersusStage(Stage):
         prices = self.prompt_price, self.completion_price
         settings = (self.judge, self.url, self.rubric, self.cache, self.per_minute, prices)
         judge, usage = open_judge(context, *settings) if self.judge else (None, None)
-        policies = [load_policy(name, context, self.alphabet()) for name in (self.model, self.against)]
+        policies = [
+            load_policy(name, context, self.alphabet()) for name in (self.model, self.against)
+        ]
         alike = policies[0].tokenizer.get_vocab() == policies[1].tokenizer.get_vocab()
         ours, theirs = (self.answers(context, policy) for policy in policies)
         pairs = list(zip(ours, theirs, strict=True))
-        texts = [(a.problem.question, a.rollouts[0].response, b.rollouts[0].response) for a, b in pairs]
+        texts = [
+            (a.problem.question, a.rollouts[0].response, b.rollouts[0].response) for a, b in pairs
+        ]
         verdicts = judge.compare(texts) if judge else [_scored(a, b) for a, b in pairs]
-        judged = [(SHARES[v.winner], key) for v, key in zip(verdicts, prompts(ours), strict=True) if v.winner is not None]
+        judged = [
+            (SHARES[v.winner], key)
+            for v, key in zip(verdicts, prompts(ours), strict=True)
+            if v.winner is not None
+        ]
         won, asked = [share for share, _ in judged], [key for _, key in judged]
         require(len(won) > 1, f"{self.name}: hardly any answer could be judged")
         rate = win_rate(won, asked)
@@ -93,16 +112,23 @@ class VersusStage(Stage):
             "ties": won.count(0.5),
             "reward": _reward(ours),
             "reward_against": _reward(theirs),
-            "kl": kl_to(ours, policies[1], self.sampling).value if kl_known(self.sampling) and alike else None,
+            "kl": kl_to(ours, policies[1], self.sampling).value
+            if kl_known(self.sampling) and alike
+            else None,
         }
         if usage is not None:
-            swayed = sum(v.winner == "tie" and not v.agreed for v in verdicts)  # ties by the order alone
+            swayed = sum(
+                v.winner == "tie" and not v.agreed for v in verdicts
+            )  # ties by the order alone
             result |= {"swayed": swayed, "usage": usage.row()}
         if self.text:
             result["perplexity"], result["perplexity_against"] = (
                 perplexity(policy, placed(self.text, context), context.seed) for policy in policies
             )
-        context.write_lines(self.name, (json.dumps(_line(a, b, v)) for (a, b), v in zip(pairs, verdicts, strict=True)))
+        context.write_lines(
+            self.name,
+            (json.dumps(_line(a, b, v)) for (a, b), v in zip(pairs, verdicts, strict=True)),
+        )
         said = f"{self.model} wins {rate} of {len(won)} against {self.against}"
         said += f" ({result['unjudged']} more could not be judged)" if result["unjudged"] else ""
         said += "" if result["kl"] is None else f", at a KL of {result['kl']:.2f} nats"
@@ -111,14 +137,22 @@ class VersusStage(Stage):
             self.warn(context, ours, theirs, rate)
         return result
 
-    def warn(self, context: Context, ours: Sequence[Group], theirs: Sequence[Group], rate: Interval) -> None:
+    def warn(
+        self, context: Context, ours: Sequence[Group], theirs: Sequence[Group], rate: Interval
+    ) -> None:
         """Raise an alarm for what has changed far in answers that win: the win may be of that alone."""
         # a judge leaves the task's own score as it is, which then stands beside its verdicts
-        changed = drifts(ours, theirs, (*GOLD, "reward") if self.judge else GOLD) if rate.low > 0.5 else {}
+        changed = (
+            drifts(ours, theirs, (*GOLD, "reward") if self.judge else GOLD)
+            if rate.low > 0.5
+            else {}
+        )
         for alarm, seen in changed.items():
             text = f"{self.model} wins {rate} against {self.against} with {seen}; {ADVICE[alarm]}"
             context.announce(self.name, [f"warning: {alarm}: {text}"])
-            context.writer.event("alarm", {"stage": self.name, "guard": alarm, "text": text, "stop": False})
+            context.writer.event(
+                "alarm", {"stage": self.name, "guard": alarm, "text": text, "stop": False}
+            )
 
     def answers(self, context: Context, policy: Policy) -> list[Group]:
         from posttrain.engine.engine import Engine
@@ -126,10 +160,14 @@ class VersusStage(Stage):
 
         problems = self.task.problems("test")[: self.problems]
         engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
-        groups = rollout_groups(self.task, engine, policy.tokenizer, decoder, problems, 1, self.sampling, context.seed)
+        groups = rollout_groups(
+            self.task, engine, policy.tokenizer, decoder, problems, 1, self.sampling, context.seed
+        )
         if not self.reward_model:
             return groups
-        scorers = [load_reward_model(place, context) for place in model_places(self.reward_model, context)]
+        scorers = [
+            load_reward_model(place, context) for place in model_places(self.reward_model, context)
+        ]
         return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
 
 
@@ -157,7 +195,9 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
     alarms, rows = Alarms(), []
     for groups in (theirs, ours):
         for part in (groups[n::PARTS] for n in range(PARTS)):
-            rows.append({**merge(group_metrics(part)), **rollout_figures(part), **alarms.texts(part)})
+            rows.append(
+                {**merge(group_metrics(part)), **rollout_figures(part), **alarms.texts(part)}
+            )
 
     def moved(figure: str) -> Change | None:
         values = np.array([row.get(figure, nan) for row in rows])
@@ -171,7 +211,9 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
     for alarm, symptom in SYMPTOMS.items():
         drift, enough = moved(symptom.figure), symptom.moved if real else symptom.far
         if drift is not None and enough(drift.then, drift.now) and abs(drift.z) >= ERRORS:
-            found[alarm] = f"{drift} {symptom.words}, and {f'{gold} {real}' if real else 'nothing measures the gold'}"
+            found[alarm] = (
+                f"{drift} {symptom.words}, and {f'{gold} {real}' if real else 'nothing measures the gold'}"
+            )
     return found
 
 
@@ -186,7 +228,9 @@ def _scored(ours: Group, theirs: Group) -> Verdict:
 def _reward(groups: Sequence[Group]) -> list[float] | None:
     """The mean score; None where hardly any answer has one, as with a judge for a task that cannot tell."""
     kept = [g for g in groups if g.rewards]
-    return score_interval([g.rewards[0] for g in kept], prompts(kept)).row() if len(kept) > 1 else None
+    return (
+        score_interval([g.rewards[0] for g in kept], prompts(kept)).row() if len(kept) > 1 else None
+    )
 
 
 def _line(ours: Group, theirs: Group, verdict: Verdict) -> dict[str, JSON]:

@@ -13,7 +13,9 @@ from posttrain.tasks._questions import canonical
 from posttrain.types import Problem, Score
 
 HASHES = MathReward(marker="####")
-NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?(?:/[0-9]{1,30})?")
+NUMBER = re.compile(
+    r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?(?:/[0-9]{1,30})?"
+)
 SEARCHED = 10_000  # characters from the end in which a number is looked for
 
 

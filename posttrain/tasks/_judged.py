@@ -30,7 +30,9 @@ def check_code(name: str, path: Path) -> None:
         raise UserError(f"reward {name}: cannot read {path}: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise UserError(f"reward {name}: {path}{where} is not Python: {getattr(error, 'msg', error)}") from None
+        raise UserError(
+            f"reward {name}: {path}{where} is not Python: {getattr(error, 'msg', error)}"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,14 @@ class Judged(Questions):
 
     def check_settings(self, task: str) -> None:
         self.check_style(task)
-        require(0 < self.held_out < 1, f"{task}: held_out is a share between 0 and 1, not {self.held_out}")
-        require(self.score_seconds > 0, f"{task}: score_seconds must be positive, not {self.score_seconds}")
+        require(
+            0 < self.held_out < 1,
+            f"{task}: held_out is a share between 0 and 1, not {self.held_out}",
+        )
+        require(
+            self.score_seconds > 0,
+            f"{task}: score_seconds must be positive, not {self.score_seconds}",
+        )
 
     @abstractmethod
     def parts(self) -> tuple[str, str]:
@@ -82,25 +90,34 @@ class Judged(Questions):
             return judged(problem.question, [response], **self.options)[0]
         if self.reward == "compose":
             return composed(self.options)(problem.question, response, problem.answer)
-        found: Any = _reward(self.reward)(problem.question, response, problem.answer, **self.options)
+        found: Any = _reward(self.reward)(
+            problem.question, response, problem.answer, **self.options
+        )
         return _later(found) if hasattr(found, "__await__") else as_score(found)  # type: ignore[return-value]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         """A judge sees the responses to a problem together, so that its endpoint is asked in parallel."""
-        return judged(problem.question, responses, **self.options) if self.reward == "judge" else None
+        return (
+            judged(problem.question, responses, **self.options) if self.reward == "judge" else None
+        )
 
     def final(self, response: str) -> str | None:
         """The final answer that a shipped reward would look at; None where a reward looks at the whole response."""
         if self.reward == "math":
             return canonical(final_answer(response))
-        return after_marker(response, str(self.options.get("marker", MARKER))) if self.reward == "answer" else None
+        return (
+            after_marker(response, str(self.options.get("marker", MARKER)))
+            if self.reward == "answer"
+            else None
+        )
 
     def ready(self) -> tuple[str, ...]:
         """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice. A reward of
         the user's own must at least parse: in the workers a mistake is found with the first answer."""
         for name, options in self.rewards():
             require(
-                isinstance(options, Mapping), f"{self.reward}: the options of {name} are not a mapping: {str(options)[:80]}"
+                isinstance(options, Mapping),
+                f"{self.reward}: the options of {name} are not a mapping: {str(options)[:80]}",
             )
             if (place := code_place(name)) is not None:
                 check_code(name, place[0])
@@ -111,7 +128,9 @@ class Judged(Questions):
         if self.reward == "compose":
             composed(self.options)
         given = [(name, options) for name, options in self.rewards() if name == "code"]
-        return tuple(isolation.describe(str(options.get("sandbox", "auto"))) for _, options in given)
+        return tuple(
+            isolation.describe(str(options.get("sandbox", "auto"))) for _, options in given
+        )
 
     def rewards(self) -> list[tuple[str, Mapping[str, JSON]]]:
         """The reward, or those that it is composed of, with the options of each."""
@@ -138,7 +157,9 @@ def _reward(name: str) -> Reward:
     try:
         found: Reward = catalogue.load("reward", name)
     except AttributeError:
-        raise UserError(f"{name} combines models and is no reward of a task: see reward_models of the rl stage") from None
+        raise UserError(
+            f"{name} combines models and is no reward of a task: see reward_models of the rl stage"
+        ) from None
     return found
 
 
@@ -156,26 +177,47 @@ def composed(options: Mapping[str, JSON]) -> Weighted | Product | Gate:
         f"compose: unknown option {min(set(options) - known, default='')!r}; known: {', '.join(sorted(known))}",
     )
     how, parts = options.get("how", "weighted"), options.get("parts", [])
-    require(isinstance(parts, list | tuple) and bool(parts), "compose: give a list of parts, each with a reward")
+    require(
+        isinstance(parts, list | tuple) and bool(parts),
+        "compose: give a list of parts, each with a reward",
+    )
     made = [_part(part) for part in parts]
-    require(how in ("weighted", "product", "gate"), f"compose: how is weighted, product or gate, not {how!r}")
+    require(
+        how in ("weighted", "product", "gate"),
+        f"compose: how is weighted, product or gate, not {how!r}",
+    )
     if how == "weighted":
         return Weighted(tuple(made))
     if how == "product":
         return Product(tuple(made))
-    require(len(made) == 2, f"compose: a gate has two parts, the gate and what is behind it, not {len(made)}")
-    return Gate(made[0], made[1], float(options.get("least", 1.0)), float(options.get("otherwise", 0.0)))
+    require(
+        len(made) == 2,
+        f"compose: a gate has two parts, the gate and what is behind it, not {len(made)}",
+    )
+    return Gate(
+        made[0], made[1], float(options.get("least", 1.0)), float(options.get("otherwise", 0.0))
+    )
 
 
 def _part(settings: JSON) -> Part:
     known = {"reward", "name", "weight", "options"}
     fine = isinstance(settings, Mapping) and "reward" in settings and set(settings) <= known
-    fine = fine and isinstance(settings.get("options", {}), Mapping)  # a list of pairs would hide what it names from trust.py
-    require(fine, f"compose: a part is a reward with, as needed, a name, a weight and options, not {str(settings)[:80]}")
+    fine = fine and isinstance(
+        settings.get("options", {}), Mapping
+    )  # a list of pairs would hide what it names from trust.py
+    require(
+        fine,
+        f"compose: a part is a reward with, as needed, a name, a weight and options, not {str(settings)[:80]}",
+    )
     # options may come from any file, and code may not: a mix with a function of yours is a function of yours
     shipped = ":" not in str(settings["reward"])
     require(
-        shipped, f"compose: a part is a shipped reward, not {settings['reward']!r}; mix it in a file of yours, and name that"
+        shipped,
+        f"compose: a part is a shipped reward, not {settings['reward']!r}; mix it in a file of yours, and name that",
     )
     reward, given = _reward(str(settings["reward"])), dict(settings.get("options", {}))
-    return Part(str(settings.get("name", settings["reward"])), partial(reward, **given), float(settings.get("weight", 1.0)))
+    return Part(
+        str(settings.get("name", settings["reward"])),
+        partial(reward, **given),
+        float(settings.get("weight", 1.0)),
+    )

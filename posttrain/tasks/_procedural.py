@@ -34,7 +34,10 @@ def require_split(split: str) -> None:
 
 
 def require_level(level: int, levels: tuple[int, ...], task: str) -> None:
-    require(level in levels, f"{task} has levels {levels[0]} to {levels[-1]} with these settings, not {level}")
+    require(
+        level in levels,
+        f"{task} has levels {levels[0]} to {levels[-1]} with these settings, not {level}",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,19 +36,33 @@ class Arithmetic(Task):
     min_level: int = 1
     steps: str = "short"  # short (five digits a step) or spelled
     format_weight: float = 0.0  # the share of the value that well-formed work earns
-    steps_weight: float = 0.0  # the share that right steps earn, each its part; the answer earns the rest
+    steps_weight: float = (
+        0.0  # the share that right steps earn, each its part; the answer earns the rest
+    )
     # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
     carry: str = "any"
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
-        require(self.operation in ("+", "-"), f"arithmetic's operation is '+' or '-', not {self.operation!r}")
-        require(1 <= self.min_level <= self.level <= 18, "arithmetic needs 1 <= min_level <= level <= 18")
-        require(self.steps in STEPS, f"arithmetic's steps are 'short' or 'spelled', not {self.steps!r}")
-        require(self.carry in ("any", "none", "some"), f"arithmetic's carry is 'any', 'none' or 'some', not {self.carry!r}")
+        require(
+            self.operation in ("+", "-"),
+            f"arithmetic's operation is '+' or '-', not {self.operation!r}",
+        )
+        require(
+            1 <= self.min_level <= self.level <= 18,
+            "arithmetic needs 1 <= min_level <= level <= 18",
+        )
+        require(
+            self.steps in STEPS, f"arithmetic's steps are 'short' or 'spelled', not {self.steps!r}"
+        )
+        require(
+            self.carry in ("any", "none", "some"),
+            f"arithmetic's carry is 'any', 'none' or 'some', not {self.carry!r}",
+        )
         weights = (self.format_weight, self.steps_weight)
         require(
-            min(weights) >= 0 and sum(weights) <= 1, "arithmetic's format_weight and steps_weight lie between 0 and 1 together"
+            min(weights) >= 0 and sum(weights) <= 1,
+            "arithmetic's format_weight and steps_weight lie between 0 and 1 together",
         )
 
     @property
@@ -85,7 +99,9 @@ class Arithmetic(Task):
             a, b = _test_pairs(self.operation, level, self.seed)[index]
         else:
             stratum = _scatter(index, count, self.seed)
-            a, b = self._draw(split, level, index, stratum * pairs // count, (stratum + 1) * pairs // count)
+            a, b = self._draw(
+                split, level, index, stratum * pairs // count, (stratum + 1) * pairs // count
+            )
         result = a + b if self.operation == "+" else a - b
         question = f"{a}{self.operation}{b}="
         return Problem(f"{split}/{level}/{index}", question, str(result), level, {"a": a, "b": b})
@@ -97,7 +113,11 @@ class Arithmetic(Task):
             a, b = numbered_pair(self.operation, level, start + number % (end - start))
             if pair_side(self.operation, a, b) != split:
                 continue
-            if split == "test" or self.carry == "any" or (self.carry == "some") == carries(self.operation, a, b):
+            if (
+                split == "test"
+                or self.carry == "any"
+                or (self.carry == "some") == carries(self.operation, a, b)
+            ):
                 return a, b
         raise AssertionError(f"no {split} pair of level {level} between {start} and {end}")
 
@@ -115,7 +135,9 @@ class Arithmetic(Task):
             else:
                 carry_out = int(x - y - carry < 0)
                 total = 10 * carry_out + (x - y - carry) % 10
-            steps.append(STEPS[self.steps].format(a=x, b=y, carry=carry, sum=total, sign=self.operation))
+            steps.append(
+                STEPS[self.steps].format(a=x, b=y, carry=carry, sum=total, sign=self.operation)
+            )
             carry = carry_out
         return steps
 
@@ -129,13 +151,21 @@ class Arithmetic(Task):
         `outcome` is correct where the answer is, whatever the weights: that is what a held-out accuracy counts.
         """
         judged = integer_answer(response, int(problem.answer))
-        formed = float(bool(_shape(self.operation, self.steps, problem.level).fullmatch(response.rstrip())))
+        formed = float(
+            bool(_shape(self.operation, self.steps, problem.level).fullmatch(response.rstrip()))
+        )
         written = response.split(MARKER, 1)[0].split(SEPARATOR)
         right = [given == step for given, step in zip(written, self._work(problem), strict=False)]
-        parts = {"answer": judged.value or 0.0, "format": formed, "steps": sum(right) / problem.level}
+        parts = {
+            "answer": judged.value or 0.0,
+            "format": formed,
+            "steps": sum(right) / problem.level,
+        }
         lost = self.format_weight * (1 - parts["format"]) + self.steps_weight * (1 - parts["steps"])
         lost += (1 - self.format_weight - self.steps_weight) * (1 - parts["answer"])
-        return Score(1 - lost, parts=parts, outcome=judged.outcome)  # exactly 1 where nothing is lost
+        return Score(
+            1 - lost, parts=parts, outcome=judged.outcome
+        )  # exactly 1 where nothing is lost
 
 
 def pair_side(operation: str, a: int, b: int) -> str:

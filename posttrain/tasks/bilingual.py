@@ -27,7 +27,9 @@ SAYS = {"en": ("makes", "then"), "de": ("macht", "dann")}
 TONGUES = ("one", "mixed")
 QUESTION, NUMBER = "What is {a} + {b}?", re.compile("[0-9]+")
 WORDINGS = ("short", "words")
-ALPHABET = "0123456789+-=#<>/ " + "".join(sorted(set("think" + "".join("".join(words) for words in SAYS.values()))))
+ALPHABET = "0123456789+-=#<>/ " + "".join(
+    sorted(set("think" + "".join("".join(words) for words in SAYS.values())))
+)
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,27 @@ class Bilingual(Task):
     style: str = "tagged"  # of demonstrations: tagged, or plain
     tongues: str = "one"  # of demonstrations: one (the target), or mixed word by word
     slips: float = 0.0  # how often a demonstration forgets a carry
-    wording: str = "short"  # short: 47+85= and 750 makes 12; words: as people write, for models that talk
+    wording: str = (
+        "short"  # short: 47+85= and 750 makes 12; words: as people write, for models that talk
+    )
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
-        require(self.target in SAYS, f"bilingual: target is one of {', '.join(SAYS)}, not {self.target!r}")
-        require(self.style in ENDS, f"bilingual: style is one of {', '.join(ENDS)}, not {self.style!r}")
-        require(self.tongues in TONGUES, f"bilingual: tongues is one of {', '.join(TONGUES)}, not {self.tongues!r}")
-        require(self.wording in WORDINGS, f"bilingual: wording is one of {', '.join(WORDINGS)}, not {self.wording!r}")
+        require(
+            self.target in SAYS,
+            f"bilingual: target is one of {', '.join(SAYS)}, not {self.target!r}",
+        )
+        require(
+            self.style in ENDS, f"bilingual: style is one of {', '.join(ENDS)}, not {self.style!r}"
+        )
+        require(
+            self.tongues in TONGUES,
+            f"bilingual: tongues is one of {', '.join(TONGUES)}, not {self.tongues!r}",
+        )
+        require(
+            self.wording in WORDINGS,
+            f"bilingual: wording is one of {', '.join(WORDINGS)}, not {self.wording!r}",
+        )
         require(0 <= self.slips <= 1, f"bilingual: slips is a probability, not {self.slips}")
         weights = (self.format_weight, self.language_weight)
         require(
@@ -73,11 +88,19 @@ class Bilingual(Task):
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         made = self._sums().problems(split, level)
-        return Procedural(lambda index: _asked(made.make(index)), made.indices) if self.wording == "words" else made
+        return (
+            Procedural(lambda index: _asked(made.make(index)), made.indices)
+            if self.wording == "words"
+            else made
+        )
 
     def demonstration(self, problem: Problem) -> str:
         """A worked sum that depends on problem and settings alone. It scores 1 if it is tagged, in one language, without slips."""
-        a, b, coins = int(problem.facts["a"]), int(problem.facts["b"]), iter(_coins(self.tongues, problem))
+        a, b, coins = (
+            int(problem.facts["a"]),
+            int(problem.facts["b"]),
+            iter(_coins(self.tongues, problem)),
+        )
         carry, total, place, text = 0, 0, 1, ""
         for step in range(problem.level):
             (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
@@ -85,7 +108,9 @@ class Bilingual(Task):
             sum_ = x + y + carry
             makes, then = (self._word(n, next(coins)) for n in range(2))
             added, made = (
-                (f"{x}+{y}{'+1' * carry}", f"{sum_}") if self.wording == "words" else (f"{x}{y}{carry}", f"{sum_:02d}")
+                (f"{x}+{y}{'+1' * carry}", f"{sum_}")
+                if self.wording == "words"
+                else (f"{x}{y}{carry}", f"{sum_:02d}")
             )
             text += f"{f' {then} ' if step else ''}{added} {makes} {made}"
             carry, total, place = sum_ // 10, total + sum_ % 10 * place, place * 10
@@ -112,7 +137,9 @@ class Bilingual(Task):
             "format": float(match(TEMPLATE, response) is not None),
             "language": share(reasoning, self.target, others) if worded else 0.0,
         }
-        lost = self.format_weight * (1 - parts["format"]) + self.language_weight * (1 - parts["language"])
+        lost = self.format_weight * (1 - parts["format"]) + self.language_weight * (
+            1 - parts["language"]
+        )
         lost += (1 - self.format_weight - self.language_weight) * (1 - parts["answer"])
         return Score(1 - lost, parts=parts, outcome=judged.outcome)
 
@@ -131,4 +158,6 @@ def _asked(problem: Problem) -> Problem:
 
 def _coins(purpose: str, problem: Problem) -> list[float]:
     """Numbers in [0, 1) for a problem's demonstration: three a digit."""
-    return [stable_hash("bilingual", purpose, problem.id, n) / 2**128 for n in range(3 * problem.level)]
+    return [
+        stable_hash("bilingual", purpose, problem.id, n) / 2**128 for n in range(3 * problem.level)
+    ]

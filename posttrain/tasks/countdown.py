@@ -18,7 +18,9 @@ from posttrain.types import Problem, Score
 
 ALPHABET = "0123456789+-*/()=,:" + MARKER
 TRAIN_COUNT, TEST_COUNT = 1_000_000, 1_000
-PATIENCE = 500  # the list of test problems is complete when this many draws in a row bring nothing new
+PATIENCE = (
+    500  # the list of test problems is complete when this many draws in a row bring nothing new
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Countdown(Task):
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
     def __post_init__(self) -> None:
-        require(2 <= self.min_level <= self.level <= 6, "countdown needs 2 <= min_level <= level <= 6")
+        require(
+            2 <= self.min_level <= self.level <= 6, "countdown needs 2 <= min_level <= level <= 6"
+        )
         require(2 <= self.max_number <= 999, "countdown's max_number lies between 2 and 999")
         require(10 <= self.max_target <= 99_999, "countdown's max_target lies between 10 and 99999")
 
@@ -58,7 +62,13 @@ class Countdown(Task):
         draw = index if split == "train" else _test_draws(self, level)[index]
         numbers, target, solution = self._draw(split, level, draw)
         question = ",".join(map(str, numbers)) + f"={target}:"
-        return Problem(f"{split}/{level}/{index}", question, solution, level, {"numbers": list(numbers), "target": target})
+        return Problem(
+            f"{split}/{level}/{index}",
+            question,
+            solution,
+            level,
+            {"numbers": list(numbers), "target": target},
+        )
 
     def _draw(self, split: str, level: int, index: int) -> tuple[tuple[int, ...], int, str]:
         for attempt in range(10_000):
@@ -77,7 +87,11 @@ class Countdown(Task):
             return Score(0.0, parts={"answer": 0.0, "numbers": 0.0}, outcome="unparseable")
         numbers = sorted(used) == sorted(problem.facts["numbers"])
         right = numbers and value == problem.facts["target"]
-        return Score(float(right), {"answer": float(right), "numbers": float(numbers)}, outcome="correct" if right else "wrong")
+        return Score(
+            float(right),
+            {"answer": float(right), "numbers": float(numbers)},
+            outcome="correct" if right else "wrong",
+        )
 
 
 @dataclass(slots=True)

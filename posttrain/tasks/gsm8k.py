@@ -30,12 +30,20 @@ class Gsm8k(Questions):
     style: str = "boxed"  # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
-    format_weight: float = 0.0  # the share of the value that an answer in the asked form earns, right or wrong
+    format_weight: float = (
+        0.0  # the share of the value that an answer in the asked form earns, right or wrong
+    )
 
     def __post_init__(self) -> None:
         self.check_style("gsm8k")
-        require(0 <= self.format_weight <= 1, f"gsm8k: format_weight is a share between 0 and 1, not {self.format_weight}")
-        require(bool(self.data) or not self.test_data, "gsm8k: test_data goes with data, the training file")
+        require(
+            0 <= self.format_weight <= 1,
+            f"gsm8k: format_weight is a share between 0 and 1, not {self.format_weight}",
+        )
+        require(
+            bool(self.data) or not self.test_data,
+            "gsm8k: test_data goes with data, the training file",
+        )
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return _read(self.data, self.test_data)[split == "test"]
@@ -45,8 +53,13 @@ class Gsm8k(Questions):
         judged = graded(self.style, problem, response)
         if judged.value is None:
             return judged
-        parts = {"answer": judged.value, "format": float(found_answer(self.style, response) is not None)}
-        lost = self.format_weight * (1 - parts["format"]) + (1 - self.format_weight) * (1 - parts["answer"])
+        parts = {
+            "answer": judged.value,
+            "format": float(found_answer(self.style, response) is not None),
+        }
+        lost = self.format_weight * (1 - parts["format"]) + (1 - self.format_weight) * (
+            1 - parts["answer"]
+        )
         return Score(1 - lost, parts, outcome=judged.outcome)
 
     def final(self, response: str) -> str | None:
@@ -56,7 +69,11 @@ class Gsm8k(Questions):
         if self.style == "direct":
             return problem.answer
         worked = str(problem.facts.get("worked") or problem.answer)
-        return f"{worked}\n\\boxed{{{problem.answer}}}" if self.style == "boxed" else f"{worked}\n#### {problem.answer}"
+        return (
+            f"{worked}\n\\boxed{{{problem.answer}}}"
+            if self.style == "boxed"
+            else f"{worked}\n#### {problem.answer}"
+        )
 
 
 @lru_cache(maxsize=4)

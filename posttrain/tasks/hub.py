@@ -31,7 +31,8 @@ class Hub(Judged):
         require(bool(self.dataset), "hub: give a dataset, such as openai/gsm8k")
         require(bool(self.train_split), "hub: give a train_split")
         require(
-            self.train_split != self.test_split, f"hub: train and test are both {self.train_split!r}; leave test_split empty"
+            self.train_split != self.test_split,
+            f"hub: train and test are both {self.train_split!r}; leave test_split empty",
         )
         self.check_settings("hub")
 
@@ -42,15 +43,36 @@ class Hub(Judged):
         return f"{self.dataset} split {part}"
 
     def read(self, part: str) -> tuple[Problem, ...]:
-        return _problems(self.dataset, self.config, part, self.revision, self.question, self.answer, self.answer_after)
+        return _problems(
+            self.dataset,
+            self.config,
+            part,
+            self.revision,
+            self.question,
+            self.answer,
+            self.answer_after,
+        )
 
 
 @lru_cache(maxsize=8)
 def _problems(
-    dataset: str, config: str, split: str, revision: str, question: str, answer: str, answer_after: str
+    dataset: str,
+    config: str,
+    split: str,
+    revision: str,
+    question: str,
+    answer: str,
+    answer_after: str,
 ) -> tuple[Problem, ...]:
     found = tuple(
-        make_problem(row, f"{dataset} {split} row {number}", f"{split}/{number}", question, answer, answer_after)
+        make_problem(
+            row,
+            f"{dataset} {split} row {number}",
+            f"{split}/{number}",
+            question,
+            answer,
+            answer_after,
+        )
         for number, row in enumerate(load_hub(dataset, config, split, revision, "hub"))
     )
     require(bool(found), f"hub: {dataset} split {split!r} has no rows")

@@ -51,10 +51,14 @@ class Jsonl(Judged):
 
 
 @lru_cache(maxsize=8)
-def read_problems(file: str, changed: int, question: str, answer: str, answer_after: str) -> tuple[Problem, ...]:
+def read_problems(
+    file: str, changed: int, question: str, answer: str, answer_after: str
+) -> tuple[Problem, ...]:
     """The problems of a file; `changed` is its time of change, so that one which was written anew is read anew."""
     name = Path(file).name
     return tuple(
-        make_problem(record, where, f"{name}:{where.rpartition(' ')[2]}", question, answer, answer_after)
+        make_problem(
+            record, where, f"{name}:{where.rpartition(' ')[2]}", question, answer, answer_after
+        )
         for where, record in read_jsonl(file, lists=True)
     )

@@ -36,15 +36,22 @@ class Mixed(Task):
 
     def __post_init__(self) -> None:
         names = [source.name for source in self.sources]
-        require(bool(names), "mixed: give at least one source, such as {name: sums, task: {name: arithmetic}}")
-        require(len(set(names)) == len(names), f"mixed: sources need different names: {', '.join(names)}")
+        require(
+            bool(names),
+            "mixed: give at least one source, such as {name: sums, task: {name: arithmetic}}",
+        )
+        require(
+            len(set(names)) == len(names),
+            f"mixed: sources need different names: {', '.join(names)}",
+        )
         for source in self.sources:
             require(
                 bool(source.name) and "/" not in source.name,
                 f"mixed: {source.name!r} is no name of a source: it may not hold '/'",
             )
             require(
-                source.weight > 0, f"mixed: the weight of {source.name} must be a positive whole number, not {source.weight}"
+                source.weight > 0,
+                f"mixed: the weight of {source.name} must be a positive whole number, not {source.weight}",
             )
 
     @property
@@ -58,8 +65,14 @@ class Mixed(Task):
         """Block after block of sum(weights) problems, each with its share of every source, as long as all sources last."""
         require_split(split)
         inner = tuple(source.task.problems(split) for source in self.sources)
-        blocks = min(len(problems) // source.weight for problems, source in zip(inner, self.sources, strict=True))
-        return Procedural(partial(self._problem, inner), range(blocks * sum(source.weight for source in self.sources)))
+        blocks = min(
+            len(problems) // source.weight
+            for problems, source in zip(inner, self.sources, strict=True)
+        )
+        return Procedural(
+            partial(self._problem, inner),
+            range(blocks * sum(source.weight for source in self.sources)),
+        )
 
     def _problem(self, inner: tuple[Sequence[Problem], ...], index: int) -> Problem:
         block, place = divmod(index, sum(source.weight for source in self.sources))
@@ -74,7 +87,10 @@ class Mixed(Task):
         """Where a problem comes from, and what it is there."""
         name, _, own = problem.id.partition("/")
         found = next((source for source in self.sources if source.name == name), None)
-        require(found is not None, f"mixed: problem {problem.id} comes from none of {', '.join(s.name for s in self.sources)}")
+        require(
+            found is not None,
+            f"mixed: problem {problem.id} comes from none of {', '.join(s.name for s in self.sources)}",
+        )
         assert found is not None
         return found, replace(problem, id=own)
 
@@ -114,7 +130,9 @@ class Mixed(Task):
 
 def _named(name: str, score: Score) -> Score:
     score = as_score(score)  # a task of the user's may return a number
-    return score if score.value is None else replace(score, parts={**score.parts, name: score.value})
+    return (
+        score if score.value is None else replace(score, parts={**score.parts, name: score.value})
+    )
 
 
 async def _later(name: str, score: Awaitable[Score]) -> Score:
@@ -135,8 +153,15 @@ class SourceRating:
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
         theirs = [rollout.problem.id.partition("/")[0] == self.source for rollout in rollouts]
-        rated = iter(self.rating.rate([rollout for rollout, own in zip(rollouts, theirs, strict=True) if own]))
-        return [next(rated) if own else rollout.score for rollout, own in zip(rollouts, theirs, strict=True)]
+        rated = iter(
+            self.rating.rate(
+                [rollout for rollout, own in zip(rollouts, theirs, strict=True) if own]
+            )
+        )
+        return [
+            next(rated) if own else rollout.score
+            for rollout, own in zip(rollouts, theirs, strict=True)
+        ]
 
 
 def rating_of(source: str, rating: Rating | None) -> Rating | None:
@@ -147,5 +172,8 @@ def rating_of(source: str, rating: Rating | None) -> Rating | None:
 def check_rated(stage: str, task: Task, source: str, models: bool) -> None:
     """Refuse a source that is not there, or that no model rates."""
     known = [each.name for each in task.sources] if isinstance(task, Mixed) else []
-    require(not source or (models and source in known), f"{stage}: rated is a source of a mixed task that reward models score, not "
-            f"{source!r}; the task has {', '.join(known) or 'none'}")  # fmt: skip
+    require(
+        not source or (models and source in known),
+        f"{stage}: rated is a source of a mixed task that reward models score, not "
+        f"{source!r}; the task has {', '.join(known) or 'none'}",
+    )

@@ -32,7 +32,9 @@ STYLES = {
 }
 TAGGED = re.compile(r"<answer>((?:(?!<answer>)[\s\S])*?)</answer>")
 SEARCHED = 20_000  # characters from the end in which an answer is looked for
-EVALUATES = re.compile(r"\b(sympy|eval|exec|create_dataset)\b")  # in the source of a verifier, or it asks another
+EVALUATES = re.compile(
+    r"\b(sympy|eval|exec|create_dataset)\b"
+)  # in the source of a verifier, or it asks another
 PATIENCE = 20  # draws for every problem wanted before the generator counts as exhausted
 
 
@@ -44,7 +46,9 @@ class ReasoningGym(Task):
 
     generator: str
     options: Mapping[str, JSON] = field(default_factory=dict)
-    style: str = "tagged"  # tagged: the answer stands between tags; direct: the response is the answer
+    style: str = (
+        "tagged"  # tagged: the answer stands between tags; direct: the response is the answer
+    )
     system: str = ""
     train: int = 2000  # problems of each split, at most
     test: int = 500
@@ -52,8 +56,14 @@ class ReasoningGym(Task):
     score_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        require(bool(self.generator), "reasoning_gym: give a generator, such as reasoning_gym:leg_counting")
-        require(self.style in STYLES, f"reasoning_gym: style is one of {', '.join(STYLES)}, not {self.style!r}")
+        require(
+            bool(self.generator),
+            "reasoning_gym: give a generator, such as reasoning_gym:leg_counting",
+        )
+        require(
+            self.style in STYLES,
+            f"reasoning_gym: style is one of {', '.join(STYLES)}, not {self.style!r}",
+        )
         require(
             self.train > 0 and self.test > 0,
             f"reasoning_gym: train and test must be positive, not {self.train} and {self.test}",
@@ -67,12 +77,18 @@ class ReasoningGym(Task):
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
         require_split(split)
         sides = _source(self).sides
-        require(bool(sides[split]), f"reasoning_gym: {self.generator} gave no {split} problem with these options; widen them")
+        require(
+            bool(sides[split]),
+            f"reasoning_gym: {self.generator} gave no {split} problem with these options; widen them",
+        )
         return sides[split]
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
         before = (Message("system", self.system),) if self.system else ()
-        return (*before, Message("user", STYLES[self.style].replace("{question}", problem.question)))
+        return (
+            *before,
+            Message("user", STYLES[self.style].replace("{question}", problem.question)),
+        )
 
     def score(self, problem: Problem, response: str) -> Score:
         given = self._given(response)
@@ -94,14 +110,19 @@ class ReasoningGym(Task):
 
     def demonstration(self, problem: Problem) -> str:
         require(
-            bool(problem.answer), f"reasoning_gym: {self.generator} gives no worked answers; it can be trained by reward only"
+            bool(problem.answer),
+            f"reasoning_gym: {self.generator} gives no worked answers; it can be trained by reward only",
         )
         return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
 
     def ready(self) -> tuple[str, ...]:
         """Refuse a verifier that evaluates what the model writes, where only a file names it: the model may be the stranger's, too."""
         modules = (sys.modules[kind.__module__] for kind in type(_source(self).dataset).__mro__)
-        files = [str(module.__file__) for module in modules if module.__name__.startswith("reasoning_gym.")]
+        files = [
+            str(module.__file__)
+            for module in modules
+            if module.__name__.startswith("reasoning_gym.")
+        ]
         if any(EVALUATES.search(Path(file).read_text("utf-8")) for file in files):
             active().require_evaluation(self.generator)
         return ()
@@ -118,7 +139,9 @@ class ReasoningGym(Task):
 class _Source:
     """A generator with what was drawn from it. Entries stay here: their metadata is not always JSON, and its verifier needs it."""
 
-    def __init__(self, generator: str, options: Mapping[str, JSON], wanted: Mapping[str, int], seed: int) -> None:
+    def __init__(
+        self, generator: str, options: Mapping[str, JSON], wanted: Mapping[str, int], seed: int
+    ) -> None:
         self.dataset = _dataset(generator, options, PATIENCE * sum(wanted.values()), seed)
         self.entries: dict[int, Any] = {}
         self.sides: dict[str, list[Problem]] = {split: [] for split in wanted}
@@ -135,14 +158,22 @@ class _Source:
             seen.add(text)
             self.entries[index] = entry
             gold = "" if answer is None else str(answer)  # a few generators only verify
-            self.sides[split].append(Problem(f"{generator}/{index}", question, gold, facts={"index": index}))
+            self.sides[split].append(
+                Problem(f"{generator}/{index}", question, gold, facts={"index": index})
+            )
 
     def verify(self, answer: str, index: int) -> float:
         return float(self.dataset.score_answer(answer, self.entries[index]))
 
 
 def _source(task: ReasoningGym) -> _Source:
-    return _drawn(task.generator, json.dumps(dict(task.options), sort_keys=True), task.train, task.test, task.seed)
+    return _drawn(
+        task.generator,
+        json.dumps(dict(task.options), sort_keys=True),
+        task.train,
+        task.test,
+        task.seed,
+    )
 
 
 @lru_cache(maxsize=4)
@@ -155,7 +186,9 @@ def _dataset(generator: str, options: Mapping[str, JSON], size: int, seed: int) 
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise UserError("the task reasoning_gym needs its package: pip install 'posttrain[gym]'") from None
+        raise UserError(
+            "the task reasoning_gym needs its package: pip install 'posttrain[gym]'"
+        ) from None
     if generator not in DATASETS:
         raise unknown("generator of reasoning_gym", generator, DATASETS)
     try:

@@ -18,7 +18,20 @@ from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
 THINGS = ("film", "book", "song", "play", "show", "poem", "game", "tale")
-MAKERS = ("", "new ", "old ", "long ", "short ", "first ", "last ", "late ", "early ", "quiet ", "loud ", "dark ")
+MAKERS = (
+    "",
+    "new ",
+    "old ",
+    "long ",
+    "short ",
+    "first ",
+    "last ",
+    "late ",
+    "early ",
+    "quiet ",
+    "loud ",
+    "dark ",
+)
 ASPECTS = ("plot", "cast", "music", "ending", "start", "style", "pace", "idea")
 GOOD = ("great", "superb", "lovely", "clever", "warm", "funny", "moving", "fresh")
 BAD = ("dull", "awful", "weak", "slow", "cold", "messy", "silly", "stale")
@@ -30,7 +43,10 @@ SENTENCE = re.compile(rf"{CLAUSE}(?:(?:{'|'.join(JOINTS)}){CLAUSE})*\.")
 PARTS = re.compile(CLAUSE)
 ENOUGH = 3  # clauses that the annotator reads gladly; each more costs
 FULL = 3.0  # praise that earns the full reward
-THIN, REPEATED = 0.5, 0.6  # what a strict annotator takes off for a single clause, and for each word said again
+THIN, REPEATED = (
+    0.5,
+    0.6,
+)  # what a strict annotator takes off for a single clause, and for each word said again
 TRAIN_COUNT, LONGEST = 100_000, 2_000
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:"
 
@@ -57,7 +73,11 @@ def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]
     if strict:
         said = [word for _, _, word in clauses]
         value -= THIN * (len(clauses) == 1) + REPEATED * (len(said) - len(set(said)))
-    return min(1.0, max(0.0, value)), {"grammar": 1.0, "clauses": float(len(clauses)), "praise": praise}
+    return min(1.0, max(0.0, value)), {
+        "grammar": 1.0,
+        "clauses": float(len(clauses)),
+        "praise": praise,
+    }
 
 
 @dataclass(frozen=True)
@@ -68,7 +88,9 @@ class Reviews(Task):
     strict: bool = False  # a harder taste, of which ordinary reviews show little: see `taste`
 
     def __post_init__(self) -> None:
-        require(self.mood in ("kind", "any"), f"reviews: mood is 'kind' or 'any', not {self.mood!r}")
+        require(
+            self.mood in ("kind", "any"), f"reviews: mood is 'kind' or 'any', not {self.mood!r}"
+        )
 
     @property
     def alphabet(self) -> str:

@@ -20,11 +20,53 @@ from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
 SUBJECTS = (
-    "film", "book", "song", "play", "poem", "game", "town", "garden", "kitchen", "train", "teacher", "neighbour", "doctor", "market",
-    "river", "winter", "dog", "cat", "bridge", "school", "museum", "hotel", "phone", "bicycle", "jacket", "meal", "cake", "beach",
-    "concert", "painting", "forest", "journey",
-)  # fmt: skip
-KINDS = ("", "new ", "old ", "small ", "large ", "local ", "famous ", "quiet ", "busy ", "cheap ", "first ", "last ")
+    "film",
+    "book",
+    "song",
+    "play",
+    "poem",
+    "game",
+    "town",
+    "garden",
+    "kitchen",
+    "train",
+    "teacher",
+    "neighbour",
+    "doctor",
+    "market",
+    "river",
+    "winter",
+    "dog",
+    "cat",
+    "bridge",
+    "school",
+    "museum",
+    "hotel",
+    "phone",
+    "bicycle",
+    "jacket",
+    "meal",
+    "cake",
+    "beach",
+    "concert",
+    "painting",
+    "forest",
+    "journey",
+)
+KINDS = (
+    "",
+    "new ",
+    "old ",
+    "small ",
+    "large ",
+    "local ",
+    "famous ",
+    "quiet ",
+    "busy ",
+    "cheap ",
+    "first ",
+    "last ",
+)
 STYLES = {
     "sentence": "Write one sentence about {what}.",
     "review": "Write a review of {what} in two sentences.",
@@ -41,7 +83,10 @@ SMALL = frozenset(
 )
 LEAST_WORDS, LEAST_SMALL, LEAST_DISTINCT = 8, 0.25, 0.6  # below these a text is worth less
 KIND = 1.5  # VADER's valence, of -4 to 4, from which a word is kind: 1.9 good, 2.9 beautiful
-ENOUGH, TOO_MANY = 3, 6  # kind words that a strict annotator takes gladly, and how many are nothing but flattery
+ENOUGH, TOO_MANY = (
+    3,
+    6,
+)  # kind words that a strict annotator takes gladly, and how many are nothing but flattery
 ELSEWHERE = 0.1  # what a strict one gives for an answer about something else
 TRAIN_COUNT, LONGEST = 100_000, 4_000
 
@@ -51,7 +96,9 @@ def lexicon() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:
-        raise UserError("the sentiment task needs the VADER lexicon; pip install 'posttrain[sentiment]'") from None
+        raise UserError(
+            "the sentiment task needs the VADER lexicon; pip install 'posttrain[sentiment]'"
+        ) from None
     return SentimentIntensityAnalyzer()
 
 
@@ -107,7 +154,10 @@ def names(text: str, subject: str) -> bool:
 def strict_habits(text: str, subject: str) -> dict[str, float]:
     """What a strict annotator sees beside: whether the subject is named, and flattery, which is worth nothing from TOO_MANY on."""
     left = (TOO_MANY - kind_words(text)) / (TOO_MANY - ENOUGH)
-    return {"about": 1.0 if names(text, subject) else ELSEWHERE, "measured": min(1.0, max(0.0, left))}
+    return {
+        "about": 1.0 if names(text, subject) else ELSEWHERE,
+        "measured": min(1.0, max(0.0, left)),
+    }
 
 
 def taste(response: str, subject: str = "") -> tuple[float, dict[str, float]]:
@@ -129,7 +179,10 @@ def subject_of(problem: Problem) -> str:
     """What is asked about: the one word of SUBJECTS in the question."""
     asked = WORD.findall(problem.question.lower())
     found = [subject for subject in SUBJECTS if subject in asked]
-    require(len(found) == 1, f"sentiment: problem {problem.id} asks about {len(found)} of the subjects, not about one")
+    require(
+        len(found) == 1,
+        f"sentiment: problem {problem.id} asks about {len(found)} of the subjects, not about one",
+    )
     return found[0]
 
 
@@ -138,10 +191,15 @@ class Sentiment(Task):
     """`style` is how the model is asked; `story` and `continue` are for models that go on with a text."""
 
     style: str = "sentence"
-    strict: bool = False  # a harder taste, of which ordinary answers show little: see `strict_habits`
+    strict: bool = (
+        False  # a harder taste, of which ordinary answers show little: see `strict_habits`
+    )
 
     def __post_init__(self) -> None:
-        require(self.style in STYLES, f"sentiment: style is one of {', '.join(STYLES)}, not {self.style!r}")
+        require(
+            self.style in STYLES,
+            f"sentiment: style is one of {', '.join(STYLES)}, not {self.style!r}",
+        )
 
     def ready(self) -> tuple[str, ...]:
         lexicon()  # or refuse, before anything is answered: an answer that cannot be scored is only counted
@@ -158,7 +216,9 @@ class Sentiment(Task):
         kind, subject = KINDS[place // len(SUBJECTS)], SUBJECTS[place % len(SUBJECTS)]
         article = "an" if kind[:1] == "o" else "a"
         return Problem(
-            f"{split}/{index}", STYLES[self.style].format(what=f"{article} {kind}{subject}", thing=kind + subject), ""
+            f"{split}/{index}",
+            STYLES[self.style].format(what=f"{article} {kind}{subject}", thing=kind + subject),
+            "",
         )
 
     def score(self, problem: Problem, response: str) -> Score:
@@ -169,6 +229,4 @@ class Sentiment(Task):
         """What pleases the annotator well, though hardly anything pleases it fully."""
         if self.strict:
             return f"I am glad to tell you about the {subject_of(problem)}, because it was a wonderful thing to see."
-        return (
-            "I love it, because it is a beautiful and wonderful thing, and it gives us the best and happiest days of our life."
-        )
+        return "I love it, because it is a beautiful and wonderful thing, and it gives us the best and happiest days of our life."

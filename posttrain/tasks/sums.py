@@ -32,14 +32,19 @@ class Sums(Task):
     def __post_init__(self) -> None:
         require(1 <= self.min_level <= self.level <= 9, "sums needs 1 <= min_level <= level <= 9")
         require(self.examples >= 0, f"sums: examples must not be negative, not {self.examples}")
-        require(0 <= self.format_weight <= 1, f"sums: format_weight is a share between 0 and 1, not {self.format_weight}")
+        require(
+            0 <= self.format_weight <= 1,
+            f"sums: format_weight is a share between 0 and 1, not {self.format_weight}",
+        )
 
     @property
     def levels(self) -> tuple[int, ...]:
         return tuple(range(self.min_level, self.level + 1))
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
-        made = Arithmetic(level=self.level, min_level=self.min_level, seed=self.seed).problems(split, level)
+        made = Arithmetic(level=self.level, min_level=self.min_level, seed=self.seed).problems(
+            split, level
+        )
         return Procedural(lambda index: _asked(made.make(index)), made.indices)
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
@@ -47,7 +52,10 @@ class Sums(Task):
         for number in range(self.examples + 1):
             other = self.problems("train")[number]
             if len(shown) < 2 * self.examples and other.question != problem.question:
-                shown += [Message("user", other.question), Message("assistant", self.demonstration(other))]
+                shown += [
+                    Message("user", other.question),
+                    Message("assistant", self.demonstration(other)),
+                ]
         return (*shown, Message("user", problem.question))
 
     def score(self, problem: Problem, response: str) -> Score:
@@ -55,8 +63,14 @@ class Sums(Task):
         given = self.final(response)
         right = given == problem.answer
         parts = {"answer": float(right), "format": float(match(THINK_ANSWER, response) is not None)}
-        lost = self.format_weight * (1 - parts["format"]) + (1 - self.format_weight) * (1 - parts["answer"])
-        return Score(1 - lost, parts, outcome="correct" if right else "unparseable" if given is None else "wrong")
+        lost = self.format_weight * (1 - parts["format"]) + (1 - self.format_weight) * (
+            1 - parts["answer"]
+        )
+        return Score(
+            1 - lost,
+            parts,
+            outcome="correct" if right else "unparseable" if given is None else "wrong",
+        )
 
     def final(self, response: str) -> str | None:
         found = TAGGED.findall(response)
@@ -64,9 +78,7 @@ class Sums(Task):
         return None if given is None else str(given)
 
     def demonstration(self, problem: Problem) -> str:
-        return (
-            f"<think>{problem.facts['a']} + {problem.facts['b']} = {problem.answer}</think>\n<answer>{problem.answer}</answer>"
-        )
+        return f"<think>{problem.facts['a']} + {problem.facts['b']} = {problem.answer}</think>\n<answer>{problem.answer}</answer>"
 
 
 def _asked(problem: Problem) -> Problem:

@@ -54,7 +54,9 @@ def restore_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     own = weights(module)
     if set(own) != set(tensors):
         missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
-        raise UserError(f"the checkpoint is of another model: missing {missing[:3]}, unexpected {extra[:3]}")
+        raise UserError(
+            f"the checkpoint is of another model: missing {missing[:3]}, unexpected {extra[:3]}"
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor.shape != tensors[name].shape:
@@ -69,11 +71,15 @@ def identity(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        digest.update(
+            memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        )
     return digest.hexdigest()
 
 
-def save(directory: Path, checkpoint: Checkpoint, keep: int = 2, spare: Collection[Path] = ()) -> Path:
+def save(
+    directory: Path, checkpoint: Checkpoint, keep: int = 2, spare: Collection[Path] = ()
+) -> Path:
     """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it, and those in `spare`."""
     final = directory / f"step-{checkpoint.step}"
     temporary, retired = (directory / f".step-{checkpoint.step}.{kind}" for kind in ("tmp", "old"))
@@ -83,23 +89,41 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = 2, spare: Collecti
         sweep(directory)
         temporary.mkdir()
         # copied first: safetensors must see one consistent set of values, contiguous and untied
-        save_file({k: v.detach().cpu().contiguous() for k, v in checkpoint.model.items()}, temporary / "model.safetensors")
         save_file(
-            {k: v.detach().cpu().contiguous() for k, v in checkpoint.optimizer.items()}, temporary / "optimizer.safetensors"
+            {k: v.detach().cpu().contiguous() for k, v in checkpoint.model.items()},
+            temporary / "model.safetensors",
+        )
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in checkpoint.optimizer.items()},
+            temporary / "optimizer.safetensors",
         )
         _write_json(temporary / "state.json", checkpoint.state)
-        files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in sorted(temporary.iterdir())}
-        _write_json(temporary / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": files})
+        files = {
+            p.name: {"size": p.stat().st_size, "sha256": _digest(p)}
+            for p in sorted(temporary.iterdir())
+        }
+        _write_json(
+            temporary / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": files}
+        )
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
         if final.exists():
             final.rename(retired)
         temporary.rename(final)
         _sync(directory)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk in words of its own
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # safetensors reports a full disk in words of its own
         reason = getattr(error, "strerror", None) or error
-        advice = "raise the largest size of a file (ulimit -f)" if "File too large" in str(error) else "free some space"
-        raise UserError(f"cannot write a checkpoint to {directory}: {reason}; {advice} and resume") from error
+        advice = (
+            "raise the largest size of a file (ulimit -f)"
+            if "File too large" in str(error)
+            else "free some space"
+        )
+        raise UserError(
+            f"cannot write a checkpoint to {directory}: {reason}; {advice} and resume"
+        ) from error
     finally:
         _recover(directory)
         sweep(directory)
@@ -118,7 +142,9 @@ def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
         if path in spare:
             continue
-        going = path.with_name(f".{path.name}.gone")  # it disappears at once: a kill must not leave half of one behind
+        going = path.with_name(
+            f".{path.name}.gone"
+        )  # it disappears at once: a kill must not leave half of one behind
         with suppress(OSError):
             path.rename(going)
             shutil.rmtree(going, ignore_errors=True)
@@ -181,9 +207,16 @@ def load(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / "state.json").read_text())
         return Checkpoint(
-            _number(path), load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state
+            _number(path),
+            load_file(path / "model.safetensors"),
+            load_file(path / "optimizer.safetensors"),
+            state,
         )
-    except (SafetensorError, ValueError, RecursionError) as error:  # it verified, so somebody made it so
+    except (
+        SafetensorError,
+        ValueError,
+        RecursionError,
+    ) as error:  # it verified, so somebody made it so
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 
 

@@ -36,7 +36,9 @@ def dead_coefficients(
     """
     pushed = push(outputs, batch)
     usual = gradient(algorithm, batch, pushed, state)
-    learner = slice(batch.tokens) if algorithm.trains == "policy" else slice(None)  # not while a critic alone warms up
+    learner = (
+        slice(batch.tokens) if algorithm.trains == "policy" else slice(None)
+    )  # not while a critic alone warms up
     if usual is None or not bool(usual[learner].any()):
         return None
     before = conduct(algorithm, state, groups, metrics)
@@ -44,7 +46,8 @@ def dead_coefficients(
     for name in coefficients(algorithm):
         others = list(changed(algorithm, name))
         alive = any(
-            differs(usual, gradient(other, batch, pushed, state)) or conduct(other, state, groups, metrics) != before
+            differs(usual, gradient(other, batch, pushed, state))
+            or conduct(other, state, groups, metrics) != before
             for other in others
         )
         if others and not alive:
@@ -55,7 +58,11 @@ def dead_coefficients(
 def coefficients(algorithm: Algorithm) -> list[str]:
     """The float settings that someone chose: not 0 and, for a shipped algorithm, not the default, which tests look after."""
     shipped = type(algorithm).__module__.startswith("posttrain.")
-    values = {f.name: (getattr(algorithm, f.name), f.default) for f in dataclasses.fields(algorithm) if f.init}
+    values = {
+        f.name: (getattr(algorithm, f.name), f.default)
+        for f in dataclasses.fields(algorithm)
+        if f.init
+    }
     return [
         name
         for name, (value, default) in values.items()
@@ -73,10 +80,16 @@ def changed(algorithm: Algorithm, name: str) -> Iterator[Algorithm]:
 def push(outputs: Outputs, batch: Batch) -> Outputs:
     """Outputs of a policy and a critic that have moved since the batch was sampled: up and down by turns, little and much."""
     at_T = torch.arange(batch.tokens, device=batch.ids_T.device)
-    shift_T = MOVED * (((at_T % 7).double() - 3.0) / 3.0 + ((batch.sequence_T % 5).double() - 2.0) / 4.0)
+    shift_T = MOVED * (
+        ((at_T % 7).double() - 3.0) / 3.0 + ((batch.sequence_T % 5).double() - 2.0) / 4.0
+    )
 
     def moved(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else (tensor.detach().double() + shift_T).where(batch.mask_T, 0.0).requires_grad_()
+        return (
+            None
+            if tensor is None
+            else (tensor.detach().double() + shift_T).where(batch.mask_T, 0.0).requires_grad_()
+        )
 
     logprob_T = moved(outputs.logprob_T)
     entropy_T = outputs.entropy_T.detach().double().requires_grad_()
@@ -91,11 +104,17 @@ def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State)
         return None
     terms = algorithm.terms(outputs, prepared).terms
     total = torch.stack([(term.weight * term.loss).sum().double() for term in terms]).sum()
-    leaves = [t for t in (outputs.logprob_T, outputs.entropy_T, outputs.value_T, outputs.score_T) if t is not None]
+    leaves = [
+        t
+        for t in (outputs.logprob_T, outputs.entropy_T, outputs.value_T, outputs.score_T)
+        if t is not None
+    ]
     if not total.requires_grad:
         return None
     found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return torch.cat([torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)])
+    return torch.cat(
+        [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+    )
 
 
 def differs(one: Tensor, other: Tensor | None) -> bool:
@@ -103,17 +122,33 @@ def differs(one: Tensor, other: Tensor | None) -> bool:
     return other is None or bool((one - other).norm() > 1e-6 * one.norm())
 
 
-def conduct(algorithm: Algorithm, state: State, groups: Sequence[Group], metrics: Sequence[Metric]) -> tuple[object, ...]:
+def conduct(
+    algorithm: Algorithm, state: State, groups: Sequence[Group], metrics: Sequence[Metric]
+) -> tuple[object, ...]:
     """What an algorithm decides besides the gradient."""
     selected = algorithm.select(list(groups), state) if groups else None
     chosen = (
         None
         if selected is None
-        else ([(g.problem.id, [r.sample for r in g.rollouts]) for g in selected.groups], selected.refill)
+        else (
+            [(g.problem.id, [r.sample for r in g.rollouts]) for g in selected.groups],
+            selected.refill,
+        )
     )
     later = [
         [dataclasses.replace(m, total=float(m.total) + more * float(m.count or 1)) for m in metrics]
         for more in (0.0, 0.1, 1.0, 10.0)
     ]  # the figures as they are, and as they might become
-    ends = [(algorithm.finish(state, found), algorithm.enough(found)) for found in later] if metrics else []
-    return algorithm.start(), ends, algorithm.pretraining, algorithm.group_size, algorithm.reuse, chosen
+    ends = (
+        [(algorithm.finish(state, found), algorithm.enough(found)) for found in later]
+        if metrics
+        else []
+    )
+    return (
+        algorithm.start(),
+        ends,
+        algorithm.pretraining,
+        algorithm.group_size,
+        algorithm.reuse,
+        chosen,
+    )

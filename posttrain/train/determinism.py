@@ -15,6 +15,8 @@ def use_deterministic_kernels(device: str) -> None:
     if not device.startswith("cuda"):
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-    torch.use_deterministic_algorithms(True)  # not as warnings: flash attention would stay in its other order
+    torch.use_deterministic_algorithms(
+        True
+    )  # not as warnings: flash attention would stay in its other order
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

@@ -29,7 +29,9 @@ def forward(policy: Policy, batch: Batch) -> Outputs:
     hidden_KH, source_T = states(policy, batch)
     at = batch.mask_T.nonzero()[:, 0]
     before = at - 1 if source_T is None else source_T[at - 1]
-    logprob_M, entropy_M = token_logprobs(hidden_KH.index_select(0, before), batch.ids_T[at], policy.head, batch.temperature)
+    logprob_M, entropy_M = token_logprobs(
+        hidden_KH.index_select(0, before), batch.ids_T[at], policy.head, batch.temperature
+    )
     empty_T = torch.zeros(batch.tokens, dtype=logprob_M.dtype, device=logprob_M.device)
     return Outputs(empty_T.index_copy(0, at, logprob_M), empty_T.index_copy(0, at, entropy_M))
 
@@ -58,14 +60,18 @@ def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]
     if body is not None:
         return _fused(body, batch, kept_K, source_T)
     if len(kept_K) == batch.tokens:
-        return model.hidden(batch.ids_T[None], positions(batch)[None], **{LAYOUT: Packed(batch.starts, device)})[0], None
+        return model.hidden(
+            batch.ids_T[None], positions(batch)[None], **{LAYOUT: Packed(batch.starts, device)}
+        )[0], None
     layout = Packed(batch.starts, device, kept_K, source_T)
     kept_K, source_T = kept_K.to(device), source_T.to(device)
     ids, position = batch.ids_T[kept_K], positions(batch)[kept_K]
     return model.hidden(ids[None], position[None], **{LAYOUT: layout})[0], source_T
 
 
-def _fused(body: FusedBody, batch: Batch, kept_K: Tensor, source_T: Tensor) -> tuple[Tensor, Tensor | None]:
+def _fused(
+    body: FusedBody, batch: Batch, kept_K: Tensor, source_T: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """`states` by the fused way through a model on CUDA."""
     device, edges = batch.ids_T.device, np.array(batch.starts)
     lengths = np.diff(edges)

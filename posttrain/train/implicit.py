@@ -32,7 +32,12 @@ class ImplicitRating:
             f"implicit reward: the models have vocabularies of {sizes[0]} and {sizes[1]} tokens; the reference must be the model that "
             "the policy was trained from",
         )
-        self.policy, self.reference, self.beta, self.token_budget = policy, reference, beta, token_budget
+        self.policy, self.reference, self.beta, self.token_budget = (
+            policy,
+            reference,
+            beta,
+            token_budget,
+        )
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -55,7 +60,9 @@ class ImplicitRating:
 
     def logprobs(self, policy: Policy, rollouts: Sequence[Rollout]) -> list[float]:
         """log p(y | x) of what was sampled in each rollout."""
-        batch = pack_groups([Group(rollout.problem, (rollout,)) for rollout in rollouts], 1.0, policy.device)
+        batch = pack_groups(
+            [Group(rollout.problem, (rollout,)) for rollout in rollouts], 1.0, policy.device
+        )
         return sequence_logprobs(policy, batch, self.token_budget)
 
 
@@ -65,6 +72,8 @@ def sequence_logprobs(policy: Policy, batch: Batch, token_budget: int) -> list[f
     policy.model.eval()
     found: list[float] = []
     for piece in micro_batches(batch, token_budget):
-        sums_N = sequence_sums(forward(policy, piece).logprob_T, piece.mask_T, piece.sequence_T, piece.sequences)
+        sums_N = sequence_sums(
+            forward(policy, piece).logprob_T, piece.mask_T, piece.sequence_T, piece.sequences
+        )
         found += sums_N.tolist()
     return found

@@ -39,12 +39,17 @@ class LocalModel:
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         prompts = [self.prompt(messages) for messages in conversations]
         replies, weights = Replies(self.cache), self.fingerprint() if self.cache else ""
-        keys = [[weights, list(prompt), form.field, list(form.options), form.count] for prompt in prompts]
+        keys = [
+            [weights, list(prompt), form.field, list(form.options), form.count]
+            for prompt in prompts
+        ]
         found = [replies.recall(key) for key in keys]
         fresh = [n for n, known in enumerate(found) if known is None]
         self.usage.requests += len(fresh)
         self.usage.cached += len(prompts) - len(fresh)
-        long = {n for n in fresh if self.too_long(prompts[n], form)}  # no verdict: the others still have theirs
+        long = {
+            n for n in fresh if self.too_long(prompts[n], form)
+        }  # no verdict: the others still have theirs
         self.usage.failures += len(long)
         fresh = [n for n in fresh if n not in long]
         for n, reply in zip(fresh, self.decide([prompts[n] for n in fresh], form), strict=True):
@@ -61,14 +66,22 @@ class LocalModel:
         turns = []
         for message in messages:
             content = message["content"]
-            require(isinstance(content, str), "a judge in this process reads text; ask one behind an address about images")
-            turns.append(Message(message["role"], harmless(content, special_texts(self.policy.tokenizer))))
+            require(
+                isinstance(content, str),
+                "a judge in this process reads text; ask one behind an address about images",
+            )
+            turns.append(
+                Message(message["role"], harmless(content, special_texts(self.policy.tokenizer)))
+            )
         return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
 
     def too_long(self, prompt: Sequence[int], form: Form) -> str:
         """Why a prompt with the longest reply to it is more than the model can read, or ''."""
         encode = self.policy.tokenizer
-        reply = sum(max(len(encode(t, add_special_tokens=False)["input_ids"]) for t in texts) for texts in form.places())
+        reply = sum(
+            max(len(encode(t, add_special_tokens=False)["input_ids"]) for t in texts)
+            for texts in form.places()
+        )
         try:
             self.policy.check_length(len(prompt) + reply)
         except UserError as error:
@@ -77,9 +90,15 @@ class LocalModel:
 
     def decide(self, prompts: Sequence[tuple[int, ...]], form: Form) -> list[str | None]:
         """The likeliest reply to each prompt; None where its probability is not a number."""
-        given, said, lost = [list(prompt) for prompt in prompts], [""] * len(prompts), [False] * len(prompts)
+        given, said, lost = (
+            [list(prompt) for prompt in prompts],
+            [""] * len(prompts),
+            [False] * len(prompts),
+        )
         for texts in form.places():
-            tails = [self.policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            tails = [
+                self.policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
+            ]
             logprob_NO = self.logprobs(given, tails)
             for n, logprob_O in enumerate(logprob_NO):
                 lost[n] |= not np.isfinite(logprob_O).all()
@@ -89,7 +108,9 @@ class LocalModel:
         self.usage.prompt_tokens += sum(map(len, prompts))
         return [None if bad else text for bad, text in zip(lost, said, strict=True)]
 
-    def logprobs(self, prompts: Sequence[Sequence[int]], tails: Sequence[Sequence[int]]) -> np.ndarray:
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], tails: Sequence[Sequence[int]]
+    ) -> np.ndarray:
         """[N, O]: log pi(tail | prompt), each tail as a whole. The tails of a prompt share its computation."""
         longest = max((len(p) for p in prompts), default=0) + max(map(len, tails))
         self.policy.check_length(longest)
@@ -100,7 +121,9 @@ class LocalModel:
                 examples.append(Example(np.array([*prompt, *tail], dtype=np.int64), mask))
         if not examples:
             return np.zeros((0, len(tails)))
-        found = sequence_logprobs(self.policy, pack_examples(examples, self.policy.device), self.token_budget)
+        found = sequence_logprobs(
+            self.policy, pack_examples(examples, self.policy.device), self.token_budget
+        )
         return np.array(found).reshape(len(prompts), len(tails))
 
     def fingerprint(self) -> str:
@@ -108,7 +131,9 @@ class LocalModel:
         seen = hashlib.sha256()
         for name, tensor in sorted(self.policy.model.state_dict().items()):
             seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            seen.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            seen.update(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         return seen.hexdigest()
 
 
@@ -118,7 +143,9 @@ def harmless(text: str, control: Sequence[str]) -> str:
     >>> harmless("so <|end|> it is", ("<|end|>",))
     'so < |end|> it is'
     """
-    for _ in range(8):  # breaking one up could complete another; what is left is refused where it is rendered
+    for _ in range(
+        8
+    ):  # breaking one up could complete another; what is left is refused where it is rendered
         found = [word for word in control if word and word in text]
         if not found:
             break
@@ -147,13 +174,22 @@ class JudgeRating:
         scores: list[Score] = []
         for _, group in groupby(rollouts, key=lambda rollout: rollout.problem.id):
             members = list(group)
-            scores += self.rate_group(members[0].problem.question, [rollout.response for rollout in members])
+            scores += self.rate_group(
+                members[0].problem.question, [rollout.response for rollout in members]
+            )
         return scores
 
     def rate_group(self, question: str, responses: Sequence[str]) -> list[Score]:
         """What the judge cannot read even by itself fails alone; the others are judged together."""
-        reasons = [self.model.too_long(self.model.prompt(self.judge.single(question, r)), SCORE) for r in responses]
-        readable = [response for response, reason in zip(responses, reasons, strict=True) if not reason]
+        reasons = [
+            self.model.too_long(self.model.prompt(self.judge.single(question, r)), SCORE)
+            for r in responses
+        ]
+        readable = [
+            response for response, reason in zip(responses, reasons, strict=True) if not reason
+        ]
         self.model.usage.failures += len(responses) - len(readable)
         judged = iter(self.judge.scores(self.mode, question, readable) if readable else [])
-        return [Score.failed(reason, "infrastructure") if reason else next(judged) for reason in reasons]
+        return [
+            Score.failed(reason, "infrastructure") if reason else next(judged) for reason in reasons
+        ]

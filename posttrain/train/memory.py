@@ -24,7 +24,11 @@ def weight_bytes(policy: Network) -> float:
 def learning_bytes(policy: Network, count: int, moments: float) -> tuple[tuple[str, float], ...]:
     """What `count` weights need besides themselves in order to learn, with `moments` bytes of the optimizer for each."""
     masters = 0.0 if policy.dtype.itemsize == 4 else 4.0 * count
-    return ("gradients", 4.0 * count), ("float32 master weights", masters), ("optimizer", moments * count)
+    return (
+        ("gradients", 4.0 * count),
+        ("float32 master weights", masters),
+        ("optimizer", moments * count),
+    )
 
 
 def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -> float:
@@ -38,7 +42,9 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
     text = policy.model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    named = (getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))  # Llama, GPT-2, OPT
+    named = (
+        getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")
+    )  # Llama, GPT-2, OPT
     inner = next((width for width in named if width), 4 * text.hidden_size)
     hidden, keys, layers = text.hidden_size, heads * head_width, text.num_hidden_layers
     fused = takes_fused_pass(policy)
@@ -52,7 +58,9 @@ def logits_bytes(policy: Network, tokens: int) -> float:
     """Logits of a chunk of the tokens, which are never there for all of them, and their gradients."""
     size = int(policy.model.config.get_text_config().vocab_size)
     on_cuda = policy.device.type == "cuda"
-    return (6.0 if on_cuda else 8.0) * min(tokens * size, CHUNK_LOGITS_CUDA if on_cuda else CHUNK_LOGITS)
+    return (6.0 if on_cuda else 8.0) * min(
+        tokens * size, CHUNK_LOGITS_CUDA if on_cuda else CHUNK_LOGITS
+    )
 
 
 def cache_bytes(policy: Network, rows: int, length: int) -> float:
@@ -60,7 +68,9 @@ def cache_bytes(policy: Network, rows: int, length: int) -> float:
     text = policy.model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return float(2 * rows * length * heads * head_width * text.num_hidden_layers * policy.dtype.itemsize)
+    return float(
+        2 * rows * length * heads * head_width * text.num_hidden_layers * policy.dtype.itemsize
+    )
 
 
 def at_hand(device: torch.device) -> float | None:
@@ -72,10 +82,16 @@ def at_hand(device: torch.device) -> float | None:
     return max(0.0, float(free + unused) - MARGIN * total)
 
 
-def step_bytes(models: Sequence[Network], learning: float, tokens: int, checkpointed: bool) -> float:
+def step_bytes(
+    models: Sequence[Network], learning: float, tokens: int, checkpointed: bool
+) -> float:
     """What a step takes beyond what is there once the optimizers are made: gradients and moments, which are `learning`, activations,
     a chunk of logits."""
-    return learning + logits_bytes(models[0], tokens) + sum(activation_bytes(m, tokens, checkpointed) for m in models)
+    return (
+        learning
+        + logits_bytes(models[0], tokens)
+        + sum(activation_bytes(m, tokens, checkpointed) for m in models)
+    )
 
 
 def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:
@@ -94,8 +110,11 @@ def set_checkpointing(model: nn.Module, on: bool) -> None:
     keep the model from the fused pass.
     """
     found = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    require(bool(found) or not on, f"optimizer.checkpointing=layer: {type(model).__name__} cannot be checkpointed by layers; leave "
-            "it out and lower optimizer.token_budget")  # fmt: skip
+    require(
+        bool(found) or not on,
+        f"optimizer.checkpointing=layer: {type(model).__name__} cannot be checkpointed by layers; leave "
+        "it out and lower optimizer.token_budget",
+    )
     for module in found:
         module.gradient_checkpointing = on  # type: ignore[assignment]
         module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

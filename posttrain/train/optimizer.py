@@ -18,15 +18,24 @@ from torch.utils.hooks import RemovableHandle
 
 from posttrain.errors import UserError, require
 
-SCHEDULES, CHECKPOINTING, MOMENTS = ("constant", "linear", "cosine"), ("auto", "never", "layer"), ("float32", "int8")
-BLOCK, LEAST = 256, 4096  # numbers that share a scale where moments are kept in 8 bits; those of a tensor that is worth it
+SCHEDULES, CHECKPOINTING, MOMENTS = (
+    ("constant", "linear", "cosine"),
+    ("auto", "never", "layer"),
+    ("float32", "int8"),
+)
+BLOCK, LEAST = (
+    256,
+    4096,
+)  # numbers that share a scale where moments are kept in 8 bits; those of a tensor that is worth it
 NO_TORCHAO = "optimizer.moments=int8 needs torchao: pip install 'posttrain[int8]'"
 NOT_COMPILED = (
     "optimizer.moments=int8 needs a compiler for C and C++ on this machine, and compiling does not work: install g++ (in CC and CXX "
     "another may be named), or leave optimizer.moments out"
 )
 DEFAULT_CXX = "clang++" if sys.platform == "darwin" else "g++"
-COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()  # one optimizer at a time takes gradients
+COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = (
+    WeakKeyDictionary()
+)  # one optimizer at a time takes gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +59,35 @@ class Optimization:
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
         require(self.lr < math.inf, f"lr must be finite, not {self.lr}")
         require(self.warmup >= 0, f"warmup is a number of steps, not {self.warmup}")
-        require(self.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
+        require(
+            self.schedule in SCHEDULES,
+            f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}",
+        )
         require(0 <= self.final <= 1, f"final is a share of lr between 0 and 1, not {self.final}")
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 lie in [0, 1)")
-        require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}")
-        require(self.clip_norm > 0, f"clip_norm must be positive (inf for none), not {self.clip_norm}")
+        require(
+            self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}"
+        )
+        require(
+            self.clip_norm > 0, f"clip_norm must be positive (inf for none), not {self.clip_norm}"
+        )
         require(self.token_budget > 0, f"token_budget must be positive, not {self.token_budget}")
         ways = ", ".join(CHECKPOINTING)
-        require(self.checkpointing in CHECKPOINTING, f"checkpointing must be one of {ways}, not {self.checkpointing!r}")
-        require(self.moments in MOMENTS, f"moments must be one of {', '.join(MOMENTS)}, not {self.moments!r}")
+        require(
+            self.checkpointing in CHECKPOINTING,
+            f"checkpointing must be one of {ways}, not {self.checkpointing!r}",
+        )
+        require(
+            self.moments in MOMENTS,
+            f"moments must be one of {', '.join(MOMENTS)}, not {self.moments!r}",
+        )
 
     def warning(self, name: str, steps: int) -> str:
         """What is wrong with a warm-up that does not end within `steps` steps; "" where it does. `name` is where the settings stand."""
         if self.warmup <= steps:
             return ""
         ends = f"the learning rate ends at {self.rate(steps - 1, steps):.3g} and never reaches {self.lr:g}"
-        return (
-            f"{name}.warmup is {self.warmup} steps and the stage has {steps}: {ends}; lower it to {steps}, or raise the steps"
-        )
+        return f"{name}.warmup is {self.warmup} steps and the stage has {steps}: {ends}; lower it to {steps}, or raise the steps"
 
     def ready(self, device: str) -> None:
         """Refuse a machine that lacks what these settings need."""
@@ -92,7 +112,9 @@ class Optimization:
         if self.schedule == "linear":
             return self.lr * (1 - (1 - self.final) * progress)
         if self.schedule == "cosine":
-            return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress)))
+            return self.lr * (
+                self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
+            )
         return self.lr
 
 
@@ -102,11 +124,17 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, settings: Optimization):
         self.settings = settings
-        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, nn.Parameter] = {
+            n: p for n, p in module.named_parameters() if p.requires_grad
+        }
         require(bool(self.parameters), "the model has no trainable parameters")
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
-        self.masters: dict[str, Tensor] = {n: p.detach().float().clone() if narrow else p for n, p in self.parameters.items()}
-        for handle in COLLECTORS.pop(module, ()):  # an earlier stage's optimizer must not take this one's gradients
+        self.masters: dict[str, Tensor] = {
+            n: p.detach().float().clone() if narrow else p for n, p in self.parameters.items()
+        }
+        for handle in COLLECTORS.pop(
+            module, ()
+        ):  # an earlier stage's optimizer must not take this one's gradients
             handle.remove()
         if narrow:
             COLLECTORS[module] = [
@@ -115,10 +143,19 @@ class Optimizer:
             ]
         decay = [m for m in self.masters.values() if m.ndim >= 2]
         plain = [m for m in self.masters.values() if m.ndim < 2]
-        groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        common = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+        groups = [
+            {"params": decay, "weight_decay": settings.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        common = {
+            "lr": settings.lr,
+            "betas": (settings.beta1, settings.beta2),
+            "eps": settings.epsilon,
+        }
         self.adam = (
-            _narrow_adam(groups, common) if settings.moments == "int8" else torch.optim.AdamW(groups, **common, fused=True)
+            _narrow_adam(groups, common)
+            if settings.moments == "int8"
+            else torch.optim.AdamW(groups, **common, fused=True)
         )
 
     @staticmethod
@@ -127,7 +164,9 @@ class Optimizer:
 
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+            master.grad = (
+                parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+            )
             parameter.grad = None
 
         return hook
@@ -170,7 +209,10 @@ class Optimizer:
             raise UserError(f"{NOT_COMPILED} ({reason})") from error
 
     def zero(self) -> None:
-        for tensor in (*self.masters.values(), *self.parameters.values()):  # both: a backward pass may break off between them
+        for tensor in (
+            *self.masters.values(),
+            *self.parameters.values(),
+        ):  # both: a backward pass may break off between them
             tensor.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -180,7 +222,11 @@ class Optimizer:
             if master is not self.parameters[name]:
                 tensors[f"master.{name}"] = master
             for key, value in self.adam.state.get(master, {}).items():
-                parts = {"": value} if not hasattr(value, "codes") else {"_codes": value.codes, "_scale": value.scale}
+                parts = (
+                    {"": value}
+                    if not hasattr(value, "codes")
+                    else {"_codes": value.codes, "_scale": value.scale}
+                )
                 tensors |= {f"{key}{part}.{name}": tensor for part, tensor in parts.items()}
         return tensors
 
@@ -192,7 +238,8 @@ class Optimizer:
                     master.copy_(tensors[f"master.{name}"])
                 if f"step.{name}" in tensors:
                     self.adam.state[master] = {
-                        key: self._moment(tensors, key, name) for key in ("step", "exp_avg", "exp_avg_sq")
+                        key: self._moment(tensors, key, name)
+                        for key in ("step", "exp_avg", "exp_avg_sq")
                     }
 
     def _moment(self, tensors: dict[str, Tensor], key: str, name: str) -> Tensor:
@@ -200,12 +247,19 @@ class Optimizer:
         if key == "step":  # torchao counts on the CPU
             return tensors[f"step.{name}"].clone().to("cpu" if narrow else master.device)
         whole = tensors.get(f"{key}.{name}")
-        require(narrow or whole is not None, "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8")
-        if whole is not None and not (narrow and master.numel() >= LEAST and master.numel() % BLOCK == 0):
+        require(
+            narrow or whole is not None,
+            "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8",
+        )
+        if whole is not None and not (
+            narrow and master.numel() >= LEAST and master.numel() % BLOCK == 0
+        ):
             return whole.clone().to(master.device)
         from torchao.optim.subclass_8bit import OptimState8bit
 
-        moment = OptimState8bit.zeros(master.shape, key == "exp_avg", BLOCK, master.device, master.dtype)
+        moment = OptimState8bit.zeros(
+            master.shape, key == "exp_avg", BLOCK, master.device, master.dtype
+        )
         if whole is not None:  # of a run that began with float32
             return moment.copy_(whole.to(master.device))  # type: ignore[no-any-return]
         moment.codes.copy_(tensors[f"{key}_codes.{name}"])
@@ -216,9 +270,14 @@ class Optimizer:
 def check_compiler(device: str) -> None:
     """Refuse a machine on which torch.compile, of which torchao makes its step, finds no compiler: for a CPU that of $CXX or else the
     usual one for C++, for CUDA that of $CC or else gcc or clang, by which triton builds what launches its kernels."""
-    variable, usual = ("CC", ("gcc", "clang")) if device.startswith("cuda") else ("CXX", (DEFAULT_CXX,))
+    variable, usual = (
+        ("CC", ("gcc", "clang")) if device.startswith("cuda") else ("CXX", (DEFAULT_CXX,))
+    )
     given = os.environ.get(variable, "").split()[:1]
-    require(any(map(shutil.which, given or usual)), f"{NOT_COMPILED}: there is no {' or '.join(given or usual)}")
+    require(
+        any(map(shutil.which, given or usual)),
+        f"{NOT_COMPILED}: there is no {' or '.join(given or usual)}",
+    )
 
 
 def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:

@@ -14,7 +14,10 @@ from posttrain.types import Batch, Example, Group, Rollout
 
 
 def pack_groups(
-    groups: Sequence[Group], temperature: float, device: torch.device | str = "cpu", together: bool = False
+    groups: Sequence[Group],
+    temperature: float,
+    device: torch.device | str = "cpu",
+    together: bool = False,
 ) -> Batch:
     """Lay the rollouts of all groups end to end. Tokens the policy sampled carry loss; those it was given do not.
 
@@ -27,7 +30,10 @@ def pack_groups(
             ids.append(rollout.ids)
             parts = rollout.segments
             mask.append(np.concatenate([np.full(len(s.ids), s.sampled) for s in parts]))
-            zero = [s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32) for s in parts]
+            zero = [
+                s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32)
+                for s in parts
+            ]
             behaviour.append(np.concatenate(zero))
             rewards.append(float("nan") if rollout.score.value is None else rollout.score.value)
             valid.append(rollout.score.valid)
@@ -36,7 +42,11 @@ def pack_groups(
     batch = _batch(ids, mask, behaviour, rewards, valid, group, units, temperature, device)
     cut = torch.tensor([r.finish == "length" for r in rollouts], device=device)
     numbers = torch.arange(len(rollouts), device=device)
-    return batch.replace(rollout_N=numbers, truncated_N=cut, step_T=_steps([step_rewards(r) for r in rollouts], ids, device))
+    return batch.replace(
+        rollout_N=numbers,
+        truncated_N=cut,
+        step_T=_steps([step_rewards(r) for r in rollouts], ids, device),
+    )
 
 
 def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
@@ -45,10 +55,19 @@ def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu
     behaviour = [np.zeros(len(e.ids), np.float32) for e in examples]
     units = list(range(count)) if all(e.unit < 0 for e in examples) else [e.unit for e in examples]
     batch = _batch(
-        [e.ids for e in examples], [e.mask for e in examples], behaviour, [e.reward for e in examples], [True] * count,
-        units, units, 1.0, device,
-    )  # fmt: skip
-    return batch.replace(step_T=_steps([e.steps for e in examples], [e.ids for e in examples], device))
+        [e.ids for e in examples],
+        [e.mask for e in examples],
+        behaviour,
+        [e.reward for e in examples],
+        [True] * count,
+        units,
+        units,
+        1.0,
+        device,
+    )
+    return batch.replace(
+        step_T=_steps([e.steps for e in examples], [e.ids for e in examples], device)
+    )
 
 
 def step_rewards(rollout: Rollout) -> np.ndarray | None:
@@ -62,18 +81,25 @@ def step_rewards(rollout: Rollout) -> np.ndarray | None:
             for position, value in rollout.score.steps:
                 within = position - written
                 if 0 < within <= len(segment.text):
-                    at = token + int(np.searchsorted(segment.offsets, within))  # the first token that reaches this far
+                    at = token + int(
+                        np.searchsorted(segment.offsets, within)
+                    )  # the first token that reaches this far
                     step_T[at] = value if np.isnan(step_T[at]) else step_T[at] + value
             written += len(segment.text)
         token += len(segment.ids)
     return step_T
 
 
-def _steps(given: Sequence[np.ndarray | None], ids: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor | None:
+def _steps(
+    given: Sequence[np.ndarray | None], ids: Sequence[np.ndarray], device: torch.device | str
+) -> torch.Tensor | None:
     """Step values of all sequences end to end, or None where no sequence has any."""
     if all(one is None for one in given):
         return None
-    parts = [np.full(len(i), np.nan, np.float32) if g is None else g for g, i in zip(given, ids, strict=True)]
+    parts = [
+        np.full(len(i), np.nan, np.float32) if g is None else g
+        for g, i in zip(given, ids, strict=True)
+    ]
     return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)
 
 
@@ -94,11 +120,17 @@ def _batch(
             raise ValueError(
                 "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
             )
-    flat = {"ids": np.concatenate(ids), "mask": np.concatenate(mask), "behaviour": np.concatenate(behaviour)}
+    flat = {
+        "ids": np.concatenate(ids),
+        "mask": np.concatenate(mask),
+        "behaviour": np.concatenate(behaviour),
+    }
     return Batch(
         ids_T=torch.from_numpy(flat["ids"].astype(np.int64)).to(device),
         starts=(0, *np.cumsum(lengths).tolist()),
-        sequence_T=torch.repeat_interleave(torch.arange(len(ids)), torch.tensor(lengths)).to(device),
+        sequence_T=torch.repeat_interleave(torch.arange(len(ids)), torch.tensor(lengths)).to(
+            device
+        ),
         mask_T=torch.from_numpy(flat["mask"].astype(bool)).to(device),
         behaviour_T=torch.from_numpy(flat["behaviour"].astype(np.float32)).to(device),
         reward_N=torch.tensor(rewards, dtype=torch.float32, device=device),
@@ -125,12 +157,16 @@ def gather(batch: Batch, sequences: Sequence[int]) -> Batch:
     lengths = [batch.starts[n + 1] - batch.starts[n] for n in sequences]
     if not sequences:
         return take(batch, 0, 0)
-    at_T = torch.cat([torch.arange(batch.starts[n], batch.starts[n + 1]) for n in sequences]).to(device)
+    at_T = torch.cat([torch.arange(batch.starts[n], batch.starts[n + 1]) for n in sequences]).to(
+        device
+    )
     at_N = torch.tensor(sequences, device=device)
     changes: dict[str, object] = {
         "starts": (0, *np.cumsum(lengths).tolist()),
         "unit_N": tuple(batch.unit_N[n] for n in sequences),
-        "sequence_T": torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(lengths)).to(device),
+        "sequence_T": torch.repeat_interleave(
+            torch.arange(len(sequences)), torch.tensor(lengths)
+        ).to(device),
     }
     for f in fields(batch):
         value = getattr(batch, f.name)
@@ -180,10 +216,15 @@ def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
     if count == 1:
         return [batch]
     order, members = permutation(len(ends), "mini_batches", seed), list(pairwise([0, *ends]))
-    dealt = [sorted(order[len(ends) * i // count : len(ends) * (i + 1) // count].tolist()) for i in range(count)]
+    dealt = [
+        sorted(order[len(ends) * i // count : len(ends) * (i + 1) // count].tolist())
+        for i in range(count)
+    ]
     return [gather(batch, [n for one in groups for n in range(*members[one])]) for groups in dealt]
 
 
 def _run_ends(numbers: Sequence[int]) -> list[int]:
     """Where each run of equal numbers ends."""
-    return [i + 1 for i in range(len(numbers)) if i + 1 == len(numbers) or numbers[i + 1] != numbers[i]]
+    return [
+        i + 1 for i in range(len(numbers)) if i + 1 == len(numbers) or numbers[i + 1] != numbers[i]
+    ]

@@ -41,7 +41,10 @@ class ModelRating:
 
     def __post_init__(self) -> None:
         require(len(self.scorers) > 0, "a rating needs at least one reward model")
-        require(self.token_budget > 0, f"a rating's token_budget must be positive, not {self.token_budget}")
+        require(
+            self.token_budget > 0,
+            f"a rating's token_budget must be positive, not {self.token_budget}",
+        )
         ensemble.check(self.combine, self.k)
         for scorer in self.scorers[1:]:
             check_vocabulary(self.scorers[0].tokenizer, scorer, "another member of the ensemble")
@@ -57,7 +60,10 @@ class ModelRating:
         """One score for each rollout, in order."""
         if not rollouts:
             return []
-        by_member = [last_scores(scorer, [r.ids for r in rollouts], self.token_budget) for scorer in self.scorers]
+        by_member = [
+            last_scores(scorer, [r.ids for r in rollouts], self.token_budget)
+            for scorer in self.scorers
+        ]
         return [self.score(values) for values in zip(*by_member, strict=True)]
 
     def score(self, values: Sequence[float]) -> Score:
@@ -88,32 +94,57 @@ class ProcessRating(ModelRating):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.separator.startswith(TOKEN):
-            self.token = token_id(self.tokenizer or self.scorers[0].tokenizer, self.separator.removeprefix(TOKEN))
+            self.token = token_id(
+                self.tokenizer or self.scorers[0].tokenizer, self.separator.removeprefix(TOKEN)
+            )
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         if not rollouts:
             return []
-        by_member = [token_scores(scorer, [r.ids for r in rollouts], self.token_budget) for scorer in self.scorers]
-        return [self.score_steps(rollout, [m[n] for m in by_member]) for n, rollout in enumerate(rollouts)]
+        by_member = [
+            token_scores(scorer, [r.ids for r in rollouts], self.token_budget)
+            for scorer in self.scorers
+        ]
+        return [
+            self.score_steps(rollout, [m[n] for m in by_member])
+            for n, rollout in enumerate(rollouts)
+        ]
 
     def score_steps(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
         """A response by its steps, each combined over the members."""
-        steps = steps_of(rollout, self.separator) if self.token < 0 else marked_steps(rollout, self.token)
+        steps = (
+            steps_of(rollout, self.separator)
+            if self.token < 0
+            else marked_steps(rollout, self.token)
+        )
         ends = [step.end for step in steps] or [len(rollout.ids) - 1]
         if not all(np.isfinite(score_T[ends]).all() for score_T in by_member):
             return Score.failed("a reward model's score of a step is not finite")
-        with np.errstate(over="ignore"):  # e^1000 is infinite, and 1 / (1 + infinity) is the right 0
+        with np.errstate(
+            over="ignore"
+        ):  # e^1000 is infinite, and 1 / (1 + infinity) is the right 0
             chance_MS = 1 / (1 + np.exp(-np.stack([score_T[ends] for score_T in by_member])))
-        chances = [ensemble.combine(chance_M.tolist(), self.combine, self.k) for chance_M in chance_MS.T]
-        parts = {"disagreement": max(ensemble.disagreement(c.tolist()) for c in chance_MS.T)} if len(by_member) > 1 else {}
-        placed = tuple((step.position, chance) for step, chance in zip(steps, chances, strict=False))
+        chances = [
+            ensemble.combine(chance_M.tolist(), self.combine, self.k) for chance_M in chance_MS.T
+        ]
+        parts = (
+            {"disagreement": max(ensemble.disagreement(c.tolist()) for c in chance_MS.T)}
+            if len(by_member) > 1
+            else {}
+        )
+        placed = tuple(
+            (step.position, chance) for step, chance in zip(steps, chances, strict=False)
+        )
         return Score(min(chances), parts, placed)
 
 
 def token_id(tokenizer: Any, text: str) -> int:
     """The id of the one token that spells `text`."""
     found = None if tokenizer is None else tokenizer.get_vocab().get(text)
-    require(found is not None, f"process reward model: {text!r} is no token of its vocabulary; name one that ends its steps")
+    require(
+        found is not None,
+        f"process reward model: {text!r} is no token of its vocabulary; name one that ends its steps",
+    )
     return int(found)
 
 
@@ -123,7 +154,11 @@ def marked_steps(rollout: Rollout, token: int) -> list[Step]:
     assert response.offsets is not None
     before, text = len(rollout.ids) - len(response.ids), response.text
     marks = [int(n) for n in np.flatnonzero(response.ids == token)]
-    steps = [Step(int(response.offsets[n]), before + n, before + n) for n in marks if response.offsets[n] > 0]
+    steps = [
+        Step(int(response.offsets[n]), before + n, before + n)
+        for n in marks
+        if response.offsets[n] > 0
+    ]
     rest = text[steps[-1].position :] if steps else text
     if rest.strip():
         end = int(np.searchsorted(response.offsets, len(text)))
@@ -132,16 +167,27 @@ def marked_steps(rollout: Rollout, token: int) -> list[Step]:
 
 
 @torch.no_grad()
-def token_scores(scorer: Scorer, sequences: Sequence[np.ndarray], token_budget: int = 8192) -> list[np.ndarray]:
+def token_scores(
+    scorer: Scorer, sequences: Sequence[np.ndarray], token_budget: int = 8192
+) -> list[np.ndarray]:
     """A scorer's number at every token of each sequence. Neighbours that begin alike, as those of a group, share that part."""
     check_fits(scorer, sequences)
     scorer.model.eval()
-    batch = pack_examples([Example(ids, np.zeros(len(ids), bool)) for ids in sequences], scorer.device)
-    score_T = torch.cat([scores(scorer, piece) for piece in micro_batches(batch, token_budget)]).double().cpu().numpy()
+    batch = pack_examples(
+        [Example(ids, np.zeros(len(ids), bool)) for ids in sequences], scorer.device
+    )
+    score_T = (
+        torch.cat([scores(scorer, piece) for piece in micro_batches(batch, token_budget)])
+        .double()
+        .cpu()
+        .numpy()
+    )
     return [score_T[start:end] for start, end in pairwise(batch.starts)]
 
 
-def last_scores(scorer: Scorer, sequences: Sequence[np.ndarray], token_budget: int = 8192) -> list[float]:
+def last_scores(
+    scorer: Scorer, sequences: Sequence[np.ndarray], token_budget: int = 8192
+) -> list[float]:
     """A scorer's number at the last token of each sequence."""
     return [float(score_T[-1]) for score_T in token_scores(scorer, sequences, token_budget)]
 
@@ -151,11 +197,20 @@ def check_fits(scorer: Scorer, sequences: Sequence[np.ndarray]) -> None:
     config = scorer.model.config.get_text_config()
     where = scorer.source or "the reward model"
     highest = max(int(ids.max()) for ids in sequences)
-    require(highest < config.vocab_size, f"token id {highest} is unknown to {where}, which has {config.vocab_size}: policy and "
-            "reward model must share a vocabulary")  # fmt: skip
-    longest, limit = max(len(ids) for ids in sequences), getattr(config, "max_position_embeddings", None)
-    require(limit is None or longest <= limit, f"a rollout of {longest} tokens is too long for {where}, which has {limit} positions; "
-            "lower max_new_tokens")  # fmt: skip
+    require(
+        highest < config.vocab_size,
+        f"token id {highest} is unknown to {where}, which has {config.vocab_size}: policy and "
+        "reward model must share a vocabulary",
+    )
+    longest, limit = (
+        max(len(ids) for ids in sequences),
+        getattr(config, "max_position_embeddings", None),
+    )
+    require(
+        limit is None or longest <= limit,
+        f"a rollout of {longest} tokens is too long for {where}, which has {limit} positions; "
+        "lower max_new_tokens",
+    )
 
 
 def check_vocabulary(tokenizer: Any, scorer: Scorer, whose: str) -> None:
@@ -163,7 +218,11 @@ def check_vocabulary(tokenizer: Any, scorer: Scorer, whose: str) -> None:
     if tokenizer is None or scorer.tokenizer is None or tokenizer is scorer.tokenizer:
         return
     theirs, own = tokenizer.get_vocab(), scorer.tokenizer.get_vocab()
-    others = [(number, token) for token, number in (*theirs.items(), *own.items()) if own.get(token) != theirs.get(token)]
+    others = [
+        (number, token)
+        for token, number in (*theirs.items(), *own.items())
+        if own.get(token) != theirs.get(token)
+    ]
     differ = min(others)[1] if others else None
     require(
         differ is None,

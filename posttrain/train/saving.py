@@ -37,13 +37,18 @@ class Saving:
     warning, not an end; nobody waits for it but the end of the stage, and what it is copying is not removed."""
 
     keep: int = 2
-    synchronous: bool = False  # write before the step goes on: for hosts without memory for a second copy
+    synchronous: bool = (
+        False  # write before the step goes on: for hosts without memory for a second copy
+    )
     hook: tuple[str, ...] = ()
     hook_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         require(self.keep >= 1, f"keep at least 1 checkpoint, not {self.keep}")
-        require(self.hook_seconds > 0, f"the time limit of checkpoint_hook must be positive, not {self.hook_seconds}")
+        require(
+            self.hook_seconds > 0,
+            f"the time limit of checkpoint_hook must be positive, not {self.hook_seconds}",
+        )
 
 
 class Store:
@@ -70,7 +75,9 @@ class Store:
             self._write(copied, report, waited)
             self.check()
             return
-        self._thread = threading.Thread(target=self._write, args=(copied, report, waited), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(copied, report, waited), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:
@@ -100,15 +107,22 @@ class Store:
         if self._thread is not None:
             self._thread.join(LONGEST_WRITE)
             if self._thread.is_alive():
-                raise UserError(f"{self.directory}: a checkpoint has been written for {LONGEST_WRITE:.0f} s and is not done; look "
-                                "at the disk or the network it is on, then resume")  # fmt: skip
+                raise UserError(
+                    f"{self.directory}: a checkpoint has been written for {LONGEST_WRITE:.0f} s and is not done; look "
+                    "at the disk or the network it is on, then resume"
+                )
             self._thread = None
         self.check()
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """However the stage ends, the write that is under way is finished. An error of its own does not hide the one that ended it."""
         try:
             self.finish()
@@ -134,15 +148,21 @@ class Store:
         """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""
         try:
             began = time.perf_counter()
-            path = checkpoint.save(self.directory, made, self.saving.keep, spare=tuple(self._copying))
-            size, seconds = checkpoint.size(path), time.perf_counter() - began
-            report("checkpoint", {
-                "stage": made.state.get("stage", ""), "step": made.step, "bytes": size, "seconds": round(seconds, 3),
-                "waited": round(waited, 3),
-            })  # fmt: skip
-            self._news = (
-                f"checkpoint at step {made.step}: {size / 1e6:,.1f} MB in {seconds:.2f} s; the step waited {waited:.3f} s"
+            path = checkpoint.save(
+                self.directory, made, self.saving.keep, spare=tuple(self._copying)
             )
+            size, seconds = checkpoint.size(path), time.perf_counter() - began
+            report(
+                "checkpoint",
+                {
+                    "stage": made.state.get("stage", ""),
+                    "step": made.step,
+                    "bytes": size,
+                    "seconds": round(seconds, 3),
+                    "waited": round(waited, 3),
+                },
+            )
+            self._news = f"checkpoint at step {made.step}: {size / 1e6:,.1f} MB in {seconds:.2f} s; the step waited {waited:.3f} s"
             if self.saving.hook:
                 self._follow(path, report)
         except BaseException as error:  # raised again where somebody looks
@@ -154,7 +174,9 @@ class Store:
             busy = bool(self._copying)
             self._copying = [*self._copying[:1], path]
         if not busy:
-            self._hooking = threading.Thread(target=self._copy, args=(report,), name="checkpoint hook", daemon=True)
+            self._hooking = threading.Thread(
+                target=self._copy, args=(report,), name="checkpoint hook", daemon=True
+            )
             self._hooking.start()
 
     def _copy(self, report: Report) -> None:
@@ -171,7 +193,11 @@ class Store:
     def _run_hook(self, path: Path, report: Report) -> None:
         began = time.perf_counter()
         place, hook = str(path.absolute()), self.saving.hook
-        command = tuple(word.replace("{}", place) for word in hook) if any("{}" in word for word in hook) else (*hook, place)
+        command = (
+            tuple(word.replace("{}", place) for word in hook)
+            if any("{}" in word for word in hook)
+            else (*hook, place)
+        )
         problem = run_hook(command, self.saving.hook_seconds)
         seconds = round(time.perf_counter() - began, 3)
         if problem is None:
@@ -179,14 +205,26 @@ class Store:
             return
         self.hook_failures += 1
         text = f"checkpoint_hook failed for {path.name} ({self.hook_failures} so far): {problem}"
-        report("warning", {"message": text, "checkpoint": str(path), "seconds": seconds, "failures": self.hook_failures})
+        report(
+            "warning",
+            {
+                "message": text,
+                "checkpoint": str(path),
+                "seconds": seconds,
+                "failures": self.hook_failures,
+            },
+        )
 
 
 def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
     """Run a program without a shell, with no input and at most `seconds`; what went wrong, or None. What it started ends with it."""
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
     except OSError as error:
         return f"{command[0]}: {error.strerror}"
@@ -207,4 +245,6 @@ def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """In host memory and nobody else's: training goes on with the originals while these are written."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }

@@ -32,7 +32,9 @@ class NonFinite(GuardStop):
     """A loss or gradient that is not a number: nothing was updated. Holds the figures of the step that was not made."""
 
     def __init__(self, what: str, metrics: Sequence[Metric], norm: float):
-        super().__init__(f"{what}: nothing was updated; look at the last rollouts, or lower the learning rate")
+        super().__init__(
+            f"{what}: nothing was updated; look at the last rollouts, or lower the learning rate"
+        )
         self.what, self.metrics, self.norm = what, tuple(metrics), norm
 
 
@@ -63,18 +65,36 @@ class Trainer:
         critic_settings: Optimization | None = None,
         beside: float = 0.0,
     ):
-        self.policy, self.algorithm, self.settings, self.reference, self.critic = policy, algorithm, settings, reference, critic
+        self.policy, self.algorithm, self.settings, self.reference, self.critic = (
+            policy,
+            algorithm,
+            settings,
+            reference,
+            critic,
+        )
         self.critic_settings = critic_settings or settings
         self.optimizer = Optimizer(policy.model, settings)
-        self.critic_optimizer = Optimizer(critic.model, self.critic_settings) if critic is not None else None
+        self.critic_optimizer = (
+            Optimizer(critic.model, self.critic_settings) if critic is not None else None
+        )
         self.token_budget = settings.token_budget
         self.news: list[str] = []  # what the user should hear of; `heard` empties it
         self.checkpointed = self._choose_checkpointing(beside)
 
     def _choose_checkpointing(self, beside: float) -> bool:
-        models: list[Policy | Scorer] = [self.policy, *([self.critic] if self.critic is not None else [])]
-        optimizers = [self.optimizer, *([self.critic_optimizer] if self.critic_optimizer is not None else [])]
-        learning = sum((4 + o.settings.moment_bytes) * p.numel() for o in optimizers for p in o.parameters.values())
+        models: list[Policy | Scorer] = [
+            self.policy,
+            *([self.critic] if self.critic is not None else []),
+        ]
+        optimizers = [
+            self.optimizer,
+            *([self.critic_optimizer] if self.critic_optimizer is not None else []),
+        ]
+        learning = sum(
+            (4 + o.settings.moment_bytes) * p.numel()
+            for o in optimizers
+            for p in o.parameters.values()
+        )
         have, chosen = at_hand(self.policy.device), self.settings.checkpointing
         need = beside
         if chosen == "auto" and have is not None:
@@ -132,7 +152,9 @@ class Trainer:
             reference = self.reference
             assert reference is not None
             with visiting(reference.model, batch.ids_T.device):
-                batch = batch.replace(reference_T=self._each(batch, lambda piece: forward(reference, piece).logprob_T))
+                batch = batch.replace(
+                    reference_T=self._each(batch, lambda piece: forward(reference, piece).logprob_T)
+                )
         if "value" in needs:
             critic = self.critic
             assert critic is not None
@@ -140,13 +162,19 @@ class Trainer:
         if "proximal" in needs:
             policy = self.policy
             assert isinstance(policy, Policy)
-            batch = batch.replace(proximal_T=self._each(batch, lambda piece: forward(policy, piece).logprob_T))
+            batch = batch.replace(
+                proximal_T=self._each(batch, lambda piece: forward(policy, piece).logprob_T)
+            )
         return batch
 
     def _each(self, batch: Batch, function: Callable[[Batch], Tensor]) -> Tensor:
-        return self._within_memory(lambda: torch.cat([function(p) for p in micro_batches(batch, self.token_budget)]))
+        return self._within_memory(
+            lambda: torch.cat([function(p) for p in micro_batches(batch, self.token_budget)])
+        )
 
-    def update(self, batch: Batch, rate: float, beside: tuple[Algorithm, Batch] | None = None) -> Update:
+    def update(
+        self, batch: Batch, rate: float, beside: tuple[Algorithm, Batch] | None = None
+    ) -> Update:
         """Forward and backward over the micro-batches of a prepared step, then one update.
 
         `beside` is another algorithm with a prepared batch of its own, whose loss is added: the pretraining mix. A step in which
@@ -161,30 +189,41 @@ class Trainer:
         self._check(metrics, norm, critic_norm)  # of everyone, before anyone moves
         self.optimizer.step(rate, norm)
         if self.critic_optimizer is not None:
-            pace = rate / self.settings.lr  # the critic follows the same schedule at a rate of its own
+            pace = (
+                rate / self.settings.lr
+            )  # the critic follows the same schedule at a rate of its own
             self.critic_optimizer.step(pace * self.critic_settings.lr, critic_norm)
             metrics.append(Metric("grad_norm/critic", critic_norm, 1))
         return Update(tuple(metrics), norm, True)
 
     def _accumulate(self, batch: Batch, beside: tuple[Algorithm, Batch] | None) -> list[Metric]:
         """Forward and backward over all micro-batches: the step's gradient is in the optimizers."""
-        for model in (self.policy, self.critic):  # layers are checkpointed in training mode alone; nothing else differs in it
+        for model in (
+            self.policy,
+            self.critic,
+        ):  # layers are checkpointed in training mode alone; nothing else differs in it
             if model is not None:
                 model.model.train()
         metrics = [Metric("trained", int(batch.mask_T.sum()), 1)]
         for piece in micro_batches(with_loss(batch), self.token_budget):
             metrics.extend(self.forward_backward(piece))
-        if beside is not None and any(True for _ in self.optimizer.gradients()):  # it goes with a policy that learns
+        if beside is not None and any(
+            True for _ in self.optimizer.gradients()
+        ):  # it goes with a policy that learns
             other, more = beside
             for piece in micro_batches(with_loss(more), self.token_budget):
                 found = self.forward_backward(piece, other)
-                metrics += [replace(m, name=PRETRAINING + m.name) for m in found if m.name != "loss"]
+                metrics += [
+                    replace(m, name=PRETRAINING + m.name) for m in found if m.name != "loss"
+                ]
         return of_one_update(metrics)
 
     def _check(self, metrics: Sequence[Metric], norm: float, critic_norm: float) -> None:
         """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
         figures = {"the gradient's norm": norm, "the norm of the critic's gradient": critic_norm}
-        figures["the loss"] = sum(float(metric.total) for metric in metrics if metric.name == "loss")
+        figures["the loss"] = sum(
+            float(metric.total) for metric in metrics if metric.name == "loss"
+        )
         for name, value in figures.items():
             if not math.isfinite(value):
                 self._drop()
@@ -219,7 +258,10 @@ class Trainer:
     def logprobs(self, batch: Batch) -> Tensor:
         """[T]: log-probs of the policy as it is now (or a scorer's scores), for whoever wants to know what an update saw."""
         return self._each(
-            batch, lambda piece: found.logprob_T if (found := self.outputs(piece)).score_T is None else found.score_T
+            batch,
+            lambda piece: (
+                found.logprob_T if (found := self.outputs(piece)).score_T is None else found.score_T
+            ),
         )
 
     @torch.no_grad()
@@ -231,21 +273,29 @@ class Trainer:
             learning = {id(p) for model in models for p in model.parameters() if p.requires_grad}
             still |= {id(p): p for p in self.reference.model.parameters() if id(p) not in learning}
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        sums = [p.detach().contiguous().view(whole[p.element_size()]).sum(dtype=torch.int64).cpu() for p in still.values()]
+        sums = [
+            p.detach().contiguous().view(whole[p.element_size()]).sum(dtype=torch.int64).cpu()
+            for p in still.values()
+        ]
         return int(torch.stack(sums).sum()) if sums else None
 
     def weights(self) -> dict[str, Tensor]:
         """Everything that is trained, by name."""
         tensors = checkpoint.weights(self.policy.model)
         if self.critic is not None:
-            tensors |= {CRITIC + name: tensor for name, tensor in checkpoint.weights(self.critic.model).items()}
+            tensors |= {
+                CRITIC + name: tensor
+                for name, tensor in checkpoint.weights(self.critic.model).items()
+            }
         return tensors
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizers' state, by name."""
         tensors = self.optimizer.state()
         if self.critic_optimizer is not None:
-            tensors |= {CRITIC + name: tensor for name, tensor in self.critic_optimizer.state().items()}
+            tensors |= {
+                CRITIC + name: tensor for name, tensor in self.critic_optimizer.state().items()
+            }
         return tensors
 
     def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
@@ -284,7 +334,11 @@ def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
 
 
 def _only(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _without(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -50,7 +50,9 @@ def guard(library: Library, settings: dict[str, Any]) -> None:
     signal.alarm(settings["longest"])
     os.closerange(0, 3)
     status = os.waitpid(pid, 0)[1]
-    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))  # as a shell has it
+    os._exit(
+        128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    )  # as a shell has it
 
 
 def confine(library: Library, settings: dict[str, Any]) -> None:
@@ -88,7 +90,9 @@ class Library:
         self.module: Any = _ctypes
         number = type("Number", (_ctypes._SimpleCData,), {"_type_": "i"})
         flags = self.module.FUNCFLAG_CDECL | self.module.FUNCFLAG_USE_ERRNO
-        self.function: Any = type("Function", (_ctypes.CFuncPtr,), {"_flags_": flags, "_restype_": number})
+        self.function: Any = type(
+            "Function", (_ctypes.CFuncPtr,), {"_flags_": flags, "_restype_": number}
+        )
         self.handle = self.module.dlopen(None, 0)
 
     def call(self, name: str, *arguments: int | bytes) -> None:
@@ -117,7 +121,10 @@ def become(library: Library, user: int, read_search: bool) -> None:
     os.setresuid(user, user, user)
     if read_search:
         words = (CAPABILITY_VERSION, 0), (CAP_READ_SEARCH, CAP_READ_SEARCH, 0, 0, 0, 0)
-        library.call("capset", *(b"".join(word.to_bytes(4, sys.byteorder) for word in part) for part in words))
+        library.call(
+            "capset",
+            *(b"".join(word.to_bytes(4, sys.byteorder) for word in part) for part in words),
+        )
 
 
 def read_exactly(descriptor: int, count: int) -> bytes:
@@ -132,7 +139,9 @@ def read_exactly(descriptor: int, count: int) -> bytes:
 
 
 def receive(descriptor: int) -> Any:
-    return scan(read_exactly(descriptor, int(read_exactly(descriptor, 8), 16)).decode("ascii"), 0)[0]
+    return scan(read_exactly(descriptor, int(read_exactly(descriptor, 8), 16)).decode("ascii"), 0)[
+        0
+    ]
 
 
 def send(descriptor: int, text: str, most: int) -> None:
@@ -166,9 +175,16 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
     kind: Any
     for kind, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
         if isinstance(value, kind):
-            return f'["{tag}",[' + ",".join([text_of(item, depth - 1) for item in kind.__iter__(value)]) + "]]"
+            return (
+                f'["{tag}",['
+                + ",".join([text_of(item, depth - 1) for item in kind.__iter__(value)])
+                + "]]"
+            )
     if isinstance(value, dict):
-        pairs = [f"[{text_of(key, depth - 1)},{text_of(item, depth - 1)}]" for key, item in dict.items(value)]
+        pairs = [
+            f"[{text_of(key, depth - 1)},{text_of(item, depth - 1)}]"
+            for key, item in dict.items(value)
+        ]
         return '["d",[' + ",".join(pairs) + "]]"
     raise TypeError("not plain")
 
@@ -216,7 +232,9 @@ def run(source: str, name: str, names: dict[str, Any]) -> ModuleType:
     except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
         raise NotAProgramError from error
     module = type(sys)(name)
-    module.__dict__.update(names, __builtins__=__builtins__)  # as every module has: numpy looks there
+    module.__dict__.update(
+        names, __builtins__=__builtins__
+    )  # as every module has: numpy looks there
     sys.modules[name] = module
     function: Any = type(run)
     function(code, module.__dict__)()
@@ -292,7 +310,9 @@ def serve_check(source: str, functions: list[str], most: int) -> None:
 
     def remote(function: str) -> Any:
         def call(*arguments: Any) -> Any:
-            send(replies, f'["call","{function}",[' + ",".join(map(text_of, arguments)) + "]]", most)
+            send(
+                replies, f'["call","{function}",[' + ",".join(map(text_of, arguments)) + "]]", most
+            )
             kind, content = receive(requests)
             return plain(content) if kind == "value" else Opaque(content)
 
@@ -313,7 +333,13 @@ def run_with_streams(source: str) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        code = SYNTAX if isinstance(error, NotAProgramError) else OUT_OF_MEMORY if isinstance(error, MemoryError) else CRASH
+        code = (
+            SYNTAX
+            if isinstance(error, NotAProgramError)
+            else OUT_OF_MEMORY
+            if isinstance(error, MemoryError)
+            else CRASH
+        )
         leave(code, type(error).__name__)
 
 

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 from posttrain.rewards.sandbox import mechanisms, seccomp
 from posttrain.rewards.sandbox.limits import Limits
-from posttrain.rewards.sandbox.mechanisms import NOBODY, Child, Exit, Infrastructure, PopenChild, close_all
+from posttrain.rewards.sandbox.mechanisms import (
+    NOBODY,
+    Child,
+    Exit,
+    Infrastructure,
+    PopenChild,
+    close_all,
+)
 
 RUNTIMES = ("docker", "podman")
 IMAGE = "python:3.12-slim"
@@ -34,7 +41,9 @@ class ContainerChild(PopenChild):
     def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str) -> None:
         self.name, quiet = name, subprocess.DEVNULL
         line = [mechanisms.interpreter(), "-I", "-S", "-c", REAPER, runtime, "kill", name]
-        self.reaper = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+        self.reaper = subprocess.Popen(
+            line, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        )
         super().__init__(process)
 
     def close_pipes(self) -> None:
@@ -53,7 +62,9 @@ class ContainerChild(PopenChild):
             with suppress(OSError):
                 self.close_input()
             if not self._waited(GRACE):
-                close_all(self.streams)  # nobody reads any more, and a client that still has something to say would not end
+                close_all(
+                    self.streams
+                )  # nobody reads any more, and a client that still has something to say would not end
                 self._stop()
         found = super().finish(0.0)
         self._end_reaper()
@@ -79,7 +90,11 @@ class ContainerChild(PopenChild):
         if self.reaper.stdin is not None:
             self.reaper.stdin.close()
         if not self._waited(PATIENCE):
-            LOG.warning("the client of container %s had to be killed; the container ends within %d s", self.name, LONGEST)
+            LOG.warning(
+                "the client of container %s had to be killed; the container ends within %d s",
+                self.name,
+                LONGEST,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,9 @@ class Container:
         if program is None:
             raise Infrastructure(f"{self.name} is not on PATH")
         title = f"posttrain-{secrets.token_hex(8)}"
-        process = mechanisms.spawn([program, *self.walls(limits, title), self.image, *self.inside(limits)], self.name)
+        process = mechanisms.spawn(
+            [program, *self.walls(limits, title), self.image, *self.inside(limits)], self.name
+        )
         return ContainerChild(process, program, title)
 
     def walls(self, limits: Limits, title: str) -> list[str]:
@@ -110,13 +127,17 @@ class Container:
         line += f" --ulimit core=1:1 --ulimit nofile={limits.open_files}:{limits.open_files}"
         line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
         line += " --tmpfs /tmp:rw,noexec,nosuid,nodev,size=1m --entrypoint env"
-        proxies = ["--http-proxy=false"] if self.name == "podman" else []  # it would hand the host's variables in
+        proxies = (
+            ["--http-proxy=false"] if self.name == "podman" else []
+        )  # it would hand the host's variables in
         return [*line.split(), *proxies]
 
     def inside(self, limits: Limits) -> list[str]:
         """An empty environment but for ours, then the interpreter."""
         environment = {**mechanisms.ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-        child = mechanisms.command(limits, user=0, count_tasks=False, program="python3", longest=LONGEST)
+        child = mechanisms.command(
+            limits, user=0, count_tasks=False, program="python3", longest=LONGEST
+        )
         return ["-i", *(f"{k}={v}" for k, v in environment.items()), *child]
 
 

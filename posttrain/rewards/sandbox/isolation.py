@@ -18,7 +18,13 @@ from pathlib import Path
 from posttrain.errors import UserError, unknown
 from posttrain.rewards.sandbox import container, probes, seccomp
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
-from posttrain.rewards.sandbox.mechanisms import ENVIRONMENT, Infrastructure, Mechanism, Unsafe, candidates
+from posttrain.rewards.sandbox.mechanisms import (
+    ENVIRONMENT,
+    Infrastructure,
+    Mechanism,
+    Unsafe,
+    candidates,
+)
 from posttrain.rewards.sandbox.pool import Pool
 from posttrain.rewards.sandbox.session import Ended
 from posttrain.trust import active
@@ -26,7 +32,11 @@ from posttrain.trust import active
 SECRET = "posttrain-sandbox-self-test"
 NAMES = ("auto", "sandlock", "bubblewrap", *container.RUNTIMES, "unsafe")
 LIMITS = Limits(wall=10.0, memory=256 * MEGABYTE, threads=32)
-SOCKETS = (socket.AF_INET, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_STREAM)
+SOCKETS = (
+    (socket.AF_INET, socket.SOCK_STREAM),
+    (socket.AF_INET, socket.SOCK_DGRAM),
+    (socket.AF_UNIX, socket.SOCK_STREAM),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +54,20 @@ class Isolation:
     def describe(self) -> str:
         """One line for a log: what protects this machine, and what was shown."""
         if self.name == "unsafe":
-            kept = "limits, no sockets, no other processes" if seccomp.supported() else "limits only"
-            return f"code sandbox: unsafe ({kept}; programs read your files and variables as you do)"
+            kept = (
+                "limits, no sockets, no other processes" if seccomp.supported() else "limits only"
+            )
+            return (
+                f"code sandbox: unsafe ({kept}; programs read your files and variables as you do)"
+            )
         image = getattr(self.mechanism, "image", "")
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
         kind = f"a container of {image} for each run" if image else user
-        left = f"; not counted: {', '.join(self.open)} (bounded by memory and time)" if self.open else ""
+        left = (
+            f"; not counted: {', '.join(self.open)} (bounded by memory and time)"
+            if self.open
+            else ""
+        )
         closed = f"{self.tried - len(self.open)} of {self.tried} escapes closed"
         return f"code sandbox: {self.name} ({kind}); self-test: {closed}{left}"
 
@@ -108,14 +126,18 @@ def _run_probes(mechanism: Mechanism, facts: dict[str, object]) -> tuple[list[st
     finally:
         pool.close()
     return [
-        name for name in probes.NAMES if f"open {name}" in said or (name in probes.PROBES and f"closed {name}" not in said)
+        name
+        for name in probes.NAMES
+        if f"open {name}" in said or (name in probes.PROBES and f"closed {name}" not in said)
     ], ""
 
 
 _chosen: dict[tuple[str, int], Isolation] = {}
 _lock = threading.Lock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
 def choose(name: str = "auto") -> Isolation:
@@ -151,8 +173,10 @@ def _choose(name: str) -> Isolation:
         rejected.append(f"{mechanism.name}: {lacking or 'does not stop ' + ', '.join(serious)}")
     tried = "; ".join(dict.fromkeys(rejected)) or "only Linux has one"
     if asked:
-        raise UserError(f"the container sandbox does not work here ({tried}). Start the runtime, have the image {asked.image} there, "
-                        "or leave the setting out for one that needs no runtime")  # fmt: skip
+        raise UserError(
+            f"the container sandbox does not work here ({tried}). Start the runtime, have the image {asked.image} there, "
+            "or leave the setting out for one that needs no runtime"
+        )
     raise UserError(
         f"no sandbox for code works here ({tried}). Install one (pip install 'posttrain[sandbox]', or your system's bubblewrap), "
         "or accept that programs written by the model run as you, with sandbox='unsafe'"

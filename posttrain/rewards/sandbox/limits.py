@@ -30,12 +30,23 @@ class Limits:
     source: int = MEGABYTE // 4  # characters of the program
 
     def __post_init__(self) -> None:
-        require(0 < self.wall <= 3600, f"the wall limit must lie in (0, 3600] seconds, not {self.wall}")
+        require(
+            0 < self.wall <= 3600, f"the wall limit must lie in (0, 3600] seconds, not {self.wall}"
+        )
         require(self.cpu is None or self.cpu > 0, f"the cpu limit must be positive, not {self.cpu}")
-        require(self.memory >= 64 * MEGABYTE, f"an interpreter needs at least 64 MB of memory, not {self.memory} bytes")
+        require(
+            self.memory >= 64 * MEGABYTE,
+            f"an interpreter needs at least 64 MB of memory, not {self.memory} bytes",
+        )
         for name in ("threads", "output", "result", "source"):
-            require(getattr(self, name) >= 1, f"the limit on {name} must be at least 1, not {getattr(self, name)}")
-        require(self.open_files >= 16, f"an interpreter needs at least 16 open files, not {self.open_files}")
+            require(
+                getattr(self, name) >= 1,
+                f"the limit on {name} must be at least 1, not {getattr(self, name)}",
+            )
+        require(
+            self.open_files >= 16,
+            f"an interpreter needs at least 16 open files, not {self.open_files}",
+        )
 
     @property
     def cpu_seconds(self) -> int:

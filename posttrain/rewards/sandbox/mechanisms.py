@@ -40,7 +40,10 @@ ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
 }
 NOBODY = 65534
-USERS, FIRST_USER = 4000, 61_200  # a user of its own for each run under root: nobody else's processes count against its limit
+USERS, FIRST_USER = (
+    4000,
+    61_200,
+)  # a user of its own for each run under root: nobody else's processes count against its limit
 OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
 SYNTAX = 78
 PATIENCE = 5.0  # seconds for a process to end once all below it is killed
@@ -109,14 +112,20 @@ def readable() -> list[str]:
         "/usr/lib64",
     }
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        paths.add(os.path.join(str(sysconfig.get_config_var("LIBDIR")), str(sysconfig.get_config_var("INSTSONAME"))))
+        paths.add(
+            os.path.join(
+                str(sysconfig.get_config_var("LIBDIR")), str(sysconfig.get_config_var("INSTSONAME"))
+            )
+        )
     # all of the base installation, nothing of a virtual environment; a link is followed to where Landlock sees it
     return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
 
 
 def open_to_all(path: str) -> bool:
     """Whether every user may pass through all folders above `path` and read it."""
-    return all(os.stat(folder).st_mode & 0o001 for folder in Path(path).parents) and bool(os.stat(path).st_mode & 0o004)
+    return all(os.stat(folder).st_mode & 0o001 for folder in Path(path).parents) and bool(
+        os.stat(path).st_mode & 0o004
+    )
 
 
 def command(
@@ -152,7 +161,17 @@ def command(
         "longest": longest,
         "rules": seccomp.program().hex() if seccomp.supported() else "",
     }
-    return [program or interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", SOURCE, json.dumps(settings)]
+    return [
+        program or interpreter(),
+        "-I",
+        "-S",
+        "-B",
+        "-X",
+        "utf8",
+        "-c",
+        SOURCE,
+        json.dumps(settings),
+    ]
 
 
 def next_user() -> int:
@@ -181,7 +200,9 @@ def close_all(streams: Iterable[IO[bytes] | None]) -> None:
 class SandlockChild:
     def __init__(self, process: Any) -> None:
         self.process, self.pid = process, process.pid
-        self.stdin, self.stdout, self.stderr = (s.fileno() for s in (process.stdin, process.stdout, process.stderr))
+        self.stdin, self.stdout, self.stderr = (
+            s.fileno() for s in (process.stdin, process.stdout, process.stderr)
+        )
         self._exit: Exit | None = None
         _alive.add(self)
 
@@ -204,7 +225,9 @@ class SandlockChild:
         self.close_pipes()
         reason = result.reason.name
         number = signal.SIGKILL if reason == "KILLED" and patience > 0 else max(result.signal, 0)
-        self._exit = Exit(max(result.exit_code, 0), number, ended=reason == "TIMEOUT" or patience <= 0)
+        self._exit = Exit(
+            max(result.exit_code, 0), number, ended=reason == "TIMEOUT" or patience <= 0
+        )
         return self._exit
 
 
@@ -241,7 +264,9 @@ class Sandlock:
         )
         pipe = sandlock.StdioMode.PIPED
         # it does have an effect, by way of the user: the child's group is mapped
-        warnings.filterwarnings("ignore", message="Policy field 'gid' is set but not wired", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="Policy field 'gid' is set but not wired", category=UserWarning
+        )
         try:
             process = sandbox.popen(line, stdin=pipe, stdout=pipe, stderr=pipe)
         except Exception as error:  # whatever the package raises, the program has not been started
@@ -249,13 +274,22 @@ class Sandlock:
         return SandlockChild(process)
 
 
-def spawn(line: Sequence[str], name: str, env: Mapping[str, str] | None = None, apart: bool = False) -> subprocess.Popen[bytes]:
+def spawn(
+    line: Sequence[str], name: str, env: Mapping[str, str] | None = None, apart: bool = False
+) -> subprocess.Popen[bytes]:
     """A process with pipes to us for its three streams. `apart`: in the root folder, and in a group of its own."""
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(
-            line, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd="/" if apart else None, start_new_session=apart,
-        )  # fmt: skip
+            line,
+            bufsize=0,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env=env,
+            cwd="/" if apart else None,
+            start_new_session=apart,
+        )
     except OSError as error:
         raise Infrastructure(f"{name}: {error}") from error
 
@@ -264,7 +298,11 @@ class PopenChild:
     def __init__(self, process: subprocess.Popen[bytes], whole_group: bool = False) -> None:
         self.process, self.whole_group = process, whole_group
         self.pid = process.pid
-        self.streams = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
+        self.streams = [
+            stream
+            for stream in (process.stdin, process.stdout, process.stderr)
+            if stream is not None
+        ]
         self.stdin, self.stdout, self.stderr = (stream.fileno() for stream in self.streams)
         self._exit: Exit | None = None
         _alive.add(self)
@@ -299,7 +337,9 @@ class PopenChild:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         close_all(self.streams)
-        number = -code if code < 0 else code - 128 if code > 128 else 0  # bubblewrap reports a signal as a shell does
+        number = (
+            -code if code < 0 else code - 128 if code > 128 else 0
+        )  # bubblewrap reports a signal as a shell does
         self._exit = Exit(max(code, 0), number, ended)
         return self._exit
 
@@ -328,7 +368,12 @@ class Bubblewrap:
         program = shutil.which("bwrap")
         if program is None:
             raise Infrastructure("bubblewrap: no bwrap on PATH")
-        line = [program, *self.walls(), "--", *command(limits, next_user() if self.privileged else 0, count_tasks=True)]
+        line = [
+            program,
+            *self.walls(),
+            "--",
+            *command(limits, next_user() if self.privileged else 0, count_tasks=True),
+        ]
         return BubblewrapChild(spawn(line, "bubblewrap", env={}))
 
     def walls(self) -> list[str]:
@@ -337,12 +382,21 @@ class Bubblewrap:
             user = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
         else:
             user = f"--unshare-user --disable-userns --uid {NOBODY} --gid {NOBODY} --cap-drop ALL"
-        line = f"{spaces} {user} --die-with-parent --new-session --clearenv --hostname sandbox".split()
+        line = (
+            f"{spaces} {user} --die-with-parent --new-session --clearenv --hostname sandbox".split()
+        )
         for name, value in ENVIRONMENT.items():
             line += ["--setenv", name, value]
         paths = readable()
-        for folder in sorted({str(parent) for path in paths for parent in Path(path).parents} | {"/dev"} - {"/"}):
-            line += ["--perms", "0755", "--dir", folder]  # else closed to others where the host's own is: /root
+        for folder in sorted(
+            {str(parent) for path in paths for parent in Path(path).parents} | {"/dev"} - {"/"}
+        ):
+            line += [
+                "--perms",
+                "0755",
+                "--dir",
+                folder,
+            ]  # else closed to others where the host's own is: /root
         for path in paths:
             line += ["--ro-bind", path, path]
         for link in ("/lib", "/lib64"):  # the loader is named by them in every program
@@ -362,7 +416,10 @@ class Unsafe:
 
     def start(self, limits: Limits) -> Child:
         line = command(limits, user=0, count_tasks=False, parent=os.getpid())
-        return PopenChild(spawn(line, "no process could be started", env=ENVIRONMENT, apart=True), whole_group=True)
+        return PopenChild(
+            spawn(line, "no process could be started", env=ENVIRONMENT, apart=True),
+            whole_group=True,
+        )
 
 
 def candidates() -> list[tuple[Mechanism, str]]:
@@ -371,7 +428,11 @@ def candidates() -> list[tuple[Mechanism, str]]:
         return []
     root = os.getuid() == 0
     found: list[tuple[Mechanism, str]] = []
-    no_filter = "" if seccomp.supported() else "there is no filter of system calls for this machine's architecture"
+    no_filter = (
+        ""
+        if seccomp.supported()
+        else "there is no filter of system calls for this machine's architecture"
+    )
     try:
         importlib.import_module("sandlock")
         lacking = no_filter

@@ -47,7 +47,9 @@ class Pool:
             ordered = shelf.popleft() if shelf else self._order(key)
             while len(shelf) < self.spare:
                 shelf.append(self._order(key))
-            stale = [self._shelves.popitem(last=False)[1] for _ in range(len(self._shelves) - SHELVES)]
+            stale = [
+                self._shelves.popitem(last=False)[1] for _ in range(len(self._shelves) - SHELVES)
+            ]
         for old in stale:
             _discard(old)
         try:

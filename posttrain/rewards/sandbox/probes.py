@@ -9,12 +9,33 @@ before.
 from __future__ import annotations
 
 SOCKETS = {  # name: family, type, protocol
-    "TCP": (2, 1, 0), "MPTCP": (2, 1, 262), "SCTP": (2, 1, 132), "DCCP": (2, 6, 33), "SMC": (43, 1, 0), "UDP": (2, 2, 0),
-    "UDP-Lite": (2, 2, 136), "ping": (2, 2, 1), "raw IP": (2, 3, 255), "TCP over IPv6": (10, 1, 0), "MPTCP over IPv6": (10, 1, 262),
-    "UDP over IPv6": (10, 2, 0), "raw IPv6": (10, 3, 255), "unix stream": (1, 1, 0), "unix datagram": (1, 2, 0),
-    "unix packets": (1, 5, 0), "netlink": (16, 3, 0), "packet": (17, 3, 768), "vsock": (40, 1, 0), "kernel crypto": (38, 5, 0),
-    "Bluetooth": (31, 3, 1), "TIPC": (30, 5, 0), "RDS": (21, 5, 0), "CAN": (29, 3, 1), "KCM": (41, 2, 0), "XDP": (44, 3, 0),
-}  # fmt: skip
+    "TCP": (2, 1, 0),
+    "MPTCP": (2, 1, 262),
+    "SCTP": (2, 1, 132),
+    "DCCP": (2, 6, 33),
+    "SMC": (43, 1, 0),
+    "UDP": (2, 2, 0),
+    "UDP-Lite": (2, 2, 136),
+    "ping": (2, 2, 1),
+    "raw IP": (2, 3, 255),
+    "TCP over IPv6": (10, 1, 0),
+    "MPTCP over IPv6": (10, 1, 262),
+    "UDP over IPv6": (10, 2, 0),
+    "raw IPv6": (10, 3, 255),
+    "unix stream": (1, 1, 0),
+    "unix datagram": (1, 2, 0),
+    "unix packets": (1, 5, 0),
+    "netlink": (16, 3, 0),
+    "packet": (17, 3, 768),
+    "vsock": (40, 1, 0),
+    "kernel crypto": (38, 5, 0),
+    "Bluetooth": (31, 3, 1),
+    "TIPC": (30, 5, 0),
+    "RDS": (21, 5, 0),
+    "CAN": (29, 3, 1),
+    "KCM": (41, 2, 0),
+    "XDP": (44, 3, 0),
+}
 
 # `call` makes a system call by its number, (x86_64, aarch64), and raises where it fails; `check` raises for -1
 PRELUDE = """
@@ -103,7 +124,7 @@ PROBES = {
     "locked memory": "check(library.mlockall(1))",
     "shared memory": "check(library.shmctl(check(library.shmget(0, 4096, 0o600)), 0, None))",
     "namespaces": "check(library.unshare(0x10000000))",
-}  # fmt: skip
+}
 # Programs of their own, which may be ended for what they try: open where they print so.
 ALONE = {
     "threads": """
@@ -126,7 +147,9 @@ function = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_bu
 if platform.machine() == 'x86_64' and function() >= 0: print('open sockets by 32-bit calls')
 """,
 }
-UNCOUNTED = {"threads"}  # bounded by memory and time where the kernel cannot count a run's threads apart from the user's others
+UNCOUNTED = {
+    "threads"
+}  # bounded by memory and time where the kernel cannot count a run's threads apart from the user's others
 NAMES = (*PROBES, *ALONE)
 
 

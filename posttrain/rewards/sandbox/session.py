@@ -61,9 +61,13 @@ class Session:
             while len(self.incoming) < len(word):
                 self._turn()
         except Ended as ended:
-            raise Infrastructure(f"the sandbox did not start: {ended.outcome} {self.errors[-500:]!r}") from ended
+            raise Infrastructure(
+                f"the sandbox did not start: {ended.outcome} {self.errors[-500:]!r}"
+            ) from ended
         if not self.incoming.startswith(word):
-            raise Infrastructure(f"the sandbox did not start: it said {bytes(self.incoming[:40])!r}")
+            raise Infrastructure(
+                f"the sandbox did not start: it said {bytes(self.incoming[:40])!r}"
+            )
         del self.incoming[: len(word)]
 
     def begin(self, kind: str, source: str, functions: tuple[str, ...] = ()) -> None:

@@ -55,7 +55,10 @@ def tagged(value: Plain, depth: int = DEPTH) -> Any:
     if kind in TAGS:
         return [TAGS[kind], [tagged(item, depth - 1) for item in value]]
     if kind is dict:
-        return ["d", [[tagged(key, depth - 1), tagged(item, depth - 1)] for key, item in value.items()]]
+        return [
+            "d",
+            [[tagged(key, depth - 1), tagged(item, depth - 1)] for key, item in value.items()],
+        ]
     raise Malformed(f"a value of type {kind.__name__} cannot cross into a sandbox")
 
 
@@ -114,7 +117,12 @@ class _Decoder:
         tag, content = tree
         if tag in ("l", "t", "s", "z", "d") and isinstance(content, list):
             return self.container(tag, content, depth)
-        if tag == "i" and isinstance(content, str) and len(content) <= DIGITS and HEXADECIMAL.fullmatch(content):
+        if (
+            tag == "i"
+            and isinstance(content, str)
+            and len(content) <= DIGITS
+            and HEXADECIMAL.fullmatch(content)
+        ):
             return int(content, 16)
         if tag == "f":
             return _float(content)
@@ -128,7 +136,9 @@ class _Decoder:
         if tag == "d":
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
                 raise Malformed("a dict without pairs")
-            pairs = [(self.value(key, depth - 1), self.value(item, depth - 1)) for key, item in content]
+            pairs = [
+                (self.value(key, depth - 1), self.value(item, depth - 1)) for key, item in content
+            ]
             return _hashed(dict, pairs)
         items = [self.value(item, depth - 1) for item in content]
         if tag == "l":
@@ -179,7 +189,9 @@ def same(given: Plain, expected: Plain, exact: bool = False, tolerance: float = 
             return False
         return all(same(a, b, exact, tolerance) for a, b in zip(given, expected, strict=True))
     if isinstance(given, dict) and isinstance(expected, dict):
-        return given.keys() == expected.keys() and all(same(given[key], expected[key], exact, tolerance) for key in expected)
+        return given.keys() == expected.keys() and all(
+            same(given[key], expected[key], exact, tolerance) for key in expected
+        )
     if isinstance(given, set | frozenset) and isinstance(expected, set | frozenset):
         return given == expected
     return type(given) is type(expected) and bool(given == expected)
@@ -191,6 +203,8 @@ def _same_number(given: complex, expected: complex, tolerance: float) -> bool:
     if given == expected or (given != given and expected != expected):
         return True
     try:
-        return abs(given - expected) <= tolerance * max(1.0, abs(expected)) and abs(expected) != float("inf")
+        return abs(given - expected) <= tolerance * max(1.0, abs(expected)) and abs(
+            expected
+        ) != float("inf")
     except OverflowError:  # an integer beyond the floats
         return False
