@@ -101,10 +101,10 @@ def ours(settings: Settings) -> None:
     """posttrain, through the same source, algorithm and trainer as its loop."""
     import torch
 
+    from posttrain.collect import Rollouts
     from posttrain.data.curriculum import Climb, Curriculum
     from posttrain.engine.engine import Engine
     from posttrain.models.policy import adopt
-    from posttrain.rollouts import Rollouts
     from posttrain.train.optimizer import Optimization
     from posttrain.train.trainer import Trainer
     from posttrain.types import Sampling

@@ -72,10 +72,10 @@ def policy_in(folder: str) -> Any:
 
 def sampled(root: Path, policy: Any, split: str, prompts: int, group: int, seed: int) -> list[Any]:
     """Groups of a policy's samples: the value is the proxy, the part `task` is the gold."""
+    from posttrain.collect import rate_groups, rollout_groups
     from posttrain.data.text import Decoder
     from posttrain.engine.engine import Engine
     from posttrain.models.scorer import load_scorer
-    from posttrain.rollouts import rate_groups, rollout_groups
     from posttrain.tasks.reviews import Reviews
     from posttrain.train.rating import ModelRating
     from posttrain.types import Sampling

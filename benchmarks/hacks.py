@@ -38,7 +38,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from hack_cases import HACKS, HONEST, Case, bases, words_model  # noqa: E402
 
-from posttrain.runs.alarms import ADVICE, GOLD, Alarms  # noqa: E402
+from posttrain.monitor.alarms import ADVICE, GOLD, Alarms  # noqa: E402
 from posttrain.runs.layout import Row  # noqa: E402
 from posttrain.runs.read import Run  # noqa: E402
 from posttrain.runs.write import RunWriter  # noqa: E402
@@ -59,8 +59,8 @@ class Measured(RLStage):
     """An RL stage whose held-out figure is the gold of sampled answers."""
 
     def evaluate(self, sampler: Any, tokenizer: Any, seed: int) -> dict[str, float]:
+        from posttrain.collect import rollout_groups
         from posttrain.data.text import Decoder
-        from posttrain.rollouts import rollout_groups
 
         source = self.task.problems("test")
         problems = [source[n % len(source)] for n in range(HELD_OUT)]

@@ -57,7 +57,7 @@ def stage_of(case: str, device: str, model: str, steps: int):  # type: ignore[no
 
 def run(stage, device: str) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     """Seconds and peak bytes of a stage."""
-    from posttrain.dry import Peak
+    from posttrain.commands.dry_run import Peak
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context
 
@@ -69,7 +69,8 @@ def run(stage, device: str) -> tuple[float, float]:  # type: ignore[no-untyped-d
 
 def planned(stage, device: str) -> tuple[float, float, str]:  # type: ignore[no-untyped-def]
     """Seconds by dry steps, bytes by the plan's arithmetic, and its words: read from the lines that `posttrain plan --dry` prints."""
-    from posttrain import config, plan
+    from posttrain import config
+    from posttrain.commands import plan
     from posttrain.recipes.base import Recipe
 
     settings = config.Settings(Recipe((stage,)), stage.name, device=device, threads=1 if device == "cpu" else 0)

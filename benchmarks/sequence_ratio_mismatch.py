@@ -31,10 +31,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from gpu_cases import CASES, STOP, Case, make_model, make_requests  # noqa: E402
 
 from posttrain.algorithms.gspo import GSPO  # noqa: E402
+from posttrain.commands.inspect import open_policy  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.models.policy import Policy, adopt  # noqa: E402
 from posttrain.ops.weights import sequence_means, sequence_sums  # noqa: E402
-from posttrain.tools import open_policy  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import pack_groups  # noqa: E402
 from posttrain.train.trainer import Trainer  # noqa: E402

@@ -12,12 +12,12 @@ import time
 import torch
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.collect import Rollouts
 from posttrain.data.curriculum import Climb, Curriculum
 from posttrain.engine.engine import Engine
 from posttrain.models.load import stop_ids
 from posttrain.models.policy import adopt
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.rollouts import Rollouts
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 from posttrain.train.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Writes the generated pages: algorithms.md from the classes, advise.md from posttrain/advise.py, laws.md from the tests.
+"""Writes the generated pages: algorithms.md from the classes, advise.md from posttrain/commands/advise.py, laws.md from the tests.
 
 python docs/make_tables.py            # writes all three; tests/test_tables.py fails where a committed page is another one
 """
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 
-from posttrain import advise, catalogue
+from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
+from posttrain.commands import advise
 from posttrain.errors import UserError
 
 HERE = Path(__file__).parent

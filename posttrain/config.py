@@ -16,15 +16,15 @@ import yaml
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
+from posttrain.data.safe_readers import read_values, read_yaml
 from posttrain.errors import UserError, require, unknown
-from posttrain.machine import check_threads, requested_threads
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages._lineage import PLACES, inside, place
 from posttrain.stages.base import Stage, check_name, check_names
+from posttrain.system.machine import check_threads, requested_threads
 from posttrain.tasks.base import Task
 from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
 from posttrain.types import JSON
-from posttrain.untrusted import read_values, read_yaml
 
 NAMED: dict[type, str] = {
     Algorithm: "algorithm",

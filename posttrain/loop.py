@@ -15,14 +15,14 @@ import torch
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.sft import SFT
+from posttrain.collect import Collected
 from posttrain.engine.random import derive
 from posttrain.errors import Interrupted, UserError, require
-from posttrain.guarding import Guarding
+from posttrain.monitor.alarms import AlarmSettings
+from posttrain.monitor.guards import Alarm, Guards
+from posttrain.monitor.monitor import Guarding
 from posttrain.ops.kl import kl_estimate
-from posttrain.rollouts import Collected
-from posttrain.runs.alarms import AlarmSettings
 from posttrain.runs.console import Console, printable, write_text
-from posttrain.runs.guards import Alarm, Guards
 from posttrain.runs.layout import TokenArrays
 from posttrain.runs.metrics import Best, best_score, merge
 from posttrain.runs.trackers import Trackers

@@ -15,19 +15,20 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
+from posttrain import __version__ as VERSION
 from posttrain import config
-from posttrain.changes import compare as compare_settings
 from posttrain.config import Settings
 from posttrain.errors import UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.evals.statistics import Interval
 from posttrain.loop import Interrupt
-from posttrain.runs.alarms import told
+from posttrain.monitor.alarms import told
 from posttrain.runs.console import duration, printable, show, write_text
 from posttrain.runs.layout import CONFIG, SUMMARY, dump_line
 from posttrain.runs.plot import draw, draw_pass_at_k
 from posttrain.runs.read import Run
 from posttrain.runs.report import Answers, BeforeAfter, final_table, side_by_side
+from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import RESULT, references
@@ -35,7 +36,6 @@ from posttrain.stages.base import Context, Stage, check_names, exported, run_sta
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.trust import trusting
 from posttrain.types import JSON
-from posttrain.version import VERSION
 
 
 def start(settings: Settings) -> Path:

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from posttrain import children, machine
 from posttrain.errors import GuardStop, UserError
 from posttrain.rewards.compose import as_score
+from posttrain.system import machine
+from posttrain.system import processes as children
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Score
 

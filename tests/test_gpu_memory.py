@@ -16,12 +16,12 @@ import transformers
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.sft import SFT
+from posttrain.collect import Collected, group_metrics
 from posttrain.engine.engine import Engine
 from posttrain.engine.pager import Pager
 from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, Rhythm
 from posttrain.models.policy import Policy, adopt
-from posttrain.rollouts import Collected, group_metrics
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.memory import activation_bytes

@@ -20,13 +20,13 @@ from safetensors.numpy import load_file
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.collect import Collected, group_metrics
 from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, Rhythm
 from posttrain.models.scorer import from_policy
+from posttrain.monitor.guards import Guards
 from posttrain.ops.weights import reduction
-from posttrain.rollouts import Collected, group_metrics
-from posttrain.runs import guards as module
-from posttrain.runs.guards import Guards
+from posttrain.monitor import guards as module
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.forward import forward

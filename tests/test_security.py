@@ -26,7 +26,8 @@ import torch
 import yaml
 from children_for_tests import no_child_left
 
-from posttrain import config, pipeline, untrusted
+from posttrain import config, pipeline
+from posttrain.data import safe_readers as untrusted
 from posttrain.data.chat import render_prompt
 from posttrain.errors import UserError
 from posttrain.models.load import load
@@ -52,9 +53,9 @@ SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 
 # Modules with which a program can start others, reach memory or the network, and the only files that may use them.
 AUDITED = {
-    "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "rewards/sandbox/container.py", "doctor.py"},
+    "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "rewards/sandbox/container.py", "commands/doctor.py"},
     "ctypes": {
-        "children.py",
+        "system/processes.py",
         "engine/forked.py",
         "rewards/sandbox/pool.py",
         "rewards/sandbox/child.py",

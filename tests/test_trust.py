@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from posttrain import cli, config, tools
+from posttrain import cli, config
+from posttrain.commands import inspect as tools
 from posttrain.errors import UserError
 from posttrain.runs.console import printable
 from posttrain.runs.write import RunWriter

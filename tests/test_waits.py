@@ -33,13 +33,13 @@ FUNCTIONS = {
 DESCRIPTORS = {"os.read", "os.readv", "os.write", "os.writev"}  # a pipe may be empty, or full, for ever
 # Waits without a limit of their own, and what ends them.
 BOUNDED = {
-    "children.py: os.waitpid(pid, 0)": "after SIGKILL",
-    "children.py: os.write(handle, view)": "the parent's end does not block, and has a deadline; a child ends with its parent",
+    "system/processes.py: os.waitpid(pid, 0)": "after SIGKILL",
+    "system/processes.py: os.write(handle, view)": "the parent's end does not block, and has a deadline; a child ends with its parent",
     "engine/forked.py: os.read(self.out, 1 << 20)": "after select",
     "engine/forked.py: os.read(handle, min(1 << 20, wanted - len(pieces)))": "of a helper, which ends with its parent",
     "scoring.py: os.read(worker.out, 1 << 16)": "after select",
     "scoring.py: asyncio.run(_awaited(found))": "in a worker, which has a time limit; a task without one is quick by contract",
-    "untrusted.py: os.waitpid(pid, 0)": "after SIGKILL",
+    "data/safe_readers.py: os.waitpid(pid, 0)": "after SIGKILL",
     "rewards/_endpoint.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` requests has `seconds`",
     "rewards/_endpoint.py: beside.submit(asyncio.run, self._ask_all(conversations, form)).result()": "the same",
     "rewards/_endpoint.py: asyncio.gather(*(one(messages) for messages in conversations))": "the same",

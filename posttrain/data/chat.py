@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.data.records import Tools
+from posttrain.data.safe_readers import limited
 from posttrain.errors import UserError, require
-from posttrain.records import Tools
 from posttrain.types import JSON, Example, Message
-from posttrain.untrusted import limited
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types

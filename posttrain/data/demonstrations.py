@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.data.chat import Tokenizer, render_example
+from posttrain.data.records import Tools, parse_messages, parse_tools, read_jsonl
 from posttrain.data.stream import permutation, philox
 from posttrain.errors import UserError, require
-from posttrain.records import Tools, parse_messages, parse_tools, read_jsonl
 from posttrain.types import Example, Message, Problem
 
 COLUMNS = frozenset({"messages", "prompt", "completion", "text", "tools"})

@@ -35,9 +35,9 @@ import numpy as np
 
 from posttrain.data.chat import Tokenizer
 from posttrain.data.demonstrations import completion_example, unread
+from posttrain.data.records import Tools, parse_tools, read_jsonl
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
-from posttrain.records import Tools, parse_tools, read_jsonl
 from posttrain.types import Example
 
 JOINT = "\n"  # between the steps of a response

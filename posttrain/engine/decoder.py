@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.engine.packed_linear import PackedLinear
-from posttrain.models import familiar
+from posttrain.models import layers as familiar
 from posttrain.models.attention import Layout, Rule
 from posttrain.models.lora import adapter_of
 from posttrain.models.policy import Policy

@@ -16,9 +16,9 @@ from posttrain.engine.decoder import Decoder, rules_of, suits
 from posttrain.engine.pager import Pager
 from posttrain.engine.random import derive, signed, uniforms
 from posttrain.engine.sampler import Choices, sample
-from posttrain.machine import check_threads
 from posttrain.models.attention import LAYOUT, Layout, Rule
 from posttrain.models.policy import Policy
+from posttrain.system.machine import check_threads
 from posttrain.types import Completion, Request
 
 PREFILL_TOKENS = 8192  # prompt tokens computed in one forward

@@ -27,7 +27,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from posttrain import children, machine
+from posttrain.system import machine
+from posttrain.system import processes as children
 from posttrain.types import Completion, Request, Sampling
 
 CORES = machine.requested_threads() or machine.cores()

@@ -19,7 +19,7 @@ from torch import Tensor
 from posttrain.engine.kernels import rms_norm, rotate_store
 from posttrain.engine.rows import Heads
 from posttrain.models.attention import Packed, Rule
-from posttrain.models.familiar import TOLERANCE, activation, distance, rules_of, strangeness
+from posttrain.models.layers import TOLERANCE, activation, distance, rules_of, strangeness
 from posttrain.models.lora import Adapter, adapter_of, stirred
 from posttrain.models.policy import Policy
 from posttrain.ops.fused import gated

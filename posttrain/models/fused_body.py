@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.attention import Packed, Rule
-from posttrain.models.familiar import TOLERANCE, activation, distance, rules_of, strangeness
+from posttrain.models.layers import TOLERANCE, activation, distance, rules_of, strangeness
 from posttrain.models.lora import ADAPTER, adapter_of, stirred
 from posttrain.models.policy import Network
 from posttrain.models.varlen import available, fits, offsets, varlen

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain import untrusted
+from posttrain.data import safe_readers as untrusted
 from posttrain.errors import UserError, require, unknown
 from posttrain.models.load_directory import first_line, read_directory
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import UserError, require
 from posttrain.runs import layout
 from posttrain.runs.layout import Event, RolloutRow, Row, TokenArrays
 from posttrain.types import JSON
-from posttrain.untrusted import read_yaml
 
 
 class Run:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from posttrain.collect import rollout_groups
 from posttrain.data.text import Decoder
-from posttrain.rollouts import rollout_groups
 from posttrain.stages.base import Context, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import Group, Problem, Sampling

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from posttrain.data.records import read_jsonl
 from posttrain.evals.contamination import content_hash, require_clean, sample, text
-from posttrain.records import read_jsonl
 from posttrain.runs.layout import CONFIG
 from posttrain.stages._material import Data
 from posttrain.stages.base import Context, exported

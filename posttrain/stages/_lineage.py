@@ -18,8 +18,8 @@ from pathlib import Path
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
-from posttrain.changes import HARMLESS, WHOLE, flatten
 from posttrain.runs.layout import dump_line
+from posttrain.runs.resume_policy import HARMLESS, WHOLE, flatten
 from posttrain.tasks.base import Task
 from posttrain.trust import code_place
 from posttrain.types import JSON

@@ -12,7 +12,7 @@ from posttrain.data.stream import permutation
 from posttrain.data.units import prompt_length
 from posttrain.errors import require
 from posttrain.loop import Rhythm
-from posttrain.runs.guards import Guards
+from posttrain.monitor.guards import Guards
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place
 from posttrain.types import Example

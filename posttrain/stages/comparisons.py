@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.collect import rollout_groups
 from posttrain.errors import require
-from posttrain.rollouts import rollout_groups
 from posttrain.stages._answers import BATCH, training_problems
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place, load_policy

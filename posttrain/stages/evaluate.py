@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from posttrain.collect import rollout_groups
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
 from posttrain.evals.contamination import content_hash, known
 from posttrain.evals.evaluate import Evaluation, prompts
-from posttrain.rollouts import rollout_groups
 from posttrain.stages._contamination import trained_on
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity

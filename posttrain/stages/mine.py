@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
+from posttrain.data.records import read_jsonl
 from posttrain.errors import require
-from posttrain.records import read_jsonl
 from posttrain.stages._answers import answers, training_problems
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place

@@ -87,7 +87,7 @@ class OveroptimisationStage(Stage):
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
         """One set of samples, ordered by each reward model in turn."""
-        from posttrain.rollouts import rate_groups
+        from posttrain.collect import rate_groups
         from posttrain.train.rating import ModelRating
 
         policy = load_policy(self.model, context, self.alphabet())
@@ -116,11 +116,11 @@ class OveroptimisationStage(Stage):
         return curves
 
     def answers(self, context: Context, policy: object) -> list[Group]:
+        from posttrain.collect import rollout_groups
         from posttrain.data.text import Decoder
         from posttrain.engine.engine import Engine
         from posttrain.engine.random import derive
         from posttrain.models.policy import Policy
-        from posttrain.rollouts import rollout_groups
 
         assert isinstance(policy, Policy)
         engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)

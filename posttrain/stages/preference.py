@@ -11,12 +11,12 @@ import torch
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
+from posttrain.collect import Examples
 from posttrain.data.preferences import count_labels
 from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
 from posttrain.errors import require
 from posttrain.evals.statistics import share_interval
 from posttrain.loop import Loop
-from posttrain.rollouts import Examples
 from posttrain.runs.metrics import Figures, merge
 from posttrain.stages._preferences import (
     PreferenceLearner,

@@ -11,12 +11,12 @@ import numpy as np
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.reward_model import RewardModel
+from posttrain.collect import Examples
 from posttrain.engine.random import derive
 from posttrain.errors import GuardStop, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.loop import Loop
-from posttrain.rollouts import Examples
 from posttrain.stages._material import check_lengths
 from posttrain.stages._preferences import (
     PreferenceLearner,

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
+from posttrain.collect import Examples, Rollouts, rate_groups, rollout_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Climb, Curriculum
 from posttrain.data.text import Decoder
 from posttrain.errors import require
 from posttrain.loop import Loop, Rhythm
 from posttrain.models.lora import Lora, add_adapters, twin
+from posttrain.monitor.alarms import AlarmSettings
+from posttrain.monitor.guards import Guards
 from posttrain.rewards.ensemble import KINDS
 from posttrain.rewards.judge import check_mode
-from posttrain.rollouts import Examples, Rollouts, rate_groups, rollout_groups
-from posttrain.runs.alarms import AlarmSettings
-from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
 from posttrain.stages._measure import proxy_gold_kl
@@ -353,7 +353,7 @@ class RLStage(Stage):
 
     def make_rating(self, context: Context, policy: Policy) -> Rating | None:
         """The reward models as a reward, where there are any; a stage that trained several gives them all."""
-        from posttrain.models.cast import VisitingRating
+        from posttrain.models.offload import VisitingRating
         from posttrain.train.implicit import ImplicitRating
         from posttrain.train.rating import ModelRating, ProcessRating
 
@@ -394,7 +394,7 @@ class RLStage(Stage):
 
     def make_judge(self, context: Context, policy: Policy) -> Rating:
         """A model that judges in words. It reads text, so its vocabulary is its own."""
-        from posttrain.models.cast import VisitingRating
+        from posttrain.models.offload import VisitingRating
         from posttrain.train.judging import JudgeRating, LocalModel
 
         judge = load_policy(self.reward_models[0], context, self.alphabet())

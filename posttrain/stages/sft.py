@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
+from posttrain.collect import Examples
 from posttrain.errors import require
 from posttrain.loop import Loop, Rhythm
 from posttrain.models.lora import Lora, add_adapters
-from posttrain.rollouts import Examples
+from posttrain.monitor.guards import Guards
 from posttrain.runs.console import duration
-from posttrain.runs.guards import Guards
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, Material, alphabet, check_lengths, gather, placed
 from posttrain.stages.base import Context, Stage, load_policy

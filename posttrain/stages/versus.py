@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from posttrain.collect import group_metrics, rate_groups, rollout_groups
 from posttrain.data.text import Decoder
 from posttrain.errors import require
 from posttrain.evals.evaluate import prompts
@@ -20,10 +21,9 @@ from posttrain.evals.statistics import (
     share_interval,
     wilson,
 )
+from posttrain.monitor.alarms import ADVICE, GOLD, SYMPTOMS, Alarms, Change, change
+from posttrain.monitor.guards import rollout_figures
 from posttrain.rewards.judge import Verdict
-from posttrain.rollouts import group_metrics, rate_groups, rollout_groups
-from posttrain.runs.alarms import ADVICE, GOLD, SYMPTOMS, Alarms, Change, change
-from posttrain.runs.guards import rollout_figures
 from posttrain.runs.metrics import merge
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.records import parse_messages, read_jsonl
 from posttrain.errors import UserError, require
-from posttrain.records import parse_messages, read_jsonl
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem

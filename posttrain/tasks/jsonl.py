@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from posttrain.data.records import read_jsonl
 from posttrain.errors import require
-from posttrain.records import read_jsonl
 from posttrain.tasks._judged import Judged
 from posttrain.tasks._questions import make_problem
 from posttrain.types import Problem

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import GuardStop
-from posttrain.models.cast import visiting
+from posttrain.models.offload import visiting
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate

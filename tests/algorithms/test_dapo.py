@@ -11,7 +11,7 @@ from bandit_for_tests import chance_of_good, train
 from material_for_tests import group, plain_batch, rollout, segment, small_policy
 from numpy_for_tests import Response, clipped, parity, relative
 
-from posttrain import rollouts
+from posttrain import collect as rollouts
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dapo import DAPO
 from posttrain.errors import UserError

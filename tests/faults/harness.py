@@ -186,7 +186,8 @@ def child(kind: str, directory: str, fate: Fate, counted: Any, saves: Any) -> No
 def hook(fate: Fate, counted: Any, saves: Any) -> None:
     """Make every moment that matters count: generation, scoring, updates, each file of a save, its syncs and its rename. Saves happen
     in a thread of their own, so two moments may come at once."""
-    from posttrain import loop, rollouts
+    from posttrain import collect as rollouts
+    from posttrain import loop
     from posttrain.engine.engine import Engine
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context

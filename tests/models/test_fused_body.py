@@ -14,8 +14,8 @@ from torch import Tensor
 
 from posttrain.errors import UserError
 from posttrain.models.attention import LAYOUT, Packed, Rule
-from posttrain.models.familiar import rules_of, strangeness
 from posttrain.models.fused_body import PROVED, FusedBody, fused_body
+from posttrain.models.layers import rules_of, strangeness
 from posttrain.models.lora import Lora, add_adapters, stirred
 from posttrain.models.policy import Policy, adopt
 from posttrain.models.scorer import Scorer, from_policy

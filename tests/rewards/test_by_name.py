@@ -44,7 +44,7 @@ CASES: list[tuple[str, dict[str, Any], str, float]] = [
     ("length", {"kind": "overlong", "limit": 100, "margin": 20}, "x" * 90, -0.5),
     ("repetition", {}, "a b c d e f", 0.0),
     ("steps", {"enough": 2}, RIGHT, 1.0),
-    ("worked", {}, RIGHT, 1.0),
+    ("arithmetic_steps", {}, RIGHT, 1.0),
     ("compose", TEXTBOOK, RIGHT, 0.8 + 0.1 + 0.1 * 2 / 3),
     ("compose", {"how": "product", "parts": TEXTBOOK["parts"]}, RIGHT, 2 / 3),
     ("compose", {"how": "gate", "parts": [{"reward": "format"}, {"reward": "math"}]}, RIGHT, 0.0),

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain import doctor
+from posttrain.commands import doctor
 from posttrain.errors import UserError
 from posttrain.rewards._code_data import fenced
 from posttrain.rewards.code import CallTest, StdioTest, grade

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain import advise, cli
+from posttrain import cli
+from posttrain.commands import advise
 
 TASK = """
 from dataclasses import dataclass

@@ -12,9 +12,9 @@ from posttrain import config, pipeline
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import Interrupted
 from posttrain.loop import Loop
+from posttrain.monitor.alarms import Alarms
+from posttrain.monitor.guards import Alarm
 from posttrain.recipes.base import Recipe
-from posttrain.runs.alarms import Alarms
-from posttrain.runs.guards import Alarm
 from posttrain.runs.read import Run
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic

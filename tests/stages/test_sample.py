@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain import config, plan
+from posttrain import config
+from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.evals.contamination import content_hash
 from posttrain.recipes.base import Recipe

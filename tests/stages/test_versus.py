@@ -14,7 +14,7 @@ from material_for_tests import group, rollout, segment
 from posttrain.errors import UserError
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.runs.alarms import ADVICE
+from posttrain.monitor.alarms import ADVICE
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._material import Data

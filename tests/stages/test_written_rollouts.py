@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain import tools
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.online_dpo import OnlineDPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.raft import RAFT
-from posttrain.rollouts import Collected, Rollouts
+from posttrain.collect import Collected, Rollouts
+from posttrain.commands import inspect as tools
 from posttrain.runs.read import Run
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch

@@ -148,7 +148,7 @@ class Here(Longest):
 
 
 def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
-    from posttrain.rollouts import rollout_groups
+    from posttrain.collect import rollout_groups
     from posttrain.scoring import score_one
     from posttrain.types import Completion
 

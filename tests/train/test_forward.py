@@ -13,8 +13,8 @@ from torch import Tensor
 
 from posttrain.models import fused_body
 from posttrain.models.attention import Rule, masked
-from posttrain.models.familiar import rules_of
 from posttrain.models.fused_body import FusedBody
+from posttrain.models.layers import rules_of
 from posttrain.train import forward as module
 from posttrain.train.forward import forward, shared_beginnings
 from posttrain.train.pack import pack_examples

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain import config, pipeline
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.collect import failure_kind
 from posttrain.errors import GuardStop, UserError
 from posttrain.models.policy import Policy, adopt
 from posttrain.models.save import save
@@ -22,7 +23,6 @@ from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.rewards._asking import Form
 from posttrain.rewards.judge import CANARIES, SCORE, VERDICT, Judge, Verdict
-from posttrain.rollouts import failure_kind
 from posttrain.runs.read import Run
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.rl import RLStage

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posttrain import cli, config, plan
+from posttrain import cli, config
 from posttrain.algorithms.ppo import PPO
+from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.runs.write import RunWriter
 from posttrain.stages import base

@@ -10,10 +10,10 @@ import pytest
 import torch
 from material_for_tests import VOCABULARY, group, rollout, segment, small_policy
 
+from posttrain.collect import rate_groups
 from posttrain.errors import UserError
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.models.tiny import character_tokenizer
-from posttrain.rollouts import rate_groups
 from posttrain.train.pack import step_rewards
 from posttrain.train.rating import ModelRating, ProcessRating, check_vocabulary
 from posttrain.types import Problem, Rollout, Score, Segment

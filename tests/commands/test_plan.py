@@ -11,9 +11,10 @@ import torch
 from material_for_tests import small_policy
 from scripts_for_tests import load_script
 
-from posttrain import cli, config, plan
+from posttrain import cli, config
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora
 from posttrain.models.save import save

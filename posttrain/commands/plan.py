@@ -35,8 +35,8 @@ from posttrain.train.optimizer import Optimization
 from posttrain.trust import trusting
 
 if TYPE_CHECKING:
+    from posttrain.commands.dry_run import Estimate
     from posttrain.config import Settings
-    from posttrain.dry import Estimate
 
 
 class Elsewhere(Policy):
@@ -175,7 +175,7 @@ def choices(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
 def describe(settings: Settings, dry: bool = False) -> list[str]:
     """The whole plan as lines. Loads the first model (to price it and to count tokens), trains nothing, writes nothing. `dry` runs a
     few steps of every stage in a folder that is thrown away, to say how long the run will take."""
-    from posttrain.dry import estimate
+    from posttrain.commands.dry_run import estimate
     from posttrain.runs.write import RunWriter
 
     device = (

@@ -1,6 +1,6 @@
 """What stands guard over the loop of one stage: guards, alarms and the watchdog, and who is told of what they see.
 
-What they look for is in runs/guards.py and runs/alarms.py, as functions of figures. Here it meets the trainer and the run: before
+What they look for is in monitor/guards.py and monitor/alarms.py, as functions of figures. Here it meets the trainer and the run: before
 a step's material is learned from, after its figures are written, before anything is saved.
 """
 
@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from posttrain.algorithms.base import State
+from posttrain.collect import Collected
 from posttrain.errors import GuardStop
-from posttrain.rollouts import Collected
-from posttrain.runs.alarms import Alarms, AlarmSettings
+from posttrain.monitor.alarms import Alarms, AlarmSettings
+from posttrain.monitor.coefficients import dead_coefficients
+from posttrain.monitor.guards import Alarm, Guards, Watch, rollout_figures
+from posttrain.monitor.watchdog import Watchdog
 from posttrain.runs.console import Console
-from posttrain.runs.guards import Alarm, Guards, Watch, rollout_figures
 from posttrain.runs.layout import ALARMS
-from posttrain.runs.watchdog import Watchdog
 from posttrain.runs.write import RunWriter
-from posttrain.train.coefficients import dead_coefficients
 from posttrain.train.pack import micro_batches
 from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer

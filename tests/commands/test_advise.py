@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from material_for_tests import algorithm_class
 
-from posttrain import advise, catalogue, cli, config
+from posttrain import catalogue, cli, config
+from posttrain.commands import advise
 from posttrain.errors import UserError
 
 KINDS = [kind for kind in advise.DATA if kind != "nothing"]

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.runs.alarms import Alarms
-from posttrain.runs.selection import Conflict, Selection, centred, gold_of, repeated, traits, words
+from posttrain.monitor.alarms import Alarms
+from posttrain.monitor.selection import Conflict, Selection, centred, gold_of, repeated, traits, words
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain import config, dry, plan
+from posttrain import config
 from posttrain.algorithms.grpo import GRPO
+from posttrain.commands import dry_run as dry
+from posttrain.commands import plan
 from posttrain.runs.layout import Row
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
@@ -92,7 +94,7 @@ def test_memory_is_what_came_on_top() -> None:
 
 
 def test_a_model_of_a_few_steps_need_not_pass_the_gates() -> None:
-    from posttrain.runs.alarms import AlarmSettings
+    from posttrain.monitor.alarms import AlarmSettings
     from posttrain.stages.agreement import AgreementStage
     from posttrain.stages.sample import SampleStage
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain import cli
-from posttrain.compare import compare_runs, differences, lines
+from posttrain.commands.compare import compare_runs, differences, lines
 from posttrain.runs.write import RunWriter
 
 

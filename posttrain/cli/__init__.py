@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from posttrain import __version__ as VERSION
 from posttrain.errors import GuardStop, Interrupted, UserError, unknown
-from posttrain.version import VERSION
 
 EXAMPLES = {
     "run": "posttrain run quickstart seed=1 rl.lr=1e-4",
@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
 def doctor(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from posttrain import doctor as clinic
+    from posttrain.commands import doctor as clinic
 
     findings = clinic.examine()
     sound = clinic.healthy(findings)
@@ -218,7 +218,8 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from posttrain import config, pipeline, sweep
+    from posttrain import config, pipeline
+    from posttrain.commands import sweep
 
     if sweep.is_sweep(options.settings):
         return _swept(sweep.run(options.recipe, options.settings, options.allow_code))
@@ -245,7 +246,8 @@ def _swept(failed: int) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
-    from posttrain import pipeline, sweep
+    from posttrain import pipeline
+    from posttrain.commands import sweep
 
     options.where = options.run
     if (options.run / sweep.RECORD).is_file():
@@ -258,7 +260,7 @@ def resume(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> None:
     from posttrain import config
-    from posttrain.plan import describe
+    from posttrain.commands.plan import describe
     from posttrain.runs.console import printable, write_text
 
     for line in describe(
@@ -293,7 +295,7 @@ def list_(options: argparse.Namespace) -> None:
 def advise(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from posttrain import advise as advice
+    from posttrain.commands import advise as advice
 
     if not options.goal:
         goals = {name: goal.title for name, goal in advice.GOALS.items()}
@@ -316,7 +318,7 @@ def advise(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    from posttrain import tools
+    from posttrain.commands import inspect as tools
 
     tools.evaluate(options.model, options.task, options.settings, options.json)
 
@@ -324,7 +326,7 @@ def evaluate(options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from posttrain.compare import compare_runs, lines
+    from posttrain.commands.compare import compare_runs, lines
     from posttrain.runs.console import printable, write_text
     from posttrain.runs.layout import encode
 
@@ -338,13 +340,13 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def sample(options: argparse.Namespace) -> None:
-    from posttrain import tools
+    from posttrain.commands import inspect as tools
 
     tools.sample(options.model, options.prompt, options.settings)
 
 
 def show(options: argparse.Namespace) -> None:
-    from posttrain import tools
+    from posttrain.commands import inspect as tools
 
     tools.show(options.run, options.rollout)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.models.cast import VisitingRating, visiting
+from posttrain.models.offload import VisitingRating, visiting
 
 HOME, AWAY = torch.device("cpu"), torch.device("cuda:3")  # no tensor is made there
 

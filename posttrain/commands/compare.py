@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
-from posttrain.changes import flatten
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals.evaluate import (
     Pair,
@@ -22,6 +21,7 @@ from posttrain.evals.evaluate import (
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
+from posttrain.runs.resume_policy import flatten
 from posttrain.types import JSON
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"

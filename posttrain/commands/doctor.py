@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain import machine
+from posttrain import __version__ as VERSION
 from posttrain.errors import UserError
-from posttrain.version import VERSION
+from posttrain.system import machine
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 PYTHON = ((3, 11), (3, 14))  # from, and before

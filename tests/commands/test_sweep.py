@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import cli, sweep
+from posttrain import cli
+from posttrain.commands import sweep
+from posttrain.commands.sweep import Estimate, aggregate, axes, estimate, members
 from posttrain.errors import UserError
-from posttrain.sweep import Estimate, aggregate, axes, estimate, members
 
 RECIPE = """
 import os

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from material_for_tests import small_policy
 
-from posttrain import cli, doctor, machine
+from posttrain import cli
+from posttrain.commands import doctor
 from posttrain.config import parse
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
+from posttrain.system import machine
 
 # Says how OpenMP will wait at the moment in which torch is first looked for, and ends.
 WATCH = """
@@ -35,7 +37,7 @@ WAYS = {
 def fresh(program: str, **environment: str) -> str:
     """What a Python process of its own prints; it must end well."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    root = str(Path(machine.__file__).parent.parent)
+    root = str(Path(machine.__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", program], env=kept | {"PYTHONPATH": root} | environment, text=True, timeout=60,
                           capture_output=True)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

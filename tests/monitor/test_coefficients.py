@@ -12,8 +12,8 @@ from material_for_tests import CASES, material, shared_policy, trainer_for
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.monitor.coefficients import coefficients, dead_coefficients
 from posttrain.ops.weights import reduction
-from posttrain.train.coefficients import coefficients, dead_coefficients
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
 

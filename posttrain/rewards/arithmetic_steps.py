@@ -185,7 +185,7 @@ def columns(text: str, question: str, separator: str) -> list[tuple[int, float |
     asked = QUESTION.fullmatch(question)
     require(
         asked is not None,
-        f"worked: columns are for questions such as 47+85=, not {question[:40]!r}",
+        f"arithmetic_steps: columns are for questions such as 47+85=, not {question[:40]!r}",
     )
     assert asked is not None
     a, sign, b = int(asked[1]), asked[2], int(asked[3])
@@ -223,7 +223,7 @@ def _sum(sign: str, x: int, y: int, carry: int) -> tuple[int, int]:
     return (total // 10 if sign == "+" else int(total < 0)), total % 10
 
 
-def worked(
+def arithmetic_steps(
     prompt: str,
     response: str,
     answer: str,
@@ -236,15 +236,15 @@ def worked(
     r"""The plain reward. The answer is the last box or, where there is a `marker`, what follows it. At most `most` steps are right:
     more would pay for going the long way.
 
-    >>> score = worked("3 boxes of 4 pens, 5 are lost.", "3*4 = 12\n12-5 = 7\n\\boxed{7}", "7")
+    >>> score = arithmetic_steps("3 boxes of 4 pens, 5 are lost.", "3*4 = 12\n12-5 = 7\n\\boxed{7}", "7")
     >>> score.value, score.steps
     (1.0, ((8, 1.0), (17, 1.0), (27, 1.0)))
-    >>> worked("47+85=", "75012,48113#132", "132", form="columns", separator=",", marker="#").steps
+    >>> arithmetic_steps("47+85=", "75012,48113#132", "132", form="columns", separator=",", marker="#").steps
     ((5, 1.0), (11, 1.0), (15, 1.0))
     """
-    require(form in FORMS, f"worked: form is one of {', '.join(FORMS)}, not {form!r}")
-    require(bool(separator), "worked: steps need a separator that is not empty")
-    require(most >= 1 and least >= 1, "worked: most and least are at least 1")
+    require(form in FORMS, f"arithmetic_steps: form is one of {', '.join(FORMS)}, not {form!r}")
+    require(bool(separator), "arithmetic_steps: steps need a separator that is not empty")
+    require(most >= 1 and least >= 1, "arithmetic_steps: most and least are at least 1")
     reward = MathReward(marker=marker) if marker else STRICT
     judged = grade(response, answer, reward, prompt)
     if not judged.valid:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.changes import compare
+from posttrain.runs.resume_policy import compare
 
 BASE: dict[str, Any] = {
     "seed": 0,

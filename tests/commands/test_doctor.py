@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import cli, doctor
-from posttrain.doctor import BROKEN, NOTE, OK, Finding
+from posttrain import cli
+from posttrain.commands import doctor
+from posttrain.commands.doctor import BROKEN, NOTE, OK, Finding
 from posttrain.errors import UserError
 from posttrain.rewards.sandbox import isolation
 
@@ -69,7 +70,7 @@ def test_no_sandbox_is_a_note_for_only_rewards_that_run_programs_need_it(monkeyp
 
 
 def test_what_is_needed_is_what_the_package_declares() -> None:
-    declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
     least = {name: version or "0" for name, version in (re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", d).groups() for d in declared)}  # type: ignore[union-attr]
     assert all(least[name] == version for name, version in doctor.NEEDED.items())
     assert {name for name, version in least.items() if version != "0"} <= set(doctor.NEEDED)

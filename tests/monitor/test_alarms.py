@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.runs.alarms import ADVICE, LEAST, Alarms, AlarmSettings, change, frontier, since_best, spread, told
+from posttrain.monitor.alarms import ADVICE, LEAST, Alarms, AlarmSettings, change, frontier, since_best, spread, told
 from posttrain.runs.layout import Event
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from posttrain.runs.alarms import AlarmSettings
-from posttrain.runs.guards import GUARDS, Guards
+from posttrain.monitor.alarms import AlarmSettings
+from posttrain.monitor.guards import GUARDS, Guards
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, Stage

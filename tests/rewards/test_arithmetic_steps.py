@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from posttrain.errors import UserError
 from posttrain.ops.advantages import process_advantages
+from posttrain.rewards.arithmetic_steps import LIMIT, arithmetic_steps, statements
 from posttrain.rewards.compose import Gate, Part
 from posttrain.rewards.format import format
-from posttrain.rewards.worked import LIMIT, statements, worked
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.jsonl import Jsonl
 from posttrain.train.pack import pack_groups
@@ -25,7 +25,7 @@ PENS = "A shop has 3 boxes of 4 pens and sells 5 of the pens at $2 each. What is
 
 def verdicts(response: str, question: str = PENS, answer: str = "14") -> list[float]:
     """Of the steps; the answer's own comes last and is left off."""
-    return [value for _, value in worked(question, response, answer).steps[:-1]]
+    return [value for _, value in arithmetic_steps(question, response, answer).steps[:-1]]
 
 
 CASES: list[tuple[str, list[float], float]] = [
@@ -48,7 +48,7 @@ CASES: list[tuple[str, list[float], float]] = [
 @pytest.mark.parametrize(("response", "expected", "value"), CASES)
 def test_by_hand(response: str, expected: list[float], value: float) -> None:
     assert verdicts(response) == expected
-    assert worked(PENS, response, "14").value == pytest.approx(value)
+    assert arithmetic_steps(PENS, response, "14").value == pytest.approx(value)
 
 
 FORMS = [
@@ -68,7 +68,9 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS)
 def test_labels_bold_type_and_parentheses_around_a_statement(form: str) -> None:
     def value(statement: str, more: str = "") -> float | None:
-        return worked("One costs 10, the other 20. Both?", f"{form.format(statement)}\n{more}\n\\boxed{{30}}", "30").value
+        return arithmetic_steps(
+            "One costs 10, the other 20. Both?", f"{form.format(statement)}\n{more}\n\\boxed{{30}}", "30"
+        ).value
 
     assert value("10+20 = 30") == value("(10 + 20)*1 = 30") == 1.0
     assert value("10+20 = 31", "10+20 = 30") == 0.5, "a false one is punished there too"
@@ -95,7 +97,7 @@ PADDING = [
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_padding_is_neither_paid_nor_punished(padding: str, where: str) -> None:
     padded = padding + HONEST if where == "before" else HONEST.replace("\\boxed", f"{padding}\\boxed")
-    found, plain = worked(PENS, padded, "14"), worked(PENS, HONEST, "14")
+    found, plain = arithmetic_steps(PENS, padded, "14"), arithmetic_steps(PENS, HONEST, "14")
     assert found.value == plain.value == 1.0
     assert sum(v for _, v in found.steps) == sum(v for _, v in plain.steps) == 4.0
     assert all(v == 1.0 for _, v in found.steps)
@@ -117,20 +119,20 @@ FALSE = [
 def test_a_false_statement_costs_wherever_it_stands(line: str) -> None:
     for response in (f"{line}\n{HONEST}", HONEST.replace("\\boxed", f"{line}\n\\boxed")):
         assert 0.0 in verdicts(response)
-        assert worked(PENS, response, "14").value == pytest.approx(3 / 4)
+        assert arithmetic_steps(PENS, response, "14").value == pytest.approx(3 / 4)
 
 
 def test_steps_that_do_not_lead_to_the_answer_are_not_paid() -> None:
     """All true, all from the question; the answer was guessed, or is another's."""
     assert verdicts("3*4 = 12\n12+5 = 17\n\\boxed{14}") == []
-    assert worked(PENS, "3*4 = 12\n12+5 = 17\n\\boxed{14}", "14").value == 0.0
-    wrong = worked(PENS, "3*4 = 12\n12+5 = 17\n\\boxed{17}", "14")
+    assert arithmetic_steps(PENS, "3*4 = 12\n12+5 = 17\n\\boxed{14}", "14").value == 0.0
+    wrong = arithmetic_steps(PENS, "3*4 = 12\n12+5 = 17\n\\boxed{17}", "14")
     assert (wrong.value, wrong.steps[-1][1], wrong.outcome) == (0.0, 0.0, "wrong")
 
 
 def test_the_long_way_is_paid_for_so_many_steps_and_no_more() -> None:
     walk = "".join(f"{n}+1 = {n + 1}\n" for n in range(100, 160))
-    score = worked("What is 100 and 60?", walk + "\\boxed{160}", "160")
+    score = arithmetic_steps("What is 100 and 60?", walk + "\\boxed{160}", "160")
     assert sum(v for _, v in score.steps) == 20 + 1 and score.parts["idle"] == 40
 
 
@@ -140,7 +142,7 @@ def test_an_error_is_not_built_upon() -> None:
 
 
 def test_a_gold_answer_that_cannot_be_read_is_a_failure() -> None:
-    assert worked(PENS, HONEST, "").value is None
+    assert arithmetic_steps(PENS, HONEST, "").value is None
     for settings, complaint in (
         ({"form": "x"}, "form is one of"),
         ({"separator": ""}, "separator"),
@@ -148,7 +150,7 @@ def test_a_gold_answer_that_cannot_be_read_is_a_failure() -> None:
         ({"form": "columns"}, "questions such as 47"),
     ):
         with pytest.raises(UserError, match=complaint):
-            worked(PENS, HONEST, "14", **settings)  # type: ignore[arg-type]
+            arithmetic_steps(PENS, HONEST, "14", **settings)  # type: ignore[arg-type]
 
 
 NUMBERS = st.fractions(min_value=-999, max_value=999, max_denominator=9)
@@ -163,7 +165,7 @@ def test_a_statement_is_true_exactly_where_the_numbers_are(a, b, sign: str, off:
 
 @given(st.text(alphabet="0123456789+-*/=(). ,\n%$x", max_size=300))
 def test_any_text_has_a_score(text: str) -> None:
-    score = worked(PENS, text + "\\boxed{14}", "14")
+    score = arithmetic_steps(PENS, text + "\\boxed{14}", "14")
     assert score.valid and 0.0 <= (score.value or 0.0) <= 1.0
     assert [p for p, _ in score.steps] == sorted({p for p, _ in score.steps}), "positions in order, none twice"
 
@@ -182,7 +184,7 @@ def test_hostile_texts_take_no_time() -> None:
     texts += [f"{'9' * 90}*{'9' * 90} = 1\n" * 500, "((((((((1))))))))=1\n" * 9000]
     began = time.process_time()
     for text in texts:
-        assert worked(PENS, text, "14").valid
+        assert arithmetic_steps(PENS, text, "14").valid
     assert time.process_time() - began < 5
 
 
@@ -193,7 +195,7 @@ def test_scratchpads_of_the_arithmetic_task(operation: str, steps: str) -> None:
     for level in task.levels:
         for problem in task.problems("test", level)[:20]:
             text = task.demonstration(problem)
-            score = worked(problem.question, text, problem.answer, "columns", ",", "#")
+            score = arithmetic_steps(problem.question, text, problem.answer, "columns", ",", "#")
             assert score.value == 1.0 and len(score.steps) == level + 1
             assert [p for p, _ in score.steps] == [*(i for i, c in enumerate(text) if c in ",#"), len(text)]
 
@@ -215,7 +217,7 @@ COLUMNS = [
 
 @pytest.mark.parametrize(("text", "expected"), COLUMNS)
 def test_columns_by_hand(text: str, expected: list[float | None]) -> None:
-    score = worked("958+467=", text, "1425", "columns", ",", "#")
+    score = arithmetic_steps("958+467=", text, "1425", "columns", ",", "#")
     ends = [i for i, c in enumerate(text) if c in ",#"] + [len(text)]
     if "#" not in text:  # the last column ends where the response does, and the worst counts
         ends, expected = ends[:-1] + ends[-1:], [*expected[:2], 0.0]
@@ -223,8 +225,8 @@ def test_columns_by_hand(text: str, expected: list[float | None]) -> None:
 
 
 def test_columns_with_a_borrow() -> None:
-    assert worked("52-17=", "27015,51103#35", "35", "columns", ",", "#").value == 1.0
-    assert [v for _, v in worked("52-17=", "27005,51103#35", "35", "columns", ",", "#").steps] == [0.0, 1.0, 1.0]
+    assert arithmetic_steps("52-17=", "27015,51103#35", "35", "columns", ",", "#").value == 1.0
+    assert [v for _, v in arithmetic_steps("52-17=", "27005,51103#35", "35", "columns", ",", "#").steps] == [0.0, 1.0, 1.0]
 
 
 def rollout(sample: int, text: str, score: Score) -> Rollout:
@@ -239,7 +241,7 @@ def test_process_supervision_learns_from_the_steps() -> None:
     second is worth less than any of the first."""
     texts = ["87015,56112,94114#1425", "87015,56011,94114#1415"]
     group = Group(Problem("1", "958+467="), tuple(
-        rollout(n, text, worked("958+467=", text, "1425", "columns", ",", "#")) for n, text in enumerate(texts)
+        rollout(n, text, arithmetic_steps("958+467=", text, "1425", "columns", ",", "#")) for n, text in enumerate(texts)
     ))  # fmt: skip
     batch = pack_groups([group], 1.0)
     assert batch.step_T is not None
@@ -265,9 +267,9 @@ def test_process_supervision_learns_from_the_steps() -> None:
 def test_as_a_tasks_reward_and_in_a_mix(tmp_path) -> None:
     file = tmp_path / "pens.jsonl"
     file.write_text("".join(f'{{"question": "{n} and 1", "answer": "{n + 1}"}}\n' for n in range(40)))
-    task = Jsonl(str(file), reward="worked", options={"marker": "#"})
+    task = Jsonl(str(file), reward="arithmetic_steps", options={"marker": "#"})
     problem = task.problems("train")[0]
     n = int(problem.answer) - 1
     assert task.score(problem, f"{n}+1 = {n + 1}\n#{n + 1}").steps[0][1] == 1.0
-    mix = Gate(Part("format", lambda p, r, a: format(p, r, a, "{text}\\boxed{digits}")), Part("work", worked))
+    mix = Gate(Part("format", lambda p, r, a: format(p, r, a, "{text}\\boxed{digits}")), Part("work", arithmetic_steps))
     assert mix(PENS, HONEST.replace("{14}", "14"), "14").parts["format"] == 1.0

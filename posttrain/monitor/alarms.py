@@ -24,9 +24,9 @@ from typing import ClassVar
 import numpy as np
 
 from posttrain.errors import require, unknown
-from posttrain.runs.guards import Alarm
+from posttrain.monitor.guards import Alarm
+from posttrain.monitor.selection import Selection, words
 from posttrain.runs.layout import Event
-from posttrain.runs.selection import Selection, words
 from posttrain.types import JSON, Group, Rollout
 
 GOLD = (

@@ -9,7 +9,7 @@ import time
 import pytest
 from children_for_tests import no_child_left
 
-from posttrain import children
+from posttrain.system import processes as children
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
 

@@ -21,7 +21,7 @@ from material_for_tests import group, rollout, segment
 from posttrain import config
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import UserError
-from posttrain.runs.guards import GUARDS, STOPS, Alarm, Guards, Watch, repetition, rollout_figures
+from posttrain.monitor.guards import GUARDS, STOPS, Alarm, Guards, Watch, repetition, rollout_figures
 from posttrain.scoring import score_one
 from posttrain.train.pack import pack_groups
 from posttrain.types import Group, Problem, Score
