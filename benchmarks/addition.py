@@ -87,13 +87,13 @@ def example(tokenizer: Any, problem: Problem) -> Example:
 def accuracy(model: Any, tokenizer: Any) -> float:
     """Share of the held-out sums that argmax gets right, by the same code for both sides."""
     from posttrain.engine.engine import Engine
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
 
     problems = Addition().problems("test")
     greedy = Sampling(max_new_tokens=8, temperature=0.0)
     requests = [Request(tuple(tokenizer(p.question)["input_ids"]), 1, 0, greedy) for p in problems]
     stock = model.config._attn_implementation
-    answers = Engine(adopt(model, tokenizer, (tokenizer.eos_token_id,))).generate(requests)
+    answers = Engine(wrap_model(model, tokenizer, (tokenizer.eos_token_id,))).generate(requests)
     texts = [tokenizer.decode(one.ids) for (one,) in answers]
     model.set_attn_implementation(stock)
     return sum(Addition().score(p, text).value or 0.0 for p, text in zip(problems, texts, strict=True)) / len(problems)
@@ -104,7 +104,7 @@ def finetune(folder: Path, enough: float = 0.75, steps: int = 600, batch: int = 
     accuracy."""
     from posttrain.algorithms.sft import SFT
     from posttrain.models.attention import install
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
     from posttrain.train.optimizer import Optimization
     from posttrain.train.pack import pack_examples
     from posttrain.train.trainer import Trainer
@@ -112,7 +112,7 @@ def finetune(folder: Path, enough: float = 0.75, steps: int = 600, batch: int = 
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, 0.02)
     settings = Optimization(lr=1e-3, schedule="cosine", beta2=0.999)
-    trainer = Trainer(adopt(model, tokenizer, (tokenizer.eos_token_id,)), SFT(), settings)
+    trainer = Trainer(wrap_model(model, tokenizer, (tokenizer.eos_token_id,)), SFT(), settings)
     examples = [example(tokenizer, problem) for problem in Addition().problems("train")]
     generator = np.random.default_rng(0)
     for step in range(steps):

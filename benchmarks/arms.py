@@ -102,9 +102,9 @@ def ours(settings: Settings) -> None:
     import torch
 
     from posttrain.collect import Rollouts
-    from posttrain.data.curriculum import Climb, Curriculum
+    from posttrain.data.curriculum import Curriculum, CurriculumState
     from posttrain.engine.engine import Engine
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
     from posttrain.train.optimizer import Optimization
     from posttrain.train.trainer import Trainer
     from posttrain.types import Sampling
@@ -113,14 +113,14 @@ def ours(settings: Settings) -> None:
     torch.set_num_threads(settings.threads)
     random.seed(settings.seed)
     model, tokenizer = load(Path(settings.folder))
-    policy = adopt(model, tokenizer, (tokenizer.eos_token_id,))
+    policy = wrap_model(model, tokenizer, (tokenizer.eos_token_id,))
     task = Addition(random_reward=settings.exact)
     algorithm = grpo(settings)
     trainer = Trainer(policy, algorithm, Optimization(lr=settings.lr, beta2=0.999))
     engine = Engine(policy, processes=settings.threads)
     sampling = Sampling(settings.new_tokens, min_new_tokens=settings.new_tokens if settings.exact else 0)
-    climb = Climb(task.levels, [len(task.problems("train"))], Curriculum(), settings.seed)
-    source = Rollouts(task, engine, tokenizer, climb, settings.prompts, sampling, settings.seed, policy.device)
+    curriculum_state = CurriculumState(task.levels, [len(task.problems("train"))], Curriculum(), settings.seed)
+    source = Rollouts(task, engine, tokenizer, curriculum_state, settings.prompts, sampling, settings.seed, policy.device)
     clock.wrap(trainer.optimizer, "step", "optimizer")
     clock.wrap(trainer, "forward_backward", "forward_backward")
     number = 0

@@ -64,14 +64,14 @@ def gate(folder: Path) -> dict[str, float]:
 
     from posttrain.algorithms.grpo import GRPO
     from posttrain.engine.engine import Engine
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
     from posttrain.train.optimizer import Optimization
     from posttrain.train.pack import pack_groups
     from posttrain.train.trainer import Trainer
     from posttrain.types import Group, Problem, Request, Rollout, Sampling, Score, Segment
 
     plain, tokenizer = load(folder)
-    policy = adopt(load(folder)[0], tokenizer, ())
+    policy = wrap_model(load(folder)[0], tokenizer, ())
     request = Request(tuple(tokenizer("12+34=")["input_ids"]), 8, 0, Sampling(64))
     samples = next(iter(Engine(policy).generate([request])))
     ids = torch.tensor([[*request.prompt_ids, *s.ids.tolist()] for s in samples])

@@ -64,10 +64,10 @@ def place(root: Path, name: str) -> str:
 
 def policy_in(folder: str) -> Any:
     from posttrain.models.load import load
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
 
     loaded = load(folder)
-    return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, folder)
+    return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, folder)
 
 
 def sampled(root: Path, policy: Any, split: str, prompts: int, group: int, seed: int) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from posttrain.models.lora import Lora, add_adapters
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.types import Request, Sampling
 
 STOP = 0
@@ -79,7 +79,7 @@ def make_model(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "c
 
 def make_policy(case: Case, dtype: torch.dtype = torch.bfloat16) -> Policy:
     """The case's model, with its adapters where it has some, as if they had learned: B is 0 at the start of training."""
-    policy = adopt(make_model(case, dtype), None, (STOP,), "a random Qwen2")
+    policy = wrap_model(make_model(case, dtype), None, (STOP,), "a random Qwen2")
     if case.lora:
         add_adapters(policy.model, Lora(rank=case.lora), 0)
         with torch.no_grad():

@@ -33,7 +33,7 @@ from gpu_cases import CASES, STOP, Case, make_model, make_requests  # noqa: E402
 from posttrain.algorithms.gspo import GSPO  # noqa: E402
 from posttrain.commands.inspect import open_policy  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
-from posttrain.models.policy import Policy, adopt  # noqa: E402
+from posttrain.models.policy import Policy, wrap_model  # noqa: E402
 from posttrain.ops.weights import sequence_means, sequence_sums  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import pack_groups  # noqa: E402
@@ -55,7 +55,7 @@ def make_policy(arguments: argparse.Namespace, case: Case, device: str) -> Polic
     model = make_model(case, torch.bfloat16 if device == "cuda" else torch.float32, device)
     with torch.no_grad():
         model.model.norm.weight.mul_(arguments.sharpen)
-    return adopt(model, None, (STOP,), "a random Qwen2")
+    return wrap_model(model, None, (STOP,), "a random Qwen2")
 
 
 def requests_of(policy: Policy, case: Case, seed: int) -> list[Request]:

@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from gpu_cases import CASES, STOP, Case, make_model  # noqa: E402
 
 from posttrain.algorithms.grpo import GRPO  # noqa: E402
-from posttrain.models.policy import adopt  # noqa: E402
+from posttrain.models.policy import wrap_model  # noqa: E402
 from posttrain.train import forward as forward_module  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import micro_batches, pack_groups  # noqa: E402
@@ -90,7 +90,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if on_cuda else "cpu"
     case = replace(CASES["a"] if on_cuda else TINY, prompts=options.groups, group=options.group)
-    policy = adopt(make_model(case, torch.bfloat16 if on_cuda else torch.float32, device), None, (STOP,), "a random Qwen2")
+    policy = wrap_model(make_model(case, torch.bfloat16 if on_cuda else torch.float32, device), None, (STOP,), "a random Qwen2")
     algorithm = GRPO(beta=0.0, group=case.group)
     trainer = Trainer(policy, algorithm, Optimization(lr=1e-6, token_budget=options.budget))
     batch = make_batch(case, options.system, options.question, options.answer, device)

@@ -13,10 +13,10 @@ import torch
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.collect import Rollouts
-from posttrain.data.curriculum import Climb, Curriculum
+from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.engine.engine import Engine
 from posttrain.models.load import stop_ids
-from posttrain.models.policy import adopt
+from posttrain.models.policy import wrap_model
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
@@ -31,11 +31,11 @@ def main() -> None:
         task = Arithmetic(level=3, steps_weight=0.9)
         tokenizer = character_tokenizer(task.alphabet)
         model = tiny_model(tokenizer, size, 0)
-        policy = adopt(model, tokenizer, stop_ids(model, tokenizer))
+        policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer))
         algorithm = GRPO(group=8, beta=0.0)
         trainer = Trainer(policy, algorithm, Optimization(lr=1e-9))
-        climb = Climb((3,), [1000], Curriculum(), 0)
-        source = Rollouts(task, Engine(policy), tokenizer, climb, 32, Sampling(20), 0, policy.device)
+        curriculum_state = CurriculumState((3,), [1000], Curriculum(), 0)
+        source = Rollouts(task, Engine(policy), tokenizer, curriculum_state, 32, Sampling(20), 0, policy.device)
         seconds: dict[int, list[float]] = {1: [], everyone: []}
         for step in range(8):
             for threads in seconds:

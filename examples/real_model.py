@@ -24,7 +24,7 @@ from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.load import Loaded, load, require_chat_template
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.pipeline import fresh
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, run_stages
@@ -101,7 +101,7 @@ def main() -> int:
         require_chat_template(loaded.tokenizer, path)
         print(f"loaded {path} in {time.perf_counter() - began:.1f} s")
         describe(loaded)
-        policy = adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, path)
+        policy = wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, path)
         print(f"\n{QUESTION}\n{answer(policy, QUESTION)}\n")
         if steps:
             train(path, steps, fresh(Path("runs"), "real-model"))

@@ -13,7 +13,7 @@ import torch
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.data.chat import render_prompt
-from posttrain.data.curriculum import Climb
+from posttrain.data.curriculum import CurriculumState
 from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
@@ -100,7 +100,7 @@ class Rollouts:
         task: Task,
         sampler: Sampler,
         tokenizer: object,
-        climb: Climb,
+        curriculum_state: CurriculumState,
         prompts: int,
         sampling: Sampling,
         seed: int,
@@ -108,7 +108,12 @@ class Rollouts:
         rating: Rating | None = None,
     ):
         self.rating = rating
-        self.task, self.sampler, self.tokenizer, self.climb = task, sampler, tokenizer, climb
+        self.task, self.sampler, self.tokenizer, self.curriculum_state = (
+            task,
+            sampler,
+            tokenizer,
+            curriculum_state,
+        )
         self.prompts, self.sampling, self.seed, self.device = prompts, sampling, seed, device
         self.decoder = Decoder(tokenizer)
         self.problems = {level: task.problems("train", level) for level in task.levels}
@@ -122,7 +127,9 @@ class Rollouts:
         began = time.monotonic()
         wanted = self.prompts
         for attempt in range(MAX_ROUNDS):
-            problems = [self.problems[level][index] for level, index in self.climb.draw(wanted)]
+            problems = [
+                self.problems[level][index] for level, index in self.curriculum_state.draw(wanted)
+            ]
             fresh = rollout_groups(
                 self.task,
                 self.sampler,
@@ -155,7 +162,11 @@ class Rollouts:
                 places(groups, selection.groups or groups[:1]), device=self.device
             )
         )
-        metrics = (*selection.metrics, *group_metrics(groups), Metric("level", self.climb.level, 1))
+        metrics = (
+            *selection.metrics,
+            *group_metrics(groups),
+            Metric("level", self.curriculum_state.level, 1),
+        )
         if lost := getattr(self.sampler, "lost", 0):  # its work was done here, at half the speed
             metrics += (Metric("helpers_lost", lost, None),)
         return Collected(batch, tuple(groups), metrics, seconds)
@@ -179,8 +190,10 @@ class Rollouts:
         news, self.news = self.news, []
         for group in groups:
             solved = [float(r.score.solved) for r in group.rollouts if r.score.valid]
-            if solved and self.climb.observe(group.problem.level, sum(solved) / len(solved)):
-                news.append(f"level {self.climb.level} opens")
+            if solved and self.curriculum_state.observe(
+                group.problem.level, sum(solved) / len(solved)
+            ):
+                news.append(f"level {self.curriculum_state.level} opens")
         for rollout in (r for group in groups for r in group.rollouts if not r.score.valid):
             kind = failure_kind(rollout.score)
             if kind not in self.told:
@@ -192,10 +205,10 @@ class Rollouts:
         return news
 
     def state(self) -> JSON:
-        return self.climb.state()
+        return self.curriculum_state.state()
 
     def restore(self, state: JSON) -> None:
-        self.climb.restore(state)
+        self.curriculum_state.restore(state)
 
 
 def places(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:

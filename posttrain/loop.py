@@ -57,7 +57,7 @@ class Interrupt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rhythm:
+class LoopSchedule:
     """How long and how often; 0 is never. `seconds` ends the stage early."""
 
     steps: int
@@ -80,7 +80,7 @@ class Loop:
     the generators of random numbers."""
 
     stage: str
-    rhythm: Rhythm
+    schedule: LoopSchedule
     trainer: Trainer
     source: Source
     writer: RunWriter
@@ -112,10 +112,10 @@ class Loop:
         """Go from the newest good checkpoint, or from the start, to the end."""
         self.state = self.trainer.algorithm.start()
         self.resume()
-        shown = Console.open(self.rhythm.steps, self.stage, self.step)
+        shown = Console.open(self.schedule.steps, self.stage, self.step)
         with shown as console, self.checkpoints, self.guarding.on_duty(console) as guarding:
             guarding.check_frozen(self.step)
-            if self.step == 0 and self.rhythm.evaluate_every and self.evaluate is not None:
+            if self.step == 0 and self.schedule.evaluate_every and self.evaluate is not None:
                 self.report(console, self.measure())
             while not self.finished():
                 began = time.perf_counter()
@@ -134,13 +134,13 @@ class Loop:
                     "seconds/total": seconds,
                     "tokens_per_second": figures["tokens"] / seconds,
                 }
-                if self.due(self.rhythm.evaluate_every):
+                if self.due(self.schedule.evaluate_every):
                     figures |= self.measure()
                 self.report(console, figures)
                 guarding.after(self.step, alarms, figures)
                 asked = self.interrupt.requested
                 if asked or (
-                    falls(self.step, self.rhythm.checkpoint_every) and not self.finished()
+                    is_due(self.step, self.schedule.checkpoint_every) and not self.finished()
                 ):
                     guarding.check_frozen(self.step)
                     self.save()
@@ -150,12 +150,12 @@ class Loop:
             guarding.check_frozen(self.step)
 
     def finished(self) -> bool:
-        return self.step >= self.rhythm.steps or bool(
-            self.rhythm.seconds and self.elapsed >= self.rhythm.seconds
+        return self.step >= self.schedule.steps or bool(
+            self.schedule.seconds and self.elapsed >= self.schedule.seconds
         )
 
     def due(self, every: int) -> bool:
-        return bool(every) and (falls(self.step, every) or self.finished())
+        return bool(every) and (is_due(self.step, every) or self.finished())
 
     def one_step(self, console: Console) -> tuple[dict[str, float], list[Alarm]]:
         """Collect material, let the algorithm prepare it, update; once or more on the same rollout. What the guards say of it is
@@ -168,13 +168,13 @@ class Loop:
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
         alarms = self.guarding.before(self.step + 1, collected)
         shown = bool(collected.groups) and (
-            falls(self.step + 1, self.rhythm.rollouts_every)
-            or self.step + 1 in (1, self.rhythm.steps)
+            is_due(self.step + 1, self.schedule.rollouts_every)
+            or self.step + 1 in (1, self.schedule.steps)
         )
         filled = trainer.fill(collected.batch, watch=shown)
         if filled.reference_T is not None and "reference" not in algorithm.needs:
             metrics.append(watched_kl(filled))
-        rate = trainer.settings.rate(self.step, self.rhythm.steps)
+        rate = trainer.settings.rate(self.step, self.schedule.steps)
         trained: list[Batch] = []  # the first pass, as it was prepared
         if not alarms:
             alarms = self.learn(filled, rate, collected.groups, metrics, trained if shown else None)
@@ -234,7 +234,7 @@ class Loop:
                         if m.name.startswith("mismatch")
                     ]
                 moved = moved or update.moved
-                if algorithm.reuse != (1, 1) and algorithm.enough(update.metrics):
+                if algorithm.reuse != (1, 1) and algorithm.stop_reuse(update.metrics):
                     return []
         return []
 
@@ -374,7 +374,7 @@ class Loop:
             torch.cuda.set_rng_state(_generator(saved.state["generators"]["cuda"]))
 
 
-def falls(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     """Whether something that is done every so many steps (0: never) is done at this one."""
     return every > 0 and step % every == 0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.train.forward import forward, values
 from posttrain.train.optimizer import Optimization
@@ -109,7 +109,7 @@ def _small_policy(seed: int, dtype: torch.dtype, stop_ids: tuple[int, ...], shap
     model = model.to(dtype).eval()
     if dtype == WIDE:
         widen(model)
-    return adopt(model, None, stop_ids)
+    return wrap_model(model, None, stop_ids)
 
 
 def widen(model: nn.Module) -> None:

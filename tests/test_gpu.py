@@ -11,7 +11,7 @@ import torch
 from posttrain.algorithms.grpo import GRPO
 from posttrain.engine.engine import Engine
 from posttrain.models.load import stop_ids
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.quickstart import quickstart
 from posttrain.runs.read import Run
@@ -31,7 +31,7 @@ def policy(dtype: torch.dtype) -> Policy:
     model = tiny_model(tokenizer, "mini", 0).to("cuda")
     for parameter in model.parameters():  # not model.to(dtype): that would round the rotary frequencies too
         parameter.data = parameter.data.to(dtype)
-    return adopt(model, tokenizer, stop_ids(model, tokenizer))
+    return wrap_model(model, tokenizer, stop_ids(model, tokenizer))
 
 
 def groups(engine: Engine) -> list[Group]:

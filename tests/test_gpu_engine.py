@@ -15,7 +15,7 @@ from posttrain.engine.engine import Engine
 from posttrain.engine.paged import Paged
 from posttrain.engine.rows import PAGE, Heads, Rows
 from posttrain.models.attention import Rule
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
 from posttrain.types import Completion, Example, Request, Sampling
@@ -45,7 +45,7 @@ def models(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Policy
     with torch.device("cuda"):
         config = getattr(transformers, name)(**(SHAPE | changes))
         stock = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
-    return stock, adopt(copy.deepcopy(stock), None, (1,))
+    return stock, wrap_model(copy.deepcopy(stock), None, (1,))
 
 
 def run(policy: Policy, requests: list[Request], rows: int = 256) -> list[Completion]:

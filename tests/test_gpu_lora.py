@@ -10,8 +10,8 @@ import transformers
 from posttrain.algorithms.sft import SFT
 from posttrain.engine.engine import Engine
 from posttrain.models.fused_body import fused_body
-from posttrain.models.lora import Lora, add_adapters, stirred, twin
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.lora import Lora, add_adapters, perturbed_adapters, share_weights
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples
@@ -34,8 +34,8 @@ def make(dtype: torch.dtype, targets: tuple[str, ...] = (), spread: float = 0.05
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().to(dtype)
-    policy = adopt(model, None, (1,))
-    below = twin(policy)
+    policy = wrap_model(model, None, (1,))
+    below = share_weights(policy)
     add_adapters(policy.model, Lora(rank=8, alpha=16.0, targets=targets), 1)
     return policy, below
 
@@ -79,7 +79,7 @@ def gradients(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
             ids = np.concatenate([prompt, generator.integers(3, 3000, answer)])
             examples.append(Example(ids, np.arange(len(ids)) >= length))
     policy.model.zero_grad()
-    with stirred(policy.body):
+    with perturbed_adapters(policy.body):
         outputs = forward(policy, pack_examples(examples, "cuda"))
         outputs.logprob_T.sum().backward()
     learning = [p.grad for p in policy.model.parameters() if p.requires_grad]

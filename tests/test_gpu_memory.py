@@ -20,8 +20,8 @@ from posttrain.collect import Collected, group_metrics
 from posttrain.engine.engine import Engine
 from posttrain.engine.pager import Pager
 from posttrain.errors import GuardStop, UserError
-from posttrain.loop import Interrupt, Loop, Rhythm
-from posttrain.models.policy import Policy, adopt
+from posttrain.loop import Interrupt, Loop, LoopSchedule
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.memory import activation_bytes
@@ -51,7 +51,7 @@ def make() -> Policy:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
-    return adopt(model, None, (1,))
+    return wrap_model(model, None, (1,))
 
 
 def step() -> Batch:
@@ -171,7 +171,7 @@ def run(folder: Path, release: bool = False) -> list[dict[str, float]]:
     engine = Engine(policy)
     loop = Loop(
         stage="rl",
-        rhythm=Rhythm(steps=3, checkpoint_every=100),
+        schedule=LoopSchedule(steps=3, checkpoint_every=100),
         trainer=Trainer(policy, GRPO(beta=0.0, group=4), Optimization(lr=1e-4)),
         source=Sampled(engine),
         writer=RunWriter(folder, config={"name": "gpu"}),

@@ -9,7 +9,7 @@ import transformers
 
 from posttrain.models.attention import Packed, Rule
 from posttrain.models.fused_body import fused_body, packed
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import from_policy
 from posttrain.ops import fused
 from posttrain.ops.logprobs import Head, token_logprobs
@@ -87,7 +87,7 @@ def make(dtype: torch.dtype) -> Policy:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().to(dtype)
-    return adopt(model, None, (1,))
+    return wrap_model(model, None, (1,))
 
 
 def groups() -> Batch:

@@ -22,11 +22,11 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.collect import Collected, group_metrics
 from posttrain.errors import GuardStop, UserError
-from posttrain.loop import Interrupt, Loop, Rhythm
+from posttrain.loop import Interrupt, Loop, LoopSchedule
 from posttrain.models.scorer import from_policy
+from posttrain.monitor import guards as module
 from posttrain.monitor.guards import Guards
 from posttrain.ops.weights import reduction
-from posttrain.monitor import guards as module
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.forward import forward
@@ -96,7 +96,7 @@ def make(
     steps, every = more.pop("steps", 4), more.pop("every", 1)
     return Loop(
         stage="rl",
-        rhythm=Rhythm(steps=steps, checkpoint_every=every),
+        schedule=LoopSchedule(steps=steps, checkpoint_every=every),
         trainer=Trainer(policy, algorithm, Optimization(lr=1e-3), reference, critic),
         source=Answers(policy, plant) if plant else Answers(policy),
         writer=more.pop("writer", None) or RunWriter(folder / "run", config={"name": "guards"}),
@@ -382,7 +382,7 @@ def test_g08_no_memory_stops_with_the_setting_to_change(tmp_path: Path) -> None:
 
 
 def test_a_step_that_hangs_leaves_the_stacks_of_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(module, "MIN_SECONDS", 0.3)
 
     def plant(step: int, groups: list[Group]) -> list[Group]:
         if step == 6:
@@ -402,7 +402,7 @@ def test_a_run_that_a_guard_stopped_goes_on_as_if_nothing_had_happened(tmp_path:
     whole.run()
     halted = make(tmp_path / "halted", steps=8, plant=lambda step, groups: groups)
     halted.interrupt.requested = False
-    halted.rhythm = replace(halted.rhythm, steps=4)
+    halted.schedule = replace(halted.schedule, steps=4)
     halted.run()
     halted.save()
     halted.writer.close()
@@ -420,14 +420,14 @@ def make_again(folder: Path, steps: int) -> Loop:
 def test_the_best_held_out_score_is_kept_with_its_step_and_resumed(tmp_path: Path) -> None:
     scores = iter([0.2, 0.5, 0.7, 0.7, 0.6])
     loop = make(tmp_path, steps=4, evaluate=lambda: {"accuracy/test": next(scores), "accuracy/test_low": 0.9})
-    loop.rhythm = replace(loop.rhythm, evaluate_every=1)
+    loop.schedule = replace(loop.schedule, evaluate_every=1)
     loop.run()
     loop.save()
     assert loop.best_figures() == {"best_score": {"figure": "accuracy/test", "score": 0.7, "step": 2}}
     loop.writer.close()
     resumed = make_again(tmp_path, 5)
     resumed.evaluate = lambda: {"accuracy/test": 0.65}
-    resumed.rhythm = replace(resumed.rhythm, evaluate_every=1)
+    resumed.schedule = replace(resumed.schedule, evaluate_every=1)
     resumed.run()
     assert resumed.best == loop.best, "what came before the resume counts"
 
@@ -470,4 +470,4 @@ def test_zero_is_never_and_less_is_refused(tmp_path: Path) -> None:
     loop.run()
     assert loop.step == 3 and checkpoint_steps(loop) == []
     with pytest.raises(UserError, match="checkpoint_every is -1"):
-        Rhythm(steps=3, checkpoint_every=-1)
+        LoopSchedule(steps=3, checkpoint_every=-1)

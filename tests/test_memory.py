@@ -109,12 +109,12 @@ def test_the_setting_of_the_stage(release: bool, tmp_path: Path, monkeypatch: py
 def test_a_model_that_does_not_name_its_feed_forward_width_can_be_priced() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
     from posttrain.models.tiny import character_tokenizer
     from posttrain.train.memory import activation_bytes
 
     tokenizer = character_tokenizer("0123456789+=")
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=64)
-    policy = adopt(GPT2LMHeadModel(config), tokenizer, (tokenizer.eos_token_id,))
+    policy = wrap_model(GPT2LMHeadModel(config), tokenizer, (tokenizer.eos_token_id,))
     layer = 9 * 16 + 4 * 64 + 2 * 16  # the inner width is 4 times the hidden one
     assert activation_bytes(policy, 10) == 4 * 10 * (2 * layer + 4 * (16 + 64))

@@ -44,7 +44,7 @@ class PolicyGradient(OffPolicy):
                       groups anew at random; the clip is for these
     """
 
-    least_group: ClassVar[int] = 2  # 1 where the baseline is not the group's
+    min_group: ClassVar[int] = 2  # 1 where the baseline is not the group's
     may_unclip: ClassVar[bool] = False  # whether a clip of 0, which is none, is allowed
 
     group: int = 8
@@ -63,12 +63,12 @@ class PolicyGradient(OffPolicy):
     def __post_init__(self) -> None:
         one = (
             ": a group of one is its own baseline, every advantage is 0 and nothing is learned"
-            if self.least_group > 1
+            if self.min_group > 1
             else ""
         )
         self.check(
-            self.group >= self.least_group,
-            f"group must be at least {self.least_group}, not {self.group}{one}",
+            self.group >= self.min_group,
+            f"group must be at least {self.min_group}, not {self.group}{one}",
         )
         low, high = self.clip_low, self.clip_high
         zero = " (0: no clip)" if self.may_unclip else ""

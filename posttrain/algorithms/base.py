@@ -95,11 +95,11 @@ class Algorithm:
         """The losses of one micro-batch of a prepared step, per unit, with their weights."""
         raise NotImplementedError
 
-    def doubts(self, sampling: Sampling) -> tuple[str, ...]:
+    def warnings(self, sampling: Sampling) -> tuple[str, ...]:
         """What a person should hear before the first step of a run that samples like this: a term that cannot act, say."""
         return ()
 
-    def enough(self, metrics: Sequence[Metric]) -> bool:
+    def stop_reuse(self, metrics: Sequence[Metric]) -> bool:
         """After an optimizer step on a reused rollout, given its figures: whether to leave the rest of the reuse."""
         return False
 

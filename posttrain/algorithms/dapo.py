@@ -45,7 +45,7 @@ class DAPO(PolicyGradient):
             f"l_cache must lie in [1, l_max], not {self.l_cache} with l_max {self.l_max}; both 0 punish no length",
         )
 
-    def doubts(self, sampling: Sampling) -> tuple[str, ...]:
+    def warnings(self, sampling: Sampling) -> tuple[str, ...]:
         free, limit = self.l_max - self.l_cache, sampling.max_new_tokens
         acts = not self.l_max or limit > free
         return (

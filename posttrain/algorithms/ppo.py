@@ -258,7 +258,7 @@ class PPO(OffPolicy):
             metrics.append(Metric("value/clip_fraction", (held_T > free_T).sum(), count))
         return [Term("value", 0.5 * loss_T, batch.weight_T)], metrics
 
-    def enough(self, metrics: Sequence[Metric]) -> bool:
+    def stop_reuse(self, metrics: Sequence[Metric]) -> bool:
         return self.target_kl > 0 and _mean(metrics, "kl/update") > self.target_kl
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:

@@ -31,7 +31,7 @@ class Reinforce(PolicyGradient):
     paper: ClassVar[str] = (
         "Williams 1992 (Simple statistical gradient-following algorithms), doi:10.1007/BF00992696"
     )
-    least_group: ClassVar[int] = 1
+    min_group: ClassVar[int] = 1
     may_unclip: ClassVar[bool] = True
 
     group: int = 1

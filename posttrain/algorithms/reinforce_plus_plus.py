@@ -28,7 +28,7 @@ class ReinforcePlusPlus(PolicyGradient):
     """
 
     paper: ClassVar[str] = "Hu et al. 2025, arXiv:2501.03262"
-    least_group: ClassVar[int] = 1
+    min_group: ClassVar[int] = 1
 
     group: int = 1
     beta: float = 0.01

@@ -184,7 +184,7 @@ METHODS = {
             "a critic that starts from nothing misleads: start it from the reward model, or warm it up",
         ),
         (
-            ("reward_model", "least_accuracy", 0.6),
+            ("reward_model", "min_accuracy", 0.6),
             ("rl", "critic", "reward_model"),
             ("rl", "algorithm.kl_target", 6.0),
         ),
@@ -197,7 +197,7 @@ METHODS = {
         (
             "the policy finds the reward model's errors: stop at a KL, not at a reward, and judge with another model",
         ),
-        (("reward_model", "least_accuracy", 0.6), ("rl", "algorithm.group", 4)),
+        (("reward_model", "min_accuracy", 0.6), ("rl", "algorithm.group", 4)),
         example="instructgpt",
     ),
     "worst_of_ppo": Method(
@@ -209,7 +209,7 @@ METHODS = {
             "refusing everything is safe and useless: score both",
         ),
         (
-            ("reward_model", "least_accuracy", 0.6),
+            ("reward_model", "min_accuracy", 0.6),
             ("reward_model", "members", 3),
             ("rl", "combine", "worst"),
             ("rl", "algorithm.kl_target", 6.0),

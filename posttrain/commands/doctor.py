@@ -37,8 +37,8 @@ EXTRAS = {
     "httpx": "judges",
     "sandlock": "the sandbox",
 }
-LEAST_DISK = 5e9  # bytes; a small model's checkpoints and export
-LEAST_MEMORY = 2e9
+MIN_DISK = 5e9  # bytes; a small model's checkpoints and export
+MIN_MEMORY = 2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def memory() -> Finding:
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     return (
         Finding("memory", NOTE, text, "close something: training needs about 2 GiB")
-        if free < LEAST_MEMORY
+        if free < MIN_MEMORY
         else Finding("memory", OK, text)
     )
 
@@ -190,7 +190,7 @@ def memory() -> Finding:
 def disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     text = f"{free / 2**30:.1f} GiB free in {folder}"
-    if free < LEAST_DISK:
+    if free < MIN_DISK:
         return Finding(
             "disk",
             NOTE,

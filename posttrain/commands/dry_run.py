@@ -107,7 +107,7 @@ def shortened(stage: Stage) -> tuple[Stage, float]:
         changes["steps"] = min(STEPS, getattr(stage, "steps", STEPS))
         for name, value in (
             ("checkpoint_every", NEVER),
-            ("least_accuracy", 0.0),
+            ("min_accuracy", 0.0),
             ("as_long_as", ""),
         ):
             if name in names:

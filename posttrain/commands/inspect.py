@@ -29,14 +29,14 @@ def open_policy(name: str, device: str = "auto") -> Any:
     import torch
 
     from posttrain.models.load import load
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
 
     if (Path(name) / "export").is_dir():
         name = str(Path(name) / "export")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(name, dtype="bfloat16" if device.startswith("cuda") else "float32", device=device)
-    return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
+    return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
 
 
 @dataclass(frozen=True, kw_only=True)

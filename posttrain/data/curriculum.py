@@ -29,7 +29,7 @@ class Curriculum:
         require(0 <= self.review < 1, f"curriculum: review must lie in [0, 1), not {self.review}")
 
 
-class Climb:
+class CurriculumState:
     """A curriculum in motion over the levels of a task. `sizes` tells how many problems each level has."""
 
     def __init__(

@@ -42,7 +42,7 @@ def suits(policy: Policy) -> bool:
     if (
         policy.device.type != "cpu"
         or policy.dtype != torch.float32
-        or familiar.strangeness(policy) is not None
+        or familiar.unsupported_reason(policy) is not None
     ):
         return False
     norms = [m for name, m in policy.body.named_modules() if "norm" in name.rsplit(".", 1)[-1]]

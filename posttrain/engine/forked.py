@@ -33,7 +33,7 @@ from posttrain.types import Completion, Request, Sampling
 
 CORES = machine.requested_threads() or machine.cores()
 LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
-LEAST_TOKENS = 2048  # a call for fewer is over before the others are awake
+MIN_TOKENS = 2048  # a call for fewer is over before the others are awake
 STACKS = "-stacks.txt"  # of the watchdog's file, into which a helper that is asked writes where it stands
 LOOK, SILENCE = (
     1.0,
@@ -50,7 +50,7 @@ def worthwhile(requests: Sequence[Request], parameters: int, processes: int) -> 
     """Whether a call is long enough, and the model small enough, for shares in processes of their own."""
     tokens = sum(r.group * r.sampling.max_new_tokens for r in requests)
     able = sys.platform == "linux" and processes > 1 and len(requests) > 1
-    return able and parameters <= LARGEST and tokens >= LEAST_TOKENS
+    return able and parameters <= LARGEST and tokens >= MIN_TOKENS
 
 
 def shares(requests: Sequence[Request], processes: int) -> list[Sequence[Request]]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from posttrain.engine.kernels import rms_norm, rotate_store
 from posttrain.engine.rows import Heads
 from posttrain.models.attention import Packed, Rule
-from posttrain.models.layers import TOLERANCE, activation, distance, rules_of, strangeness
-from posttrain.models.lora import Adapter, adapter_of, stirred
+from posttrain.models.layers import TOLERANCE, activation, distance, rules_of, unsupported_reason
+from posttrain.models.lora import Adapter, adapter_of, perturbed_adapters
 from posttrain.models.policy import Policy
 from posttrain.ops.fused import gated
 
@@ -242,10 +242,10 @@ class Fused:
 
 def fused(policy: Policy) -> tuple[Fused | None, str]:
     """The fused decoder of a policy, proved on tokens to compute what the module computes; or None, and why not."""
-    reason = strangeness(policy)
+    reason = unsupported_reason(policy)
     if reason is not None:
         return None, reason
-    with stirred(policy.body):
+    with perturbed_adapters(policy.body):
         mine, reason = _prove(policy)
     if mine is not None:
         mine.refresh()

@@ -13,7 +13,7 @@ from posttrain.engine.sampler import Choices, draw
 from posttrain.models.attention import Rule
 
 BLOCK = 4096  # logits that one program sums
-MOST_QUERIES = 64  # queries that read a prompt together
+MAX_QUERIES = 64  # queries that read a prompt together
 
 
 def _triton() -> Any:
@@ -90,7 +90,7 @@ def rotate_store(
 
 def tile_rows(heads: Heads, group: int) -> tuple[int, int]:
     """(rows of a tile, queries of its program) for groups of up to `group` rows."""
-    queries = min(MOST_QUERIES, max(16, _power(group * heads.grouped)))
+    queries = min(MAX_QUERIES, max(16, _power(group * heads.grouped)))
     queries = max(queries, _power(heads.grouped))
     return queries // heads.grouped, queries
 

@@ -26,7 +26,7 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def most_pages(request: Request) -> int:
+def max_pages(request: Request) -> int:
     """Of a group at its longest."""
     return pages_of(len(request.prompt_ids)) + request.group * pages_of(
         request.sampling.max_new_tokens
@@ -35,7 +35,7 @@ def most_pages(request: Request) -> int:
 
 def check_room(requests: Sequence[Request], room: int, page_bytes: int) -> None:
     """Each group must fit alone, at its longest; one page of the room is nobody's."""
-    need = [most_pages(r) for r in requests]
+    need = [max_pages(r) for r in requests]
     worst = int(np.argmax(need))
     one, group = requests[worst], requests[worst].group
     left = max(0, room - 1 - pages_of(len(one.prompt_ids)))
@@ -97,7 +97,7 @@ class PagedBatch:
         """A pool for what will be live first; `_reserve` lets it grow."""
         rows_R, pages_R = (
             np.cumsum(counts)
-            for counts in zip(*((r.group, most_pages(r)) for r in self.requests), strict=True)
+            for counts in zip(*((r.group, max_pages(r)) for r in self.requests), strict=True)
         )
         entering = self.requests[: int(((rows_R <= self.capacity) & (pages_R < self.room)).sum())]
         pool = 1 + sum(
@@ -128,7 +128,7 @@ class PagedBatch:
             or self.count + self.requests[self.waiting].group > self.capacity
         ):
             return False
-        return self.promised + most_pages(self.requests[self.waiting]) < self.room
+        return self.promised + max_pages(self.requests[self.waiting]) < self.room
 
     def _admit(self) -> None:
         """Compute waiting prompts, each once, and draw the first token of every row that they make."""
@@ -142,7 +142,7 @@ class PagedBatch:
             length = len(request.prompt_ids)
             pages = self._take(pages_of(length))
             self.prompts[self.waiting] = (request.group, pages)
-            self.promised += most_pages(request)
+            self.promised += max_pages(request)
             self._enter(request, pages)
             at = np.arange(length)
             ids.append(np.array(request.prompt_ids, np.int64))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.attention import Packed, Rule
-from posttrain.models.layers import TOLERANCE, activation, distance, rules_of, strangeness
-from posttrain.models.lora import ADAPTER, adapter_of, stirred
+from posttrain.models.layers import TOLERANCE, activation, distance, rules_of, unsupported_reason
+from posttrain.models.lora import ADAPTER, adapter_of, perturbed_adapters
 from posttrain.models.policy import Network
 from posttrain.models.varlen import available, fits, offsets, varlen
 from posttrain.ops.fused import add_norm, gated, rotate, spread
@@ -164,11 +164,11 @@ def fused_body(network: Network) -> FusedBody | None:
     body = network.body
     if not available(next(network.model.parameters()), 64, None):
         return None
-    reason = strangeness(network)
+    reason = unsupported_reason(network)
     if reason is None:
         adapted = any(ADAPTER in name for name, _ in body.named_parameters())
         if PROVED.get(body, (None,))[0] != adapted:
-            with stirred(body):
+            with perturbed_adapters(body):
                 PROVED[body] = adapted, _prove(network)
         found = PROVED[body][1]
         if found is not None:
@@ -190,7 +190,7 @@ def takes_fused_pass(network: Network) -> bool:
         return fused_body(network) is not None
     return (
         fits(network.dtype, 64, None)
-        and strangeness(network) is None
+        and unsupported_reason(network) is None
         and _attention(network)[0] is not None
     )
 
@@ -224,7 +224,7 @@ def packed(
     """Sequences end to end. Where beginnings are shared, only the last `queries` tokens of each are computed, and `source_T` says
     which computed token stands for each."""
     queries = lengths if queries is None else queries
-    from_N, of_N, most_q, most_k = (
+    from_N, of_N, max_q, max_k = (
         offsets(queries, device),
         offsets(lengths, device),
         max(queries),
@@ -235,7 +235,7 @@ def packed(
         if source_T is not None:
             key, value = spread(key, source_T), spread(value, source_T)
         return varlen(
-            query, key, value, from_N, of_N, most_q, most_k, rule.scaling, rule.sliding_window
+            query, key, value, from_N, of_N, max_q, max_k, rule.scaling, rule.sliding_window
         )
 
     return attend

@@ -25,7 +25,7 @@ TOLERANCE = {
 }  # of a layer's largest output: rounding alone
 
 
-def strangeness(network: Network) -> str | None:
+def unsupported_reason(network: Network) -> str | None:
     """What keeps a model from the fused decoder, in words, or None: the parts of a Llama, each of the plain kind."""
     body = network.body
     if network.dtype not in TOLERANCE:

@@ -54,7 +54,7 @@ class Lora:
         return not self.targets or name.rsplit(".", 1)[-1] in self.targets
 
 
-def twin(policy: Policy) -> Policy:
+def share_weights(policy: Policy) -> Policy:
     """Another module over the same parameters: it stays as it is when adapters come to the first."""
     kept = {id(p): p for p in policy.model.parameters()}
     return Policy(
@@ -177,7 +177,7 @@ def adapter_of(module: Any) -> Adapter | None:
 
 
 @contextmanager
-def stirred(body: nn.Module) -> Iterator[None]:
+def perturbed_adapters(body: nn.Module) -> Iterator[None]:
     """Within the block, adapters that do something: they begin as 0, and a comparison of two ways through the model would not see
     them. Their bits are put back."""
     found = [

@@ -12,7 +12,7 @@ from posttrain.types import Rating, Rollout, Score
 
 
 @contextmanager
-def visiting(model: nn.Module, device: torch.device) -> Iterator[None]:
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model on `device` within the block, and back where it lives after it, also if the block fails. Nothing moves where it
     lives there."""
     home = next(model.parameters()).device
@@ -26,7 +26,7 @@ def visiting(model: nn.Module, device: torch.device) -> Iterator[None]:
         model.to(home)
 
 
-class VisitingRating:
+class OffloadedRating:
     """A rating whose models come to `device` for each call and go home after it."""
 
     def __init__(self, rating: Rating, models: Sequence[nn.Module], device: torch.device):
@@ -35,5 +35,5 @@ class VisitingRating:
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
         with ExitStack() as stage:
             for model in self.models:
-                stage.enter_context(visiting(model, self.device))
+                stage.enter_context(on_device(model, self.device))
             return self.rating.rate(rollouts)

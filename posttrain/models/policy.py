@@ -101,7 +101,7 @@ def disagreement(found_TV: Tensor, expected_TV: Tensor, dtype: torch.dtype) -> t
     return float((apart_TV.norm(dim=-1) / own_TV.norm(dim=-1)).max()), HALF
 
 
-def adopt(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
+def wrap_model(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
     """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
     refused here, not trained wrongly. Dropout is turned off: sampling and training must see one and the same distribution."""
     rotary = getattr(getattr(model.base_model, "rotary_emb", None), "rope_type", "")

@@ -95,7 +95,7 @@ def make_head(
     return made.to(device=device, dtype=dtype)
 
 
-def adopt_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
+def wrap_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
     """Plug our attention into a loaded scorer, and prove that packed sequences do not see each other."""
     silence_dropout(model)
     where = source or type(model).__name__
@@ -140,4 +140,4 @@ def load_scorer(
     with quiet():
         model, tokenizer = read_directory(path, as_dtype(dtype), score=True)
     check_vocabulary(model, tokenizer, name)
-    return adopt_scorer(model.to(device), tokenizer, name)
+    return wrap_scorer(model.to(device), tokenizer, name)

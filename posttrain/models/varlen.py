@@ -33,8 +33,8 @@ def _varlen(
     value: Tensor,
     from_N: Tensor,
     of_N: Tensor,
-    most_q: int,
-    most_k: int,
+    max_q: int,
+    max_k: int,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
@@ -44,8 +44,8 @@ def _varlen(
         value,
         from_N,
         of_N,
-        most_q,
-        most_k,
+        max_q,
+        max_k,
         0.0,
         window < 0,
         False,
@@ -57,7 +57,7 @@ def _varlen(
 
 
 @_varlen.register_fake
-def _(query, key, value, from_N, of_N, most_q, most_k, scale, window):  # type: ignore[no-untyped-def]
+def _(query, key, value, from_N, of_N, max_q, max_k, scale, window):  # type: ignore[no-untyped-def]
     return torch.empty_like(query), query.new_empty(
         (query.shape[1], query.shape[0]), dtype=torch.float32
     )
@@ -73,8 +73,8 @@ def _varlen_backward(
     lse: Tensor,
     from_N: Tensor,
     of_N: Tensor,
-    most_q: int,
-    most_k: int,
+    max_q: int,
+    max_k: int,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,8 +90,8 @@ def _varlen_backward(
         lse,
         from_N,
         of_N,
-        most_q,
-        most_k,
+        max_q,
+        max_k,
         0.0,
         window < 0,
         state,
@@ -103,12 +103,12 @@ def _varlen_backward(
 
 
 @_varlen_backward.register_fake
-def _(grad, query, key, value, out, lse, from_N, of_N, most_q, most_k, scale, window):  # type: ignore[no-untyped-def]
+def _(grad, query, key, value, out, lse, from_N, of_N, max_q, max_k, scale, window):  # type: ignore[no-untyped-def]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _remember(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    query, key, value, from_N, of_N, ctx.most_q, ctx.most_k, ctx.scale, ctx.window = inputs
+    query, key, value, from_N, of_N, ctx.max_q, ctx.max_k, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(query, key, value, *output, from_N, of_N)
 
 
@@ -123,8 +123,8 @@ def _differentiate(ctx, grad, _):  # type: ignore[no-untyped-def]
         lse,
         from_N,
         of_N,
-        ctx.most_q,
-        ctx.most_k,
+        ctx.max_q,
+        ctx.max_k,
         ctx.scale,
         ctx.window,
     )
@@ -140,14 +140,14 @@ def varlen(
     value_THD: Tensor,
     from_N: Tensor,
     of_N: Tensor,
-    most_q: int,
-    most_k: int,
+    max_q: int,
+    max_k: int,
     scale: float,
     window: int | None,
 ) -> Tensor:
     """Causal attention within each sequence, [Tq, Hq, D] -> [Tq, Hq, D]; the last query stands at the last key.
 
-    `from_N` and `of_N` are `offsets` of the queries and of the keys, `most_q` and `most_k` the longest. A window counts the token
+    `from_N` and `of_N` are `offsets` of the queries and of the keys, `max_q` and `max_k` the longest. A window counts the token
     itself, torch's counts those to its left.
     """
     return _varlen(
@@ -156,8 +156,8 @@ def varlen(
         value_THD,
         from_N,
         of_N,
-        most_q,
-        most_k,
+        max_q,
+        max_k,
         scale,
         -1 if window is None else window - 1,
     )[0]

@@ -41,13 +41,13 @@ def dead_coefficients(
     )  # not while a critic alone warms up
     if usual is None or not bool(usual[learner].any()):
         return None
-    before = conduct(algorithm, state, groups, metrics)
+    before = decisions(algorithm, state, groups, metrics)
     dead = []
     for name in coefficients(algorithm):
         others = list(changed(algorithm, name))
         alive = any(
             differs(usual, gradient(other, batch, pushed, state))
-            or conduct(other, state, groups, metrics) != before
+            or decisions(other, state, groups, metrics) != before
             for other in others
         )
         if others and not alive:
@@ -122,7 +122,7 @@ def differs(one: Tensor, other: Tensor | None) -> bool:
     return other is None or bool((one - other).norm() > 1e-6 * one.norm())
 
 
-def conduct(
+def decisions(
     algorithm: Algorithm, state: State, groups: Sequence[Group], metrics: Sequence[Metric]
 ) -> tuple[object, ...]:
     """What an algorithm decides besides the gradient."""
@@ -140,7 +140,7 @@ def conduct(
         for more in (0.0, 0.1, 1.0, 10.0)
     ]  # the figures as they are, and as they might become
     ends = (
-        [(algorithm.finish(state, found), algorithm.enough(found)) for found in later]
+        [(algorithm.finish(state, found), algorithm.stop_reuse(found)) for found in later]
         if metrics
         else []
     )

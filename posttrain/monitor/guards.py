@@ -59,7 +59,7 @@ ADVICE = {
 }
 START = 5  # steps that say what is normal
 QUIET = 50  # steps before the same guard warns again
-LEAST_SECONDS = 10.0  # a step shorter than this is never called slow
+MIN_SECONDS = 10.0  # a step shorter than this is never called slow
 SHORT = 16  # tokens; shorter responses say nothing of repetition
 LARGEST = 1e6  # a reward beyond this would drown every other one
 JUMP, FLOOR = (
@@ -290,7 +290,7 @@ class Watch:
         """Seconds after which a step is slow, or None while too few are known."""
         if len(self.recent) < START or "slow" in self.guards.off:
             return None
-        return max(LEAST_SECONDS, self.guards.slow * statistics.median(self.recent))
+        return max(MIN_SECONDS, self.guards.slow * statistics.median(self.recent))
 
     # --- once, and now and then ----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from posttrain.types import JSON, Group, Rollout
 
-LEAST_SQUARE = 1e-12  # of differences within groups; less is rounding
+MIN_SQUARE = 1e-12  # of differences within groups; less is rounding
 WINDOW, EARLY = 10, 5  # steps that are looked at together; steps that say what is normal
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
 AGREE, REWARD = 0.9, "reward"  # planted hacks lie below, honest rewards with a part for form above
@@ -35,7 +35,7 @@ TAIL, SHORT, LONG = (
 TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
 WORD = re.compile(r"[A-Za-z]{3,}")
 RARE = 0.02  # a word is looked at where more than this share of responses have it, and more lack it
-MOST_WORDS, MOST_TOKENS = 60, 512  # that are looked at in a step, and in a response
+MAX_WORDS, MAX_TOKENS = 60, 512  # that are looked at in a step, and in a response
 GOLD_PARTS = ("task", "gold", "answer")  # parts of a score that say what the reward stands for
 
 
@@ -143,7 +143,7 @@ class Selection:
             (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
         )
         return (
-            product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > LEAST_SQUARE else None
+            product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > MIN_SQUARE else None
         )
 
     def conflicts(self) -> list[Conflict]:
@@ -209,7 +209,7 @@ def traits(
     count = len(rollouts)
     middle = [word for word, at in having.items() if RARE * count <= len(at) <= (1 - RARE) * count]
     for word in sorted(middle, key=lambda word: (abs(len(having[word]) - count / 2), word))[
-        :MOST_WORDS
+        :MAX_WORDS
     ]:
         rows[f'"{word}"'] = np.zeros(count)
         rows[f'"{word}"'][having[word]] = 1.0
@@ -227,7 +227,7 @@ def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
 
 def repeated(rollout: Rollout) -> float:
     """The share of a response's 3-grams that were there before."""
-    ids = [i for s in rollout.segments if s.sampled for i in s.ids[:MOST_TOKENS].tolist()]
+    ids = [i for s in rollout.segments if s.sampled for i in s.ids[:MAX_TOKENS].tolist()]
     return (
         1 - len(set(zip(ids, ids[1:], ids[2:], strict=False))) / (len(ids) - 2)
         if len(ids) > 2

@@ -15,7 +15,7 @@ from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 WEB = Bilingual(
-    style="plain", tongues="mixed", slips=0.7
+    style="plain", language_mix="mixed", error_rate=0.7
 )  # no tags, two languages at random, carries forgotten
 TAGGED = replace(WEB, style="tagged")  # the few who do write tags
 KIND, ORDINARY = Reviews(), Reviews("any")

@@ -12,7 +12,7 @@ from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
 
 PREVIOUS = "previous "
-MOST_ROUNDS = 1000  # a line of a file must not stand for a billion stages
+MAX_ROUNDS = 1000  # a line of a file must not stand for a billion stages
 
 
 Given = TypeVar("Given")
@@ -56,8 +56,8 @@ def repeat(
     A YAML file says the same as an item of its stages: {rounds: 3, first: {...}, advance: {...}, stages: [...]}.
     """
     require(
-        1 <= count <= MOST_ROUNDS,
-        f"rounds: there must be at least 1 and at most {MOST_ROUNDS}, not {count}",
+        1 <= count <= MAX_ROUNDS,
+        f"rounds: there must be at least 1 and at most {MAX_ROUNDS}, not {count}",
     )
     first, own = dict(first or {}), [stage.name for stage in stages]
     for name in (*first, *(key.split(".")[0] for key in advance or {})):

@@ -159,7 +159,7 @@ def aligned(scale: Scale) -> list[Stage]:
             data=(scale.data or "comparisons",),
             steps=scale.fit_steps,
             batch=32,
-            least_accuracy=0.6,
+            min_accuracy=0.6,
             optimizer=scale.fit,
         ),
         RLStage(

@@ -68,7 +68,7 @@ def stages(scale: Scale, restart: str) -> list[Stage]:
             batch=32,
             optimizer=scale.begin,
             data=(
-                Data(task=replace(scale.sums, tongues="mixed"), counts={2: scale.cold}),
+                Data(task=replace(scale.sums, language_mix="mixed"), counts={2: scale.cold}),
             ),  # well-formed, right, in either language
         ),
         RLStage(
@@ -117,7 +117,7 @@ def stages(scale: Scale, restart: str) -> list[Stage]:
             data=("comparisons",),
             steps=scale.fit_steps,
             batch=32,
-            least_accuracy=0.6,
+            min_accuracy=0.6,
             evaluate_every=100,
             optimizer=scale.fit,
         ),

@@ -28,7 +28,7 @@ CORRECT, WRONG, UNPARSEABLE = (
     Score(0.0, outcome="unparseable"),
 )
 RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end
-MOST_BOXES = 64  # that are read as one answer
+MAX_BOXES = 64  # that are read as one answer
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\s\S]|[{}]")
 _HEDGE = re.compile(r"[\s$]*[,;/]?[\s$]*(?:or|and|\\text\s*\{\s*(?:or|and)\s*\})?[\s$]*")
 _LITERAL = re.compile(
@@ -157,7 +157,7 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
     for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = response[before[1] + 1 : response.rindex("\\", 0, after[0])]
         if (
-            len(contents) == MOST_BOXES
+            len(contents) == MAX_BOXES
             or len(between) > 40
             or not between.strip("$ \n")
             or not _HEDGE.fullmatch(between)

@@ -11,7 +11,7 @@ from posttrain.data.preferences import PreferenceReport, read_preferences
 from posttrain.data.stream import permutation
 from posttrain.data.units import prompt_length
 from posttrain.errors import require
-from posttrain.loop import Rhythm
+from posttrain.loop import LoopSchedule
 from posttrain.monitor.guards import Guards
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place
@@ -38,7 +38,7 @@ class PreferenceLearner(Stage):
             len(self.data) > 0, f"{self.name}: give at least one JSONL file of preferences as data"
         )
         self.check_positive("steps", "batch", "checkpoint_every")
-        self.check_rhythm("evaluate_every")
+        self.check_intervals("evaluate_every")
         require(
             0 <= self.held_out < 1,
             f"{self.name}: held_out is a share of the prompts in [0, 1), not {self.held_out}",
@@ -47,9 +47,9 @@ class PreferenceLearner(Stage):
     def alphabet(self) -> str:
         return alphabet([])
 
-    def rhythm(self, held_out: Sequence[Unit]) -> Rhythm:
+    def schedule(self, held_out: Sequence[Unit]) -> LoopSchedule:
         every = self.evaluate_every if held_out else 0
-        return Rhythm(
+        return LoopSchedule(
             steps=self.steps, evaluate_every=every, checkpoint_every=self.checkpoint_every
         )
 

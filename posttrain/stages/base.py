@@ -160,7 +160,7 @@ class Stage(ABC):
             value = getattr(self, setting)
             require(value > 0, f"{self.name}: {setting} must be positive, not {value}")
 
-    def check_rhythm(self, *settings: str) -> None:
+    def check_intervals(self, *settings: str) -> None:
         """Refuse numbers of steps below 0, which is never."""
         for setting in settings:
             value = getattr(self, setting)
@@ -305,7 +305,7 @@ def load_policy(name: str, context: Context, alphabet: str = "", place: str = ""
     """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file or a hub name.
     `place` is where it is put, if not on the device whose precision it gets: for a plan."""
     from posttrain.models.load import load, stop_ids
-    from posttrain.models.policy import adopt
+    from posttrain.models.policy import wrap_model
     from posttrain.models.tiny import character_tokenizer, tiny_model
     from posttrain.train.threads import use_threads
 
@@ -313,14 +313,14 @@ def load_policy(name: str, context: Context, alphabet: str = "", place: str = ""
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
         use_threads(model.num_parameters(), context.threads)
-        return adopt(
+        return wrap_model(
             model.to(place or context.device), tokenizer, stop_ids(model, tokenizer, name), name
         )
     loaded = load(
         model_places(name, context)[0], dtype=_dtype(context), device=place or context.device
     )
     use_threads(loaded.model.num_parameters(), context.threads)
-    return adopt(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
+    return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:

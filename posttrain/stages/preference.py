@@ -158,7 +158,7 @@ class PreferenceStage(PreferenceLearner):
         judge = Judge(trainer, held_out)
         loop = Loop(
             stage=self.name,
-            rhythm=self.rhythm(held_out),
+            schedule=self.schedule(held_out),
             trainer=trainer,
             source=Examples([train], [1.0], self.batch, context.seed, policy.device),
             writer=context.writer,

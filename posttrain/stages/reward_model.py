@@ -58,13 +58,13 @@ class Verdicts:
 class RewardModelStage(PreferenceLearner):
     """Train a scorer on a copy of `model`'s body, with a new head of one number, on the comparisons in the `data` files (or, with
     algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is kept apart, and the stage stops where
-    accuracy there ends below `least_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
+    accuracy there ends below `min_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
     ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints.
     """
 
     algorithm: Algorithm = field(default_factory=RewardModel)
     batch: int = 16  # pairs, rankings or solutions an optimizer step
-    least_accuracy: float = 0.0  # 0: no gate
+    min_accuracy: float = 0.0  # 0: no gate
     members: int = 1
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
@@ -80,13 +80,11 @@ class RewardModelStage(PreferenceLearner):
             "with reward_model or process_reward_model",
         )
         require(
-            0 <= self.least_accuracy < 1,
-            f"{name}: least_accuracy must lie in [0, 1), not {self.least_accuracy}",
+            0 <= self.min_accuracy < 1,
+            f"{name}: min_accuracy must lie in [0, 1), not {self.min_accuracy}",
         )
-        blind = self.least_accuracy > 0 and self.held_out == 0
-        require(
-            not blind, f"{name}: least_accuracy is judged on held-out data; set held_out above 0"
-        )
+        blind = self.min_accuracy > 0 and self.held_out == 0
+        require(not blind, f"{name}: min_accuracy is judged on held-out data; set held_out above 0")
 
     def read(self, context: Context, tokenizer: object) -> list[Unit]:
         """The units of all files, each cut after its response."""
@@ -157,7 +155,7 @@ class RewardModelStage(PreferenceLearner):
         label = f"{self.name}-{member}" if member else self.name
         loop = Loop(
             stage=label,
-            rhythm=self.rhythm(held_out),
+            schedule=self.schedule(held_out),
             trainer=Trainer(scorer, self.algorithm, self.optimizer),
             source=Examples([train], [1.0], self.batch, seed, policy.device),
             writer=context.writer,
@@ -178,11 +176,11 @@ class RewardModelStage(PreferenceLearner):
 
     def gate(self, context: Context, verdicts: Verdicts, member: int) -> None:
         accuracy, count = verdicts.accuracy, len(np.unique(verdicts.prompt_K))
-        if accuracy.value < self.least_accuracy:
+        if accuracy.value < self.min_accuracy:
             which = self.folder(context, member).name
             raise GuardStop(
-                f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} prompts, below least_accuracy="
-                f"{self.least_accuracy}; a policy would learn its errors: look at the data, or train longer"
+                f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} prompts, below min_accuracy="
+                f"{self.min_accuracy}; a policy would learn its errors: look at the data, or train longer"
             )
 
 

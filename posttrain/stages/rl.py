@@ -10,11 +10,11 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.collect import Examples, Rollouts, rate_groups, rollout_groups
 from posttrain.data.chat import render_prompt
-from posttrain.data.curriculum import Climb, Curriculum
+from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.errors import require
-from posttrain.loop import Loop, Rhythm
-from posttrain.models.lora import Lora, add_adapters, twin
+from posttrain.loop import Loop, LoopSchedule
+from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.monitor.alarms import AlarmSettings
 from posttrain.monitor.guards import Guards
 from posttrain.rewards.ensemble import KINDS
@@ -101,7 +101,7 @@ class RLStage(Stage):
     def __post_init__(self) -> None:
         name = self.name
         self.check_positive("steps", "prompts", "pretraining_batch", "reward_beta")
-        self.check_rhythm("evaluate_every", "checkpoint_every", "rollouts_every")
+        self.check_intervals("evaluate_every", "checkpoint_every", "rollouts_every")
         require(
             self.max_rows >= 0,
             f"{name}: max_rows must be 0 or a number of responses, not {self.max_rows}",
@@ -120,9 +120,9 @@ class RLStage(Stage):
             f"{name}: top_k and top_p are refused in training: the tokens they cut off make every "
             "importance ratio wrong; use them with eval and sample",
         )
-        self.check_cast()
+        self.check_roles()
 
-    def check_cast(self) -> None:
+    def check_roles(self) -> None:
         """Refuse what is asked for and missing, or given and of no use, before anything is loaded."""
         name, needs = self.name, self.algorithm.needs
         for what in ("reference_device", "reward_device"):
@@ -245,10 +245,10 @@ class RLStage(Stage):
             add_adapters(policy.model, self.lora, context.seed)
         engine = Engine(policy, self.rows(policy.device.type), context.threads)
         sizes = [len(task.problems("train", level)) for level in task.levels]
-        climb = Climb(task.levels, sizes, self.curriculum, context.seed)
+        curriculum_state = CurriculumState(task.levels, sizes, self.curriculum, context.seed)
         loop = Loop(
             stage=self.name,
-            rhythm=Rhythm(
+            schedule=LoopSchedule(
                 steps=self.steps,
                 evaluate_every=self.evaluate_every,
                 checkpoint_every=self.checkpoint_every,
@@ -267,7 +267,7 @@ class RLStage(Stage):
                 task,
                 engine,
                 policy.tokenizer,
-                climb,
+                curriculum_state,
                 self.prompts,
                 self.sampling,
                 context.seed,
@@ -290,14 +290,14 @@ class RLStage(Stage):
             seed=context.seed,
         )
         context.announce(
-            self.name, [f"warning: {doubt}" for doubt in self.algorithm.doubts(self.sampling)]
+            self.name, [f"warning: {doubt}" for doubt in self.algorithm.warnings(self.sampling)]
         )
         loop.run()
         context.save_model(self.name, policy, self.lora)
         return {
             "steps": loop.step,
             "train_seconds": loop.elapsed,
-            "level": climb.level,
+            "level": curriculum_state.level,
             **loop.best_figures(),
         }
 
@@ -326,7 +326,9 @@ class RLStage(Stage):
         if not self.watch_kl and "reference" not in self.algorithm.needs:
             return None
         if self.lora is not None and not self.reference:
-            return twin(policy)  # the frozen weights themselves: the policy without its adapters
+            return share_weights(
+                policy
+            )  # the frozen weights themselves: the policy without its adapters
         reference = load_policy(self.reference or self.model, context, self.alphabet())
         same_vocabulary(self.name, policy, reference)
         if self.reference_device == "cpu":
@@ -353,7 +355,7 @@ class RLStage(Stage):
 
     def make_rating(self, context: Context, policy: Policy) -> Rating | None:
         """The reward models as a reward, where there are any; a stage that trained several gives them all."""
-        from posttrain.models.offload import VisitingRating
+        from posttrain.models.offload import OffloadedRating
         from posttrain.train.implicit import ImplicitRating
         from posttrain.train.rating import ModelRating, ProcessRating
 
@@ -390,11 +392,11 @@ class RLStage(Stage):
         if self.reward_device == "same":
             return rating
         models = [scorer.model.to("cpu") for scorer in scorers]
-        return VisitingRating(rating, models, policy.device)
+        return OffloadedRating(rating, models, policy.device)
 
     def make_judge(self, context: Context, policy: Policy) -> Rating:
         """A model that judges in words. It reads text, so its vocabulary is its own."""
-        from posttrain.models.offload import VisitingRating
+        from posttrain.models.offload import OffloadedRating
         from posttrain.train.judging import JudgeRating, LocalModel
 
         judge = load_policy(self.reward_models[0], context, self.alphabet())
@@ -405,7 +407,7 @@ class RLStage(Stage):
         return (
             rating
             if self.reward_device == "same"
-            else VisitingRating(rating, [judge.model.to("cpu")], policy.device)
+            else OffloadedRating(rating, [judge.model.to("cpu")], policy.device)
         )
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples | None:

@@ -9,7 +9,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Examples
 from posttrain.errors import require
-from posttrain.loop import Loop, Rhythm
+from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.monitor.guards import Guards
 from posttrain.runs.console import duration
@@ -42,7 +42,7 @@ class SFTStage(Stage):
 
     def __post_init__(self) -> None:
         self.check_positive("steps", "batch")
-        self.check_rhythm("checkpoint_every")
+        self.check_intervals("checkpoint_every")
         require(
             not self.algorithm.online,
             f"{self.name}: this algorithm samples its own data; use an rl stage",
@@ -70,7 +70,7 @@ class SFTStage(Stage):
             add_adapters(policy.model, self.lora, context.seed)
         loop = Loop(
             stage=self.name,
-            rhythm=Rhythm(
+            schedule=LoopSchedule(
                 steps=self.steps,
                 checkpoint_every=self.checkpoint_every,
                 seconds=self.seconds(context),

@@ -13,7 +13,7 @@ class Task(ABC):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Difficulties that a curriculum may climb; one level where there is nothing to climb."""
+        """Difficulties that a curriculum may move up through; one level where there is nothing to choose from."""
         return (0,)
 
     @abstractmethod

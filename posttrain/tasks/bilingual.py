@@ -1,8 +1,9 @@
 """Sums reasoned out in words, by a writer who may mix two languages: what R1's stages need, small enough for a CPU.
 
 47+85= is answered `<think>750 makes 12 then 481 makes 13</think>132`: 7+5+0 is 12, 4+8+1 is 13. The score has R1's three rewards:
-the answer, the format and the consistency of the language. Demonstrations can also be what people leave lying about, to pretrain on:
-without tags (`style="plain"`), every word in English or German by chance (`tongues="mixed"`), with forgotten carries (`slips`).
+the answer, the format and the consistency of the language. Demonstrations can also be of low quality, to pretrain on:
+without tags (`style="plain"`), every word in English or German by chance (`language_mix="mixed"`), with
+forgotten carries (`error_rate`).
 Models that talk are asked `What is 47 + 85?` (`wording="words"`) and answer `<think>7+5 makes 12 then 4+8+1 makes 13</think>132`.
 """
 
@@ -24,7 +25,7 @@ TEMPLATE = "<think>{text}</think>{integer}"
 TAGS, LETTERS = re.compile("</?think>"), re.compile("[a-z]")
 ENDS = {"tagged": "</think>", "plain": "#"}  # what the answer follows
 SAYS = {"en": ("makes", "then"), "de": ("macht", "dann")}
-TONGUES = ("one", "mixed")
+LANGUAGE_MIX = ("one", "mixed")
 QUESTION, NUMBER = "What is {a} + {b}?", re.compile("[0-9]+")
 WORDINGS = ("short", "words")
 ALPHABET = "0123456789+-=#<>/ " + "".join(
@@ -44,8 +45,8 @@ class Bilingual(Task):
     format_weight: float = 0.1
     language_weight: float = 0.2
     style: str = "tagged"  # of demonstrations: tagged, or plain
-    tongues: str = "one"  # of demonstrations: one (the target), or mixed word by word
-    slips: float = 0.0  # how often a demonstration forgets a carry
+    language_mix: str = "one"  # of demonstrations: one (the target), or mixed word by word
+    error_rate: float = 0.0  # how often a demonstration forgets a carry
     wording: str = (
         "short"  # short: 47+85= and 750 makes 12; words: as people write, for models that talk
     )
@@ -60,14 +61,17 @@ class Bilingual(Task):
             self.style in ENDS, f"bilingual: style is one of {', '.join(ENDS)}, not {self.style!r}"
         )
         require(
-            self.tongues in TONGUES,
-            f"bilingual: tongues is one of {', '.join(TONGUES)}, not {self.tongues!r}",
+            self.language_mix in LANGUAGE_MIX,
+            f"bilingual: language_mix is one of {', '.join(LANGUAGE_MIX)}, not {self.language_mix!r}",
         )
         require(
             self.wording in WORDINGS,
             f"bilingual: wording is one of {', '.join(WORDINGS)}, not {self.wording!r}",
         )
-        require(0 <= self.slips <= 1, f"bilingual: slips is a probability, not {self.slips}")
+        require(
+            0 <= self.error_rate <= 1,
+            f"bilingual: error_rate is a probability, not {self.error_rate}",
+        )
         weights = (self.format_weight, self.language_weight)
         require(
             min(weights) >= 0 and sum(weights) <= 1,
@@ -95,16 +99,16 @@ class Bilingual(Task):
         )
 
     def demonstration(self, problem: Problem) -> str:
-        """A worked sum that depends on problem and settings alone. It scores 1 if it is tagged, in one language, without slips."""
+        """A worked sum that depends on problem and settings alone. It scores 1 if it is tagged, in one language, without error_rate."""
         a, b, coins = (
             int(problem.facts["a"]),
             int(problem.facts["b"]),
-            iter(_coins(self.tongues, problem)),
+            iter(_coins(self.language_mix, problem)),
         )
         carry, total, place, text = 0, 0, 1, ""
         for step in range(problem.level):
             (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
-            carry *= next(coins) >= self.slips
+            carry *= next(coins) >= self.error_rate
             sum_ = x + y + carry
             makes, then = (self._word(n, next(coins)) for n in range(2))
             added, made = (
@@ -119,7 +123,7 @@ class Bilingual(Task):
 
     def _word(self, number: int, coin: float) -> str:
         other = next(name for name in SAYS if name != self.target)
-        return SAYS[other if self.tongues == "mixed" and coin < 0.5 else self.target][number]
+        return SAYS[other if self.language_mix == "mixed" and coin < 0.5 else self.target][number]
 
     def final(self, response: str) -> str | None:
         given = strict_integer(self._split(response)[1].strip())

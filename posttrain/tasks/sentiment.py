@@ -81,7 +81,7 @@ SMALL = frozenset(
         "or our she so than that the their them there they this to was we were what when which who will with would you your"
     )
 )
-LEAST_WORDS, LEAST_SMALL, LEAST_DISTINCT = 8, 0.25, 0.6  # below these a text is worth less
+MIN_WORDS, MIN_SMALL, MIN_DISTINCT = 8, 0.25, 0.6  # below these a text is worth less
 KIND = 1.5  # VADER's valence, of -4 to 4, from which a word is kind: 1.9 good, 2.9 beautiful
 ENOUGH, TOO_MANY = (
     3,
@@ -112,9 +112,9 @@ def habits(text: str) -> dict[str, float]:
     count = max(1, len(words))
     small = sum(word in SMALL for word in words) / count
     return {
-        "length": min(1.0, len(words) / LEAST_WORDS),
-        "sentence": min(1.0, small / LEAST_SMALL),
-        "distinct": min(1.0, len(set(words)) / count / LEAST_DISTINCT),
+        "length": min(1.0, len(words) / MIN_WORDS),
+        "sentence": min(1.0, small / MIN_SMALL),
+        "distinct": min(1.0, len(set(words)) / count / MIN_DISTINCT),
     }
 
 

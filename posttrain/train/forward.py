@@ -95,7 +95,7 @@ def shared_beginnings(batch: Batch) -> tuple[Tensor, Tensor]:
     ids_T, starts = batch.ids_T.cpu().numpy(), batch.starts
     words = ids_T.astype(">u4").tobytes()  # bytes that sort as the ids do
     order = sorted(range(batch.sequences), key=lambda n: words[4 * starts[n] : 4 * starts[n + 1]])
-    kept_T, twin_T = np.ones(len(ids_T), bool), np.arange(len(ids_T))
+    kept_T, same_T = np.ones(len(ids_T), bool), np.arange(len(ids_T))
     for before, n in pairwise(order):
         a, b = starts[before], starts[n]
         length = min(starts[before + 1] - a, starts[n + 1] - b)
@@ -103,6 +103,6 @@ def shared_beginnings(batch: Batch) -> tuple[Tensor, Tensor]:
         same = int(differ.argmax()) if differ.any() else length
         if same >= SHARED:
             kept_T[b : b + same] = False
-            twin_T[b : b + same] = twin_T[a : a + same]
+            same_T[b : b + same] = same_T[a : a + same]
     number_T = np.cumsum(kept_T) - 1
-    return torch.from_numpy(np.flatnonzero(kept_T)), torch.from_numpy(number_T[twin_T])
+    return torch.from_numpy(np.flatnonzero(kept_T)), torch.from_numpy(number_T[same_T])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import GuardStop
-from posttrain.models.offload import visiting
+from posttrain.models.offload import on_device
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate
@@ -151,7 +151,7 @@ class Trainer:
         if "reference" in needs or (watch and self.reference is not None):
             reference = self.reference
             assert reference is not None
-            with visiting(reference.model, batch.ids_T.device):
+            with on_device(reference.model, batch.ids_T.device):
                 batch = batch.replace(
                     reference_T=self._each(batch, lambda piece: forward(reference, piece).logprob_T)
                 )

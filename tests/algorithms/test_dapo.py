@@ -70,7 +70,7 @@ class Draws:
 def collected(algorithm: Algorithm, prompts: int, teach: list[bool], monkeypatch: pytest.MonkeyPatch):
     """One step of `prompts` prompts, of which those of `teach` have samples that differ."""
 
-    class Climb:
+    class CurriculumState:
         level = 0
 
         def draw(self, count: int) -> list[tuple[int, int]]:
@@ -78,7 +78,12 @@ def collected(algorithm: Algorithm, prompts: int, teach: list[bool], monkeypatch
 
     source = object.__new__(rollouts.Rollouts)
     source.task = source.sampler = source.tokenizer = source.decoder = source.rating = None
-    source.climb, source.prompts, source.problems, source.seed = Climb(), prompts, {0: [Problem("p", "")]}, 0
+    source.curriculum_state, source.prompts, source.problems, source.seed = (
+        CurriculumState(),
+        prompts,
+        {0: [Problem("p", "")]},
+        0,
+    )
     source.sampling, source.device, source.told = Sampling(4), torch.device("cpu"), set()
     draws = Draws(teach)
     monkeypatch.setattr(rollouts, "rollout_groups", draws)
@@ -142,6 +147,6 @@ def test_it_learns_from_rewards(seed: int) -> None:
 
 
 def test_a_punishment_that_cannot_act_is_said() -> None:
-    (said,) = DAPO().doubts(Sampling(32))
+    (said,) = DAPO().warnings(Sampling(32))
     assert "16384" in said and "l_max" in said
-    assert DAPO(l_max=32, l_cache=8).doubts(Sampling(32)) == () == DAPO(l_max=0, l_cache=0).doubts(Sampling(32))
+    assert DAPO(l_max=32, l_cache=8).warnings(Sampling(32)) == () == DAPO(l_max=0, l_cache=0).warnings(Sampling(32))

@@ -463,10 +463,10 @@ def test_the_state_decides_the_price_of_kl() -> None:
 def test_early_stop_by_hand() -> None:
     algorithm = PPO(target_kl=0.1)
     below, above = [Metric("kl/update", 0.3, 4), Metric("kl/update", 0.1, 1)], [Metric("kl/update", 0.6, 4)]
-    assert not algorithm.enough(below)  # 0.4 / 5
-    assert algorithm.enough([*below, *above])  # 1.0 / 9
-    assert not PPO().enough(above)  # never, without target_kl
-    assert not algorithm.enough([Metric("skipped", 1, 1)])
+    assert not algorithm.stop_reuse(below)  # 0.4 / 5
+    assert algorithm.stop_reuse([*below, *above])  # 1.0 / 9
+    assert not PPO().stop_reuse(above)  # never, without target_kl
+    assert not algorithm.stop_reuse([Metric("skipped", 1, 1)])
 
 
 def test_a_rollout_is_left_when_the_policy_has_gone_far_enough() -> None:
@@ -476,7 +476,7 @@ def test_a_rollout_is_left_when_the_policy_has_gone_far_enough() -> None:
         trainer = trainer_for(algorithm, small_policy(), Optimization(lr=3e-2))
         step = material(algorithm, noise=0.0)
         for count in range(1, algorithm.epochs + 1):
-            if algorithm.enough(trainer.update(algorithm.prepare(step, {}), 3e-2).metrics):
+            if algorithm.stop_reuse(trainer.update(algorithm.prepare(step, {}), 3e-2).metrics):
                 return count
         return algorithm.epochs
 
@@ -571,7 +571,7 @@ def train(policy: Policy, algorithm: PPO, steps: int, seed: int, sign: float = 1
         for piece in [p for epoch in range(algorithm.epochs) for p in mini_batches(filled, algorithm.mini_batches, epoch)]:
             update = trainer.update(algorithm.prepare(piece, state), 1e-2)
             metrics += update.metrics
-            if algorithm.enough(update.metrics):
+            if algorithm.stop_reuse(update.metrics):
                 break
         errors.append(next(m.value for m in metrics if m.name == "value/error"))
         state = algorithm.finish(state, metrics)

@@ -51,7 +51,7 @@ def test_a_directory_that_cannot_be_written_is_broken(tmp_path: Path) -> None:
 
 
 def test_a_small_disk_and_too_many_threads_are_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LEAST_DISK", 1e30)
+    monkeypatch.setattr(doctor, "MIN_DISK", 1e30)
     assert doctor.disk(tmp_path).state == NOTE and "free some space" in doctor.disk(tmp_path).fix
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     assert doctor.threads().state == NOTE and "unset" in doctor.threads().fix

@@ -52,8 +52,8 @@ def test_what_is_cut_down() -> None:
     small, times = dry.shortened(RL)
     assert (small.steps, small.evaluate_every, times) == (3, dry.NEVER, 1.0)  # type: ignore[attr-defined]
     assert dry.shortened(AFTER) == (replace(AFTER, problems=32), 2.0)
-    judge = RewardModelStage(name="reward", model="tiny:nano", data=("x.jsonl",), least_accuracy=0.6)
-    assert dry.shortened(judge)[0].least_accuracy == 0.0, "after three steps no gate can be passed"  # type: ignore[attr-defined]
+    judge = RewardModelStage(name="reward", model="tiny:nano", data=("x.jsonl",), min_accuracy=0.6)
+    assert dry.shortened(judge)[0].min_accuracy == 0.0, "after three steps no gate can be passed"  # type: ignore[attr-defined]
 
 
 def test_the_stages_of_a_recipe_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -13,7 +13,7 @@ import transformers
 from material_for_tests import VOCABULARY
 
 from posttrain.engine.engine import Engine
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
 from posttrain.types import Example, Request, Sampling
@@ -61,7 +61,7 @@ def stock_model(family: str) -> Any:
 def models(family: str) -> tuple[Any, Policy]:
     """The same random model twice: as transformers runs it, and with our attention in it."""
     stock = stock_model(family)
-    policy = adopt(copy.deepcopy(stock), None, (STOP,))
+    policy = wrap_model(copy.deepcopy(stock), None, (STOP,))
     assert stock.config._attn_implementation == "eager" and policy.model.config._attn_implementation == "posttrain"
     return stock, policy
 
@@ -122,4 +122,4 @@ def test_an_attention_we_do_not_know_is_refused() -> None:
     sizes = {"num_local_experts": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     model = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**(SHAPE | HEADS | IDS | sizes))).eval()
     with pytest.raises(UserError, match="does not work with packed attention: GptOssAttention asks its attention for s_aux"):
-        adopt(model, None, (STOP,))
+        wrap_model(model, None, (STOP,))

@@ -41,7 +41,7 @@ def same(one: Sequence[tuple[Completion, ...]], other: Sequence[tuple[Completion
 
 @pytest.mark.parametrize("processes", [2, 3, 7])
 def test_the_same_answers_on_any_number_of_cores(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(forked, "MIN_TOKENS", 0)
     policy = small_policy(dtype=torch.float32)
     requests = [request(n, group=1 + n % 3) for n in range(6)]
     engines = Engine(policy, processes=1), Engine(policy, processes=processes)
@@ -58,7 +58,7 @@ def test_the_same_answers_on_any_number_of_cores(processes: int, monkeypatch: py
 
 
 def test_new_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(forked, "MIN_TOKENS", 0)
     policy = small_policy(dtype=torch.float32)
     engine, requests = Engine(policy, processes=2), [request(n) for n in range(4)]
     before = list(engine.generate(requests))

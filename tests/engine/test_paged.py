@@ -16,7 +16,7 @@ from posttrain.engine.paged_batch import PagedBatch, check_room, pages_of
 from posttrain.engine.rows import PAGE
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora, add_adapters, merge_adapters
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
 from posttrain.types import Completion, Example, Request, Sampling
@@ -334,7 +334,9 @@ def test_other_families_take_the_plain_path_and_say_so_once(
              "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
     torch.manual_seed(0)
     config = getattr(transformers, name)(**(shape | changes))
-    policy = adopt(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), None, (1,), "the model")
+    policy = wrap_model(
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), None, (1,), "the model"
+    )
     engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(8))]
     found = [ids(list(engine.generate(requests))) for _ in range(2)]
     said = capsys.readouterr().err.splitlines()

@@ -117,7 +117,7 @@ def test_ten_steps_are_those_that_were_pinned(
     calls: list[int] = []
     generate = forked.Crew.generate
     monkeypatch.setattr(forked.Crew, "generate", lambda crew, *given: calls.append(crew.processes) or generate(crew, *given))
-    monkeypatch.setattr(forked, "LEAST_TOKENS", 512)  # two processes for as few tokens as suffice here
+    monkeypatch.setattr(forked, "MIN_TOKENS", 512)  # two processes for as few tokens as suffice here
     made = facts(run(name, processes, tmp_path))
     assert bool(calls) == (processes > 1 and STAGES[name]["stage"] == "rl"), (
         "generation is in as many processes as were asked for"

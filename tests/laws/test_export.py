@@ -10,7 +10,7 @@ import torch
 
 from posttrain.algorithms.sft import SFT
 from posttrain.models.load import load, stop_ids
-from posttrain.models.policy import adopt
+from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.train.forward import forward
@@ -28,14 +28,14 @@ def test_i64_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny_model(tokenizer, "nano", 0)
     for parameter in model.parameters():  # not model.to: the frequencies of the positions must stay in float32
         parameter.data = parameter.data.to(dtype)
-    policy = adopt(model, tokenizer, stop_ids(model, tokenizer))
+    policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer))
     batch = pack_examples([Example(np.array([6, 7, 8, 9, 10]), np.arange(5) > 0)])
     trainer = Trainer(policy, SFT(), Optimization(lr=1e-2))
     trainer.update(SFT().prepare(batch, {}), 1e-2)
     folder = save(policy.model, tokenizer, tmp_path / "export")
 
     loaded = load(str(folder))
-    again = adopt(loaded.model, loaded.tokenizer, loaded.stop_ids)
+    again = wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids)
     assert again.stop_ids == policy.stop_ids
     assert again.dtype == dtype
     own = dict(policy.model.named_parameters())

@@ -67,7 +67,7 @@ def policy_gradients(**settings: Any) -> list[Algorithm]:
     """Every policy gradient of the catalogue, in groups as small as it allows: their number is that of responses to its power."""
     classes = [algorithm_class(name) for name in catalogue.names("algorithm")]
     found = [cls for cls in classes if issubclass(cls, PolicyGradient)]
-    return [cls(group=cls.least_group, **settings) for cls in found]
+    return [cls(group=cls.min_group, **settings) for cls in found]
 
 
 # --- the KL in the reward -------------------------------------------------------------------------------------------------------

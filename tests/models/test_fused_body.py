@@ -15,9 +15,9 @@ from torch import Tensor
 from posttrain.errors import UserError
 from posttrain.models.attention import LAYOUT, Packed, Rule
 from posttrain.models.fused_body import PROVED, FusedBody, fused_body
-from posttrain.models.layers import rules_of, strangeness
-from posttrain.models.lora import Lora, add_adapters, stirred
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.layers import rules_of, unsupported_reason
+from posttrain.models.lora import Lora, add_adapters, perturbed_adapters
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import Scorer, from_policy
 
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3,
@@ -36,7 +36,7 @@ def make(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Policy
     name, changes = FAMILIES[family]
     torch.manual_seed(1)
     config = getattr(transformers, name)(**(SHAPE | changes | more))
-    return adopt(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype), None, (1,))
+    return wrap_model(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype), None, (1,))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,7 +48,7 @@ def test_hidden_states_and_gradients_are_the_modules(family: str, checkpointing:
     if targets is not None:
         pytest.importorskip("peft")
         add_adapters(policy.model, Lora(rank=2, alpha=5.0, targets=targets), 0)
-    with stirred(policy.body):
+    with perturbed_adapters(policy.body):
         compare(policy, family, checkpointing)
 
 
@@ -58,7 +58,7 @@ def test_a_scorer_takes_the_same_way() -> None:
 
 
 def compare(policy: Policy | Scorer, family: str, checkpointing: bool) -> None:
-    assert strangeness(policy) is None
+    assert unsupported_reason(policy) is None
     rules, _, packed = rules_of(policy, IDS, POSITION, STARTS)
     assert rules is not None and (family != "qwen2-window" or {r.sliding_window for r in rules} == {6, None})
 
@@ -83,7 +83,7 @@ def compare(policy: Policy | Scorer, family: str, checkpointing: bool) -> None:
 
 def gpt2() -> Policy:
     config = transformers.GPT2Config(vocab_size=40, n_positions=64, n_embd=32, n_head=4, n_layer=1)
-    return adopt(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, (1,), "the model")
+    return wrap_model(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, (1,), "the model")
 
 
 def test_who_takes_the_plain_pass_on_a_gpu_says_so_once(
@@ -99,10 +99,10 @@ def test_who_takes_the_plain_pass_on_a_gpu_says_so_once(
 
 
 def test_what_is_not_a_llama_is_named() -> None:
-    assert strangeness(gpt2()) == "GPT2Model is not built like a Llama"
+    assert unsupported_reason(gpt2()) == "GPT2Model is not built like a Llama"
     llama = make("llama")
     llama.body.layers[0].mlp.up_proj = torch.nn.Sequential(llama.body.layers[0].mlp.up_proj)
-    assert strangeness(llama) == "layers that are neither plain matrices nor plain adapters beside them"
+    assert unsupported_reason(llama) == "layers that are neither plain matrices nor plain adapters beside them"
 
 
 def test_stirred_adapters_do_something_and_go_back_to_their_bits() -> None:
@@ -110,7 +110,7 @@ def test_stirred_adapters_do_something_and_go_back_to_their_bits() -> None:
     policy = make("qwen3")
     add_adapters(policy.model, Lora(rank=2), 0)
     before, (_, plain, _) = [p.detach().clone() for p in policy.model.parameters()], rules_of(policy, IDS, POSITION, STARTS)
-    with stirred(policy.body), torch.no_grad():
+    with perturbed_adapters(policy.body), torch.no_grad():
         assert float((rules_of(policy, IDS, POSITION, STARTS)[1] - plain).abs().max()) > 0.01
     assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
 
@@ -169,13 +169,13 @@ def test_half_precision_is_told_from_a_wrong_attention(seed: int, monkeypatch: p
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(**(SHAPE | {"num_hidden_layers": 24}))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    adopt(copy.deepcopy(model), None, (1,))
+    wrap_model(copy.deepcopy(model), None, (1,))
     monkeypatch.setattr("posttrain.models.policy.Packed", lambda starts, device: Packed((0, starts[-1]), device))
     with pytest.raises(UserError, match="logits with our attention differ from the model's own"):
-        adopt(model, None, (1,))
+        wrap_model(model, None, (1,))
 
 
 def test_a_layer_without_an_mlp_is_named_too() -> None:
     config = transformers.GraniteMoeConfig(**(SHAPE | {"num_local_experts": 2, "num_experts_per_tok": 1}))
-    policy = adopt(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, (1,))
-    assert strangeness(policy) == "GraniteMoeDecoderLayer is not the layer of a Llama"
+    policy = wrap_model(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, (1,))
+    assert unsupported_reason(policy) == "GraniteMoeDecoderLayer is not the layer of a Llama"

@@ -17,7 +17,7 @@ from posttrain.algorithms.sft import SFT
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.load import load
-from posttrain.models.lora import Lora, add_adapters, merge_adapters, twin
+from posttrain.models.lora import Lora, add_adapters, merge_adapters, share_weights
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.models.tiny import character_tokenizer
@@ -43,7 +43,7 @@ def logprobs(policy: Policy) -> Tensor:
 def adapted(lora: Lora = LORA, dtype: torch.dtype = WIDE) -> tuple[Policy, Policy]:
     """A policy with adapters, and its reference: the policy without them."""
     policy = small_policy(dtype=dtype)
-    reference = twin(policy)
+    reference = share_weights(policy)
     add_adapters(policy.model, lora, seed=1)
     return policy, reference
 
@@ -205,7 +205,7 @@ def critic_of(policy: Policy) -> Scorer:
 def test_the_critic_shares_the_trunk_and_learns_apart() -> None:
     """One step of PPO with all three on one set of frozen weights: each moves what is its own."""
     policy = small_policy()
-    reference, critic = twin(policy), critic_of(policy)
+    reference, critic = share_weights(policy), critic_of(policy)
     add_adapters(policy.model, LORA, seed=1)
     trunk = {p.data_ptr() for p in reference.body.parameters()}
     own = {name for name, p in critic.model.named_parameters() if p.data_ptr() not in trunk}

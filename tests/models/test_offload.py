@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.models.offload import VisitingRating, visiting
+from posttrain.models.offload import OffloadedRating, on_device
 
 HOME, AWAY = torch.device("cpu"), torch.device("cuda:3")  # no tensor is made there
 
@@ -31,7 +31,7 @@ class Traveller(torch.nn.Module):
 
 def test_nothing_moves_where_it_lives() -> None:
     model = Traveller()
-    with visiting(model, HOME):
+    with on_device(model, HOME):
         pass
     assert model.seen == [HOME]
 
@@ -40,7 +40,7 @@ def test_it_comes_and_goes_home_even_if_the_block_fails() -> None:
     model = Traveller()
 
     def fail() -> None:
-        with visiting(model, AWAY):
+        with on_device(model, AWAY):
             assert model.device == AWAY
             raise RuntimeError("the judge is out")
 
@@ -57,5 +57,5 @@ def test_a_ratings_models_travel_together() -> None:
             assert [m.device for m in models] == [AWAY, AWAY]
             return list(rollouts)
 
-    assert VisitingRating(Judge(), models, AWAY).rate(["a"]) == ["a"]  # type: ignore[list-item, comparison-overlap]
+    assert OffloadedRating(Judge(), models, AWAY).rate(["a"]) == ["a"]  # type: ignore[list-item, comparison-overlap]
     assert all(m.seen == [HOME, AWAY, HOME] for m in models)

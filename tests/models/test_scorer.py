@@ -11,7 +11,7 @@ from material_for_tests import shared_policy, small_policy
 
 from posttrain.errors import UserError
 from posttrain.models.load import stop_ids
-from posttrain.models.policy import adopt
+from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.scorer import from_policy, load_scorer
 from posttrain.models.tiny import character_tokenizer, tiny_model
@@ -56,7 +56,7 @@ def test_a_saved_scorer_is_a_plain_classifier_of_transformers(tmp_path: Path) ->
 
     tokenizer = character_tokenizer("0123456789+= ")
     model = tiny_model(tokenizer, "nano", 0)
-    policy = adopt(model, tokenizer, stop_ids(model, tokenizer))
+    policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer))
     scorer = from_policy(policy, zero=False, seed=3)
     folder = save(scorer.model, tokenizer, tmp_path / "reward")
     again = load_scorer(str(folder))

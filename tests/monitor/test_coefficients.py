@@ -61,7 +61,7 @@ class Odd(Algorithm):
     def finish(self, state: State, metrics: object) -> State:
         return {"mean": self.moving * 0.5}
 
-    def enough(self, metrics: object) -> bool:
+    def stop_reuse(self, metrics: object) -> bool:
         return any(m.name == "reward" and m.value > self.stopping for m in metrics)  # type: ignore[attr-defined]
 
     def start(self) -> State:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from posttrain.engine.forked import Crew
-from posttrain.monitor.watchdog import WRITING, Watchdog, forks
 from posttrain.monitor import watchdog as watchdog_module
+from posttrain.monitor.watchdog import WRITING, Watchdog, forks
 from posttrain.scoring import Workers
 from posttrain.types import Completion, Problem, Request, Sampling, Score
 

@@ -28,8 +28,8 @@ from posttrain.algorithms.orpo import ORPO
 from posttrain.algorithms.reward_model import RewardModel
 from posttrain.algorithms.rloo import RLOO
 from posttrain.algorithms.simpo import SimPO
-from posttrain.models.policy import Policy, adopt
-from posttrain.models.scorer import Scorer, adopt_scorer
+from posttrain.models.policy import Policy, wrap_model
+from posttrain.models.scorer import Scorer, wrap_scorer
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.train.trainer import Trainer
@@ -79,10 +79,10 @@ def ours(algorithm: Algorithm, model: Any, batch: Batch, reference: Any = None) 
     """Loss and gradients of the whole step through our trainer, on copies of the models."""
     learner: Policy | Scorer
     if algorithm.trains == "scorer":
-        learner = adopt_scorer(copy.deepcopy(model), None)
+        learner = wrap_scorer(copy.deepcopy(model), None)
     else:
-        learner = adopt(copy.deepcopy(model), None, (STOP,))
-    frozen = adopt(copy.deepcopy(reference), None, (STOP,)) if reference is not None else None
+        learner = wrap_model(copy.deepcopy(model), None, (STOP,))
+    frozen = wrap_model(copy.deepcopy(reference), None, (STOP,)) if reference is not None else None
     trainer = Trainer(learner, algorithm, Optimization(), frozen)
     metrics = trainer.forward_backward(algorithm.prepare(trainer.fill(batch), algorithm.start()))
     found = {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}

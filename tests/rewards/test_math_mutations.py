@@ -105,7 +105,7 @@ HOLES: list[tuple[str, Patch, str, str]] = [
     ("names left out", replaced(_compare, "names_of", any_name), "x=5,y=6", r"\boxed{5,6}"),
     ("the last number of the text", replaced(math_reward, "final_answer", last_number), "5", "I think 1 2 3 4 5"),
     ("reasoning searched", replaced(math_reward, "STRICT", None), "7", r"<think>\boxed{7}</think> I cannot solve it."),
-    ("several boxes, the last one paid", replaced(math_reward, "MOST_BOXES", 1), "7", r"\boxed{5} or \boxed{6} or \boxed{7}"),
+    ("several boxes, the last one paid", replaced(math_reward, "MAX_BOXES", 1), "7", r"\boxed{5} or \boxed{6} or \boxed{7}"),
     ("symbols that cancel", replaced(_compare, "symbols", lambda value: frozenset("xyz")), "x+y", r"\boxed{x+y+\frac{z}{z}-1}"),
     ("an empty gold answer", replaced(math_reward, "_read_gold", lambda gold, reward: Node("set")), "", r"\boxed{\emptyset}"),
     ("the question restated", replaced(math_reward, "_restates", lambda *a: False), "(x+2)(x+3)", r"\boxed{x^2+5x+6}"),

@@ -52,7 +52,7 @@ def test_the_recipe_runs(
         short = {"steps": 2, "model": "tiny:nano"} if stage["model"] == "path/to/model" else {"steps": 2}
         rl = {"prompts": 2, "max_new_tokens": 6, "evaluate_every": 0}
         short |= rl if stage["stage"] == "rl" else {"batch": 4}
-        short |= {"least_accuracy": 0} if stage["stage"] == "reward_model" else {}
+        short |= {"min_accuracy": 0} if stage["stage"] == "reward_model" else {}
         settings += [f"{stage['name']}.{key}={value}" for key, value in short.items()]
     assert cli.main([*found.command.split()[1:], *settings]) == 0
     summary = json.loads(Path("run/summary.json").read_text())

@@ -14,7 +14,7 @@ import torch
 
 from posttrain import cli, config, pipeline
 from posttrain.errors import UserError
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
@@ -55,7 +55,7 @@ def model(seed: int, folder: Path | None = None) -> Policy:
     made = tiny_model(tokenizer, "nano", seed)
     if folder is not None:
         save(made, tokenizer, folder)
-    return adopt(made, tokenizer, (tokenizer.eos_token_id,))
+    return wrap_model(made, tokenizer, (tokenizer.eos_token_id,))
 
 
 def logprobs(policy: Policy, ids: list[int], temperature: float = 1.0) -> np.ndarray:

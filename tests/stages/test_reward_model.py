@@ -69,7 +69,7 @@ def test_it_learns_judges_itself_and_leaves_a_plain_checkpoint(tmp_path: Path) -
 
     path = write(tmp_path / "pairs.jsonl", pairs(200))
     run = context(tmp_path / "run")
-    run_stages([stage(path, least_accuracy=0.8)], run)
+    run_stages([stage(path, min_accuracy=0.8)], run)
     result = run.result("reward")
     assert result is not None
     assert result["accuracy"][0] > 0.9, "seen 1.0"
@@ -96,9 +96,9 @@ def test_a_bad_reward_model_stops_the_run_with_one_line(tmp_path: Path) -> None:
         row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     run = context(tmp_path / "run")
     with pytest.raises(
-        GuardStop, match=r"^reward: held-out accuracy of model is 0\.\d+ \[.*\] over 30 prompts, below least_accuracy=0.9"
+        GuardStop, match=r"^reward: held-out accuracy of model is 0\.\d+ \[.*\] over 30 prompts, below min_accuracy=0.9"
     ):
-        run_stages([stage(write(tmp_path / "pairs.jsonl", rows), least_accuracy=0.9, steps=10)], run)
+        run_stages([stage(write(tmp_path / "pairs.jsonl", rows), min_accuracy=0.9, steps=10)], run)
     assert run.result("reward") is None
 
 
@@ -261,8 +261,8 @@ def test_pairs_about_one_prompt_are_one_observation() -> None:
         ({"steps": 0}, "steps must be positive, not 0"),
         ({"members": 0}, "members must be positive"),
         ({"held_out": 1.0}, r"held_out is a share of the prompts in \[0, 1\), not 1.0"),
-        ({"held_out": 0.0, "least_accuracy": 0.6}, "least_accuracy is judged on held-out data"),
-        ({"least_accuracy": 1.5}, "least_accuracy must lie in"),
+        ({"held_out": 0.0, "min_accuracy": 0.6}, "min_accuracy is judged on held-out data"),
+        ({"min_accuracy": 1.5}, "min_accuracy must lie in"),
         ({"algorithm": SFT()}, "this algorithm trains a policy"),
     ],
 )

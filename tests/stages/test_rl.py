@@ -18,7 +18,7 @@ from posttrain.algorithms.rloo import RLOO
 from posttrain.errors import Interrupted, UserError
 from posttrain.models.load import stop_ids
 from posttrain.models.lora import Lora
-from posttrain.models.policy import adopt
+from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
@@ -50,7 +50,7 @@ def run(directory: Path, one: RLStage) -> Path:
 def reward_model(folder: Path, seed: int, alphabet: str = "") -> str:
     tokenizer = character_tokenizer(alphabet or stage().alphabet())
     model = tiny_model(tokenizer, "nano", 0)
-    scorer = from_policy(adopt(model, tokenizer, stop_ids(model, tokenizer)), zero=False, seed=seed)
+    scorer = from_policy(wrap_model(model, tokenizer, stop_ids(model, tokenizer)), zero=False, seed=seed)
     return str(save(scorer.model, tokenizer, folder))
 
 

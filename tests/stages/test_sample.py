@@ -118,7 +118,7 @@ def test_a_plan_prices_a_stage_whose_data_is_not_there_yet() -> None:
 
 def tiny(stage: Stage) -> Stage:
     """The stage as it is, with next to no work."""
-    few = {"steps": 1, "batch": 4, "prompts": 4, "problems": 4, "least": 0.0, "least_accuracy": 0.0, "sampling": Sampling(8)}
+    few = {"steps": 1, "batch": 4, "prompts": 4, "problems": 4, "least": 0.0, "min_accuracy": 0.0, "sampling": Sampling(8)}
     names = {f.name for f in fields(stage)}
     changed: dict[str, object] = {k: v for k, v in few.items() if k in names and not isinstance(getattr(stage, k), str)}
     if isinstance(stage, SFTStage):

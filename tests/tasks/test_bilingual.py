@@ -17,7 +17,9 @@ def test_demonstrations_by_hand() -> None:
     assert Bilingual().demonstration(SUM) == GOLD
     assert Bilingual(target="de").demonstration(SUM) == "<think>750 macht 12 dann 481 macht 13</think>132"
     assert Bilingual(style="plain").demonstration(SUM) == "750 makes 12 then 481 makes 13#132"
-    assert Bilingual(slips=1.0).demonstration(SUM) == "<think>750 makes 12 then 480 makes 12</think>122", "a carry is forgotten"
+    assert Bilingual(error_rate=1.0).demonstration(SUM) == "<think>750 makes 12 then 480 makes 12</think>122", (
+        "a carry is forgotten"
+    )
     validate(Bilingual())
     validate(Bilingual(level=3, target="de"))
 
@@ -74,7 +76,7 @@ def test_sums_in_words_by_hand() -> None:
 
 
 def test_text_to_pretrain_on_mixes_languages_and_forgets_carries_as_often_as_said() -> None:
-    task = Bilingual(style="plain", tongues="mixed", slips=0.7)
+    task = Bilingual(style="plain", language_mix="mixed", error_rate=0.7)
     problems = list(task.problems("train")[:2000])
     texts = [task.demonstration(p) for p in problems]
     german = sum(t.count("macht") + t.count("dann") for t in texts) / (3 * len(texts))
@@ -90,9 +92,9 @@ def test_settings_are_checked() -> None:
     for bad in (
         {"target": "fr"},
         {"style": "loud"},
-        {"tongues": "two"},
+        {"language_mix": "two"},
         {"wording": "verse"},
-        {"slips": 2.0},
+        {"error_rate": 2.0},
         {"format_weight": 0.9},
         {"level": 0},
     ):

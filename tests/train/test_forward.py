@@ -122,12 +122,12 @@ def gradients(policy: Any, one: Batch, computed: int, fused: bool, least: int, m
 
 
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, from_N: Tensor, of_N: Tensor, most_q: int, most_k: int, *rest: Any
+    query: Tensor, key: Tensor, value: Tensor, from_N: Tensor, of_N: Tensor, max_q: int, max_k: int, *rest: Any
 ) -> Tensor:
     """The flash kernel's contract, by plain attention: the last query of a sequence stands at its last key."""
     out, ends = [], zip(pairwise(from_N.tolist()), pairwise(of_N.tolist()), strict=True)
     for (a, b), (c, d) in ends:
-        assert b - a <= most_q and d - c <= most_k
+        assert b - a <= max_q and d - c <= max_k
         allowed = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
         q, k, v = (t.transpose(0, 1)[None] for t in (query[a:b], key[c:d], value[c:d]))
         out.append(masked(q, k, v, allowed, Rule(rest[0]))[0].transpose(0, 1))

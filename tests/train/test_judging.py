@@ -17,7 +17,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.collect import failure_kind
 from posttrain.errors import GuardStop, UserError
-from posttrain.models.policy import Policy, adopt
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
@@ -73,12 +73,12 @@ def judging_model() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def able() -> LocalModel:
-    return LocalModel(adopt(judging_model(), TOKENIZER, (TOKENIZER.eos_token_id,), "able"))
+    return LocalModel(wrap_model(judging_model(), TOKENIZER, (TOKENIZER.eos_token_id,), "able"))
 
 
 @pytest.fixture(scope="module")
 def random() -> Policy:
-    return adopt(tiny_model(TOKENIZER, "nano", 3).double(), TOKENIZER, (TOKENIZER.eos_token_id,), "random")
+    return wrap_model(tiny_model(TOKENIZER, "nano", 3).double(), TOKENIZER, (TOKENIZER.eos_token_id,), "random")
 
 
 @pytest.mark.parametrize("budget", [1, 700, 8192])
@@ -151,7 +151,7 @@ def test_a_response_cannot_end_its_turn(able: LocalModel) -> None:
 
 def test_replies_are_kept_under_the_weights(tmp_path: Path) -> None:
     model = judging_model()
-    local = LocalModel(adopt(model, TOKENIZER, (TOKENIZER.eos_token_id,)), cache=str(tmp_path))
+    local = LocalModel(wrap_model(model, TOKENIZER, (TOKENIZER.eos_token_id,)), cache=str(tmp_path))
     first = Judge(local).points("q", ["a", MARK * 3])
     assert [s.value for s in Judge(local).points("q", ["a", MARK * 3])] == [s.value for s in first] == [0.0, 1.0]
     assert (local.usage.requests, local.usage.cached) == (2, 2)
@@ -163,7 +163,7 @@ def test_replies_are_kept_under_the_weights(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_a_failure(able: LocalModel) -> None:
     model = judging_model()
-    local = LocalModel(adopt(model, TOKENIZER, (TOKENIZER.eos_token_id,)))
+    local = LocalModel(wrap_model(model, TOKENIZER, (TOKENIZER.eos_token_id,)))
     with torch.no_grad():
         model.lm_head.weight[number("0"), 0] = float("nan")
     (score,) = Judge(local).points("q", ["a"])
@@ -203,7 +203,7 @@ def test_a_judge_without_room_for_its_questions_is_refused() -> None:
     model = judging_model()
     model.config.max_position_embeddings = 300
     with pytest.raises(UserError, match="cannot judge: its questions are too_long: .*300 positions"):
-        JudgeRating(LocalModel(adopt(model, TOKENIZER, (TOKENIZER.eos_token_id,))))
+        JudgeRating(LocalModel(wrap_model(model, TOKENIZER, (TOKENIZER.eos_token_id,))))
 
 
 def test_a_checkpoint_can_name_the_judge(able: LocalModel) -> None:
