@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.collect import Prompt, generate_groups
 from posttrain.tasks.base import Task
-from posttrain.types import Example, Problem, Request, Sampling, Score
+from posttrain.types import Example, Problem, Sampling, Score
 
 VOCABULARY = 128
 HELD_OUT = 512
@@ -91,9 +92,9 @@ def accuracy(model: Any, tokenizer: Any) -> float:
 
     problems = Addition().problems("test")
     greedy = Sampling(max_new_tokens=8, temperature=0.0)
-    requests = [Request(tuple(tokenizer(p.question)["input_ids"]), 1, 0, greedy) for p in problems]
+    requests = [Prompt(tuple(tokenizer(p.question)["input_ids"]), 1, 0, greedy) for p in problems]
     stock = model.config._attn_implementation
-    answers = Engine(wrap_model(model, tokenizer, (tokenizer.eos_token_id,))).generate(requests)
+    answers = generate_groups(Engine(wrap_model(model, tokenizer, (tokenizer.eos_token_id,))), requests)
     texts = [tokenizer.decode(one.ids) for (one,) in answers]
     model.set_attn_implementation(stock)
     return sum(Addition().score(p, text).value or 0.0 for p, text in zip(problems, texts, strict=True)) / len(problems)

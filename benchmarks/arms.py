@@ -131,7 +131,7 @@ def ours(settings: Settings) -> None:
         collected = source.collect(number, algorithm, {})
         trainer.update(algorithm.prepare(collected.batch, {}), settings.lr)
         number += 1
-        engine.update(number)
+        engine.publish(number)
         return clock.take() | {"generation": collected.seconds["generate"], "step": time.perf_counter() - began}
 
     serve(line, one_step, model, tokenizer)

@@ -63,26 +63,27 @@ def gate(folder: Path) -> dict[str, float]:
     import torch
 
     from posttrain.algorithms.grpo import GRPO
+    from posttrain.collect import Prompt, generate_groups
     from posttrain.engine.engine import Engine
     from posttrain.models.policy import wrap_model
     from posttrain.train.optimizer import Optimization
     from posttrain.train.pack import pack_groups
     from posttrain.train.trainer import Trainer
-    from posttrain.types import Group, Problem, Request, Rollout, Sampling, Score, Segment
+    from posttrain.types import Group, Problem, Rollout, Sampling, Score, Segment
 
     plain, tokenizer = load(folder)
     policy = wrap_model(load(folder)[0], tokenizer, ())
-    request = Request(tuple(tokenizer("12+34=")["input_ids"]), 8, 0, Sampling(64))
-    samples = next(iter(Engine(policy).generate([request])))
-    ids = torch.tensor([[*request.prompt_ids, *s.ids.tolist()] for s in samples])
-    logprob = plain(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][:, len(request.prompt_ids) - 1 :]
+    request = Prompt(tuple(tokenizer("12+34=")["input_ids"]), 8, 0, Sampling(64))
+    samples = next(iter(generate_groups(Engine(policy), [request])))
+    ids = torch.tensor([[*request.ids, *s.ids.tolist()] for s in samples])
+    logprob = plain(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][:, len(request.ids) - 1 :]
     worst = max(float((logprob[n].detach() - torch.tensor(s.logprobs)).abs().max()) for n, s in enumerate(samples))
     rewards = torch.arange(8.0)
     advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     loss = -((logprob - logprob.detach()).exp() * advantage[:, None]).mean()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
-    prompt = Segment(ids[0, : len(request.prompt_ids)].numpy(), "", False)
+    prompt = Segment(ids[0, : len(request.ids)].numpy(), "", False)
     answers = [Segment(s.ids, "", True, s.logprobs) for s in samples]
     rollouts = [Rollout(Problem("0", ""), n, (prompt, a), Score(float(n))) for n, a in enumerate(answers)]
     algorithm = GRPO(beta=0.0, reduction="token_mean")

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.collect import Prompt
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy, wrap_model
-from posttrain.types import Request, Sampling
+from posttrain.types import Sampling
 
 STOP = 0
 
@@ -89,12 +90,12 @@ def make_policy(case: Case, dtype: torch.dtype = torch.bfloat16) -> Policy:
     return policy
 
 
-def make_requests(case: Case, seed: int, endless: bool = True) -> list[Request]:
+def make_requests(case: Case, seed: int, endless: bool = True) -> list[Prompt]:
     """Prompts of random tokens. `endless`: exactly `new` tokens, whatever is drawn."""
     generator = np.random.default_rng(seed)
     sampling = Sampling(case.new, min_new_tokens=case.new if endless else 0)
     ids = generator.integers(3, 2000, (case.prompts, case.prompt))
-    return [Request(tuple(row.tolist()), case.group, seed * 100003 + n, sampling) for n, row in enumerate(ids)]
+    return [Prompt(tuple(row.tolist()), case.group, seed * 100003 + n, sampling) for n, row in enumerate(ids)]
 
 
 def lognormal_lengths(case: Case, mean: int, longest: int, seed: int = 0) -> np.ndarray:

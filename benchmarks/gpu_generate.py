@@ -34,9 +34,10 @@ from gpu_cases import (  # noqa: E402
     settle,
 )
 
+from posttrain.collect import Prompt, generate_groups  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.engine.paged_batch import PagedBatch  # noqa: E402
-from posttrain.types import Completion, Request  # noqa: E402
+from posttrain.types import Completion  # noqa: E402
 
 
 class Varied(PagedBatch):
@@ -44,14 +45,14 @@ class Varied(PagedBatch):
 
     lengths = np.zeros(0)
 
-    def _enter(self, request: Request, pages: np.ndarray) -> None:
+    def _enter(self, request: Prompt, pages: np.ndarray) -> None:
         first = self.count
         super()._enter(request, pages)
         at = self.waiting * request.group
         self["limit"][first : self.count] = self.lengths[at : at + request.group]
 
 
-def gate(case: Case, engine: Engine, requests: list[Request], answers: list[tuple[Completion, ...]]) -> dict[str, float]:
+def gate(case: Case, engine: Engine, requests: list[Prompt], answers: list[tuple[Completion, ...]]) -> dict[str, float]:
     """The engine's log-probs against a float32 forward of the same ids, for some of the answers."""
     exact = make_model(case, torch.float32)
     with torch.no_grad():
@@ -59,8 +60,8 @@ def gate(case: Case, engine: Engine, requests: list[Request], answers: list[tupl
             mine.copy_(theirs)
         differences = []
         for request, group in list(zip(requests, answers, strict=True))[:4]:
-            ids = torch.tensor(np.concatenate([request.prompt_ids, group[0].ids]), device="cuda")
-            first = len(request.prompt_ids)
+            ids = torch.tensor(np.concatenate([request.ids, group[0].ids]), device="cuda")
+            first = len(request.ids)
             logits = exact(ids[None], use_cache=False).logits[0, first - 1 : -1].float()
             expected = torch.log_softmax(logits, -1).gather(1, ids[first:, None])[:, 0].cpu().numpy()
             differences.append(np.abs(expected - group[0].logprobs))
@@ -74,14 +75,14 @@ def run_case(name: str, repeats: int) -> dict[str, Any]:
     engine = Engine(make_policy(case), max_rows=case.rows)
     torch.cuda.reset_peak_memory_stats()
     began = clock()
-    answers = list(engine.generate(make_requests(case, 0)))
+    answers = list(generate_groups(engine, make_requests(case, 0)))
     first = clock() - began
     checked = gate(case, engine, make_requests(case, 0), answers)
     settle()
     seconds = []
     for repeat in range(repeats + 1):
         began = clock()
-        answers = list(engine.generate(make_requests(case, 1 + repeat)))
+        answers = list(generate_groups(engine, make_requests(case, 1 + repeat)))
         seconds.append(clock() - began)
     tokens = sum(len(c.ids) for group in answers for c in group)
     assert tokens == case.rows * case.new and engine.pager.paged is not None

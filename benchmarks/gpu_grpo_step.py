@@ -31,6 +31,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from gpu_cases import CASES, Case, ceilings, clock, decode_bound, make_policy, make_requests, settle, train_flops  # noqa: E402
 
 from posttrain.algorithms.grpo import GRPO  # noqa: E402
+from posttrain.collect import generate_groups  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.engine.paged_batch import PagedBatch, pages_of  # noqa: E402
 from posttrain.train import forward as forward_module  # noqa: E402
@@ -83,8 +84,8 @@ class Ours:
     def rollout(self, seed: int) -> Batch:
         """Sampled groups with random rewards, packed."""
         requests, groups = make_requests(self.case, seed), []
-        for number, (request, completions) in enumerate(zip(requests, self.engine.generate(requests), strict=True)):
-            prompt = Segment(np.array(request.prompt_ids), "", False)
+        for number, (request, completions) in enumerate(zip(requests, generate_groups(self.engine, requests), strict=True)):
+            prompt = Segment(np.array(request.ids), "", False)
             problem = Problem(str(number), "")
             rollouts = tuple(
                 Rollout(problem, n, (prompt, Segment(c.ids, "", True, c.logprobs)), Score(self.random.random()))

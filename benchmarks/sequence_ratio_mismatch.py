@@ -31,6 +31,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from gpu_cases import CASES, STOP, Case, make_model, make_requests  # noqa: E402
 
 from posttrain.algorithms.gspo import GSPO  # noqa: E402
+from posttrain.collect import Prompt, generate_groups  # noqa: E402
 from posttrain.commands.inspect import open_policy  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.models.policy import Policy, wrap_model  # noqa: E402
@@ -38,7 +39,7 @@ from posttrain.ops.weights import sequence_means, sequence_sums  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import pack_groups  # noqa: E402
 from posttrain.train.trainer import Trainer  # noqa: E402
-from posttrain.types import Batch, Group, Problem, Request, Rollout, Score, Segment  # noqa: E402
+from posttrain.types import Batch, Group, Problem, Rollout, Score, Segment  # noqa: E402
 
 TINY = Case(2, 64, 128, 4, 2, 2048, 4, 4, 16, 32)
 QUESTIONS = (
@@ -58,19 +59,19 @@ def make_policy(arguments: argparse.Namespace, case: Case, device: str) -> Polic
     return wrap_model(model, None, (STOP,), "a random Qwen2")
 
 
-def requests_of(policy: Policy, case: Case, seed: int) -> list[Request]:
+def requests_of(policy: Policy, case: Case, seed: int) -> list[Prompt]:
     """Answers of exactly the case's length, whatever is drawn."""
     made = make_requests(case, seed)
     if policy.tokenizer is None:
         return made
     ids = [tuple(policy.tokenizer(text)["input_ids"]) for text in QUESTIONS]
-    return [replace(request, prompt_ids=ids[n % len(ids)]) for n, request in enumerate(made)]
+    return [replace(request, ids=ids[n % len(ids)]) for n, request in enumerate(made)]
 
 
-def sample(engine: Engine, requests: list[Request], device: str) -> Batch:
+def sample(engine: Engine, requests: list[Prompt], device: str) -> Batch:
     groups = []
-    for number, (request, completions) in enumerate(zip(requests, engine.generate(requests), strict=True)):
-        prompt, problem = Segment(np.array(request.prompt_ids), "", False), Problem(str(number), "")
+    for number, (request, completions) in enumerate(zip(requests, generate_groups(engine, requests), strict=True)):
+        prompt, problem = Segment(np.array(request.ids), "", False), Problem(str(number), "")
         parts = [(prompt, Segment(c.ids, "", True, c.logprobs)) for c in completions]
         groups.append(Group(problem, tuple(Rollout(problem, n, both, Score(float(n % 2))) for n, both in enumerate(parts))))
     return pack_groups(groups, 1.0, device)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.collect import Prompt, generate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
@@ -31,7 +32,7 @@ from posttrain.stages.base import Context, run_stages
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
-from posttrain.types import Message, Problem, Request, Sampling, Score
+from posttrain.types import Message, Problem, Sampling, Score
 
 QUESTION = "What is the capital of France?"
 
@@ -51,8 +52,8 @@ def answer(policy: Policy, question: str, max_new_tokens: int = 64) -> str:
     """The model's likeliest answer, from the engine that training samples with."""
     # The template turns a conversation into the exact ids, role markers and all, that the model was trained on.
     prompt = render_prompt(policy.tokenizer, (Message("user", question),))
-    request = Request(prompt, group=1, seed=0, sampling=Sampling(max_new_tokens, temperature=0.0))
-    completion = next(iter(Engine(policy).generate([request])))[0]
+    request = Prompt(prompt, samples=1, seed=0, sampling=Sampling(max_new_tokens, temperature=0.0))
+    completion = next(iter(generate_groups(Engine(policy), [request])))[0]
     return Decoder(policy.tokenizer).decode(completion.ids)[0]
 
 

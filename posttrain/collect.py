@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -167,8 +168,10 @@ class Rollouts:
             *group_metrics(groups),
             Metric("level", self.curriculum_state.level, 1),
         )
-        if lost := getattr(self.sampler, "lost", 0):  # its work was done here, at half the speed
-            metrics += (Metric("helpers_lost", lost, None),)
+        if (
+            failed := self.sampler.statistics.failed_workers
+        ):  # their work was done here, more slowly
+            metrics += (Metric("failed_workers", failed, None),)
         return Collected(batch, tuple(groups), metrics, seconds)
 
     def mention_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
@@ -211,6 +214,61 @@ class Rollouts:
         self.curriculum_state.restore(state)
 
 
+def generate(sampler: Sampler, requests: Sequence[Request]) -> Generator[Completion, None, None]:
+    """Submit all requests and yield their completions in the order of the requests, each as soon as those before it are there. What
+    is not finished when the caller stops is cancelled. Nobody else may use the sampler meanwhile."""
+    place = {(request.session, request.turn): n for n, request in enumerate(requests)}
+    finished: dict[int, Completion] = {}
+    answered = received = 0
+    sampler.submit(requests)
+    try:
+        while answered < len(requests):
+            for request, completion in sampler.poll():
+                finished[place[request.session, request.turn]] = completion
+                received += 1
+            while answered in finished:
+                yield finished.pop(answered)
+                answered += 1
+    finally:
+        if received < len(requests):
+            sampler.cancel({request.session for request in requests})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and how many samples of it. Randomness belongs to (seed, sample)."""
+
+    ids: tuple[int, ...]
+    samples: int
+    seed: int
+    sampling: Sampling
+
+
+def generate_groups(
+    sampler: Sampler, prompts: Sequence[Prompt]
+) -> Generator[tuple[Completion, ...], None, None]:
+    """The samples of each prompt, in order, each group as soon as it and those before it are complete."""
+    drawn = [(n, sample) for n, prompt in enumerate(prompts) for sample in range(prompt.samples)]
+    completions = generate(
+        sampler,
+        [
+            Request(
+                prompts[n].ids,
+                derive(prompts[n].seed, sample),
+                prompts[n].sampling,
+                session,
+                group=n,
+            )
+            for session, (n, sample) in enumerate(drawn)
+        ],
+    )
+    try:
+        for prompt in prompts:
+            yield tuple(islice(completions, prompt.samples))
+    finally:
+        completions.close()
+
+
 def places(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:
     """Which of all the rollouts each selected one is. An algorithm may reorder them and score them anew; their segments stay."""
     number = {
@@ -241,16 +299,16 @@ def rollout_groups(
         list(problems),
     )  # a lazy sequence would make each of them anew
     prompts = [render_prompt(tokenizer, task.prompt(p), f"problem {p.id}") for p in problems]
-    requests = [Request(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
+    asked = [Prompt(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
     written: list[list[tuple[Segment, Segment]]] = []
     scores: list[Sequence[Score] | None] = []  # of each problem; None while workers have it
     scoring = 0.0
     with Workers(task, seconds=task.seconds, problems=problems) as workers:
-        for problem, request, completions in zip(
-            problems, requests, sampler.generate(requests), strict=True
+        for problem, prompt, completions in zip(
+            problems, asked, generate_groups(sampler, asked), strict=True
         ):
             now = time.perf_counter()
-            written.append(segments(decoder, request, completions))
+            written.append(segments(decoder, prompt.ids, completions))
             responses = [response.text for _, response in written[-1]]
             if task.isolates(problem):
                 workers.submit(problem, responses)
@@ -277,12 +335,12 @@ def rollout_groups(
 
 
 def segments(
-    decoder: Decoder, request: Request, completions: Sequence[Completion]
+    decoder: Decoder, prompt_ids: Sequence[int], completions: Sequence[Completion]
 ) -> list[tuple[Segment, Segment]]:
     """Prompt and response of each sample, with their text."""
-    prompt_text, offsets = decoder.decode(request.prompt_ids)
+    prompt_text, offsets = decoder.decode(prompt_ids)
     prompt = Segment(
-        np.array(request.prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets
+        np.array(prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets
     )
     pairs = []
     for completion in completions:
@@ -296,7 +354,7 @@ def segments(
                     True,
                     completion.logprobs,
                     offsets,
-                    completion.version,
+                    completion.versions,
                     completion.finish,
                 ),
             )

@@ -186,7 +186,7 @@ class Loop:
         seconds = collected.seconds | {"train": time.perf_counter() - began}
         self.step += 1
         if self.sampler is not None:
-            self.sampler.update(self.step)
+            self.sampler.publish(self.step)
         if shown:
             self.write_rollouts(collected.groups, trained)
         for news in self.source.observe(collected.groups):
@@ -368,7 +368,7 @@ class Loop:
         if self.pretraining is not None:
             self.pretraining.restore(saved.state["pretraining"])
         if self.sampler is not None:
-            self.sampler.update(self.step)
+            self.sampler.publish(self.step)
         torch.set_rng_state(_generator(saved.state["generators"]["cpu"]))
         if torch.cuda.is_available() and "cuda" in saved.state["generators"]:
             torch.cuda.set_rng_state(_generator(saved.state["generators"]["cuda"]))

@@ -1,12 +1,12 @@
-"""The nouns of the house: frozen, slotted, and free of everything else in it.
+"""Core data types: frozen, slotted, independent of the rest of the package.
 
 Dimension letters used as suffixes everywhere: P problems, G group, N sequences, T tokens, V vocabulary. Per-token arrays are
-aligned with the token they speak of: `logprob_T[t]` is log p(ids[t] | ids[<t]), and the first token of a sequence has none.
+aligned with their token: `logprob_T[t]` is log p(ids[t] | ids[<t]), and the first token of a sequence has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -174,19 +174,29 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how many samples of it: prefilled once, forked. Its randomness is its own: (seed, sample, position)."""
+    """One sample: the first turn of a session with its whole prompt, or a later turn with the ids that came since.
 
-    prompt_ids: tuple[int, ...]
-    group: int
-    seed: int
+    >>> Request((5, 6), seed=3, sampling=Sampling(8), session=1).turn
+    0
+    """
+
+    ids: tuple[int, ...]  # new ids of this turn
+    seed: int  # of this turn: the row draws with exactly this seed
     sampling: Sampling
+    session: int = 0  # unique among what the sampler holds
+    turn: int = 0
+    group: int = (
+        -1
+    )  # neighbouring first turns of one group have the same ids: prefilled once; -1: alone
+    keep: bool = False  # keep the cache of the session for another turn, until `cancel`
+    model: str = ""  # the policy, or a named frozen checkpoint
 
     def __post_init__(self) -> None:
         require(
-            bool(self.prompt_ids),
+            bool(self.ids),
             "a prompt needs at least one token: nothing would predict the first one of the answer",
         )
-        require(self.group >= 1, f"a request is for at least one sample, not {self.group}")
+        require(self.turn >= 0, f"turns are counted from 0, not {self.turn}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,20 +205,60 @@ class Completion:
 
     ids: np.ndarray  # int64 [T]
     logprobs: np.ndarray  # float32 [T]
+    versions: np.ndarray  # int32 [T]: the version of the weights that sampled each token
     finish: str  # stop | length
-    version: int  # the policy version that sampled it
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a sampler has done since it was made."""
+
+    prefilled: int = 0  # tokens of prompts and later turns, each group's prompt counted once
+    sampled: int = 0  # tokens
+    recomputed: int = (
+        0  # tokens prefilled again: after `publish`, of dropped sessions, of failed workers
+    )
+    dropped_sessions: int = 0  # kept caches that were given up for want of memory
+    failed_workers: int = (
+        0  # processes that died or hung: their requests were taken over, more slowly
+    )
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Whoever can generate: the engine in this process, a server, workers elsewhere, a simulator."""
+    """Generates completions for requests: the engine in this process, a server, workers elsewhere, a simulator."""
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
-        """Yield one tuple of `group` completions per request, in request order, as they become complete."""
+    @property
+    def capacity(self) -> int:
+        """Rows that it decodes at once."""
         ...
 
-    def update(self, version: int) -> None:
-        """Take the policy's present weights as `version`."""
+    @property
+    def statistics(self) -> Statistics: ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, and return at once. Others may be decoding meanwhile."""
+        ...
+
+    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+        """Run at most one burst of decoding, and return what is finished: nothing where nothing is, or nothing was submitted."""
+        ...
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        """Stop what these sessions are decoding and forget their caches. Unknown ones are ignored."""
+        ...
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """Sample with these weights as `version` from now on; None: the parameters it shares with the trainer, as they are now.
+        Kept caches and rows that are being decoded are recomputed from their ids."""
+        ...
+
+    def release(self) -> None:
+        """Give memory back, as before training."""
+        ...
+
+    def close(self) -> None:
+        """End its processes; it cannot be used afterwards."""
         ...
 
 
@@ -221,7 +271,9 @@ class Segment:
     sampled: bool
     logprobs: np.ndarray | None = None  # float32 [T], when sampled
     offsets: np.ndarray | None = None  # int64 [T]: where in `text` each token's characters end
-    version: int = -1
+    versions: np.ndarray | None = (
+        None  # int32 [T], when sampled: the weights that sampled each token
+    )
     finish: str = ""
 
 
@@ -313,6 +365,9 @@ class Batch:
     proximal_T: Tensor | None = None  # log-prob under the policy at the start of the step
     advantage_T: Tensor | None = None
     return_T: Tensor | None = None
+    version_T: Tensor | None = (
+        None  # int32: the version of the weights that sampled the token; -1 where not sampled
+    )
     weight_T: Tensor | None = None  # the reduction: the loss is a plain sum of weight * loss
     weight_N: Tensor | None = None  # the same for losses per sequence or per unit
     baseline_N: Tensor | None = None  # what a sequence's own figure is compared with

@@ -9,12 +9,13 @@ import torch
 from material_for_tests import group, rollout, segment, shared_policy, trainer_for
 
 from posttrain.algorithms.base import Algorithm, State
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.models.policy import Policy
 from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import mini_batches, pack_examples, pack_groups
-from posttrain.types import Example, Metric, Request, Sampling
+from posttrain.types import Example, Metric, Sampling
 
 PROMPTS = [(5, 6, 7), (9, 4), (11, 12, 13, 14)]
 
@@ -50,10 +51,10 @@ def train(
     state, (epochs, pieces) = algorithm.start(), algorithm.reuse
     for step in range(steps):
         chances = [1_000_000 * seed + 1000 * step + i for i in range(len(PROMPTS))]
-        requests = [Request(p, algorithm.group_size, c, Sampling(1)) for p, c in zip(PROMPTS, chances, strict=True)]
+        requests = [Prompt(p, algorithm.group_size, c, Sampling(1)) for p, c in zip(PROMPTS, chances, strict=True)]
         groups = []
-        for request, completions in zip(requests, engine.generate(requests), strict=True):
-            prompt = request.prompt_ids
+        for request, completions in zip(requests, generate_groups(engine, requests), strict=True):
+            prompt = request.ids
             parts = [[segment(prompt, False), segment(c.ids, True, c.logprobs)] for c in completions]
             scores = [reward(prompt, int(c.ids[0])) for c in completions]
             groups.append(group([rollout(p, s) for p, s in zip(parts, scores, strict=True)]))

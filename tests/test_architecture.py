@@ -20,13 +20,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "posttrain"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 600, 112, 28_500  # those of the package without blanks, comments, docstrings
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 600, 112, 28_650  # those of the package without blanks, comments, docstrings
 
 # Who may import whom: a room may import itself, `errors`, and what its line names. A name covers everything below it, so
 # "runs" covers runs/read.py and "runs.read" only that file. To add a room, add a line.
 LEAVES = "types trust"
 MODELS = "types ops data models"
-BELOW_LOOP = "types trust catalogue system ops rewards tasks algorithms data models engine train evals"
+BELOW_COLLECT = "types trust catalogue system ops rewards tasks algorithms data models engine train"
+BELOW_LOOP = f"{BELOW_COLLECT} evals"
 # not runs.read
 TRAINING_RUNS = "runs.write runs.layout runs.metrics runs.trackers runs.console runs.report"
 LOOP = f"{BELOW_LOOP} {TRAINING_RUNS}"
@@ -45,9 +46,9 @@ MAY_IMPORT = {
     "models": f"{LEAVES} ops data.safe_readers",
     "engine": f"{MODELS} system",
     "train": f"{MODELS} algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking",
-    "evals": f"{LEAVES} tasks runs ops.sampling data.steps data.stream data.text engine.sampler",
+    "evals": f"{LEAVES} collect tasks runs ops.sampling data.steps data.stream data.text engine.sampler",
     "scoring": f"{LEAVES} system rewards tasks",
-    "collect": f"{LOOP} scoring",
+    "collect": f"{BELOW_COLLECT} scoring",
     "monitor": f"{LOOP} collect",
     "loop": f"{LOOP} collect scoring monitor",
     "stages": f"{LOOP} runs collect scoring monitor loop",

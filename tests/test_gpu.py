@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.models.load import stop_ids
 from posttrain.models.policy import Policy, wrap_model
@@ -21,7 +22,7 @@ from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_groups
 from posttrain.train.trainer import Trainer
-from posttrain.types import Group, Problem, Request, Rollout, Sampling, Score, Segment
+from posttrain.types import Group, Problem, Rollout, Sampling, Score, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,12 +39,12 @@ def groups(engine: Engine) -> list[Group]:
     """Rollouts with rewards that alternate, so that every group has something to teach."""
     made = []
     for number in range(4):
-        request = Request((5, 7, 9, 11 + number), 4, number, Sampling(24))
-        completions = next(iter(engine.generate([request])))
+        request = Prompt((5, 7, 9, 11 + number), 4, number, Sampling(24))
+        completions = next(iter(generate_groups(engine, [request])))
         problem = Problem(str(number), "")
         rollouts = []
         for n, c in enumerate(completions):
-            prompt = Segment(torch.tensor(request.prompt_ids).numpy(), "", False)
+            prompt = Segment(torch.tensor(request.ids).numpy(), "", False)
             rollouts.append(Rollout(problem, n, (prompt, Segment(c.ids, "", True, c.logprobs)), Score(float(n % 2))))
         made.append(Group(problem, tuple(rollouts)))
     return made
@@ -62,7 +63,9 @@ def test_the_engine_and_the_trainer_agree(dtype: torch.dtype, bound: float) -> N
 def test_greedy_ids_in_float32_are_those_of_transformers() -> None:
     mine = policy(torch.float32)
     prompt = (5, 7, 9, 11, 13)
-    ours = next(iter(Engine(mine).generate([Request(prompt, 1, 0, Sampling(32, temperature=0.0, min_new_tokens=32))])))[0]
+    ours = next(iter(generate_groups(Engine(mine), [Prompt(prompt, 1, 0, Sampling(32, temperature=0.0, min_new_tokens=32))])))[
+        0
+    ]
     plain = tiny_model(mine.tokenizer, "mini", 0).cuda()
     plain.generation_config.eos_token_id = None
     expected = plain.generate(torch.tensor([prompt], device="cuda"), max_new_tokens=32, do_sample=False)[0, len(prompt) :]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import kernels
 from posttrain.engine.engine import Engine
 from posttrain.engine.paged import Paged
@@ -18,7 +19,7 @@ from posttrain.models.attention import Rule
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
-from posttrain.types import Completion, Example, Request, Sampling
+from posttrain.types import Completion, Example, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = {"vocab_size": 5000, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.15,
@@ -48,15 +49,15 @@ def models(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Policy
     return stock, wrap_model(copy.deepcopy(stock), None, (1,))
 
 
-def run(policy: Policy, requests: list[Request], rows: int = 256) -> list[Completion]:
+def run(policy: Policy, requests: list[Prompt], rows: int = 256) -> list[Completion]:
     engine = Engine(policy, rows)
-    answers = [c for group in engine.generate(requests) for c in group]
+    answers = [c for group in generate_groups(engine, requests) for c in group]
     assert engine.pager.paged is not None, "the plain path was taken"
     return answers
 
 
-def several(temperature: float = 1.0) -> list[Request]:
-    return [Request(p, 5, n, Sampling(100, temperature if n % 2 else 1.0)) for n, p in enumerate(PROMPTS)]
+def several(temperature: float = 1.0) -> list[Prompt]:
+    return [Prompt(p, 5, n, Sampling(100, temperature if n % 2 else 1.0)) for n, p in enumerate(PROMPTS)]
 
 
 def alike(one: list[Completion], other: list[Completion]) -> None:
@@ -74,7 +75,7 @@ def alike(one: list[Completion], other: list[Completion]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_in_float32_are_those_of_transformers(family: str) -> None:
     stock, policy = models(family)
-    found = run(policy, [Request(p, 3, 0, Sampling(100, temperature=0.0)) for p in PROMPTS])
+    found = run(policy, [Prompt(p, 3, 0, Sampling(100, temperature=0.0)) for p in PROMPTS])
     for n, prompt in enumerate(PROMPTS):
         expected = stock.generate(
             torch.tensor([prompt], device="cuda"), do_sample=False, max_new_tokens=100, eos_token_id=1, pad_token_id=0,
@@ -88,17 +89,17 @@ def test_pages_sample_what_the_plain_path_samples(family: str) -> None:
     _, policy = models(family)
     engine = Engine(policy)
     engine.pager.wanted = False
-    alike(run(policy, several(0.7)), [c for group in engine.generate(several(0.7)) for c in group])
+    alike(run(policy, several(0.7)), [c for group in generate_groups(engine, several(0.7)) for c in group])
 
 
 def test_few_rows_and_truncated_sampling() -> None:
     """Rows that leave, requests that wait; and top-k and top-p, which sample by plain torch inside the graph."""
     _, policy = models("qwen2")
     alike(run(policy, several()), run(policy, several(), 7))
-    cut = [Request(p, 3, n, Sampling(30, top_k=9, top_p=0.9)) for n, p in enumerate(PROMPTS)]
+    cut = [Prompt(p, 3, n, Sampling(30, top_k=9, top_p=0.9)) for n, p in enumerate(PROMPTS)]
     engine = Engine(policy)
     engine.pager.wanted = False
-    alike(run(policy, cut), [c for group in engine.generate(cut) for c in group])
+    alike(run(policy, cut), [c for group in generate_groups(engine, cut) for c in group])
 
 
 def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +122,8 @@ def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch)
 def test_a_group_samples_what_single_requests_sample() -> None:
     """The prompt read once for eight rows, or for one: sample 0 is the same."""
     _, policy = models("qwen3")
-    groups = run(policy, [Request(p, 8, n, Sampling(60)) for n, p in enumerate(PROMPTS)])
-    alike(groups[::8], run(policy, [Request(p, 1, n, Sampling(60)) for n, p in enumerate(PROMPTS)]))
+    groups = run(policy, [Prompt(p, 8, n, Sampling(60)) for n, p in enumerate(PROMPTS)])
+    alike(groups[::8], run(policy, [Prompt(p, 1, n, Sampling(60)) for n, p in enumerate(PROMPTS)]))
 
 
 def test_log_probs_after_an_update_are_those_of_the_new_weights() -> None:
@@ -132,7 +133,7 @@ def test_log_probs_after_an_update_are_those_of_the_new_weights() -> None:
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(change)
-        answers = [c for group in engine.generate(several()) for c in group]
+        answers = [c for group in generate_groups(engine, several()) for c in group]
         for n, completion in enumerate(answers[::5]):
             ids = np.concatenate([PROMPTS[n], completion.ids])
             with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from posttrain.algorithms.sft import SFT
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.models.fused_body import fused_body
 from posttrain.models.lora import Lora, add_adapters, perturbed_adapters, share_weights
@@ -16,7 +17,7 @@ from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Completion, Example, Request, Sampling
+from posttrain.types import Batch, Completion, Example, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PROMPTS = [(5, 9, 7), tuple(range(3, 90)), (20, 19)]
@@ -49,11 +50,11 @@ def batch_of(prompt: tuple[int, ...], completion: Completion) -> Batch:
 def test_what_is_sampled_after_an_update_has_the_log_probs_of_the_new_adapters(targets: tuple[str, ...]) -> None:
     """Against the trainer's own pass (its mismatch gate is 0.1) and, apart from it, against the weights below the adapters."""
     policy, below = make(torch.bfloat16, targets, spread=0.1)
-    engine, requests = Engine(policy), [Request(p, 4, n, Sampling(60, min_new_tokens=60)) for n, p in enumerate(PROMPTS)]
+    engine, requests = Engine(policy), [Prompt(p, 4, n, Sampling(60, min_new_tokens=60)) for n, p in enumerate(PROMPTS)]
     trainer = Trainer(policy, SFT(), Optimization(lr=2e-2))
     apart = []
     for _ in range(3):
-        answers = list(engine.generate(requests))
+        answers = list(generate_groups(engine, requests))
         assert engine.pager.paged is not None and fused_body(policy) is not None
         ours, others = [], []
         for prompt, group in zip(PROMPTS, answers, strict=True):

@@ -16,7 +16,7 @@ import transformers
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.sft import SFT
-from posttrain.collect import Collected, group_metrics
+from posttrain.collect import Collected, Prompt, generate_groups, group_metrics
 from posttrain.engine.engine import Engine
 from posttrain.engine.pager import Pager
 from posttrain.errors import GuardStop, UserError
@@ -29,7 +29,7 @@ from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.train.saving import Saving, Store
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Example, Group, Problem, Request, Rollout, Sampling, Score, Segment
+from posttrain.types import Batch, Example, Group, Problem, Rollout, Sampling, Score, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOKENS, LENGTH = 32768, 512
@@ -119,14 +119,14 @@ def test_checkpointed_layers_keep_less_and_the_estimate_holds() -> None:
 def test_the_cache_is_given_back_to_the_device_and_taken_anew() -> None:
     policy = make()
     engine = Engine(policy, 256)
-    requests = [Request(tuple(range(3, 60)), 32, n, Sampling(200, min_new_tokens=200)) for n in range(8)]
-    before = [c.ids.tolist() for group in engine.generate(requests) for c in group]
+    requests = [Prompt(tuple(range(3, 60)), 32, n, Sampling(200, min_new_tokens=200)) for n in range(8)]
+    before = [c.ids.tolist() for group in generate_groups(engine, requests) for c in group]
     paged = engine.pager.paged
     assert paged is not None and paged.bytes > 1 << 25 and paged.decoder.bytes > 1 << 24
     size, copies, held = paged.bytes, paged.decoder.bytes, torch.cuda.memory_reserved()
-    engine.pager.release()
+    engine.release()
     assert held - torch.cuda.memory_reserved() >= 0.95 * (size + copies)
-    assert [c.ids.tolist() for group in engine.generate(requests) for c in group] == before
+    assert [c.ids.tolist() for group in generate_groups(engine, requests) for c in group] == before
 
 
 def test_too_little_memory_for_one_group_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_too_little_memory_for_one_group_says_what_to_lower(monkeypatch: pytest.
     with pytest.raises(
         UserError, match=r"needs [\d.e+]+ GiB of cache, and there is room for \d+ GiB: lower max_new_tokens to \d+, or "
     ):
-        list(Engine(policy).generate([Request((5, 6), 4096, 0, Sampling(1 << 20))]))
+        list(generate_groups(Engine(policy), [Prompt((5, 6), 4096, 0, Sampling(1 << 20))]))
 
 
 class Sampled:
@@ -148,9 +148,9 @@ class Sampled:
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         groups = []
         for number in range(2):
-            request = Request((5, 7, 9, 11 + number), 4, 10 * step + number, Sampling(40, min_new_tokens=40))
-            prompt, problem = Segment(np.array(request.prompt_ids), "", False), Problem(str(number), "")
-            answers = next(iter(self.engine.generate([request])))
+            request = Prompt((5, 7, 9, 11 + number), 4, 10 * step + number, Sampling(40, min_new_tokens=40))
+            prompt, problem = Segment(np.array(request.ids), "", False), Problem(str(number), "")
+            answers = next(iter(generate_groups(self.engine, [request])))
             parts = [(prompt, Segment(c.ids, "", True, c.logprobs)) for c in answers]
             groups.append(Group(problem, tuple(Rollout(problem, n, p, Score(float(n % 2))) for n, p in enumerate(parts))))
         return Collected(pack_groups(groups, 1.0, self.engine.policy.device), tuple(groups), group_metrics(groups), {})
@@ -178,7 +178,7 @@ def run(folder: Path, release: bool = False) -> list[dict[str, float]]:
         checkpoints=Store(folder / "checkpoints", Saving(synchronous=True)),
         interrupt=Interrupt(),
         sampler=engine,
-        release=engine.pager.release if release else None,
+        release=engine.release if release else None,
     )
     loop.run()
     assert engine.pager.paged is not None and bool(engine.pager.paged.stores) != release

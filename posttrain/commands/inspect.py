@@ -21,7 +21,7 @@ from posttrain.runs.console import show as show_table
 from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
 from posttrain.runs.report import figures_table
-from posttrain.types import JSON, Message, Request, Sampling
+from posttrain.types import JSON, Message, Sampling
 
 
 def open_policy(name: str, device: str = "auto") -> Any:
@@ -149,9 +149,10 @@ def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = Fal
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> None:
     """Print a model's answers to a prompt: through its chat template, or as plain text where it has none (or `plain=true`)."""
+    from posttrain.collect import Prompt, generate_groups
     from posttrain.data.chat import render_prompt
     from posttrain.data.text import Decoder
-    from posttrain.engine.engine import Engine
+    from posttrain.stages.base import make_sampler
 
     pairs = dict(config.pair(argument) for argument in settings)
     asked = take(pairs, Drawn, "sample")
@@ -163,7 +164,9 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> None:
         ids = render_prompt(policy.tokenizer, (Message("user", prompt),))
     require(bool(ids), "the prompt has no tokens")
     decoder = Decoder(policy.tokenizer)
-    for completions in Engine(policy).generate([Request(ids, asked.group, asked.seed, sampling)]):
+    for completions in generate_groups(
+        make_sampler(policy), [Prompt(ids, asked.group, asked.seed, sampling)]
+    ):
         for number, completion in enumerate(completions):
             text, _ = decoder.decode(completion.ids)
             note = f"{len(completion.ids)} tokens, {completion.finish}, mean log-prob {completion.logprobs.mean():.3f}"

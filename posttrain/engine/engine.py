@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -14,12 +15,14 @@ from posttrain.engine import forked
 from posttrain.engine.cache import Cache, Decode, Prefill
 from posttrain.engine.decoder import Decoder, rules_of, suits
 from posttrain.engine.pager import Pager
-from posttrain.engine.random import derive, signed, uniforms
+from posttrain.engine.random import signed, uniforms
 from posttrain.engine.sampler import Choices, sample
+from posttrain.engine.work import Work
+from posttrain.errors import require
 from posttrain.models.attention import LAYOUT, Layout, Rule
 from posttrain.models.policy import Policy
 from posttrain.system.machine import check_threads
-from posttrain.types import Completion, Request
+from posttrain.types import Completion, Request, Statistics
 
 PREFILL_TOKENS = 8192  # prompt tokens computed in one forward
 AHEAD = 256  # positions that the cache holds from the start, where responses may get that far: growing means copying
@@ -58,15 +61,111 @@ class Engine:
         self.rules: tuple[Rule, ...] | None = None
         self.proved = False
         self.pager = Pager(policy)
+        self.queue: list[Request] = []
+        self.running: Generator[list[tuple[Request, Completion]], None, None] | None = None
+        self.sessions: dict[int, tuple[int, ...]] = {}  # ids of sessions that may go on
+        self.held: set[int] = set()
+        self.cancelled: set[int] = set()
+        self.prefilled = self.sampled = 0
 
-    def update(self, version: int) -> None:
-        """The weights are the policy's own: there is nothing to copy, only to count."""
-        self.version = version
+    @property
+    def capacity(self) -> int:
+        return self.max_rows
+
+    @property
+    def statistics(self) -> Statistics:
+        failed = 0 if self.helpers is None else self.helpers.lost
+        return Statistics(self.prefilled, self.sampled, failed_workers=failed)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            require(not request.model, f"this sampler has no model {request.model!r}")
+            known = self.sessions.get(request.session, ())
+            require(
+                bool(request.turn) == bool(known),
+                f"session {request.session} cannot go on with turn {request.turn}",
+            )
+            self.policy.check_length(
+                len(known) + len(request.ids) + request.sampling.max_new_tokens
+            )
+            self.queue.append(request)
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Completion, ...]]:
-        for request in requests:
-            self.policy.check_length(len(request.prompt_ids) + request.sampling.max_new_tokens)
+    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+        if self.running is None and self.queue:
+            self.running, self.queue = self._answers(self.queue), []
+        if self.running is None:
+            return []
+        training = self.policy.model.training
+        self.policy.model.eval()
+        try:
+            found = next(self.running, [])
+            if not self.held:
+                next(self.running, None)  # to its end
+                self.running = None
+        finally:
+            self.policy.model.train(training)
+        return found
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        self.queue = [r for r in self.queue if r.session not in sessions]
+        for session in sessions:
+            self.sessions.pop(session, None)
+        self.cancelled |= set(sessions)
+        if self.running is not None and self.held <= self.cancelled:
+            self.running.close()
+            self.running = None
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """The weights are the policy's own: there is nothing to copy, only to count."""
+        require(weights is None, "the engine samples with the policy's own parameters")
+        self.version = version
+
+    def release(self) -> None:
+        self.pager.release()
+
+    def close(self) -> None:
+        if self.helpers is not None:
+            self.helpers.close()
+
+    def _answers(
+        self, requests: Sequence[Request]
+    ) -> Generator[list[tuple[Request, Completion]], None, None]:
+        groups = [
+            list(members)
+            for _, members in groupby(
+                enumerate(requests),
+                lambda pair: (
+                    (pair[1].group, pair[1].sampling)
+                    if pair[1].group >= 0 and not pair[1].turn
+                    else pair[0]
+                ),
+            )
+        ]
+        whole = [
+            self.sessions.get(members[0][1].session, ()) + members[0][1].ids for members in groups
+        ]
+        self.held, self.cancelled = {r.session for r in requests}, set()
+        work = [
+            Work(ids, tuple(r.seed for _, r in members), members[0][1].sampling)
+            for ids, members in zip(whole, groups, strict=True)
+        ]
+        for ids, members, completions in zip(whole, groups, self.generate(work), strict=True):
+            self.prefilled += len(ids)
+            self.sampled += sum(len(c.ids) for c in completions)
+            found = [
+                (r, c)
+                for (_, r), c in zip(members, completions, strict=True)
+                if r.session not in self.cancelled
+            ]
+            for request, completion in found:
+                self.held.discard(request.session)
+                self.sessions.pop(request.session, None)
+                if request.keep:
+                    self.sessions[request.session] = (*ids, *completion.ids.tolist())
+            yield found
+
+    def generate(self, requests: Sequence[Work]) -> Iterator[tuple[Completion, ...]]:
         if self.pager.takes(requests):
             yield from self.pager.generate(requests, self.max_rows, self.version)
             return
@@ -76,11 +175,11 @@ class Engine:
         else:
             yield from self.serve(requests, self.version)
 
-    def serve(self, requests: Sequence[Request], version: int) -> Iterator[tuple[Completion, ...]]:
+    def serve(self, requests: Sequence[Work], version: int) -> Iterator[tuple[Completion, ...]]:
         """Answer requests in this process with the weights of this moment."""
         return _Batch(self, requests, self.decoder(requests), version).run()
 
-    def crew(self, requests: Sequence[Request]) -> forked.Crew:
+    def crew(self, requests: Sequence[Work]) -> forked.Crew:
         """Helpers that see this policy's weights: new ones where the weights have moved to other memory, as with adapters."""
         if self.helpers is None or self.memory != self._memory():
             if self.helpers is not None:
@@ -92,16 +191,11 @@ class Engine:
             weakref.finalize(self, self.helpers.close)
         return self.helpers
 
-    @property
-    def lost(self) -> int:
-        """Helpers that have died or hung so far. Nothing they should have answered is missing, but it took longer."""
-        return 0 if self.helpers is None else self.helpers.lost
-
     def _memory(self) -> tuple[int, ...]:
         model = self.policy.model
         return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
 
-    def decoder(self, requests: Sequence[Request]) -> Decoder | None:
+    def decoder(self, requests: Sequence[Work]) -> Decoder | None:
         """A faster way through the policy's module with its present weights, where there is one and it pays."""
         tokens = sum(r.group * r.sampling.max_new_tokens for r in requests)
         if tokens < DECODER_TOKENS or not suits(self.policy):
@@ -119,7 +213,7 @@ class _Batch:
     """The state of one call of `generate`: the live rows, the cache, and the answers that wait for their turn."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], decoder: Decoder | None, version: int
+        self, engine: Engine, requests: Sequence[Work], decoder: Decoder | None, version: int
     ):
         self.policy, self.version, self.decoder = engine.policy, version, decoder
         self.device, self.head = self.policy.device, self.policy.head
@@ -145,23 +239,16 @@ class _Batch:
         return self.rows[: self.count]
 
     def run(self) -> Iterator[tuple[Completion, ...]]:
-        was_training = self.policy.model.training
-        self.policy.model.eval()
         answered = 0
-        try:
-            while self.waiting < len(self.requests) or self.count:
-                if self._fits():
-                    self._admit()
-                else:
-                    self._decode()
-                self._retire()
-                while answered < len(self.requests) and all(
-                    c is not None for c in self.done[answered]
-                ):
-                    yield tuple(c for c in self.done[answered] if c is not None)
-                    answered += 1
-        finally:  # also when the caller stops listening half-way
-            self.policy.model.train(was_training)
+        while self.waiting < len(self.requests) or self.count:
+            if self._fits():
+                self._admit()
+            else:
+                self._decode()
+            self._retire()
+            while answered < len(self.requests) and all(c is not None for c in self.done[answered]):
+                yield tuple(c for c in self.done[answered] if c is not None)
+                answered += 1
 
     def _fits(self) -> bool:
         return (
@@ -192,11 +279,11 @@ class _Batch:
         self._settle()
         self._draw(hidden_TH[last_N], first)
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: Work) -> None:
         """Rows for a request's samples."""
         one = request.sampling
         for number in range(request.group):
-            seed = signed(derive(request.seed, number))
+            seed = signed(request.seeds[number])
             self.rows[self.count] = (
                 self.waiting,
                 number,
@@ -284,7 +371,7 @@ class _Batch:
             )
             finish = "stop" if stopped[i] else "length"
             self.done[row["request"]][row["sample"]] = Completion(
-                ids, logprobs, finish, self.version
+                ids, logprobs, np.full(len(ids), self.version, np.int32), finish
             )
         keep = self.count - len(finished)
         gone = set(finished)

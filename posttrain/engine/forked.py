@@ -27,9 +27,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from posttrain.engine.work import Work
 from posttrain.system import machine
 from posttrain.system import processes as children
-from posttrain.types import Completion, Request, Sampling
+from posttrain.types import Completion, Sampling
 
 CORES = machine.requested_threads() or machine.cores()
 LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
@@ -43,17 +44,17 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
 
 Answer = tuple[Completion, ...]
-Serve = Callable[[Sequence[Request], int], Iterator[Answer]]  # requests and the policy's version
+Serve = Callable[[Sequence[Work], int], Iterator[Answer]]  # requests and the policy's version
 
 
-def worthwhile(requests: Sequence[Request], parameters: int, processes: int) -> bool:
+def worthwhile(requests: Sequence[Work], parameters: int, processes: int) -> bool:
     """Whether a call is long enough, and the model small enough, for shares in processes of their own."""
     tokens = sum(r.group * r.sampling.max_new_tokens for r in requests)
     able = sys.platform == "linux" and processes > 1 and len(requests) > 1
     return able and parameters <= LARGEST and tokens >= MIN_TOKENS
 
 
-def shares(requests: Sequence[Request], processes: int) -> list[Sequence[Request]]:
+def shares(requests: Sequence[Work], processes: int) -> list[Sequence[Work]]:
     """Runs of neighbouring requests with about equally many responses."""
     reached = np.cumsum([r.group for r in requests])
     cuts = [
@@ -73,7 +74,7 @@ class Crew:
         )  # helpers that died or hung: their shares were answered here, more slowly
         self.helpers: list[_Helper] = []
 
-    def generate(self, serve: Serve, requests: Sequence[Request], version: int) -> Iterator[Answer]:
+    def generate(self, serve: Serve, requests: Sequence[Work], version: int) -> Iterator[Answer]:
         """What `serve` yields for the requests, in their order, worked out on several cores of one thread each."""
         parts, finished = shares(requests, self.processes), False
         try:
@@ -111,9 +112,9 @@ class Crew:
         self.helpers.clear()
 
 
-def _message(share: Sequence[Request], version: int) -> bytes:
+def _message(share: Sequence[Work], version: int) -> bytes:
     return json.dumps(
-        [version, [[r.prompt_ids, r.group, r.seed, asdict(r.sampling)] for r in share]]
+        [version, [[r.prompt_ids, r.seeds, asdict(r.sampling)] for r in share]]
     ).encode()
 
 
@@ -236,8 +237,7 @@ def _work(serve: Serve, theirs: int, ours: int) -> None:
     while (data := _read(theirs)) is not None:
         version, fields = json.loads(data)
         requests = [
-            Request(tuple(ids), group, seed, Sampling(**sampling))
-            for ids, group, seed, sampling in fields
+            Work(tuple(ids), tuple(seeds), Sampling(**sampling)) for ids, seeds, sampling in fields
         ]
         with torch.inference_mode():
             for answer in serve(requests, version):
@@ -263,7 +263,7 @@ def _read(handle: int) -> bytes | None:
 
 def encode(answer: Answer) -> bytes:
     """Completions as bytes: the length of a JSON header, the header, all ids, all log-probs."""
-    header = json.dumps([(len(c.ids), c.finish, c.version) for c in answer]).encode()
+    header = json.dumps([(len(c.ids), c.finish, int(c.versions[0])) for c in answer]).encode()
     ids = np.concatenate([c.ids for c in answer]).astype(np.int64).tobytes()
     logprobs = np.concatenate([c.logprobs for c in answer]).astype(np.float32).tobytes()
     return struct.pack("<Q", len(header)) + header + ids + logprobs
@@ -285,6 +285,6 @@ def decode(data: bytes) -> Answer | None:
     ids = np.split(np.frombuffer(data, np.int64, total, at).copy(), ends)
     logprobs = np.split(np.frombuffer(data, np.float32, total, at + 8 * total).copy(), ends)
     return tuple(
-        Completion(i, p, finish, version)
+        Completion(i, p, np.full(len(i), version, np.int32), finish)
         for i, p, (_, finish, version) in zip(ids, logprobs, rows, strict=True)
     )

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from posttrain.engine.paged import BURST, Paged, bucket
-from posttrain.engine.random import derive_each
+from posttrain.engine.random import signed
 from posttrain.engine.rows import INTEGERS, PAGE
+from posttrain.engine.work import Work
 from posttrain.errors import require
-from posttrain.types import Completion, Request
+from posttrain.types import Completion
 
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
 STOPPABLE = 16  # steps between two looks where a response may end at any of them
@@ -26,14 +27,14 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def max_pages(request: Request) -> int:
+def max_pages(request: Work) -> int:
     """Of a group at its longest."""
     return pages_of(len(request.prompt_ids)) + request.group * pages_of(
         request.sampling.max_new_tokens
     )
 
 
-def check_room(requests: Sequence[Request], room: int, page_bytes: int) -> None:
+def check_room(requests: Sequence[Work], room: int, page_bytes: int) -> None:
     """Each group must fit alone, at its longest; one page of the room is nobody's."""
     need = [max_pages(r) for r in requests]
     worst = int(np.argmax(need))
@@ -50,7 +51,7 @@ def check_room(requests: Sequence[Request], room: int, page_bytes: int) -> None:
 class PagedBatch:
     """The state of one call of `generate`: live rows are the first `count`, in the order they entered."""
 
-    def __init__(self, paged: Paged, requests: Sequence[Request], max_rows: int, version: int):
+    def __init__(self, paged: Paged, requests: Sequence[Work], max_rows: int, version: int):
         self.paged, self.requests, self.version = paged, requests, version
         self.waiting = 0
         self.done: list[list[Completion | None]] = [[None] * r.group for r in requests]
@@ -158,7 +159,7 @@ class PagedBatch:
         self._collect(first, 1)
         self._retire()
 
-    def _enter(self, request: Request, pages: np.ndarray) -> None:
+    def _enter(self, request: Work, pages: np.ndarray) -> None:
         """Rows for a request's samples, with nothing written yet."""
         part, one, length = (
             slice(self.count, self.count + request.group),
@@ -176,7 +177,7 @@ class PagedBatch:
             ("last", 0),
         ):
             self[name][part] = value
-        self["seed"][part] = derive_each(request.seed, request.group)
+        self["seed"][part] = [signed(seed) for seed in request.seeds]
         self.floats[0, part], self.floats[1, part] = one.temperature, one.top_p
         self.prompt_table[part, : len(pages)] = pages
         homes = [self.homes.pop() for _ in range(request.group)]
@@ -314,7 +315,10 @@ class PagedBatch:
             request, sample, home = row
             ids, logprobs = self.ids[home, :length].copy(), self.logprobs[home, :length].copy()
             self.done[request][sample] = Completion(
-                ids, logprobs, "stop" if end == 2 else "length", self.version
+                ids,
+                logprobs,
+                np.full(length, self.version, np.int32),
+                "stop" if end == 2 else "length",
             )
             self.homes.append(home)
         taken = np.arange(self.table.shape[1]) < self.host[3, finished][:, None]

@@ -10,8 +10,9 @@ import torch
 from posttrain.engine.fused import fused
 from posttrain.engine.paged import Paged
 from posttrain.engine.paged_batch import PagedBatch
+from posttrain.engine.work import Work
 from posttrain.models.policy import Policy
-from posttrain.types import Completion, Request
+from posttrain.types import Completion
 
 DEVICES = {"cuda"}  # it runs on others too, where it only shows that it is right
 
@@ -23,21 +24,19 @@ class Pager:
         self.policy, self.wanted, self.busy = policy, policy.device.type in DEVICES, False
         self.paged: Paged | None = None
 
-    def takes(self, requests: Sequence[Request]) -> bool:
+    def takes(self, requests: Sequence[Work]) -> bool:
         """Whether these requests go this way. A second call while one is half-way does not: there is one pool."""
         return self.wanted and not self.busy and bool(requests) and self._ready()
 
     def generate(
-        self, requests: Sequence[Request], max_rows: int, version: int
+        self, requests: Sequence[Work], max_rows: int, version: int
     ) -> Iterator[tuple[Completion, ...]]:
         assert self.paged is not None
-        self.busy, was_training = True, self.policy.model.training
-        self.policy.model.eval()
+        self.busy = True
         try:
             yield from PagedBatch(self.paged, requests, max_rows, version).run()
         finally:  # also when the caller stops listening half-way
             self.busy = False
-            self.policy.model.train(was_training)
 
     def release(self) -> None:
         """Give the memory of the pool, of captured graphs and of copied weights back, as before training; the next call takes it

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.collect import Prompt, generate_groups
 from posttrain.data.steps import Step, steps_of
 from posttrain.data.stream import philox
 from posttrain.data.text import Decoder
 from posttrain.errors import require
 from posttrain.tasks.base import Task
-from posttrain.types import Example, Request, Rollout, Sampler, Sampling, Score
+from posttrain.types import Example, Rollout, Sampler, Sampling, Score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +56,8 @@ def label_steps(
         for step in steps[r]
         if not _finished(rollout, step)
     ]
-    requests = [
-        Request(
+    prompts = [
+        Prompt(
             tuple(rollouts[r].ids[: step.through + 1].tolist()),
             n,
             int(philox("steps", seed, r, step.end).random_raw()) >> 1,
@@ -66,7 +67,7 @@ def label_steps(
     ]
     labels = [np.full(len(rollout.ids), np.nan, np.float32) for rollout in rollouts]
     failed = unlabelled = 0
-    for (r, step), completions in zip(wanted, sampler.generate(requests), strict=True):
+    for (r, step), completions in zip(wanted, generate_groups(sampler, prompts), strict=True):
         written = rollouts[r].ids[_before(rollouts[r]) : step.through + 1]
         scores = [
             _score(task, rollouts[r], decoder.decode(np.concatenate([written, c.ids]))[0])
@@ -87,7 +88,7 @@ def label_steps(
         if not np.isnan(label).all()
     ]
     labelled = sum(int((~np.isnan(label)).sum()) for label in labels)
-    return StepLabels(kept, labelled, n * len(requests), failed, unlabelled)
+    return StepLabels(kept, labelled, n * len(prompts), failed, unlabelled)
 
 
 def _example(rollout: Rollout, label_T: np.ndarray) -> Example:

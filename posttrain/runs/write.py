@@ -206,7 +206,14 @@ class RunWriter:
             failure=score.failure,
             finish=rollout.finish,
             length=rollout.length,
-            version=min((s.version for s in rollout.segments if s.sampled), default=-1),
+            version=min(
+                (
+                    int(s.versions.min())
+                    for s in rollout.segments
+                    if s.versions is not None and len(s.versions)
+                ),
+                default=-1,
+            ),
             attempt=self.attempt,
             advantage=advantage,
         )

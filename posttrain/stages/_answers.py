@@ -30,13 +30,12 @@ def answers(
     alphabet: str,
 ) -> Iterator[Group]:
     """`samples` answers of a model to each problem, scored by the task. `skip` makes another round another draw."""
-    from posttrain.engine.engine import Engine
     from posttrain.engine.random import derive
 
     policy = load_policy(model, context, alphabet)
-    engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+    sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
     for first in range(0, len(problems), BATCH):
         seed, part = derive(context.seed, skip, first) >> 1, problems[first : first + BATCH]
         yield from rollout_groups(
-            task, engine, policy.tokenizer, decoder, part, samples, sampling, seed
+            task, sampler, policy.tokenizer, decoder, part, samples, sampling, seed
         )

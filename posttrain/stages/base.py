@@ -21,7 +21,7 @@ from posttrain.runs.layout import plain_name
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
 from posttrain.tasks.base import Task
-from posttrain.types import JSON
+from posttrain.types import JSON, Sampler
 
 if TYPE_CHECKING:
     from posttrain.models.lora import Lora
@@ -63,6 +63,10 @@ class Context:
             self.writer.event("say", {"stage": stage, "text": line})
             if self.say:
                 write_text(f"{stage}: {printable(line)}\n", sys.stdout)
+
+    def sampler(self, policy: Policy, rows: int = 0) -> Sampler:
+        """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device."""
+        return make_sampler(policy, rows, self.threads)
 
     def save_model(self, stage: str, policy: Policy, lora: Lora | None = None) -> None:
         """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and kept beside
@@ -321,6 +325,13 @@ def load_policy(name: str, context: Context, alphabet: str = "", place: str = ""
     )
     use_threads(loaded.model.num_parameters(), context.threads)
     return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
+
+
+def make_sampler(policy: Policy, rows: int = 0, processes: int = 0) -> Sampler:
+    """The engine in this process; see `Context.sampler`."""
+    from posttrain.engine.engine import Engine
+
+    return Engine(policy, rows or (1024 if policy.device.type == "cuda" else 256), processes)
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:

@@ -70,7 +70,6 @@ class ComparisonsStage(Stage):
 
     def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
         from posttrain.data.text import Decoder
-        from posttrain.engine.engine import Engine
         from posttrain.engine.random import derive
 
         policies = [
@@ -78,7 +77,7 @@ class ComparisonsStage(Stage):
             for name in (self.model, self.against)
             if name
         ]
-        engines = [Engine(policy, processes=context.threads) for policy in policies]
+        samplers = [context.sampler(policy) for policy in policies]
         shares = (
             [self.samples - self.samples // 2, self.samples // 2]
             if self.against
@@ -92,7 +91,7 @@ class ComparisonsStage(Stage):
             answers = [
                 rollout_groups(
                     self.task,
-                    engine,
+                    sampler,
                     decoder.tokenizer,
                     decoder,
                     part,
@@ -100,8 +99,8 @@ class ComparisonsStage(Stage):
                     self.sampling,
                     derive(seed, number) >> 1 if number else seed,
                 )
-                for number, (decoder, engine, count) in enumerate(
-                    zip(decoders, engines, shares, strict=True)
+                for number, (decoder, sampler, count) in enumerate(
+                    zip(decoders, samplers, shares, strict=True)
                 )
             ]
             for place, groups in enumerate(zip(*answers, strict=True)):

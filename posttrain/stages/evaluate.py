@@ -16,7 +16,7 @@ from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.stages._contamination import trained_on
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import Context, Stage, load_policy, make_sampler
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Sampler, Sampling
 
@@ -115,12 +115,10 @@ class EvaluateStage(Stage):
         self, policy: Policy, reference: Callable[[], Policy], seed: int, threads: int = 0
     ) -> tuple[Evaluation, dict[str, JSON]]:
         """Every figure asked for; the reference is opened only where there is one."""
-        from posttrain.engine.engine import Engine
-
         held_out = self.task.problems("test")
         require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
         self.check_spread(len(held_out))
-        sampler = Engine(policy, 1024 if policy.device.type == "cuda" else 256, threads)
+        sampler = make_sampler(policy, processes=threads)
         evaluation = answer_problems(
             self.task,
             sampler,

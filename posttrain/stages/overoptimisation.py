@@ -118,19 +118,18 @@ class OveroptimisationStage(Stage):
     def answers(self, context: Context, policy: object) -> list[Group]:
         from posttrain.collect import rollout_groups
         from posttrain.data.text import Decoder
-        from posttrain.engine.engine import Engine
         from posttrain.engine.random import derive
         from posttrain.models.policy import Policy
 
         assert isinstance(policy, Policy)
-        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+        sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
         problems, groups = self.task.problems("test")[: self.problems], []
         for first in range(0, len(problems), BATCH):
             seed, part = derive(context.seed, 64, first) >> 1, problems[first : first + BATCH]
             seconds = {"generate": 0.0, "score": 0.0}
             groups += rollout_groups(
                 self.task,
-                engine,
+                sampler,
                 policy.tokenizer,
                 decoder,
                 part,

@@ -225,7 +225,6 @@ class RLStage(Stage):
         return alphabet([self.task, *(d.task for d in self.pretraining)])
 
     def run(self, context: Context) -> dict[str, JSON]:
-        from posttrain.engine.engine import Engine
         from posttrain.train.trainer import Trainer
 
         task = (
@@ -243,7 +242,7 @@ class RLStage(Stage):
         # after the others were made: they stand on the same frozen weights, without adapters of the policy
         if self.lora is not None:
             add_adapters(policy.model, self.lora, context.seed)
-        engine = Engine(policy, self.rows(policy.device.type), context.threads)
+        sampler = context.sampler(policy, self.rows(policy.device.type))
         sizes = [len(task.problems("train", level)) for level in task.levels]
         curriculum_state = CurriculumState(task.levels, sizes, self.curriculum, context.seed)
         loop = Loop(
@@ -265,7 +264,7 @@ class RLStage(Stage):
             ),
             source=Rollouts(
                 task,
-                engine,
+                sampler,
                 policy.tokenizer,
                 curriculum_state,
                 self.prompts,
@@ -278,13 +277,13 @@ class RLStage(Stage):
             checkpoints=context.checkpoints(self.name),
             interrupt=context.interrupt,
             trackers=context.trackers,
-            sampler=engine,
+            sampler=sampler,
             evaluate=lambda: {
-                **self.evaluate(engine, policy.tokenizer, context.seed),
-                **self.measure(engine, policy.tokenizer, context.seed, rating, reference),
+                **self.evaluate(sampler, policy.tokenizer, context.seed),
+                **self.measure(sampler, policy.tokenizer, context.seed, rating, reference),
             },
             pretraining=self.make_pretraining(context, policy),
-            release=engine.pager.release if self.release_cache else None,
+            release=sampler.release if self.release_cache else None,
             guards=self.guards,
             alarms=self.alarms,
             seed=context.seed,

@@ -155,13 +155,12 @@ class VersusStage(Stage):
             )
 
     def answers(self, context: Context, policy: Policy) -> list[Group]:
-        from posttrain.engine.engine import Engine
         from posttrain.train.rating import ModelRating
 
         problems = self.task.problems("test")[: self.problems]
-        engine, decoder = Engine(policy, processes=context.threads), Decoder(policy.tokenizer)
+        sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
         groups = rollout_groups(
-            self.task, engine, policy.tokenizer, decoder, problems, 1, self.sampling, context.seed
+            self.task, sampler, policy.tokenizer, decoder, problems, 1, self.sampling, context.seed
         )
         if not self.reward_model:
             return groups

@@ -23,7 +23,7 @@ def pack_groups(
 
     `together` makes each group a unit, as for pairs and rankings.
     """
-    ids, mask, behaviour, rewards, valid, group = [], [], [], [], [], []
+    ids, mask, behaviour, versions, rewards, valid, group = [], [], [], [], [], [], []
     rollouts = [r for one in groups for r in one.rollouts]
     for number, one in enumerate(groups):
         for rollout in one.rollouts:
@@ -35,6 +35,10 @@ def pack_groups(
                 for s in parts
             ]
             behaviour.append(np.concatenate(zero))
+            versions += [
+                np.full(len(s.ids), -1, np.int32) if s.versions is None else s.versions
+                for s in parts
+            ]
             rewards.append(float("nan") if rollout.score.value is None else rollout.score.value)
             valid.append(rollout.score.valid)
             group.append(number)
@@ -45,6 +49,7 @@ def pack_groups(
     return batch.replace(
         rollout_N=numbers,
         truncated_N=cut,
+        version_T=torch.from_numpy(np.concatenate(versions).astype(np.int32)).to(device),
         step_T=_steps([step_rewards(r) for r in rollouts], ids, device),
     )
 

@@ -9,13 +9,14 @@ from material_for_tests import VOCABULARY, group, rollout, segment, small_policy
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.best_of_n import BestOfN
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.ops.sampling import best_of_n_kl
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_groups
 from posttrain.train.trainer import Trainer
-from posttrain.types import Group, Outputs, Request, Sampling
+from posttrain.types import Group, Outputs, Sampling
 
 PROMPT = (3, 4)
 
@@ -71,11 +72,11 @@ def train(algorithm: Algorithm, steps: int, judge=reward) -> tuple[float, float]
     prompts = [(3 + n, 20 - n) for n in range(8)]
 
     def sample(seed: int, count: int) -> list[Group]:
-        requests = [Request(p, count, seed * 1000 + n, Sampling(6)) for n, p in enumerate(prompts)]
+        requests = [Prompt(p, count, seed * 1000 + n, Sampling(6)) for n, p in enumerate(prompts)]
         return [
-            group([rollout([segment(r.prompt_ids, False), segment(c.ids, True, c.logprobs)], judge(c.ids), sample=n)
+            group([rollout([segment(r.ids, False), segment(c.ids, True, c.logprobs)], judge(c.ids), sample=n)
                    for n, c in enumerate(completions)])
-            for r, completions in zip(requests, engine.generate(requests), strict=True)
+            for r, completions in zip(requests, generate_groups(engine, requests), strict=True)
         ]  # fmt: skip
 
     def mean(seed: int) -> float:
@@ -85,7 +86,7 @@ def train(algorithm: Algorithm, steps: int, judge=reward) -> tuple[float, float]
     for number in range(steps):
         kept = algorithm.select(sample(number, algorithm.group_size), {})
         trainer.update(algorithm.prepare(pack_groups(kept.groups, 1.0), {}), 5e-3)
-        engine.update(number + 1)
+        engine.publish(number + 1)
     return before, mean(901)
 
 

@@ -13,12 +13,13 @@ from posttrain.algorithms.ipo import IPO
 from posttrain.algorithms.kto import KTO
 from posttrain.algorithms.online_dpo import OnlineDPO
 from posttrain.algorithms.simpo import SimPO
+from posttrain.collect import Prompt, generate_groups
 from posttrain.config import from_tree, to_tree
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_groups
-from posttrain.types import Group, Request, Sampling
+from posttrain.types import Group, Sampling
 
 
 def answers(rewards: list[float | None]) -> Group:
@@ -111,7 +112,9 @@ def test_it_climbs_its_reward(seed: int, sign: float) -> None:
 
     def sample(step: int) -> list[Group]:
         prompts = [(3 + p, 5, 7) for p in range(6)]
-        found = engine.generate([Request(p, 6, 100 * step + n, Sampling(8, min_new_tokens=8)) for n, p in enumerate(prompts)])
+        found = generate_groups(
+            engine, [Prompt(p, 6, 100 * step + n, Sampling(8, min_new_tokens=8)) for n, p in enumerate(prompts)]
+        )
         return [
             group(
                 [
@@ -129,6 +132,6 @@ def test_it_climbs_its_reward(seed: int, sign: float) -> None:
     for step in range(12):
         batch = pack_groups(algorithm.select(sample(step), {}).groups, 1.0, together=True)
         trainer.update(algorithm.prepare(trainer.fill(batch), {}), 5e-3)
-        engine.update(step + 1)
+        engine.publish(step + 1)
     after = level(sample(1000))
     assert sign * (after - before) > 0.2

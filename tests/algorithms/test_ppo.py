@@ -26,6 +26,7 @@ from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy
@@ -34,7 +35,7 @@ from posttrain.train.forward import forward, values
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import mini_batches, pack_examples, pack_groups
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Example, Metric, Outputs, Request, Sampling, Terms
+from posttrain.types import Batch, Example, Metric, Outputs, Sampling, Terms
 
 WIDE = torch.float64
 REFUSALS = [
@@ -555,10 +556,10 @@ def train(policy: Policy, algorithm: PPO, steps: int, seed: int, sign: float = 1
     trainer = Trainer(policy, algorithm, Optimization(lr=1e-2), reference, from_policy(policy), Optimization(lr=2e-2))
     state, rewards, errors = algorithm.start(), [], []
     for step in range(steps):
-        requests = [Request(p, algorithm.group, 10_000 * seed + 10 * step + i, Sampling(LENGTH)) for i, p in enumerate(PROMPTS)]
+        requests = [Prompt(p, algorithm.group, 10_000 * seed + 10 * step + i, Sampling(LENGTH)) for i, p in enumerate(PROMPTS)]
         groups = []
-        for request, completions in zip(requests, engine.generate(requests), strict=True):
-            prompt = request.prompt_ids
+        for request, completions in zip(requests, generate_groups(engine, requests), strict=True):
+            prompt = request.ids
             shares = [sum(int(i) in good(prompt) for i in c.ids) / LENGTH for c in completions]
             members = [
                 rollout([segment(prompt, False), segment(c.ids, True, c.logprobs, c.finish)], sign * share)

@@ -8,6 +8,7 @@ import torch
 from material_for_tests import group, rollout, segment, small_policy
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.models.policy import Policy
 from posttrain.ops.policy import importance_ratio
@@ -15,17 +16,17 @@ from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_groups
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Request, Sampling
+from posttrain.types import Batch, Sampling
 
 pytestmark = pytest.mark.usefixtures("every_way")
 PROMPTS = [(5,), (6, 7, 8, 9, 10), (11, 12), (13, 14, 15)]
 
 
 def sampled(policy: Policy, sampling: Sampling, seed: int = 0, rows: int = 5) -> Batch:
-    requests = [Request(prompt, 4, seed + n, sampling) for n, prompt in enumerate(PROMPTS)]
+    requests = [Prompt(prompt, 4, seed + n, sampling) for n, prompt in enumerate(PROMPTS)]
     groups = []
-    for request, completions in zip(requests, Engine(policy, rows).generate(requests), strict=True):
-        members = [[segment(request.prompt_ids, False), segment(c.ids, True, c.logprobs)] for c in completions]
+    for request, completions in zip(requests, generate_groups(Engine(policy, rows), requests), strict=True):
+        members = [[segment(request.ids, False), segment(c.ids, True, c.logprobs)] for c in completions]
         groups.append(group([rollout(parts, float(n % 2)) for n, parts in enumerate(members)]))
     return pack_groups(groups, sampling.temperature)
 
@@ -99,11 +100,13 @@ def test_t01_decode_equals_prefill() -> None:
     """A continuation of a prompt that ends with the first half of a response has the log-probs of the second half."""
     policy = small_policy(dtype=torch.float32)
     engine = Engine(policy)
-    ((whole,),) = engine.generate([Request((5, 6), 1, 4, Sampling(20, min_new_tokens=20))])
+    ((whole,),) = generate_groups(engine, [Prompt((5, 6), 1, 4, Sampling(20, min_new_tokens=20))])
     half = (5, 6, *whole.ids[:10].tolist())
     with torch.no_grad():
         logits = policy.model(torch.tensor([half]), use_cache=False).logits[0, -1]
     assert float(torch.log_softmax(logits, -1)[whole.ids[10]]) == pytest.approx(float(whole.logprobs[10]), abs=1e-5)
-    ((greedy,),) = engine.generate([Request((5, 6), 1, 0, Sampling(20, 0.0, min_new_tokens=20))])
-    ((rest,),) = engine.generate([Request((5, 6, *greedy.ids[:10].tolist()), 1, 0, Sampling(10, 0.0, min_new_tokens=20))])
+    ((greedy,),) = generate_groups(engine, [Prompt((5, 6), 1, 0, Sampling(20, 0.0, min_new_tokens=20))])
+    ((rest,),) = generate_groups(
+        engine, [Prompt((5, 6, *greedy.ids[:10].tolist()), 1, 0, Sampling(10, 0.0, min_new_tokens=20))]
+    )
     np.testing.assert_array_equal(greedy.ids[10:], rest.ids)

@@ -9,15 +9,17 @@ import pytest
 import torch
 from material_for_tests import STOP, small_policy
 
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import engine as engine_module
 from posttrain.engine import packed_linear
 from posttrain.engine.cache import GROWTH, Cache
 from posttrain.engine.engine import Engine
 from posttrain.engine.paged import Paged
 from posttrain.engine.paged_batch import PagedBatch
+from posttrain.engine.work import Work
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy
-from posttrain.types import Completion, Request, Sampler, Sampling
+from posttrain.types import Completion, Sampler, Sampling
 
 pytestmark = pytest.mark.usefixtures("every_way")
 NARROW = torch.float32
@@ -28,7 +30,7 @@ def policy() -> Policy:
     return small_policy(dtype=NARROW)
 
 
-def several(count: int = 7) -> list[Request]:
+def several(count: int = 7) -> list[Prompt]:
     """Prompts of different lengths, groups of different sizes, settings of every kind."""
     generator = np.random.default_rng(0)
     settings = [
@@ -41,13 +43,13 @@ def several(count: int = 7) -> list[Request]:
         Sampling(16, min_new_tokens=4),
     ]
     return [
-        Request(tuple(generator.integers(3, 24, 1 + 5 * n % 11).tolist()), 1 + n % 3, 100 + n, settings[n % 7])
+        Prompt(tuple(generator.integers(3, 24, 1 + 5 * n % 11).tolist()), 1 + n % 3, 100 + n, settings[n % 7])
         for n in range(count)
     ]
 
 
-def run(policy: Policy, requests: list[Request], rows: int = 256) -> list[tuple[Completion, ...]]:
-    return list(Engine(policy, rows).generate(requests))
+def run(policy: Policy, requests: list[Prompt], rows: int = 256) -> list[tuple[Completion, ...]]:
+    return list(generate_groups(Engine(policy, rows), requests))
 
 
 def assert_same(one: list[tuple[Completion, ...]], other: list[tuple[Completion, ...]]) -> None:
@@ -61,7 +63,7 @@ def assert_same(one: list[tuple[Completion, ...]], other: list[tuple[Completion,
 def test_positions_beyond_the_model_are_refused(policy: Policy) -> None:
     limit = policy.model.config.max_position_embeddings
     with pytest.raises(UserError, match=f"{limit + 1} tokens"):
-        run(policy, [Request((3, 4), 1, 0, Sampling(limit - 1))])
+        run(policy, [Prompt((3, 4), 1, 0, Sampling(limit - 1))])
 
 
 def test_it_is_a_sampler(policy: Policy) -> None:
@@ -69,7 +71,7 @@ def test_it_is_a_sampler(policy: Policy) -> None:
 
 
 def test_every_way_is_really_taken(policy: Policy, every_way: str) -> None:
-    decoder = Engine(policy).decoder(several())
+    decoder = Engine(policy).decoder([Work(p.ids, (0,) * p.samples, p.sampling) for p in several()])
     assert (decoder is None) == (every_way == "module")
     if decoder is not None:
         assert (decoder.bytes > 0) == (every_way == "packed" and packed_linear.available())
@@ -77,7 +79,7 @@ def test_every_way_is_really_taken(policy: Policy, every_way: str) -> None:
 
 def test_shapes_and_types(policy: Policy) -> None:
     for request, group in zip(several(), run(policy, several()), strict=True):
-        assert len(group) == request.group
+        assert len(group) == request.samples
         for c in group:
             assert c.ids.dtype == np.int64 and c.logprobs.dtype == np.float32
             assert 1 <= len(c.ids) == len(c.logprobs) <= request.sampling.max_new_tokens
@@ -120,8 +122,8 @@ def test_requests_enter_in_order_and_answers_come_as_they_complete(
 
     monkeypatch.setattr(kind, "_admit", watched)
     big, small = Sampling(20, min_new_tokens=20), Sampling(2)
-    requests = [Request((3,), 2, 0, big), Request((4,), 3, 1, big), Request((5,), 1, 2, small)]
-    answers = Engine(policy, 3).generate(requests)
+    requests = [Prompt((3,), 2, 0, big), Prompt((4,), 3, 1, big), Prompt((5,), 1, 2, small)]
+    answers = generate_groups(Engine(policy, 3), requests)
     next(answers)
     assert entered == [0], "the second does not fit beside the first, and the third may not overtake it"
     list(answers)
@@ -130,14 +132,14 @@ def test_requests_enter_in_order_and_answers_come_as_they_complete(
 
 def test_a_group_shares_its_prompt_and_differs_in_samples(policy: Policy) -> None:
     """Sample n of a group is the same whatever the size of the group, and samples are not copies of each other."""
-    (large,) = run(policy, [Request((5, 6, 7), 6, 9, Sampling(15))])
-    (small,) = run(policy, [Request((5, 6, 7), 2, 9, Sampling(15))])
+    (large,) = run(policy, [Prompt((5, 6, 7), 6, 9, Sampling(15))])
+    (small,) = run(policy, [Prompt((5, 6, 7), 2, 9, Sampling(15))])
     assert_same([large[:2]], [small])
     assert len({tuple(c.ids.tolist()) for c in large}) > 1
 
 
 def test_seeds_decide(policy: Policy) -> None:
-    one, again, other = (run(policy, [Request((5, 6), 3, seed, Sampling(20))]) for seed in (1, 1, 2))
+    one, again, other = (run(policy, [Prompt((5, 6), 3, seed, Sampling(20))]) for seed in (1, 1, 2))
     assert_same(one, again)
     assert [c.ids.tolist() for c in one[0]] != [c.ids.tolist() for c in other[0]]
 
@@ -162,7 +164,7 @@ def test_a_prompt_is_computed_once_for_its_group(policy: Policy, every_way: str,
         return hidden(batch, ids, *rest)
 
     monkeypatch.setattr(kind, name, counting)
-    run(policy, [Request(tuple(range(3, 13)), 5, 0, Sampling(1))])
+    run(policy, [Prompt(tuple(range(3, 13)), 5, 0, Sampling(1))])
     assert computed == [10]
 
 
@@ -177,7 +179,7 @@ def test_the_cache_grows_across_its_boundary(policy: Policy) -> None:
     """Past one and two allocations, ids are still those of the model's own full forward."""
     length = 2 * GROWTH + 40
     quiet = Policy(policy.model, None, ())
-    (group,) = run(quiet, [Request((5, 6, 7), 2, 0, Sampling(length))])
+    (group,) = run(quiet, [Prompt((5, 6, 7), 2, 0, Sampling(length))])
     for completion in group:
         assert len(completion.ids) == length and completion.finish == "length"
         ids = torch.tensor([[5, 6, 7, *completion.ids.tolist()]])
@@ -209,7 +211,7 @@ def test_stop_ids(policy: Policy) -> None:
     """Any of several ends a response and is its last token; where there is none, length does."""
     many = Policy(policy.model, None, (4, 7, STOP, 12))
     none = Policy(policy.model, None, ())
-    request = Request((5, 6), 16, 3, Sampling(30))
+    request = Prompt((5, 6), 16, 3, Sampling(30))
     for completion in run(many, [request])[0]:
         inside = [i for i, token in enumerate(completion.ids.tolist()) if token in (4, 7, STOP, 12)]
         assert inside == ([len(completion.ids) - 1] if completion.finish == "stop" else [])
@@ -219,7 +221,7 @@ def test_stop_ids(policy: Policy) -> None:
 
 def test_a_stop_id_as_the_very_last_token_is_a_stop(policy: Policy) -> None:
     everything = Policy(policy.model, None, tuple(range(24)))
-    (group,) = run(everything, [Request((5,), 3, 0, Sampling(1))])
+    (group,) = run(everything, [Prompt((5,), 3, 0, Sampling(1))])
     assert [(c.finish, len(c.ids)) for c in group] == [("stop", 1)] * 3
 
 
@@ -227,15 +229,15 @@ def test_a_stop_id_as_the_very_last_token_is_a_stop(policy: Policy) -> None:
 def test_min_new_tokens(policy: Policy, least: int) -> None:
     """With every id a stop id, a response ends with the first token after the least number."""
     everything = Policy(policy.model, None, tuple(range(24)))
-    (group,) = run(everything, [Request((5,), 3, 0, Sampling(10, min_new_tokens=least))])
+    (group,) = run(everything, [Prompt((5,), 3, 0, Sampling(10, min_new_tokens=least))])
     assert [len(c.ids) for c in group] == [least + 1] * 3
 
 
 def test_versions(policy: Policy) -> None:
     engine = Engine(policy)
-    assert {c.version for c in next(engine.generate(several(1)))} == {0}
-    engine.update(17)
-    assert {c.version for group in engine.generate(several(3)) for c in group} == {17}
+    assert {v for c in next(generate_groups(engine, several(1))) for v in c.versions.tolist()} == {0}
+    engine.publish(17)
+    assert {v for group in generate_groups(engine, several(3)) for c in group for v in c.versions.tolist()} == {17}
 
 
 def test_no_requests(policy: Policy) -> None:
@@ -247,17 +249,15 @@ def test_the_models_mode_is_put_back(policy: Policy, training: bool) -> None:
     policy.model.train(training)
     run(policy, several(2))
     assert policy.model.training is training
-    answers = Engine(policy, 2).generate(several(6))
+    answers = generate_groups(Engine(policy, 2), several(6))
     next(answers)
-    assert not policy.model.training
-    answers.close()  # the caller stops listening half-way
     assert policy.model.training is training
     policy.model.eval()
 
 
 def test_an_abandoned_generation_leaves_the_model_usable(policy: Policy) -> None:
     expected = run(policy, several(4))
-    answers = Engine(policy, 2).generate(several(6))
+    answers = generate_groups(Engine(policy, 2), several(6))
     next(answers)
     del answers
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -269,7 +269,7 @@ def test_an_abandoned_generation_leaves_the_model_usable(policy: Policy) -> None
 
 def test_gradients_can_be_taken_between_answers(policy: Policy) -> None:
     """The caller scores and may train while it listens: inference mode holds only inside the engine."""
-    for _ in Engine(policy, 2).generate(several(4)):
+    for _ in generate_groups(Engine(policy, 2), several(4)):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         policy.model(torch.tensor([[5, 6, 7]]), use_cache=False).logits.sum().backward()
     policy.model.zero_grad()

@@ -12,11 +12,12 @@ import torch
 import transformers
 from material_for_tests import VOCABULARY
 
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
-from posttrain.types import Example, Request, Sampling
+from posttrain.types import Example, Sampling
 
 pytestmark = pytest.mark.usefixtures("every_way")
 STOP = 1
@@ -80,8 +81,8 @@ def greedy_ids(family: str, prompt: tuple[int, ...]) -> list[int]:
 def test_greedy_ids_are_those_of_transformers(family: str) -> None:
     """All prompts at once here, one by one there. Log-probs of a sampled continuation agree with the stock model's forward."""
     _, policy = models(family)
-    requests = [Request(prompt, 1, 0, Sampling(LENGTH, temperature=0.0)) for prompt in PROMPTS]
-    for prompt, (completion,) in zip(PROMPTS, Engine(policy).generate(requests), strict=True):
+    requests = [Prompt(prompt, 1, 0, Sampling(LENGTH, temperature=0.0)) for prompt in PROMPTS]
+    for prompt, (completion,) in zip(PROMPTS, generate_groups(Engine(policy), requests), strict=True):
         expected = greedy_ids(family, prompt)
         assert completion.ids.tolist() == expected
         assert completion.logprobs.tolist() == [0.0] * len(expected)
@@ -92,11 +93,11 @@ def test_greedy_ids_are_those_of_transformers(family: str) -> None:
 def test_log_probs_are_those_of_a_full_forward(family: str, temperature: float) -> None:
     """The engine's own, transformers' softmax of the whole sequence, and the trainer's: three ways, one number."""
     stock, policy = models(family)
-    requests = [Request(prompt, 2, n, Sampling(LENGTH, temperature)) for n, prompt in enumerate(PROMPTS)]
-    for request, completions in zip(requests, Engine(policy).generate(requests), strict=True):
+    requests = [Prompt(prompt, 2, n, Sampling(LENGTH, temperature)) for n, prompt in enumerate(PROMPTS)]
+    for request, completions in zip(requests, generate_groups(Engine(policy), requests), strict=True):
         for completion in completions:
-            ids = np.concatenate([request.prompt_ids, completion.ids])
-            first = len(request.prompt_ids)
+            ids = np.concatenate([request.ids, completion.ids])
+            first = len(request.ids)
             with torch.no_grad():
                 logits = stock(torch.tensor(ids)[None]).logits[0].float() / temperature
                 batch = pack_examples([Example(ids, np.arange(len(ids)) >= first)]).replace(temperature=temperature)

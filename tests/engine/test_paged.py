@@ -8,18 +8,20 @@ import torch
 import transformers
 from material_for_tests import small_policy
 
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import paged, paged_batch, pager
 from posttrain.engine.engine import Engine
 from posttrain.engine.kernels import merge
 from posttrain.engine.paged import Pages, bucket
 from posttrain.engine.paged_batch import PagedBatch, check_room, pages_of
 from posttrain.engine.rows import PAGE
+from posttrain.engine.work import Work
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora, add_adapters, merge_adapters
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
-from posttrain.types import Completion, Example, Request, Sampling
+from posttrain.types import Completion, Example, Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +38,14 @@ def ids(answers: list[tuple[Completion, ...]]) -> list[list[list[int]]]:
     return [[c.ids.tolist() for c in group] for group in answers]
 
 
-def plain(policy: Policy, requests: list[Request]) -> list[tuple[Completion, ...]]:
+def plain(policy: Policy, requests: list[Prompt]) -> list[tuple[Completion, ...]]:
     engine = Engine(policy)
     engine.pager.wanted = False
-    return list(engine.generate(requests))
+    return list(generate_groups(engine, requests))
+
+
+def work(prompt: Prompt) -> Work:
+    return Work(prompt.ids, tuple(range(prompt.samples)), prompt.sampling)
 
 
 def test_two_parts_merge_to_attention_over_both() -> None:
@@ -88,7 +94,7 @@ def test_long_responses_cross_pages_while_others_leave(policy: Policy, rows: int
     """Prompts and responses of more than one page, groups larger than a tile, rows that stop and rows that do not."""
     generator = np.random.default_rng(0)
     requests = [
-        Request(tuple(generator.integers(3, 24, length).tolist()), group, n, sampling)
+        Prompt(tuple(generator.integers(3, 24, length).tolist()), group, n, sampling)
         for n, (length, group, sampling) in enumerate(
             [
                 (PAGE + 3, 3, Sampling(PAGE + 9, min_new_tokens=PAGE + 9)),
@@ -100,7 +106,7 @@ def test_long_responses_cross_pages_while_others_leave(policy: Policy, rows: int
         )
     ]
     engine = Engine(policy, rows)
-    found = list(engine.generate(requests))
+    found = list(generate_groups(engine, requests))
     assert ids(found) == ids(plain(policy, requests))
     assert [c.finish for g in found for c in g] == [c.finish for g in plain(policy, requests) for c in g]
     assert engine.pager.paged is not None
@@ -110,9 +116,10 @@ def test_long_responses_cross_pages_while_others_leave(policy: Policy, rows: int
 
 def test_a_group_beyond_a_tile_is_cut(policy: Policy) -> None:
     """Forty rows of two query heads a key head do not fit into one program's 64 queries."""
-    request = Request((5, 6, 7), 40, 3, Sampling(12))
+    request = Prompt((5, 6, 7), 40, 3, Sampling(12))
     engine = Engine(policy)
-    assert ids(list(engine.generate([request]))) == ids(plain(policy, [request]))
+    assert ids(list(generate_groups(engine, [request]))) == ids(plain(policy, [request]))
+    request = work(request)
     batch = PagedBatch(engine.pager.paged, [request], 64, 0)  # type: ignore[arg-type]
     batch._enter(request, np.array([1]))
     batch.tile_size = 16
@@ -121,8 +128,9 @@ def test_a_group_beyond_a_tile_is_cut(policy: Policy) -> None:
 
 def test_tiles_follow_the_rows_that_stay(policy: Policy) -> None:
     engine = Engine(policy)
-    requests = [Request((5, 6), 3, 0, Sampling(4)), Request((7,), 2, 1, Sampling(4))]
-    list(engine.generate(requests))
+    requests = [Prompt((5, 6), 3, 0, Sampling(4)), Prompt((7,), 2, 1, Sampling(4))]
+    list(generate_groups(engine, requests))
+    requests = [work(request) for request in requests]
     batch = PagedBatch(engine.pager.paged, requests, 64, 0)  # type: ignore[arg-type]
     for request in requests:
         batch._enter(request, np.array([9]))
@@ -134,52 +142,51 @@ def test_tiles_follow_the_rows_that_stay(policy: Policy) -> None:
 
 def test_the_pool_grows_and_keeps_what_it_holds(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_batch, "AHEAD", 1)
-    requests = [Request((5, 6, 7), 3, n, Sampling(3 * PAGE, min_new_tokens=3 * PAGE)) for n in range(2)]
+    requests = [Prompt((5, 6, 7), 3, n, Sampling(3 * PAGE, min_new_tokens=3 * PAGE)) for n in range(2)]
     engine = Engine(policy)
-    found = list(engine.generate(requests))
+    found = list(generate_groups(engine, requests))
     assert ids(found) == ids(plain(policy, requests))
     assert engine.pager.paged is not None and engine.pager.paged.pages.pages > 1 + 2 + 6
 
 
-def test_a_caller_who_stops_listening_and_one_who_calls_twice(policy: Policy) -> None:
+def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:
     engine = Engine(policy, 4)
-    requests = [Request((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 8)]
+    requests = [Prompt((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 8)]
     expected = ids(plain(policy, requests))
-    half = engine.generate(requests)
+    half = generate_groups(engine, requests)
     assert ids([next(half)]) == expected[:1]
-    assert ids(list(engine.generate(requests))) == expected, "beside the first call, on the plain path"
     half.close()
-    assert not engine.pager.busy and ids(list(engine.generate(requests))) == expected
+    assert not engine.pager.busy and ids(list(generate_groups(engine, requests))) == expected
 
 
 def test_memory_given_back_is_taken_anew(policy: Policy) -> None:
-    engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(20))]
-    before = ids(list(engine.generate(requests)))
+    engine, requests = Engine(policy), [Prompt((5, 6), 2, 0, Sampling(20))]
+    before = ids(list(generate_groups(engine, requests)))
     assert engine.pager.paged is not None and engine.pager.paged.stores
     copied = engine.pager.paged.decoder.bytes
     assert copied == 4 * 2 * 16 * (16 + 8 + 8 + 24 + 24), "q, k, v, gate and up of two layers of width 16"
-    engine.pager.release()
+    engine.release()
     assert not engine.pager.paged.stores and engine.pager.paged.rows is None
     assert all(product.weight.numel() == 0 for product in engine.pager.paged.decoder.products)
-    assert ids(list(engine.generate(requests))) == before and engine.pager.paged.decoder.bytes == copied
+    assert ids(list(generate_groups(engine, requests))) == before and engine.pager.paged.decoder.bytes == copied
 
 
 def test_nothing_is_given_back_while_an_answer_is_half_way(policy: Policy) -> None:
     engine = Engine(policy, 2)
-    requests = [Request((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 6)]
-    half = engine.generate(requests)
+    requests = [Prompt((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 6)]
+    half = generate_groups(engine, requests)
     first = next(half)
-    engine.pager.release()
+    engine.release()
     assert ids([first, *half]) == ids(plain(policy, requests))
 
 
 def test_too_little_memory_for_a_group_says_what_to_lower() -> None:
-    request = Request(tuple(range(3, 3 + PAGE)), 8, 0, Sampling(4 * PAGE))
+    request = Prompt(tuple(range(3, 3 + PAGE)), 8, 0, Sampling(4 * PAGE))
     with pytest.raises(
         UserError, match=r"needs 33 GiB of cache, and there is room for 10 GiB: lower max_new_tokens to 64, or the group to 2"
     ):
-        check_room([request], 10, 1 << 30)
-    check_room([request] * 9, 34, 1)
+        check_room([work(request)], 10, 1 << 30)
+    check_room([work(request)] * 9, 34, 1)
 
 
 def prompt(pages: int) -> tuple[int, ...]:
@@ -190,14 +197,14 @@ def exactly(pages: int) -> Sampling:
     return Sampling(pages * PAGE, min_new_tokens=pages * PAGE)
 
 
-CROWDS: dict[str, tuple[list[Request], int]] = {  # requests, and the pages that there is room for, one of them nobody's
-    "rows of different length": ([Request((5,), 8, 0, exactly(1)), Request((6,), 1, 1, exactly(2))], 13),
+CROWDS: dict[str, tuple[list[Prompt], int]] = {  # requests, and the pages that there is room for, one of them nobody's
+    "rows of different length": ([Prompt((5,), 8, 0, exactly(1)), Prompt((6,), 1, 1, exactly(2))], 13),
     # where one row of a group is left, so is its prompt, of five pages
-    "stragglers": ([Request(prompt(5), 2, n, Sampling(PAGE)) for n in range(12)], 29),
+    "stragglers": ([Prompt(prompt(5), 2, n, Sampling(PAGE)) for n in range(12)], 29),
     # as many rows as the largest group has, each as long as the longest
     "a large group among long ones": (
-        [Request((5,), 8, 0, Sampling(2)), *(Request((5, n), 1, n, exactly(3)) for n in range(3, 11))], 10),
-    "no page to spare": ([Request(prompt(2), 3, n, exactly(2)) for n in range(4)], 9),
+        [Prompt((5,), 8, 0, Sampling(2)), *(Prompt((5, n), 1, n, exactly(3)) for n in range(3, 11))], 10),
+    "no page to spare": ([Prompt(prompt(2), 3, n, exactly(2)) for n in range(4)], 9),
 }  # fmt: skip
 
 
@@ -211,7 +218,7 @@ def test_the_pool_never_grows_past_its_room(name: str, policy: Policy, monkeypat
     grow, decode = paged.Paged.grow, PagedBatch._decode
     monkeypatch.setattr(paged.Paged, "grow", lambda one, pool: (sizes.append(pool), grow(one, pool))[1])
     monkeypatch.setattr(PagedBatch, "_decode", lambda one: (live.append(len(one.prompts)), decode(one))[1])
-    found = list(engine.generate(requests))
+    found = list(generate_groups(engine, requests))
     assert sizes and max(sizes) <= room and max(live) > 1 - (name == "no page to spare")
     assert ids(found) == ids(plain(policy, requests))
 
@@ -221,9 +228,9 @@ def test_a_quarter_more_is_cut_at_the_room(policy: Policy, monkeypatch: pytest.M
     monkeypatch.setattr(paged_batch, "AHEAD", PAGE)
     monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: 26)
     engine = Engine(policy)
-    list(engine.generate([Request((5,), 1, 0, Sampling(1))]))
+    list(generate_groups(engine, [Prompt((5,), 1, 0, Sampling(1))]))
     assert engine.pager.paged is not None
-    batch = PagedBatch(engine.pager.paged, [Request((5,), 8, 0, exactly(3))], 8, 0)
+    batch = PagedBatch(engine.pager.paged, [work(Prompt((5,), 8, 0, exactly(3)))], 8, 0)
     pages = engine.pager.paged.pages
     batch._take(23 - pages.pages + len(pages.free))
     assert pages.pages == 23
@@ -235,23 +242,23 @@ def test_random_crowds_stay_within_their_room(policy: Policy, monkeypatch: pytes
     generator = np.random.default_rng(0)
     for _ in range(12):
         requests = [
-            Request(prompt(1)[: generator.integers(1, PAGE)] + prompt(generator.integers(0, 3)), int(generator.integers(1, 5)), n,
+            Prompt(prompt(1)[: generator.integers(1, PAGE)] + prompt(generator.integers(0, 3)), int(generator.integers(1, 5)), n,
                     Sampling(int(generator.integers(1, 3 * PAGE))))
             for n in range(generator.integers(1, 7))
         ]  # fmt: skip
-        need = [pages_of(len(r.prompt_ids)) + r.group * pages_of(r.sampling.max_new_tokens) for r in requests]
+        need = [pages_of(len(r.ids)) + r.samples * pages_of(r.sampling.max_new_tokens) for r in requests]
         room = max(need) + 1 + int(generator.integers(0, 4))
         monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda _, room=room: room)
         engine = Engine(policy)
-        assert ids(list(engine.generate(requests))) == ids(plain(policy, requests))
+        assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests))
         assert engine.pager.paged is not None and engine.pager.paged.pages.pages <= room
 
 
 def test_new_weights_are_sampled_from_at_once() -> None:
     """In place, as an optimizer writes them, and in a new place, as loading does."""
     policy = small_policy(dtype=torch.float32)
-    engine, requests = Engine(policy), [Request((5, 6), 4, 0, Sampling(20))]
-    old = ids(list(engine.generate(requests)))
+    engine, requests = Engine(policy), [Prompt((5, 6), 4, 0, Sampling(20))]
+    old = ids(list(generate_groups(engine, requests)))
     assert engine.pager.paged is not None
     kept = engine.pager.paged
     for change in ("place", "data"):
@@ -261,7 +268,7 @@ def test_new_weights_are_sampled_from_at_once() -> None:
                     parameter.mul_(1.3)
                 else:
                     parameter.data = parameter.data * 0.8
-        new = ids(list(engine.generate(requests)))
+        new = ids(list(generate_groups(engine, requests)))
         assert new == ids(plain(policy, requests)) and new != old
         assert (engine.pager.paged is kept) == (change == "place")
         old = new
@@ -276,9 +283,9 @@ def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(t
     pytest.importorskip("peft")
     policy = small_policy(dtype=torch.float32)
     add_adapters(policy.model, Lora(rank=RANK, alpha=6.0, targets=targets), 1)
-    engine, requests = Engine(policy), [Request((5, 6, 7), 8, 0, Sampling(20)), Request((9,), 8, 1, Sampling(20))]
+    engine, requests = Engine(policy), [Prompt((5, 6, 7), 8, 0, Sampling(20)), Prompt((9,), 8, 1, Sampling(20))]
     bits = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    old = ids(list(engine.generate(requests)))
+    old = ids(list(generate_groups(engine, requests)))
     assert all(torch.equal(p, bits[name]) for name, p in policy.model.named_parameters()), "the proof left no trace"
     kept = engine.pager.paged
     assert kept is not None and old == ids(plain(policy, requests))
@@ -288,7 +295,7 @@ def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(t
         for name, parameter in policy.model.named_parameters():
             if "lora_" in name:
                 parameter.add_(0.3 * torch.sin(torch.arange(parameter.numel()).view_as(parameter) + 1.0))
-    found = list(engine.generate(requests))
+    found = list(generate_groups(engine, requests))
     assert engine.pager.paged is kept and ids(found) == ids(plain(policy, requests)) != old
     for completion in found[0]:
         sequence = np.concatenate([(5, 6, 7), completion.ids])
@@ -297,7 +304,7 @@ def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(t
             expected = forward(policy, batch).logprob_T[3:].numpy()
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
     merge_adapters(policy.model)
-    assert ids(list(engine.generate(requests))) == ids(found) and engine.pager.paged is not kept
+    assert ids(list(generate_groups(engine, requests))) == ids(found) and engine.pager.paged is not kept
 
 
 OUTPUTS = {"q_proj": 16, "k_proj": 8, "v_proj": 8, "o_proj": 16, "gate_proj": 24, "up_proj": 24, "down_proj": 16}
@@ -307,8 +314,8 @@ def test_adapters_of_another_kind_take_the_plain_path(capsys: pytest.CaptureFixt
     peft = pytest.importorskip("peft")
     policy = small_policy(dtype=torch.float32)
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), policy.body)
-    engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(8))]
-    assert ids(list(engine.generate(requests))) == ids(plain(policy, requests)) and engine.pager.paged is None
+    engine, requests = Engine(policy), [Prompt((5, 6), 2, 0, Sampling(8))]
+    assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and engine.pager.paged is None
     assert "layers that are neither plain matrices nor plain adapters beside them" in capsys.readouterr().err
 
 
@@ -319,7 +326,7 @@ def test_too_little_memory_reaches_the_caller_before_anything_is_computed(
     engine = Engine(policy)
     monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: 6)
     with pytest.raises(UserError, match="lower max_new_tokens to 64, or the group to 2"):
-        list(engine.generate([Request((5, 6), 3, 0, Sampling(100))]))
+        list(generate_groups(engine, [Prompt((5, 6), 3, 0, Sampling(100))]))
     assert engine.pager.paged is not None and not engine.pager.paged.stores and not engine.pager.busy
 
 
@@ -337,8 +344,8 @@ def test_other_families_take_the_plain_path_and_say_so_once(
     policy = wrap_model(
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), None, (1,), "the model"
     )
-    engine, requests = Engine(policy), [Request((5, 6), 2, 0, Sampling(8))]
-    found = [ids(list(engine.generate(requests))) for _ in range(2)]
+    engine, requests = Engine(policy), [Prompt((5, 6), 2, 0, Sampling(8))]
+    found = [ids(list(generate_groups(engine, requests))) for _ in range(2)]
     said = capsys.readouterr().err.splitlines()
     assert found[0] == found[1] == ids(plain(policy, requests))
     assert len(said) == 1 and said[0].startswith(

@@ -207,6 +207,6 @@ def test_settings_without_meaning_are_refused(settings_: dict, message: str) -> 
 
 def test_requests_without_meaning_are_refused() -> None:
     with pytest.raises(UserError, match="a prompt needs at least one token"):
-        Request((), 1, 0, Sampling())
-    with pytest.raises(UserError, match="a request is for at least one sample, not 0"):
-        Request((3,), 0, 0, Sampling())
+        Request((), 0, Sampling())
+    with pytest.raises(UserError, match="turns are counted from 0, not -1"):
+        Request((3,), 0, Sampling(), turn=-1)

@@ -26,13 +26,14 @@ from material_for_tests import (
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.ops.logprobs import head_logits
 from posttrain.train.forward import forward, positions
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples, pack_groups
-from posttrain.types import Batch, Example, Request, Sampling
+from posttrain.types import Batch, Example, Sampling
 
 
 def example(ids: list[int], mask: list[int]) -> Example:
@@ -80,7 +81,7 @@ def test_i45_the_stop_token_is_trained_when_it_was_sampled() -> None:
     """B9: any of several stop ids, only where it was sampled, and never by comparing ids: the prompt may hold the same id."""
     policy = small_policy(dtype=torch.float32, stop_ids=(STOP, 5, 9, 11, 14, 17, 20))
     prompt = (STOP, 4, 5, 9)
-    (completions,) = Engine(policy).generate([Request(prompt, 8, 0, Sampling(40))])
+    (completions,) = generate_groups(Engine(policy), [Prompt(prompt, 8, 0, Sampling(40))])
     stopped = [c for c in completions if c.finish == "stop"]
     assert len({int(c.ids[-1]) for c in stopped}) > 1, "the seed should end responses with different stop ids"
     for completion in stopped:

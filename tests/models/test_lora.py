@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
+from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.load import load
@@ -28,7 +29,7 @@ from posttrain.train.forward import forward, scores
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples
 from posttrain.train.trainer import Trainer
-from posttrain.types import Example, Request, Sampling
+from posttrain.types import Example, Sampling
 
 pytest.importorskip("peft")
 BATCH = pack_examples([Example(np.array(ids), np.arange(len(ids)) > 0) for ids in ([3, 4, 5, 6, 7], [3, 9, 8, 10])])
@@ -186,7 +187,7 @@ def test_the_engine_samples_with_the_adapters_on() -> None:
     for the engine's faster ways."""
     policy, reference = adapted(dtype=torch.float32)
     train(policy, 5)
-    (completions,) = Engine(policy).generate([Request((3, 4, 5), 16, 0, Sampling(40))])
+    (completions,) = generate_groups(Engine(policy), [Prompt((3, 4, 5), 16, 0, Sampling(40))])
     for completion in completions[:6]:
         ids = np.concatenate([[3, 4, 5], completion.ids])
         batch = pack_examples([Example(ids, np.arange(len(ids)) > 2)])

@@ -261,9 +261,7 @@ def test_what_is_told_at_the_end() -> None:
 def group(*texts: str) -> Group:
     rollouts = []
     for number, text in enumerate(texts):
-        segment = Segment(
-            np.array([ord(c) for c in text]), text, True, np.zeros(len(text), np.float32), version=0, finish="stop"
-        )
+        segment = Segment(np.array([ord(c) for c in text]), text, True, np.zeros(len(text), np.float32), finish="stop")
         rollouts.append(Rollout(Problem("p", "q"), number, (segment,), Score(1.0)))
     return Group(Problem("p", "q"), tuple(rollouts))
 

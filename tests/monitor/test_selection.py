@@ -15,7 +15,7 @@ from posttrain.types import Group, Problem, Rollout, Score, Segment
 
 def rollout(text: str, reward: float | None, gold: float | None = None, sample: int = 0, **parts: float) -> Rollout:
     ids = np.array([ord(c) for c in text], np.int64)
-    segment = Segment(ids, text, True, np.zeros(len(ids), np.float32), version=0, finish="stop")
+    segment = Segment(ids, text, True, np.zeros(len(ids), np.float32), finish="stop")
     parts = parts if gold is None else {**parts, "gold": gold}
     score = Score.failed("timeout") if reward is None else Score(reward, parts)
     return Rollout(Problem("p", "q"), sample, (segment,), score)

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from posttrain.engine.forked import Crew
+from posttrain.engine.work import Work
 from posttrain.monitor import watchdog as watchdog_module
 from posttrain.monitor.watchdog import WRITING, Watchdog, forks
 from posttrain.scoring import Workers
-from posttrain.types import Completion, Problem, Request, Sampling, Score
+from posttrain.types import Completion, Problem, Sampling, Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux shows them")
 
@@ -117,17 +118,17 @@ def test_by_hand(tmp_path: Path) -> None:
 def test_generation_helpers_are_asked_too(tmp_path: Path) -> None:
     path, gate = tmp_path / "rl-stacks.txt", tmp_path / "gate"
 
-    def helper_waits(requests: Sequence[Request], version: int) -> Iterator[tuple[Completion, ...]]:
+    def helper_waits(requests: Sequence[Work], version: int) -> Iterator[tuple[Completion, ...]]:
         assert until(gate.exists)
         for request in requests:
-            yield (Completion(np.array([request.seed]), np.zeros(1, np.float32), "stop", version),)
+            yield (Completion(np.array(request.seeds), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop"),)
 
     def open_the_gate() -> None:
         until(lambda: path.read_text().count(", a worker of process") == 2)
         time.sleep(5 * WRITING)
         gate.touch()
 
-    requests = [Request((1,), 1, seed, Sampling(4)) for seed in range(4)]
+    requests = [Work((1,), (seed,), Sampling(4)) for seed in range(4)]
     crew, opener = Crew(2), threading.Thread(target=open_the_gate)
     with closing(Watchdog(path)) as watchdog, closing(crew):
         gate.touch()

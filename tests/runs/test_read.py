@@ -18,7 +18,7 @@ from posttrain.types import Problem, Rollout, Score, Segment
 
 
 def rollout(text: str) -> Rollout:
-    segment = Segment(np.array([5, 6]), text, True, np.zeros(2, np.float32), version=1, finish="length")
+    segment = Segment(np.array([5, 6]), text, True, np.zeros(2, np.float32), versions=np.full(2, 1, np.int32), finish="length")
     return Rollout(Problem("p", "1+1", "2"), 0, (segment,), Score(0.0, outcome="wrong"))
 
 

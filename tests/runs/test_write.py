@@ -29,7 +29,9 @@ def lines(path: Path) -> list[dict]:
 def rollout(sample: int = 0, text: str = "= 46", score: Score | None = None, version: int = 3) -> Rollout:
     problem = Problem("add-1", "12+34", "46", level=2)
     prompt = Segment(np.array([1, 2]), "12+34", sampled=False)
-    response = Segment(np.array([5, 6, 7]), text, True, np.zeros(3, np.float32), version=version, finish="stop")
+    response = Segment(
+        np.array([5, 6, 7]), text, True, np.zeros(3, np.float32), versions=np.full(3, version, np.int32), finish="stop"
+    )
     return Rollout(problem, sample, (prompt, response), score or Score(1.0, {"format": 0.5}, outcome="correct"))
 
 

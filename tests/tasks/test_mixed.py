@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from sampler_for_tests import ScriptedSampler, completion
 
 from posttrain import config
 from posttrain.errors import UserError
@@ -150,7 +151,6 @@ class Here(Longest):
 def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
     from posttrain.collect import rollout_groups
     from posttrain.scoring import score_one
-    from posttrain.types import Completion
 
     mixture = Mixed((Source(name="code", task=SUMS), Source(name="judge", task=Here()), Source(name="later", task=Later())))
     problems = [mixture.problems("train")[n] for n in range(6)]
@@ -164,12 +164,8 @@ def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
     problems = [mixture.problems("train")[n] for n in range(4)]
     assert mixture.isolated and [mixture.isolates(p) for p in problems] == [True, False, True, False]
 
-    class Says:
-        """Answers the first sample of a group in one token, the second in two."""
-
-        def generate(self, requests: Sequence[object]) -> Sequence[tuple[Completion, ...]]:
-            rows = [Completion(np.arange(n), np.zeros(n, np.float32), "stop", 0) for n in (1, 2)]
-            return [tuple(rows)] * len(requests)
+    # answers the first sample of a group in one token, the second in two
+    sampler = ScriptedSampler(lambda request: completion(np.arange(1 + request.session % 2)))
 
     class Letters:
         def decode(self, ids: Sequence[int]) -> tuple[str, np.ndarray]:
@@ -178,7 +174,7 @@ def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
     from posttrain.models.tiny import character_tokenizer
 
     groups = rollout_groups(
-        mixture, Says(), character_tokenizer("0123456789+=?x/train "), Letters(), problems, 2, Sampling(2), 0,
+        mixture, sampler, character_tokenizer("0123456789+=?x/train "), Letters(), problems, 2, Sampling(2), 0,
         {"generate": 0.0, "score": 0.0},
     )  # type: ignore[arg-type]  # fmt: skip
     assert [[r.score.parts.get("judge") for r in g.rollouts] for g in groups[1::2]] == [[0.0, 1.0]] * 2
