@@ -34,6 +34,7 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import RESULT, references
 from posttrain.stages.base import Context, Stage, check_names, exported, run_stages
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.system.files import atomic_folder
 from posttrain.trust import trusting
 from posttrain.types import JSON
 
@@ -240,11 +241,11 @@ def _export(context: Context, settings: Settings) -> None:
     last = exported(context.directory, [stage.name for stage in settings.recipe.stages])
     if last is None:
         return
-    target, temporary = context.directory / "export", context.directory / ".export.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(last / "model", temporary)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)
+    target = context.directory / "export"
+    for kind in ("tmp", "old"):  # of a process that was killed here
+        shutil.rmtree(target.with_name(f".export.{kind}"), ignore_errors=True)
+    with atomic_folder(target) as folder:
+        shutil.copytree(last / "model", folder, dirs_exist_ok=True)
 
 
 def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, JSON]:

@@ -1,6 +1,6 @@
 """Writing a model as a plain checkpoint that `transformers` loads without posttrain: safetensors, config, tokenizer, template.
 
-The directory appears whole or not at all: it is written beside its place, flushed to the disk, then renamed.
+The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.errors import UserError, require
 from posttrain.models.load import quiet
+from posttrain.system.files import atomic_folder
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -47,22 +46,13 @@ def save(
     """
     target = Path(directory).expanduser().absolute()
     check_target(target, replace)
-    mark = uuid.uuid4().hex[:12]
-    partial, retired = (
-        target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("partial", "old")
-    )
-    with one_line_when_unwritable(target):
-        try:
-            partial.mkdir(parents=True)
-            if adapter is not None:
-                adapter(partial / "adapter")
-            write(model, tokenizer, partial)
-            flush(partial)
-            put_in_place(partial, target, retired)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            if target.exists():
-                shutil.rmtree(retired, ignore_errors=True)
+    with (
+        one_line_when_unwritable(target),
+        atomic_folder(target, f".{uuid.uuid4().hex[:12]}") as folder,
+    ):
+        if adapter is not None:
+            adapter(folder / "adapter")
+        write(model, tokenizer, folder)
     return target
 
 
@@ -111,12 +101,9 @@ def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
         json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8"
     )
     mode = (folder / "config.json").stat().st_mode
-    for path in files(folder):
-        path.chmod(mode)  # safetensors makes files that only their owner can read
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)  # safetensors makes files that only their owner can read
 
 
 def savable(generation_config: GenerationConfig) -> GenerationConfig:
@@ -140,38 +127,6 @@ def savable(generation_config: GenerationConfig) -> GenerationConfig:
             for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         }
         return type(generation_config)(**ids)
-
-
-def flush(folder: Path) -> None:
-    """Bring the files, then the folders' lists of them, to the disk."""
-    for path in files(folder):
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        flush_names(inner)
-
-
-def flush_names(folder: Path) -> None:
-    if os.name == "nt":
-        return  # Windows has no handle to flush a directory by
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def put_in_place(partial: Path, target: Path, retired: Path) -> None:
-    """Rename `partial` to `target`; what was there becomes `retired`, and comes back if the renaming fails."""
-    if target.exists():
-        target.rename(retired)
-    try:
-        partial.rename(target)
-    except BaseException:
-        if retired.exists():
-            retired.rename(target)
-        raise
-    flush_names(target.parent)
 
 
 @contextmanager

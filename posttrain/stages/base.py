@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -20,6 +19,7 @@ from posttrain.runs.console import printable, write_text
 from posttrain.runs.layout import plain_name
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
+from posttrain.system.files import atomic_write
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Sampler
 
@@ -139,9 +139,7 @@ class Context:
     def _write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
         path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(tree, allow_nan=False, indent=2))
-        os.replace(temporary, path)
+        atomic_write(path, json.dumps(tree, allow_nan=False, indent=2))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from posttrain.errors import UserError
+from posttrain.system.files import atomic_folder
 from posttrain.types import JSON
 
 MANIFEST = "manifest.json"
@@ -82,39 +82,23 @@ def save(
 ) -> Path:
     """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it, and those in `spare`."""
     final = directory / f"step-{checkpoint.step}"
-    temporary, retired = (directory / f".step-{checkpoint.step}.{kind}" for kind in ("tmp", "old"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _recover(directory)
         sweep(directory)
-        temporary.mkdir()
-        # copied first: safetensors must see one consistent set of values, contiguous and untied
-        save_file(
-            {k: v.detach().cpu().contiguous() for k, v in checkpoint.model.items()},
-            temporary / "model.safetensors",
-        )
-        save_file(
-            {k: v.detach().cpu().contiguous() for k, v in checkpoint.optimizer.items()},
-            temporary / "optimizer.safetensors",
-        )
-        _write_json(temporary / "state.json", checkpoint.state)
-        files = {
-            p.name: {"size": p.stat().st_size, "sha256": _digest(p)}
-            for p in sorted(temporary.iterdir())
-        }
-        _write_json(
-            temporary / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": files}
-        )
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        if final.exists():
-            final.rename(retired)
-        temporary.rename(final)
-        _sync(directory)
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # safetensors reports a full disk in words of its own
+        with atomic_folder(final) as folder:
+            # copied first: safetensors must see one consistent set of values, contiguous and untied
+            for name, tensors in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
+                copies = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+                save_file(copies, folder / f"{name}.safetensors")
+            _write_json(folder / "state.json", checkpoint.state)
+            files = {
+                p.name: {"size": p.stat().st_size, "sha256": _digest(p)}
+                for p in sorted(folder.iterdir())
+            }
+            manifest = {"format": FORMAT, "step": checkpoint.step, "files": files}
+            _write_json(folder / MANIFEST, manifest)
+    except (OSError, SafetensorError) as error:  # a full disk is the second
         reason = getattr(error, "strerror", None) or error
         advice = (
             "raise the largest size of a file (ulimit -f)"
@@ -188,7 +172,7 @@ def whole(path: Path) -> bool:
 def newest(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and what was wrong with newer ones. Called by whoever holds the run's lock."""
     _recover(directory)
-    problems = []
+    problems: list[str] = []
     for path in steps(directory):
         problem = verify(path)
         if problem is None:
@@ -246,11 +230,3 @@ def _digest(path: Path) -> str:
 
 def _write_json(path: Path, value: JSON) -> None:
     path.write_text(json.dumps(value, allow_nan=False))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

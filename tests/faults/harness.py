@@ -24,7 +24,7 @@ from posttrain.runs.read import Run
 PRELOAD = ["tests.faults.preload"]
 TIMES = ("seconds", "tokens_per_second", "elapsed", "time", "memory")
 LETTERS = str(Path(__file__).with_name("letters.py")) + ":Letters"
-INSIDE_A_SAVE = ("save_file", "_sync", "_digest", "_write_json", "prune", "rename")
+INSIDE_A_SAVE = ("save_file", "sync", "_digest", "_write_json", "prune", "rename")
 KINDS = ("sft", "reward_model", "ppo", "dapo", "dpo", "pipeline", "quickstart")
 
 # The shipped recipe in seconds, by the keys a person would give it: few demonstrations of one-digit sums, learned well enough that
@@ -191,6 +191,7 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
     from posttrain.engine.engine import Engine
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context
+    from posttrain.system import files
     from posttrain.train import checkpoint
     from posttrain.train.trainer import Trainer
 
@@ -211,6 +212,8 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
+            if name == "sync" and "checkpoints" not in args[0].parts:  # of a model or a result
+                return inner(*args, **kwargs)
             moment(name)
             result = inner(*args, **kwargs)
             moment(name)
@@ -220,7 +223,7 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
 
     for owner, name in (
         (Engine, "generate"), (rollouts, "score_group"), (Trainer, "forward_backward"), (Trainer, "update"),
-        (checkpoint, "save_file"), (checkpoint, "_sync"), (checkpoint, "_digest"), (checkpoint, "_write_json"),
+        (checkpoint, "save_file"), (files, "sync"), (checkpoint, "_digest"), (checkpoint, "_write_json"),
         (checkpoint, "prune"), (loop.Loop, "save"), (RunWriter, "metrics"), (RunWriter, "event"), (RunWriter, "rollouts"),
         (Context, "finish"), (Context, "save_model"), (Path, "rename"),
     ):  # fmt: skip

@@ -100,7 +100,7 @@ def test_killed_at_every_moment_of_a_save(
 ) -> None:
     """The second save of the run, so that there is a checkpoint before it: at most the steps since that one are done again."""
     whole = reference("sft")
-    expected = MOMENTS_A_SAVE + (MOMENTS_A_SAVE + 2) + 2  # and the rename of the model at the end
+    expected = MOMENTS_A_SAVE + (MOMENTS_A_SAVE + 2) + 4  # and the renames of the model and its export at the end
     assert whole.life.saves == expected, f"a save has other moments than this test knows: {INSIDE_A_SAVE}"
     directory = tmp_path / "run"
     assert server.run("sft", directory, Fate(MOMENTS_A_SAVE + number, inside_a_save=True)).code == -signal.SIGKILL

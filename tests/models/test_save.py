@@ -202,7 +202,7 @@ def test_an_empty_directory_and_missing_parents_are_fine(tmp_path: Path) -> None
 # --- interruptions ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["tokenizer.save_pretrained", "posttrain.models.save.flush", "pathlib.Path.rename"])
+@pytest.mark.parametrize("moment", ["tokenizer.save_pretrained", "posttrain.system.files.sync", "pathlib.Path.rename"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("pulled the plug")])
 @pytest.mark.parametrize("replace", [False, True])
 def test_an_interruption_leaves_the_old_or_nothing(
@@ -216,7 +216,7 @@ def test_an_interruption_leaves_the_old_or_nothing(
     rename = Path.rename
 
     def fail(*arguments: object, **_: object) -> object:
-        if moment.endswith("rename") and not str(arguments[0]).endswith(".partial"):
+        if moment.endswith("rename") and not str(arguments[0]).endswith(".tmp"):
             return rename(*arguments)  # type: ignore[arg-type, type-var]
         raise error
 

@@ -12,6 +12,7 @@ import torch
 from material_for_tests import small_policy
 
 from posttrain.errors import UserError
+from posttrain.system import files
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import FILES, MANIFEST, Checkpoint
 
@@ -193,14 +194,14 @@ def test_a_file_that_may_not_be_that_large_is_one_clear_line(bytes_allowed: int,
     assert checkpoint.newest(tmp_path) == (tmp_path / "step-1", [])
 
 
-@pytest.mark.parametrize("call", ["save_file", "_write_json", "_sync"])
+@pytest.mark.parametrize("call", ["save_file", "_write_json", "sync"])
 def test_a_failure_at_any_point_leaves_the_old_one(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, made(4))
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, call, full)
+    monkeypatch.setattr(files if call == "sync" else checkpoint, call, full)
     with pytest.raises(UserError, match="No space left on device; free some space and resume"):
         checkpoint.save(tmp_path, made(4))
     assert names(tmp_path) == ["step-4"]

@@ -1,0 +1,84 @@
+"""A file or folder is the old one or the new one, whatever goes wrong while it is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from posttrain.system import files
+from posttrain.system.files import atomic_folder, atomic_write
+
+
+def fail(*arguments: object, **_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    path = tmp_path / "result.json"
+    atomic_write(path, "é")
+    assert path.read_bytes() == "é".encode()
+    monkeypatch.setattr(call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write(path, b"new")
+    assert os.listdir(tmp_path) == ["result.json"] and path.read_text("utf-8") == "é"
+
+
+def test_only_a_durable_file_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    atomic_write(tmp_path / "a", b"1", durable=False)
+    assert synced == []
+    atomic_write(tmp_path / "a", b"2")
+    assert len(synced) == 2, "the file, and the folder that lists it"
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("moment", ["block", "sync", "rename"])
+def test_a_folder_that_cannot_be_written_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, existing: bool
+) -> None:
+    target = tmp_path / "model"
+    if existing:
+        target.mkdir()
+        (target / "weights").write_text("old")
+    rename = Path.rename
+
+    def rename_or_fail(path: Path, to: Path) -> Path:
+        return fail() if path.name.endswith(".tmp") else rename(path, to)  # type: ignore[func-returns-value, return-value]
+
+    def write() -> None:
+        with atomic_folder(target) as folder:
+            (folder / "inner").mkdir()
+            (folder / "inner" / "weights").write_text("new")
+            if moment == "block":
+                fail()
+            elif moment == "sync":
+                monkeypatch.setattr(files, "sync", fail)
+            else:
+                monkeypatch.setattr(Path, "rename", rename_or_fail)
+
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == (["model"] if existing else [])
+    assert not existing or (target / "weights").read_text() == "old"
+
+
+def test_a_folder_replaces_another_and_all_of_it_is_synced_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, synced, sync = tmp_path / "model", [], files.sync
+    target.mkdir()
+    (target / "old").write_text("")
+
+    def watch(path: Path) -> None:
+        synced.append((path.name, (target / "old").exists()))
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", watch)
+    with atomic_folder(target, ".7") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_text("new")
+    assert synced == [("weights", True), ("inner", True), (".model.7.tmp", True), (tmp_path.name, False)]
+    assert os.listdir(tmp_path) == ["model"] and os.listdir(target) == ["inner"]
