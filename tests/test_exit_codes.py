@@ -1,4 +1,4 @@
-"""G12: what a process says when it ends. The codes are those of docs/reliability.md."""
+"""Exit codes and last lines of a process. The codes are those of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_crash_keeps_its_traceback_and_has_code_1() -> None:
 def test_a_run_stopped_by_a_guard_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """G01 and G12 through the command line: a loss that is not a number at step 4 of rl, then a resume without the fault."""
+    """Through the command line: a loss that is not a number at step 4 of rl, then a resume without the fault."""
     healthy, calls = Trainer.forward_backward, []
 
     def faulty(self: Trainer, *given: Any) -> Any:

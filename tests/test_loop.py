@@ -204,7 +204,7 @@ def moments(loop: Loop) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in (loop.trainer.weights() | loop.trainer.moments()).items()}
 
 
-def test_g01_a_loss_that_is_not_a_number_stops_before_the_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_a_number_stops_before_the_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = make(tmp_path, poisoned(3), guards=Guards(off=("coefficient",)))
     before: dict[str, torch.Tensor] = {}
     plain = loop.trainer.update
@@ -239,7 +239,7 @@ def checkpoint_steps(loop: Loop) -> list[int]:
     return sorted((int(p.name[5:]) for p in loop.checkpoints.directory.glob("step-*")), reverse=True)
 
 
-def test_g01_a_few_such_steps_may_be_left_out(tmp_path: Path) -> None:
+def test_a_few_steps_that_are_not_finite_may_be_skipped(tmp_path: Path) -> None:
     loop = make(tmp_path, poisoned(2, 3, 5), steps=6, guards=Guards(skip=2, off=("coefficient",)))
     loop.run()
     assert alarm_events(loop) == [("nonfinite", False)] * 3, "two in a row, then one: never three"
@@ -251,7 +251,7 @@ def test_g01_a_few_such_steps_may_be_left_out(tmp_path: Path) -> None:
         make(tmp_path / "more", poisoned(2, 3, 4), steps=6, guards=Guards(skip=2, off=("coefficient",))).run()
 
 
-def test_g01_neither_policy_nor_critic_moves_if_one_is_not_finite(tmp_path: Path) -> None:
+def test_neither_policy_nor_critic_moves_if_one_is_not_finite(tmp_path: Path) -> None:
     loop = make(tmp_path, PPO(group=4))
     with torch.no_grad():
         next(p for n, p in loop.trainer.critic.model.named_parameters() if n.startswith("score"))[0] = math.inf
@@ -261,7 +261,7 @@ def test_g01_neither_policy_nor_critic_moves_if_one_is_not_finite(tmp_path: Path
     assert all(torch.equal(tensor, before[name]) for name, tensor in moments(loop).items())
 
 
-def test_g11_a_sampler_that_returns_nan_is_stopped_before_it_is_learned_from(tmp_path: Path) -> None:
+def test_a_sampler_that_returns_nan_is_stopped_before_it_is_learned_from(tmp_path: Path) -> None:
     def plant(step: int, groups: list[Group]) -> list[Group]:
         spoiled = text(range(3, 21), 1.0, [math.nan] * 18)
         return groups if step < 2 else [group([spoiled, *groups[0].rollouts[1:]], "p0"), *groups[1:]]
@@ -272,7 +272,7 @@ def test_g11_a_sampler_that_returns_nan_is_stopped_before_it_is_learned_from(tmp
     assert np.isnan(load_file(tmp_path / "run" / "alarms" / "rl-step-3.safetensors")["sampled_logprob"]).sum() == 18
 
 
-def test_g11_such_steps_may_be_left_out_but_not_for_ever(tmp_path: Path) -> None:
+def test_steps_with_nan_log_probs_may_be_skipped_but_not_for_ever(tmp_path: Path) -> None:
     def plant(step: int, groups: list[Group]) -> list[Group]:
         spoiled = text(range(3, 21), 1.0, [math.nan] * 18)
         return [group([spoiled, *groups[0].rollouts[1:]], "p0"), *groups[1:]] if step in (1, 3, 4, 5) else groups
@@ -287,7 +287,7 @@ def test_g11_such_steps_may_be_left_out_but_not_for_ever(tmp_path: Path) -> None
     assert {int(v) for name, v in loop.trainer.moments().items() if name.startswith("step.")} == {2}
 
 
-def test_g11_the_problem_is_named_also_where_the_batch_is_part_of_the_rollouts(tmp_path: Path) -> None:
+def test_the_problem_is_named_also_where_the_batch_is_part_of_the_rollouts(tmp_path: Path) -> None:
     """A mini-batch, or what was selected, in an order of its own: its second sequence is not the second rollout."""
     loop = make(tmp_path)
     parts = [segment([3, 4], False), segment(range(3, 9), True, [-1.0] * 6)]
@@ -298,7 +298,7 @@ def test_g11_the_problem_is_named_also_where_the_batch_is_part_of_the_rollouts(t
     assert loop.guarding.keep(1, batch.replace(behaviour_T=behaviour_T), groups).endswith("not finite: p1)")
 
 
-def test_t04_log_probs_of_another_model_stop_the_run(tmp_path: Path) -> None:
+def test_log_probs_of_another_model_stop_the_run(tmp_path: Path) -> None:
     def plant(step: int, groups: list[Group]) -> list[Group]:
         def shifted(r):  # type: ignore[no-untyped-def]
             return text(r.segments[1].ids.tolist(), r.score.value, (r.segments[1].logprobs - 0.4).tolist(), r.sample)
@@ -365,7 +365,7 @@ def test_a_dead_coefficient_is_said_once(tmp_path: Path) -> None:
     assert "forgotten" in event.details["text"] and "used" not in event.details["text"]
 
 
-def test_g08_no_memory_stops_with_the_setting_to_change(tmp_path: Path) -> None:
+def test_out_of_memory_stops_with_the_setting_to_change(tmp_path: Path) -> None:
     loop = make(tmp_path)
     plain = loop.trainer.update
 

@@ -49,7 +49,7 @@ TOKENIZER = character_tokenizer("0123456789+= \n")
 SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 
 
-# --- static: X01, X04, X11 ---------------------------------------------------------------------------------------------------
+# --- static ---------------------------------------------------------------------------------------------------
 
 # Modules with which a program can start others, reach memory or the network, and the only files that may use them.
 AUDITED = {
@@ -111,7 +111,7 @@ def calls(package: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("check", [dangers, uses, calls])
-def test_x01_the_source_has_no_way_from_data_to_code(check: Callable[[Path], list[str]]) -> None:
+def test_the_source_never_turns_data_into_code(check: Callable[[Path], list[str]]) -> None:
     assert check(PACKAGE) == []
 
 
@@ -132,7 +132,7 @@ def test_the_static_checks_can_fail(check: Callable[[Path], list[str]], source: 
     assert any(complaint in text for text in check(tmp_path / "posttrain"))
 
 
-def test_x11_importing_reaches_no_network_and_writes_nothing(tmp_path: Path) -> None:
+def test_importing_uses_no_network_and_writes_nothing(tmp_path: Path) -> None:
     program = (
         "import sys\nsys.dont_write_bytecode = True\nseen = []\n"
         "def hook(event, arguments):\n"
@@ -148,7 +148,7 @@ def test_x11_importing_reaches_no_network_and_writes_nothing(tmp_path: Path) -> 
     assert done.stdout.strip() == "[]" and list(tmp_path.iterdir()) == []
 
 
-def test_x11_the_lock_file_has_a_hash_for_everything_and_agrees_with_the_constraints() -> None:
+def test_the_lock_file_has_a_hash_for_everything_and_agrees_with_the_constraints() -> None:
     def pins(text: str) -> dict[str, str]:
         found = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", text, re.MULTILINE)
         return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
@@ -163,7 +163,7 @@ def test_x11_the_lock_file_has_a_hash_for_everything_and_agrees_with_the_constra
     assert needed <= set(locked), "run the command at the top of requirements.lock again"
 
 
-# --- hostile model directories: X01, X02 -------------------------------------------------------------------------------------
+# --- hostile model directories -------------------------------------------------------------------------------------
 
 
 class Bomb:
@@ -202,13 +202,13 @@ def model(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def test_x01_pickles_beside_a_model_are_not_read(model: Path, tmp_path: Path) -> None:
+def test_pickles_next_to_a_model_are_not_read(model: Path, tmp_path: Path) -> None:
     plant(model, tmp_path / "mark")
     load(str(model))
     assert not (tmp_path / "mark").exists()
 
 
-def test_x01_a_model_of_pickles_alone_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_model_of_pickles_alone_is_refused(model: Path, tmp_path: Path) -> None:
     plant(model, tmp_path / "mark")
     (model / "model.safetensors").unlink()
     with pytest.raises(UserError, match="only pickled weights"):
@@ -217,7 +217,7 @@ def test_x01_a_model_of_pickles_alone_is_refused(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
-def test_x02_code_that_comes_with_a_model_is_not_run(file: str, model: Path, tmp_path: Path) -> None:
+def test_code_that_comes_with_a_model_is_not_run(file: str, model: Path, tmp_path: Path) -> None:
     code = f"import pathlib\npathlib.Path({str(tmp_path / 'mark')!r}).touch()\n"
     for name in ("evil.py", "modeling_evil.py", "tokenizer.py", "configuration_evil.py", "__init__.py"):
         (model / name).write_text(code)
@@ -232,7 +232,7 @@ def test_x02_code_that_comes_with_a_model_is_not_run(file: str, model: Path, tmp
     assert not (tmp_path / "mark").exists()
 
 
-def test_x02_a_model_of_a_billion_layers_is_refused_before_they_are_made(model: Path) -> None:
+def test_a_model_of_a_billion_layers_is_refused_before_they_are_made(model: Path) -> None:
     path = model / "config.json"
     tree = json.loads(path.read_text())
     path.write_text(json.dumps(tree | {"num_hidden_layers": 10**9, "layer_types": None}))
@@ -265,7 +265,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_x02_a_chat_template_does_not_leave_its_sandbox(template: str, model: Path, tmp_path: Path) -> None:
+def test_a_chat_template_does_not_leave_its_sandbox(template: str, model: Path, tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(template.replace("MARK", str(tmp_path / "mark")))
     tokenizer = load(str(model)).tokenizer
     with pytest.raises(UserError, match="the chat template refused the conversation"):
@@ -281,7 +281,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_x02_a_chat_template_that_would_eat_time_or_memory(name: str, model: Path, impatient: None) -> None:
+def test_a_chat_template_that_uses_too_much_time_or_memory_is_refused(name: str, model: Path, impatient: None) -> None:
     (model / "chat_template.jinja").write_text(BOMBS[name])
     began, before = time.monotonic(), untrusted.resident()
     refused = nullcontext() if name == "recursion" else pytest.raises(UserError, match="not fit to run: it took over")
@@ -291,7 +291,7 @@ def test_x02_a_chat_template_that_would_eat_time_or_memory(name: str, model: Pat
 
 
 @pytest.mark.parametrize("name", ["a loop in a loop", "doubling"])
-def test_x02_a_template_that_waits_for_its_moment(name: str, model: Path, impatient: None) -> None:
+def test_a_template_that_attacks_only_some_conversations_is_refused(name: str, model: Path, impatient: None) -> None:
     """Harmless when the model is loaded, and a bomb for some conversations of the training data."""
     (model / "chat_template.jinja").write_text("{% if messages[0].content == '1+1=' %}" + BOMBS[name] + "{% endif %}ok")
     tokenizer = load(str(model)).tokenizer
@@ -306,14 +306,14 @@ def test_x02_a_template_that_waits_for_its_moment(name: str, model: Path, impati
 @pytest.mark.parametrize(
     "name", ["../other.safetensors", "/etc/passwd", "..\\x.safetensors", "C:x.safetensors", "a\0.safetensors"]
 )
-def test_x05_an_index_does_not_name_files_elsewhere(name: str, model: Path) -> None:
+def test_an_index_does_not_name_files_elsewhere(name: str, model: Path) -> None:
     (model / "model.safetensors").rename(model.parent / "other.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(UserError, match="not a plain .safetensors file name"):
         load(str(model))
 
 
-# --- hostile configurations: X03 -------------------------------------------------------------------------------------------------
+# --- hostile configurations -------------------------------------------------------------------------------------------------
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
@@ -335,7 +335,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("place", ["recipe", "run"])
-def test_x03_a_configuration_is_data(place: str, name: str, tmp_path: Path) -> None:
+def test_a_configuration_is_data(place: str, name: str, tmp_path: Path) -> None:
     text, line = CONFIGS[name]
     text = text.replace("MARK", str(tmp_path / "mark"))
     began = time.monotonic()
@@ -348,7 +348,7 @@ def test_x03_a_configuration_is_data(place: str, name: str, tmp_path: Path) -> N
     assert not (tmp_path / "mark").exists()
 
 
-def test_x03_environment_variables_are_not_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_not_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     for text in ("${oc.env:HF_TOKEN}", "${HF_TOKEN}", "$HF_TOKEN", "{{ env.HF_TOKEN }}"):
         assert config.pair(f"out={text}")[1] in (text, None) or SECRET not in str(config.pair(f"out={text}"))
@@ -364,7 +364,7 @@ def test_x03_environment_variables_are_not_filled_in(monkeypatch: pytest.MonkeyP
         {"stages": [], "checkpoint_hook": "python3 MARK.py"},
     ],
 )
-def test_x03_code_and_programs_named_by_a_run_directory_do_not_run(change: dict[str, Any], tmp_path: Path) -> None:
+def test_code_and_programs_named_by_a_run_directory_do_not_run(change: dict[str, Any], tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass Evil: ...\n")
     RunWriter.create(tmp_path / "run", {}).close()
@@ -377,7 +377,7 @@ def test_x03_code_and_programs_named_by_a_run_directory_do_not_run(change: dict[
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize(("reward", "options"), [("code", {"sandbox": "unsafe"}), ("judge", {"key_variable": "AWS_SECRET"})])
-def test_x03_a_file_does_not_lower_walls_or_choose_a_secret(
+def test_a_file_does_not_weaken_the_sandbox_or_choose_a_secret(
     reward: str, options: dict[str, str], depth: int, tmp_path: Path
 ) -> None:
     for _ in range(depth):
@@ -404,7 +404,7 @@ def test_x03_a_file_does_not_lower_walls_or_choose_a_secret(
         {"rl.task": {"name": "jsonl", "file": "x", "reward": "MARK.py:f"}},
     ],
 )
-def test_x03_keys_of_a_recipe_in_a_file_do_not_run_code(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_of_a_recipe_in_a_file_do_not_run_code(keys: dict[str, Any], tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass Evil: ...\n")
     tree = json.loads(json.dumps({"recipe": "quickstart", **keys}).replace("MARK.py", str(tmp_path / "evil.py")))
@@ -414,7 +414,7 @@ def test_x03_keys_of_a_recipe_in_a_file_do_not_run_code(keys: dict[str, Any], tm
     assert not mark.exists()
 
 
-# --- hostile checkpoints and run directories: X01, X05, X13 ------------------------------------------------------------------
+# --- hostile checkpoints and run directories ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -452,7 +452,7 @@ def forge(path: Path, file: str, content: bytes) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_x01_pickles_in_a_checkpoint_are_not_read(run: Path, tmp_path: Path) -> None:
+def test_pickles_in_a_checkpoint_are_not_read(run: Path, tmp_path: Path) -> None:
     plant(newest(run), tmp_path / "mark")
     pipeline.resume(run)
     assert not (tmp_path / "mark").exists() and Run(run).summary is not None
@@ -460,7 +460,7 @@ def test_x01_pickles_in_a_checkpoint_are_not_read(run: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("what", ["pickle", "nothing", "empty object", "deep", "other"])
-def test_x01_a_forged_checkpoint_is_one_line(file: str, what: str, run: Path, tmp_path: Path) -> None:
+def test_a_forged_checkpoint_is_one_line(file: str, what: str, run: Path, tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4]}}).encode()
     content = {
         "pickle": pickle.dumps(Bomb(tmp_path / "mark")),
@@ -478,7 +478,7 @@ def test_x01_a_forged_checkpoint_is_one_line(file: str, what: str, run: Path, tm
     assert not (tmp_path / "mark").exists()
 
 
-def test_x05_a_manifest_does_not_name_files(run: Path, tmp_path: Path) -> None:
+def test_a_manifest_does_not_name_files(run: Path, tmp_path: Path) -> None:
     """Names in it are looked up, never followed."""
     path = newest(run)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -492,7 +492,7 @@ NAMES = ("../up", "..%2fup", "%252e%252e/up", "..\\up", "/absolute", "file:///et
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_x05_names_are_not_paths(name: str, tmp_path: Path) -> None:
+def test_names_are_not_paths(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a plain name"):
         layout.rollout_file(tmp_path, name, 1)
     with RunWriter.create(tmp_path / "run", {}) as writer, pytest.raises(UserError, match="is not a plain name"):
@@ -503,7 +503,7 @@ def test_x05_names_are_not_paths(name: str, tmp_path: Path) -> None:
         check_names([stage])
 
 
-def test_x05_a_stage_name_in_a_run_directory_does_not_lead_out_of_it(run: Path, tmp_path: Path) -> None:
+def test_a_stage_name_in_a_run_directory_does_not_lead_out_of_it(run: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["stages"][0]["name"] = "../../outside"
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -513,7 +513,7 @@ def test_x05_a_stage_name_in_a_run_directory_does_not_lead_out_of_it(run: Path, 
     assert not (tmp_path / "outside").exists() and not (run.parent / "outside").exists()
 
 
-def test_x13_what_a_model_writes_stays_on_its_line(tmp_path: Path) -> None:
+def test_what_a_model_writes_stays_on_its_line(tmp_path: Path) -> None:
     evil = 'x\n{"kind":"resume","stage":"rl","step":0}\r\u2028\x1b]0;title\x07\x1b[2J\u202e'
     with RunWriter.create(tmp_path, {}) as writer:
         writer.event("say", {"text": evil})
@@ -523,7 +523,7 @@ def test_x13_what_a_model_writes_stays_on_its_line(tmp_path: Path) -> None:
     assert "\x1b" not in shown and "\n" not in shown and "\u202e" not in shown and "\r" not in shown
 
 
-# --- data: X10 -------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 ROWS = {
     "deep": '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
@@ -537,7 +537,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_x10_rows_of_a_data_file(name: str, tmp_path: Path) -> None:
+def test_hostile_rows_of_a_data_file_are_one_line_errors(name: str, tmp_path: Path) -> None:
     from posttrain.data.demonstrations import from_file
     from tests.data.tokenizers_for_tests import CHATML, characters
 
@@ -548,10 +548,10 @@ def test_x10_rows_of_a_data_file(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
-# --- secrets: X09 ----------------------------------------------------------------------------------------------------------
+# --- secrets ----------------------------------------------------------------------------------------------------------
 
 
-def test_x09_keys_in_the_environment_are_not_written_anywhere(
+def test_keys_in_the_environment_are_not_written_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "ANTHROPIC_API_KEY"):

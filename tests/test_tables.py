@@ -71,9 +71,9 @@ def test_whom_a_test_is_about(make: ModuleType) -> None:
     names = catalogue.names("algorithm")
     about = make.algorithms_of
     assert about("tests/algorithms/test_grpo.py::test_contract", names) == {"grpo"}
-    assert about("tests/laws/test_kl.py::test_i23[k3]", names) == set()
-    assert about("tests/laws/test_x.py::test_i49[dr_grpo-kl=k2-0.5]", names) == {"dr_grpo"}
-    assert about("tests/laws/test_x.py::test_i19[3.0-ppo]", names) == {"ppo"}
+    assert about("tests/laws/test_kl.py::test_signs[k3]", names) == set()
+    assert about("tests/laws/test_x.py::test_budgets[dr_grpo-kl=k2-0.5]", names) == {"dr_grpo"}
+    assert about("tests/laws/test_x.py::test_linear[3.0-ppo]", names) == {"ppo"}
 
 
 def test_facts_are_read_from_the_classes(make: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""G10: every wait in the package has a limit. A wedge raises nothing, so only a deadline can catch it."""
+"""Every wait in the package has a limit: a process that hangs raises nothing."""
 
 from __future__ import annotations
 

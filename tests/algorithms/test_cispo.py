@@ -23,7 +23,7 @@ def test_refusals_and_contract() -> None:
     assert CISPO().needs == frozenset() and CISPO().clip == (1.0, 4.0)
 
 
-def test_i16_by_hand() -> None:
+def test_the_loss_by_hand() -> None:
     """Probabilities 0.6 and 0.5 that were 0.1 and 0.5: ratios 6, cut to 5, and 1. L = -w A ratio log p, and the slope is -w A ratio."""
     algorithm = CISPO()
     prepared = algorithm.prepare(plain_batch([1.0, 0.0], [0, 0]), {})

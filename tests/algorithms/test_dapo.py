@@ -44,7 +44,7 @@ def scored(*rewards: float | None) -> Group:
 
 
 def test_prompts_that_teach_nothing_are_left_out() -> None:
-    """Judged by the score before any punishment of length (E35): responses of 1 and 2 tokens differ, and do not count as differing."""
+    """Judged by the score before any punishment of length: responses of 1 and 2 tokens differ, and do not count as differing."""
     groups = [scored(1, 0), scored(1, 1), scored(0, 0), scored(None, 1), scored(0.2, 0.7)]
     selection = DAPO(l_max=2, l_cache=1).select(groups, {})
     assert selection.groups == (groups[0], groups[4]) and selection.refill == 3

@@ -59,7 +59,7 @@ def test_against_numpy(settings: dict[str, Any]) -> None:
     assert loss == pytest.approx(expected / 2, rel=1e-7)
 
 
-def test_i34_a_policy_that_is_its_reference() -> None:
+def test_a_policy_that_is_its_reference_costs_log_2() -> None:
     batch, outputs = hand_batch(LOGPROBS, LOGPROBS, [1, 0, 0, 1], [0, 0, 1, 1])
     loss, slope = loss_and_slope(DPO(), batch, outputs)
     assert loss == pytest.approx(math.log(2))
@@ -68,7 +68,7 @@ def test_i34_a_policy_that_is_its_reference() -> None:
     assert found["margin"] == 0.0 and found["accuracy"] == 0.5  # equal rewards are half right
 
 
-def test_i35_exchanged_labels_change_the_loss_by_the_margin() -> None:
+def test_exchanged_labels_change_the_loss_by_the_margin() -> None:
     one, slope = loss_and_slope(DPO(), *hand_pairs())
     other, opposite = loss_and_slope(DPO(), *hand_pairs([0.0, 1.0, 1.0, 0.0]))
     assert one - other == pytest.approx(-(0.15 + 0.4) / 2)
@@ -78,7 +78,7 @@ def test_i35_exchanged_labels_change_the_loss_by_the_margin() -> None:
     assert mine["reward/preferred"] == pytest.approx(theirs["reward/rejected"])
 
 
-def test_i41_the_likelihood_term_adds() -> None:
+def test_the_likelihood_term_is_added() -> None:
     plain, _ = loss_and_slope(DPO(), *hand_pairs())
     with_nll, _ = loss_and_slope(DPO(alpha=0.5), *hand_pairs())
     assert with_nll - plain == pytest.approx(0.5 * (3 / 2 + 2 / 1) / 2)

@@ -30,13 +30,13 @@ def test_prepare_by_hand() -> None:
     assert prepared.weight_T.tolist() == pytest.approx([0, 1 / 30, 0, 1 / 30, 1 / 30, 0, 1 / 30])
 
 
-def test_i10_it_is_grpo_without_its_divisions() -> None:
+def test_dr_grpo_is_grpo_without_its_divisions() -> None:
     step = material(DrGRPO())
     ours, grpo = DrGRPO(constant=9.0), GRPO(beta=0.0, scale="none", reduction="constant_mean", constant=9.0)
     assert_same_gradients(gradients(ours, ours.prepare(step, {})), gradients(grpo, grpo.prepare(step, {})), 1e-12)
 
 
-def test_i07_its_advantages_are_rloos_times_a_factor() -> None:
+def test_dr_grpo_advantages_are_those_of_rloo_times_a_factor() -> None:
     step = plain_batch([1.0, 0.0, 4.0, 2.0], [0] * 4)
     ours, theirs = DrGRPO().prepare(step, {}), RLOO(beta=0.0).prepare(step, {})
     torch.testing.assert_close(ours.advantage_T, 3 / 4 * theirs.advantage_T)

@@ -67,7 +67,7 @@ def test_contract() -> None:
 
 
 def test_selection_keeps_all_and_counts_groups_that_teach_nothing() -> None:
-    """I05: equality is exact; a group whose scores all failed teaches nothing either."""
+    """Equality is exact; a group whose scores all failed teaches nothing either."""
     rewards = [[0.7] * 7, [0.1] * 8, [None, None], [None, 0.3], [0.3, 0.3 + 1e-9]]
     groups = [group([rollout([segment([3], False), segment([4], True)], r) for r in values]) for values in rewards]
     selection = GRPO().select(groups, {})
@@ -96,7 +96,7 @@ def test_prepare_by_hand() -> None:
     ],
 )
 def test_length_bias_by_hand(settings: dict, weights: list[float]) -> None:
-    """A5: sequence_mean favours short right answers (and long wrong ones); the other two weigh every token the same."""
+    """`sequence_mean` favours short right answers (and long wrong ones); the other two weigh every token the same."""
     prepared = GRPO(**settings).prepare(plain_batch([1.0, 0.0], [0, 0], [1, 3]), {})
     assert prepared.weight_T is not None and prepared.weight_T.tolist() == pytest.approx(weights)
 
@@ -206,7 +206,7 @@ def test_tokens_without_advantage_stay_where_another_term_needs_them(settings: d
 
 
 def test_the_kl_term_has_a_gradient_and_the_right_sign() -> None:
-    """D29: minimising +beta KL moves the policy towards the reference."""
+    """Minimising +beta KL moves the policy towards the reference."""
     algorithm = GRPO(beta=1.0, kl="k2")
     prepared = algorithm.prepare(plain_batch([0.0, 0.0], [0, 0]), {})
     prepared = prepared.replace(reference_T=torch.full((4,), -2.0), behaviour_T=torch.full((4,), -1.0))
@@ -217,7 +217,7 @@ def test_the_kl_term_has_a_gradient_and_the_right_sign() -> None:
 
 
 def test_truncated_responses_stay_in_loss_and_baseline() -> None:
-    """E36, our policy: a response cut off by the length limit is a response like any other, judged by its reward."""
+    """A response cut off by the length limit is a response like any other, judged by its reward."""
 
     def step(finish: str) -> Batch:
         members = [rollout([segment([3], False), segment([4, 5], True, finish=finish)], reward) for reward in (1.0, 0.0)]

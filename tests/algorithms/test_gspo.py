@@ -68,7 +68,7 @@ def test_the_two_forms_agree_where_a_response_has_one_advantage() -> None:
     assert_same_gradients(gradients(one, one.prepare(step, {})), gradients(other, other.prepare(step, {})), 1e-12)
 
 
-def test_i17_with_one_token_it_is_grpo() -> None:
+def test_with_one_token_gspo_is_grpo() -> None:
     gspo, grpo = GSPO(clip_low=0.2, clip_high=0.2, correction="none"), GRPO(beta=0.0)
     step = plain_batch([1.0, 0.0, 0.5], [0] * 3).replace(behaviour_T=torch.tensor([0, -3.0, 0, -2.5, 0, -4.0]))
     assert_same_gradients(gradients(gspo, gspo.prepare(step, {})), gradients(grpo, grpo.prepare(step, {})), 1e-12)

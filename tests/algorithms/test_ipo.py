@@ -43,7 +43,7 @@ def test_a_policy_that_is_its_reference_is_at_distance_of_the_target() -> None:
     assert loss == pytest.approx(25.0)
 
 
-def test_i35_exchanged_labels() -> None:
+def test_exchanged_labels_change_the_loss_as_computed_by_hand() -> None:
     """(h - c)^2 - (-h - c)^2 = -4 c h, with c = 5 for tau = 0.1."""
     one, _ = loss_and_slope(IPO(length="sum"), *hand_pairs())
     other, _ = loss_and_slope(IPO(length="sum"), *hand_pairs([0, 1, 1, 0]))

@@ -79,7 +79,7 @@ def outputs(batch: Batch) -> Outputs:
 
 
 def test_kl_in_the_reward_by_hand() -> None:
-    """D30: two right answers; the second is 1 + 2 nats from the reference. R = 1 and 1 - 0.1 * 3; the KL trained on is shown."""
+    """Two right answers; the second is 1 + 2 nats from the reference. R = 1 and 1 - 0.1 * 3; the KL trained on is shown."""
     algorithm = GRPO(kl_in="reward", beta=0.1, scale="none")
     step = plain_batch([1.0, 1.0], [0, 0], [1, 2]).replace(
         behaviour_T=torch.tensor([9.0, -1.0, 9.0, -1.0, -1.0]), reference_T=torch.tensor([math.nan, -1.0, math.nan, -2.0, -3.0])
@@ -108,7 +108,7 @@ def test_parity_with_kl_in_the_reward(seed: int) -> None:
 
 
 def test_truncated_responses_can_be_masked() -> None:
-    """E36, A2: out of the loss and of its denominators, but not out of the baseline."""
+    """Out of the loss and of its denominators, but not out of the baseline."""
     step = plain_batch([1.0, 0.0, 0.0], [0] * 3, [2, 1, 4]).replace(truncated_N=torch.tensor([False, False, True]))
     prepared = GRPO(scale="none", truncated="mask", beta=0.0).prepare(step, {})
     assert prepared.advantage_T.tolist() == pytest.approx([0, 2 / 3, 2 / 3, 0, -1 / 3, 0, 0, 0, 0, 0])
@@ -150,7 +150,7 @@ def test_corrections_by_hand() -> None:
 
 
 def test_the_decoupled_clip_is_about_the_proximal_policy() -> None:
-    """F39: a stale sample (pi_prox / mu = 2) is beyond the clip of the ratio to mu before anything has moved; decoupled, it learns."""
+    """A stale sample (pi_prox / mu = 2) is beyond the clip of the ratio to mu before anything has moved; decoupled, it learns."""
     step = plain_batch([1.0, 0.0], [0, 0]).replace(
         behaviour_T=torch.tensor([0, -2.0, 0, -1.0]), proximal_T=torch.tensor([0, -2.0 + math.log(2), 0, -1.0])
     )
@@ -211,7 +211,7 @@ def test_parity_of_corrections(correction: str, drop: str) -> None:
 
 
 @pytest.mark.parametrize("make", [GRPO, GSPO, RLOO])
-def test_t05_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[PolicyGradient]) -> None:
+def test_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[PolicyGradient]) -> None:
     plain = make(beta=0.0, clip_low=0.2, clip_high=0.2, correction="none")
     step = material(plain, noise=0.0)
     step = step.replace(proximal_T=step.behaviour_T)

@@ -194,7 +194,7 @@ def test_whitening_of_advantages_and_rewards() -> None:
     assert abs(mean) > 0.01
 
 
-def test_i26_kl_in_the_reward_is_the_penalty_of_the_whole_response() -> None:
+def test_kl_in_the_reward_is_the_penalty_of_the_whole_response() -> None:
     """With gamma = lam = 1 and no values, every token's advantage is the score minus beta times the KL still to come."""
     algorithm = PPO(beta=0.3, lam=1.0, whiten_advantages=False)
     step = material(algorithm)
@@ -307,7 +307,7 @@ def test_corrections_by_hand(settings: dict, policy: list[float], slopes: list[f
         (0.5, 0.5, 0.5, 0.0),  # right already
     ],
 )
-def test_i32_where_the_value_clip_stops_the_gradient(value: float, before: float, target: float, slope: float) -> None:
+def test_the_value_clip_stops_the_gradient_beyond_its_bounds(value: float, before: float, target: float, slope: float) -> None:
     step = plain_batch([0.0], [0]).replace(
         weight_T=torch.tensor([0.0, 1.0], dtype=WIDE),
         return_T=torch.tensor([0.0, target], dtype=WIDE),
@@ -433,7 +433,7 @@ def after(algorithm: PPO, beta: float, kl: float, responses: int = 50) -> float:
     return state["beta"]
 
 
-def test_i27_the_kl_controller_by_hand() -> None:
+def test_the_kl_controller_by_hand() -> None:
     algorithm = PPO(beta=0.2, kl_target=6.0, kl_horizon=1000)
     assert algorithm.start() == {"beta": 0.2, "steps": 0}
     assert after(algorithm, 0.2, 6.0) == pytest.approx(0.2)

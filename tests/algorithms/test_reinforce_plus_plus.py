@@ -43,7 +43,7 @@ def test_kl_along_the_response_by_hand() -> None:
 
 
 def test_the_batch_is_white_over_valid_tokens() -> None:
-    """I31."""
+    """Mean 0 and variance 1 over the batch."""
     algorithm = ReinforcePlusPlus()
     prepared = algorithm.prepare(material(algorithm), {})
     inside = prepared.advantage_T[prepared.mask_T].double()

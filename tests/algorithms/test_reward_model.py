@@ -1,4 +1,4 @@
-"""Bradley-Terry reward models: numbers by hand, an independent NumPy reference, I42, and a preference learned."""
+"""Bradley-Terry reward models: numbers by hand, an independent NumPy reference, properties, and a preference learned."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_by_hand() -> None:
     assert float(loss(RewardModel(centring=0.1), [2.0, 1.0], step)) == pytest.approx(0.31326168751822286 + 0.9, abs=1e-7)
 
 
-def test_i42_the_laws_of_bradley_terry() -> None:
+def test_the_properties_of_bradley_terry() -> None:
     step = labelled([1.0, 0.0], [2.0, 1.0, 0.0])
     assert float(loss(RewardModel(), [0.7] * 5, step)) == pytest.approx(LOG2, abs=1e-7)
     scores = [0.3, -1.2, 2.0, 0.1, 0.4]

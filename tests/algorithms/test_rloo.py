@@ -33,7 +33,7 @@ def test_the_others_are_the_baseline() -> None:
 
 
 def test_kl_is_taken_from_the_reward_of_the_response() -> None:
-    """I26: -beta times the sum over its tokens, before the baseline: R = 1 - 0.1 * 3 and 0 - 0.1 * 1."""
+    """KL in the reward: -beta times the sum over its tokens, before the baseline: R = 1 - 0.1 * 3 and 0 - 0.1 * 1."""
     step = plain_batch([1.0, 0.0], [0, 0], [2, 1])
     step = step.replace(behaviour_T=torch.tensor([0, -1.0, -1.0, 0, -2.0]), reference_T=torch.tensor([5, -2.0, -3.0, 5, -3.0]))
     prepared = RLOO(beta=0.1).prepare(step, {})

@@ -46,7 +46,7 @@ def test_by_hand(reduction: str, weights: list[float], loss: float) -> None:
 
 
 def test_metrics_are_ratios_of_sums() -> None:
-    """A7: over loss tokens alone, whatever the reduction; masked positions (NaN here) are not in them."""
+    """Over loss tokens alone, whatever the reduction; masked positions (NaN here) are not in them."""
     algorithm = SFT(reduction="sequence_mean")
     entropy = torch.where(torch.isfinite(LOGPROB), 0.5, float("nan"))
     terms = algorithm.terms(Outputs(LOGPROB, entropy), algorithm.prepare(two_examples(), {}))

@@ -28,14 +28,14 @@ def test_the_reference_plays_no_part() -> None:
     assert loss_and_slope(SimPO(), batch, outputs) == loss_and_slope(SimPO(), batch.replace(reference_T=None), outputs)
 
 
-def test_i39_length_buys_nothing() -> None:
+def test_length_alone_does_not_lower_the_loss() -> None:
     """Twice as many tokens of the same log-prob leave the loss as it was."""
     short = hand_batch([[-1.0], [-2.0]], [[0.0], [0.0]], [1, 0], [0, 0])
     long = hand_batch([[-1.0] * 2, [-2.0] * 3], [[0.0] * 2, [0.0] * 3], [1, 0], [0, 0])
     assert loss_and_slope(SimPO(), *short)[0] == pytest.approx(loss_and_slope(SimPO(), *long)[0])
 
 
-def test_i35_exchanged_labels_without_a_margin() -> None:
+def test_exchanged_labels_change_the_loss_by_the_difference_of_means() -> None:
     one, other = (loss_and_slope(SimPO(gamma=0.0), *hand_pairs(r))[0] for r in ([1, 0, 0, 1], [0, 1, 1, 0]))
     assert one - other == pytest.approx(-(2 * -0.5 + 2 * 2 / 3) / 2)
 

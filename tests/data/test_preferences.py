@@ -67,7 +67,7 @@ def test_a_packed_file_is_the_same_file(tmp_path: Path) -> None:
 
 
 def test_the_prompt_inside_a_conversation_reaches_to_the_last_common_turn(tmp_path: Path) -> None:
-    """B17: nothing of the common beginning carries loss, and nothing of either response is lost."""
+    """Nothing of the common beginning carries loss, and nothing of either response is lost."""
     again = {"role": "user", "content": "again"}
     found = read(tmp_path, {"chosen": [ASK, YES, again, NO], "rejected": [ASK, YES, again, YES]})
     assert said(found) == [[("the fox" + END, 1.0), ("hello" + END, 0.0)]]

@@ -1,4 +1,4 @@
-"""Training and sampling agree: one set of weights, one log-prob. T01 to T04, C19, C21."""
+"""Training and sampling agree: one set of weights, one log-prob."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def ratios(policy: Policy, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.6, 1.0, 1.5])
-def test_t03_the_importance_ratio_is_one_at_every_temperature(temperature: float) -> None:
-    """C19: what the trainer recomputes of what the engine sampled, through other rows, packs and a cache."""
+def test_the_importance_ratio_is_one_at_every_temperature(temperature: float) -> None:
+    """What the trainer recomputes of what the engine sampled, through other rows, packs and a cache."""
     policy = small_policy(dtype=torch.float32)
     ratio = ratios(policy, sampled(policy, Sampling(24, temperature)))
     assert len(ratio) > 100
@@ -47,21 +47,21 @@ def test_t03_the_importance_ratio_is_one_at_every_temperature(temperature: float
     assert float((ratio - 1).abs().max()) < 1e-4
 
 
-def test_t03_forgetting_the_temperature_is_seen() -> None:
+def test_a_ratio_without_the_temperature_is_detected() -> None:
     """Not in the mean, which is 1 in expectation under any policy, but in every single ratio."""
     policy = small_policy(dtype=torch.float32)
     ratio = ratios(policy, sampled(policy, Sampling(24, 0.6)).replace(temperature=1.0))
     assert float((ratio - 1).abs().mean()) > 0.3
 
 
-def test_c20_truncated_sampling_is_seen() -> None:
+def test_truncated_sampling_is_detected() -> None:
     """Under top-k the ratio is the kept mass, not 1: training refuses it (the rl stage), and here is why."""
     policy = small_policy(dtype=torch.float32)
     ratio = ratios(policy, sampled(policy, Sampling(24, top_k=3)))
     assert float(ratio.mean()) < 0.95
 
 
-def test_t02_the_first_update_sees_no_mismatch() -> None:
+def test_the_first_update_has_no_mismatch() -> None:
     policy = small_policy(dtype=torch.float32)
     algorithm = GRPO(beta=0.0)
     trainer = Trainer(policy, algorithm, Optimization(lr=1e-2))
@@ -71,7 +71,7 @@ def test_t02_the_first_update_sees_no_mismatch() -> None:
     assert 0 < figures["mismatch"] <= figures["mismatch/max"] < 1e-4 and 0 <= figures["mismatch/kl"] < 1e-9
 
 
-def test_t04_the_next_token_comes_from_the_new_weights() -> None:
+def test_the_next_token_comes_from_the_new_weights() -> None:
     """There is one copy: after an optimizer step, ratios of fresh samples are 1 and those of old samples are not."""
     policy = small_policy(dtype=torch.float32)
     algorithm = GRPO(beta=0.0)
@@ -85,7 +85,7 @@ def test_t04_the_next_token_comes_from_the_new_weights() -> None:
     assert fresh.ids_T.tolist() != old.ids_T.tolist()
 
 
-def test_c21_the_log_prob_is_that_of_the_sampled_id() -> None:
+def test_the_log_prob_is_that_of_the_sampled_id() -> None:
     policy = small_policy(dtype=torch.float32)
     batch = sampled(policy, Sampling(1))
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_c21_the_log_prob_is_that_of_the_sampled_id() -> None:
             assert float(batch.behaviour_T[end - 1]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_t01_decode_equals_prefill() -> None:
+def test_decode_equals_prefill() -> None:
     """A continuation of a prompt that ends with the first half of a response has the log-probs of the second half."""
     policy = small_policy(dtype=torch.float32)
     engine = Engine(policy)

@@ -1,4 +1,4 @@
-"""The sampler draws from exactly the distribution whose log-probs it returns; its uniforms are SplitMix64's. I59, C20, C21."""
+"""The sampler draws from exactly the distribution whose log-probs it returns; its uniforms are SplitMix64's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("s", SETTINGS, ids=str)
-def test_i59_draws_follow_the_distribution(s: Sampling) -> None:
+def test_draws_follow_the_distribution(s: Sampling) -> None:
     """Chi-square on 100,000 draws, merging cells that expect fewer than ten; nothing outside the support is ever drawn."""
     id_N, logprob_N = draws(s)
     p = expected_probabilities(s)
@@ -85,7 +85,7 @@ def test_the_bound_of_the_chi_square_is_not_lax() -> None:
     assert ((counts - wanted) ** 2 / wanted).sum() > 1000
 
 
-def test_i59_cold_and_narrow_are_argmax() -> None:
+def test_low_temperature_and_top_k_1_are_argmax() -> None:
     best = int(LOGITS.argmax())
     for s in (Sampling(temperature=0.0), Sampling(temperature=1e-4), Sampling(top_k=1), Sampling(top_p=1e-6)):
         id_N, logprob_N = draws(s, 200)
@@ -93,12 +93,12 @@ def test_i59_cold_and_narrow_are_argmax() -> None:
         assert logprob_N.tolist() == [0.0] * 200
 
 
-def test_i59_plain_and_general_paths_are_the_same() -> None:
+def test_plain_and_truncated_sampling_paths_agree() -> None:
     one, other = draws(Sampling(), 1000, plain=True), draws(Sampling(), 1000, plain=False)
     assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
-def test_c20_log_probs_are_those_of_the_kept_support() -> None:
+def test_log_probs_are_those_of_the_kept_support() -> None:
     """Under top-k the kept mass is divided out; the full softmax would say less."""
     id_N, logprob_N = draws(Sampling(top_k=3), 100)
     full = torch.log_softmax(LOGITS, -1)

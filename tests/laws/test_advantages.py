@@ -1,4 +1,4 @@
-"""Laws of advantages within groups: I01 to I09, and mistakes E31 to E34 of other libraries."""
+"""Properties of advantages within groups, and mistakes of other libraries that they rule out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def advantages(rewards: list[float], groups: list[int] | None = None, valid: lis
 @every_kind
 @quick
 @given(rewards=REWARDS)
-def test_i01_advantages_of_a_group_add_up_to_zero(baseline: str, scale: str, rewards: list[float]) -> None:
+def test_advantages_of_a_group_add_up_to_zero(baseline: str, scale: str, rewards: list[float]) -> None:
     advantage_N = advantages(rewards, baseline=baseline, scale=scale)
     spread = max(rewards) - min(rewards)
     # what cancels is the size of the rewards, not of their differences: 1e-14 of it may remain
@@ -47,9 +47,7 @@ def test_i01_advantages_of_a_group_add_up_to_zero(baseline: str, scale: str, rew
 @every_kind
 @quick
 @given(rewards=REWARDS, shift=st.integers(-8, 8))
-def test_i02_a_constant_added_to_all_rewards_changes_nothing(
-    baseline: str, scale: str, rewards: list[float], shift: int
-) -> None:
+def test_a_constant_added_to_all_rewards_changes_nothing(baseline: str, scale: str, rewards: list[float], shift: int) -> None:
     rewards = [round(r * 64) / 64 for r in rewards]  # sums with a whole number are exact
     one = advantages(rewards, baseline=baseline, scale=scale)
     other = advantages([r + shift for r in rewards], baseline=baseline, scale=scale)
@@ -58,7 +56,7 @@ def test_i02_a_constant_added_to_all_rewards_changes_nothing(
 
 @quick
 @given(rewards=REWARDS, factor=st.floats(0.01, 100))
-def test_i03_rewards_in_other_units(rewards: list[float], factor: float) -> None:
+def test_scaled_rewards_scale_or_keep_the_advantages(rewards: list[float], factor: float) -> None:
     """Without epsilon the scale cancels; with it A(a r) = a c / (a s + epsilon); without a divisor A is linear."""
     assume(max(rewards) - min(rewards) > 1e-3)
     scaled = [factor * r for r in rewards]
@@ -76,8 +74,10 @@ def test_i03_rewards_in_other_units(rewards: list[float], factor: float) -> None
 @every_kind
 @quick
 @given(data=st.data(), rewards=REWARDS)
-def test_i04_permutations_of_samples_and_names_of_groups(baseline: str, scale: str, data: Any, rewards: list[float]) -> None:
-    """E33: grouping is by the problem's number, not by place: samples may come in any order and groups have any numbers."""
+def test_order_of_samples_and_numbers_of_groups_do_not_matter(
+    baseline: str, scale: str, data: Any, rewards: list[float]
+) -> None:
+    """Grouping is by the problem's number, not by place: samples may come in any order and groups have any numbers."""
     count = len(rewards)
     groups = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     order = data.draw(st.permutations(range(count)))
@@ -90,8 +90,8 @@ def test_i04_permutations_of_samples_and_names_of_groups(baseline: str, scale: s
 @every_kind
 @pytest.mark.parametrize(("value", "count"), [(0.7, 7), (0.1, 8), (0.3, 12), (0.0, 2), (1e9, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
-def test_i05_equal_rewards_give_exactly_zero(baseline: str, scale: str, value: float, count: int, dtype: torch.dtype) -> None:
-    """E32: tested by max == min. In float32 the std of [0.7] * 7 is not 0 but 6e-8, and |A| would be 0.8 at epsilon 1e-8."""
+def test_equal_rewards_give_exactly_zero(baseline: str, scale: str, value: float, count: int, dtype: torch.dtype) -> None:
+    """Tested by max == min. In float32 the std of [0.7] * 7 is not 0 but 6e-8, and |A| would be 0.8 at epsilon 1e-8."""
     reward_N = torch.tensor([value] * count + [0.0, 1.0], dtype=dtype)  # a second group, so that the batch has a spread
     group_N = torch.tensor([0] * count + [1, 1])
     advantage_N = group_advantages(
@@ -102,7 +102,7 @@ def test_i05_equal_rewards_give_exactly_zero(baseline: str, scale: str, value: f
 
 
 @pytest.mark.parametrize("algorithm", [c for c in GROUPED if not c.values[0].needs and not getattr(c.values[0], "entropy", 0)])
-def test_i05_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> None:
+def test_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> None:
     if getattr(
         algorithm, "l_max", 0
     ):  # a punishment of length is a reward too; groups it would tell apart are left out by `select`
@@ -122,15 +122,15 @@ def test_i05_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> N
         ({"baseline": "leave_one_out", "scale": "none"}, [1, 0, -0.5, -0.5]),
     ],
 )
-def test_i06_what_could_not_be_scored_does_not_vote(junk: float, options: dict, expected: list[float]) -> None:
-    """E34: the second of four failed; whatever stands in its place matters to nobody, and its own advantage is 0."""
+def test_an_unscored_rollout_has_no_vote_in_the_baseline(junk: float, options: dict, expected: list[float]) -> None:
+    """The second of four failed: its placeholder changes nothing, and its own advantage is 0."""
     found = advantages([1, junk, 0, 0], valid=[True, False, True, True], **options)
     assert found.tolist() == pytest.approx(expected, abs=1e-8)
 
 
 @pytest.mark.parametrize("junk", [1e9, math.nan, math.inf])
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_i06_a_failed_rollout_leaves_the_step_as_it_is(algorithm: Algorithm, junk: float) -> None:
+def test_an_unscored_rollout_does_not_change_the_step(algorithm: Algorithm, junk: float) -> None:
     step = material(algorithm)
     assert not bool(step.valid_N.all())
     one = algorithm.prepare(step, {})
@@ -142,35 +142,35 @@ def test_i06_a_failed_rollout_leaves_the_step_as_it_is(algorithm: Algorithm, jun
     assert not bool(one.mask_T[failed_T].any()) and not bool(one.weight_T[failed_T].any())
 
 
-def test_i06_zero_is_a_score() -> None:
+def test_zero_is_a_score() -> None:
     assert advantages([1.0, 0.0], scale="none").tolist() == [0.5, -0.5]
 
 
 @every_kind
 @quick
 @given(rewards=REWARDS)
-def test_i07_leave_one_out_is_the_mean_baseline_times_a_factor(baseline: str, scale: str, rewards: list[float]) -> None:
+def test_leave_one_out_is_the_mean_baseline_times_a_factor(baseline: str, scale: str, rewards: list[float]) -> None:
     count = len(rewards)
     one = advantages(rewards, baseline="leave_one_out", scale=scale)
     torch.testing.assert_close(one, count / (count - 1) * advantages(rewards, scale=scale), rtol=1e-12, atol=1e-12)
 
 
 @every_kind
-def test_i09_one_valid_sample_has_no_advantage(baseline: str, scale: str) -> None:
-    """E31: its reward is its own baseline; taking mean 0 and std 1 instead, as some do, trains on the raw reward."""
+def test_one_valid_sample_has_no_advantage(baseline: str, scale: str) -> None:
+    """Its reward is its own baseline; taking mean 0 and std 1 instead, as some do, trains on the raw reward."""
     assert advantages([5.0], baseline=baseline, scale=scale).tolist() == [0.0]
     assert advantages([5.0, 1.0], [0, 1], baseline=baseline, scale=scale).tolist() == [0.0, 0.0]
     assert advantages([5.0, 1.0, 2.0], valid=[True, False, False], baseline=baseline, scale=scale).tolist() == [0.0, 0.0, 0.0]
     assert advantages([5.0, 1.0], valid=[False, False], baseline=baseline, scale=scale).tolist() == [0.0, 0.0]
 
 
-def test_i09_groups_of_one_are_refused() -> None:
+def test_groups_of_one_are_refused() -> None:
     with pytest.raises(UserError, match="group must be at least 2"):
         GRPO(group=1)
 
 
 @pytest.mark.parametrize("algorithm", GROUPED)
-def test_e33_groups_are_by_place_not_by_prompt(algorithm: Algorithm) -> None:
+def test_two_problems_with_equal_prompts_are_two_groups(algorithm: Algorithm) -> None:
     """Two problems with the same prompt text and ids stay two groups."""
     step = plain_batch([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])
     assert step.group_N.tolist() == [0, 0, 1, 1]
@@ -179,7 +179,7 @@ def test_e33_groups_are_by_place_not_by_prompt(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_b12_advantages_do_not_leak_past_the_mask(algorithm: Algorithm) -> None:
+def test_advantages_do_not_leak_past_the_mask(algorithm: Algorithm) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
     assert prepared.advantage_T is not None
     assert not prepared.advantage_T[~prepared.mask_T].any()

@@ -1,4 +1,4 @@
-"""I64: a trained model that is exported and loaded again has the same bits and the same logits, here and in transformers."""
+"""A trained model that is exported and loaded again has the same bits and the same logits, here and in transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.types import Example
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_i64_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_exported_model_is_loaded_with_the_same_bits_and_logits(dtype: torch.dtype, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = character_tokenizer("0123456789+= ")

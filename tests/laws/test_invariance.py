@@ -1,4 +1,4 @@
-"""Laws of layout: how a step is cut, ordered, packed or bucketed changes no gradient. I49 to I52; mistakes A1, A3, A7, B18."""
+"""How a step is cut, ordered, packed or bucketed changes no gradient."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def cut(algorithm: Algorithm, budget: int) -> tuple[float, dict[str, Tensor]]:
 @every_case
 @quick
 @given(budget=st.integers(1, 80))
-def test_i49_any_token_budget_gives_the_same_gradient(algorithm: Algorithm, budget: int) -> None:
-    """A1: weights are those of the whole step, so micro-batches simply add, however ragged they are."""
+def test_any_token_budget_gives_the_same_gradient(algorithm: Algorithm, budget: int) -> None:
+    """Weights are those of the whole step, so micro-batches simply add, however ragged they are."""
     assert_same_gradients(whole(algorithm), cut(algorithm, budget))
 
 
 @every_case
-def test_i49_in_float32_too(algorithm: Algorithm) -> None:
+def test_any_token_budget_gives_the_same_gradient_in_float32(algorithm: Algorithm) -> None:
     policy = small_policy(dtype=torch.float32)
     prepared = algorithm.prepare(material(algorithm), {})
     one, other = gradients(algorithm, prepared, policy=policy), gradients(algorithm, prepared, 1, policy)
@@ -83,7 +83,7 @@ def reordered(step: Batch, order: list[int]) -> Batch:
 @every_case
 @quick
 @given(data=st.data())
-def test_i52_any_order_gives_the_same_gradient(algorithm: Algorithm, data: Any) -> None:
+def test_any_order_of_units_gives_the_same_gradient(algorithm: Algorithm, data: Any) -> None:
     step = material(algorithm)
     order = data.draw(st.permutations(range(len(set(step.unit_N)))))
     budget = data.draw(st.integers(1, 80))
@@ -91,7 +91,7 @@ def test_i52_any_order_gives_the_same_gradient(algorithm: Algorithm, data: Any) 
 
 
 @every_case
-def test_i51_packed_equals_one_by_one(algorithm: Algorithm) -> None:
+def test_a_packed_batch_gives_the_gradient_of_its_documents_one_by_one(algorithm: Algorithm) -> None:
     """Every unit alone in its forward pass, without any other before it."""
     prepared = algorithm.prepare(material(algorithm), {})
     pieces = micro_batches(prepared, 1)
@@ -100,7 +100,7 @@ def test_i51_packed_equals_one_by_one(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("waste", [1.0, 100.0])
-def test_i50_padding_inside_the_attention_changes_nothing(waste: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_inside_the_attention_changes_nothing(waste: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Similar lengths share a padded call; all in one bucket or nearly each in its own, the log-probs are the same."""
     generator = np.random.default_rng(0)
     lengths = [2, 3, 11, 12, 14, 31, 40, 41]
@@ -122,8 +122,8 @@ def packed_logits(batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_i51_a_document_does_not_see_its_neighbours(changed: int) -> None:
-    """B18: with any other ids in one document, every other document's logits are the same to the last bit."""
+def test_a_document_does_not_see_its_neighbours(changed: int) -> None:
+    """With any other ids in one document, every other document's logits are the same to the last bit."""
     ids = [np.array([5, 6, 7, 8]), np.array([9, 10, 11, 12, 13, 14]), np.array([3, 4, 15])]
     one = pack_examples([Example(i, np.arange(len(i)) > 0) for i in ids])
     ids[changed] = (ids[changed] + 5) % VOCABULARY
@@ -134,12 +134,12 @@ def test_i51_a_document_does_not_see_its_neighbours(changed: int) -> None:
         assert torch.equal(before[part], after[part]) == (n != changed)
 
 
-def test_i51_positions_start_again_in_every_document() -> None:
+def test_positions_start_again_in_every_document() -> None:
     batch = pack_examples([Example(np.arange(n) + 3, np.arange(n) > 0) for n in (3, 1, 4)])
     assert positions(batch).tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
 
 
-def test_i51_documents_equal_transformers_alone() -> None:
+def test_documents_equal_transformers_alone() -> None:
     """The packed logits of each document are those of the stock model on that document by itself."""
     from transformers import AutoModelForCausalLM
 
@@ -164,7 +164,7 @@ def test_units_without_loss_can_be_left_out(algorithm: Algorithm) -> None:
 
 
 @every_case
-def test_a3_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
+def test_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
     """Cut first, prepared after: denominators are those of the optimizer step, not of the whole rollout."""
     step = material(algorithm)
     pieces = mini_batches(step, 2, 0)
@@ -178,7 +178,7 @@ def test_a3_a_mini_batch_is_a_step_of_its_own(algorithm: Algorithm) -> None:
 
 @every_case
 @pytest.mark.parametrize("budget", [1, 17])
-def test_a7_figures_do_not_depend_on_the_layout(algorithm: Algorithm, budget: int) -> None:
+def test_figures_do_not_depend_on_the_layout(algorithm: Algorithm, budget: int) -> None:
     """Metrics are sums over counts: no mean of means."""
     prepared = with_loss(algorithm.prepare(material(algorithm), {}))
     trainer = shared_trainer(algorithm)

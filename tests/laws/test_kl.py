@@ -1,4 +1,4 @@
-"""Laws of the KL estimators: I23 to I25, by enumeration of a vocabulary; mistakes D25 to D27 of other libraries."""
+"""Properties of the KL estimators, by enumeration of a vocabulary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expected_slope(kind: str, theta: list[float], reference: Tensor, behaviour: 
 
 @quick
 @given(p=st.lists(st.floats(-30, 0), min_size=1, max_size=5), d=st.floats(-50, 50))
-def test_i23_signs(p: list[float], d: float) -> None:
+def test_signs_of_the_kl_estimators(p: list[float], d: float) -> None:
     logprob_T = torch.tensor(p, dtype=WIDE)
     for kind in ("k2", "k3", "corrected"):
         assert bool((kl_estimate(kind, logprob_T, logprob_T + d, logprob_T) >= 0).all())
@@ -43,14 +43,14 @@ def test_i23_signs(p: list[float], d: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
 @pytest.mark.parametrize("kind", KINDS)
-def test_i23_exactly_zero_when_equal(kind: str, dtype: torch.dtype) -> None:
+def test_kl_estimators_are_exactly_zero_when_the_policies_are_equal(kind: str, dtype: torch.dtype) -> None:
     logprob_T = torch.tensor([-0.1, -3.7, -25.0, 0.0], dtype=dtype)
     assert kl_estimate(kind, logprob_T, logprob_T.clone(), logprob_T).tolist() == [0.0] * 4
 
 
 @quick
 @given(theta=LOGITS, phi=LOGITS)
-def test_i24_means_are_the_divergence(theta: list[float], phi: list[float]) -> None:
+def test_means_of_the_kl_estimators_are_the_divergence(theta: list[float], phi: list[float]) -> None:
     """k1, k3 and the corrected form have mean KL(p || q) under the policy; k2 has it near p = q, up to third order."""
     p, q = softmax(theta), softmax(phi)
     divergence = float((p.exp() * (p - q)).sum())
@@ -63,7 +63,7 @@ def test_i24_means_are_the_divergence(theta: list[float], phi: list[float]) -> N
 
 @quick
 @given(theta=LOGITS, phi=LOGITS, mu=LOGITS)
-def test_i24_the_corrected_mean_is_right_off_policy_too(theta: list[float], phi: list[float], mu: list[float]) -> None:
+def test_the_corrected_mean_is_the_divergence_off_policy(theta: list[float], phi: list[float], mu: list[float]) -> None:
     p, q, b = softmax(theta), softmax(phi), softmax(mu)
     mean = float((b.exp() * kl_estimate("corrected", p, q, b)).sum())
     assert mean == pytest.approx(float((p.exp() * (p - q)).sum()), abs=1e-12)
@@ -71,8 +71,8 @@ def test_i24_the_corrected_mean_is_right_off_policy_too(theta: list[float], phi:
 
 @quick
 @given(theta=LOGITS, phi=LOGITS)
-def test_i25_gradients_as_documented(theta: list[float], phi: list[float]) -> None:
-    """The table of ops/kl.py, line by line, on-policy (D25, D26, D27)."""
+def test_gradients_of_the_kl_estimators_are_those_documented(theta: list[float], phi: list[float]) -> None:
+    """The table of ops/kl.py, line by line, on-policy."""
     p, q = softmax(theta), softmax(phi)
     reverse = slope_of(lambda logp: (logp.exp() * (logp - q)).sum(), theta)
     forward = slope_of(lambda logp: (q.exp() * (q - logp)).sum(), theta)
@@ -84,7 +84,7 @@ def test_i25_gradients_as_documented(theta: list[float], phi: list[float]) -> No
 
 @quick
 @given(theta=LOGITS, phi=LOGITS)
-def test_i25_k1_as_a_reward(theta: list[float], phi: list[float]) -> None:
+def test_k1_in_the_reward_has_the_gradient_of_the_divergence(theta: list[float], phi: list[float]) -> None:
     """Detached, and times the score function, k1 has the exact gradient of KL(p || q)."""
     p, q = softmax(theta), softmax(phi)
     reward = kl_estimate("k1", p, q)
@@ -94,13 +94,15 @@ def test_i25_k1_as_a_reward(theta: list[float], phi: list[float]) -> None:
 
 @quick
 @given(theta=LOGITS, phi=LOGITS, mu=LOGITS)
-def test_i25_corrected_is_exact_off_policy(theta: list[float], phi: list[float], mu: list[float]) -> None:
+def test_the_corrected_estimator_has_the_exact_gradient_off_policy(
+    theta: list[float], phi: list[float], mu: list[float]
+) -> None:
     q, b = softmax(phi), softmax(mu)
     reverse = slope_of(lambda logp: (logp.exp() * (logp - q)).sum(), theta)
     torch.testing.assert_close(expected_slope("corrected", theta, q, b), reverse, rtol=0, atol=1e-10)
 
 
-def test_i25_the_difference_is_not_small() -> None:
+def test_the_gradient_of_k3_is_far_from_that_of_the_divergence() -> None:
     """Why it matters: at this pair of distributions k3's gradient is more than a fifth away from that of KL(p || q)."""
     theta, q = [1.0, 0.0, -1.0, 0.5, 0.0, 0.2], softmax([0.0, 1.0, 0.0, -0.5, 0.3, 0.0])
     reverse = slope_of(lambda logp: (logp.exp() * (logp - q)).sum(), theta)

@@ -1,4 +1,4 @@
-"""Laws of what carries loss and what does not: I43 to I48, mistakes B8, B9, B11, B12 of other libraries."""
+"""Which tokens carry loss, and which do not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def example(ids: list[int], mask: list[int]) -> Example:
     return Example(np.array(ids), np.array(mask, dtype=bool))
 
 
-def test_i43_uniform_logits_give_the_log_of_the_vocabulary() -> None:
+def test_uniform_logits_give_the_log_of_the_vocabulary() -> None:
     policy = small_policy()
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.zero_()
@@ -49,7 +49,7 @@ def test_i43_uniform_logits_give_the_log_of_the_vocabulary() -> None:
     assert loss == pytest.approx(math.log(VOCABULARY), rel=1e-7)
 
 
-def test_i44_tokens_without_loss_after_the_last_with_loss_do_not_matter() -> None:
+def test_tokens_after_the_last_with_loss_do_not_matter() -> None:
     one = SFT().prepare(pack_examples([example([5, 6, 7, 8, 9], [0, 1, 1, 0, 0]), example([4, 3], [0, 1])]), {})
     other = one.replace(ids_T=one.ids_T.clone())
     other.ids_T[3], other.ids_T[4] = 20, 21
@@ -57,7 +57,7 @@ def test_i44_tokens_without_loss_after_the_last_with_loss_do_not_matter() -> Non
 
 
 @pytest.mark.parametrize("algorithm", CASES)
-def test_i44_and_have_no_weight_nor_term(algorithm: Algorithm) -> None:
+def test_tokens_without_loss_have_no_weight_nor_term(algorithm: Algorithm) -> None:
     step = material(algorithm)
     prepared = algorithm.prepare(step, {})
     assert prepared.weight_T is None or not prepared.weight_T[~step.mask_T].any()
@@ -67,7 +67,7 @@ def test_i44_and_have_no_weight_nor_term(algorithm: Algorithm) -> None:
     assert all(not (term.weight * term.loss)[~step.mask_T].any() for term in by_token)
 
 
-def test_i45_the_loss_of_two_turns_is_the_sum_over_them() -> None:
+def test_the_loss_of_two_turns_is_the_sum_over_them() -> None:
     ids = [5, 6, 7, 8, 9, 10, 11]
     both = SFT().prepare(pack_examples([example(ids, [0, 1, 1, 0, 0, 1, 0])]), {})
     first = both.replace(mask_T=both.mask_T & (torch.arange(7) < 4), weight_T=both.weight_T.where(torch.arange(7) < 4, 0.0))
@@ -77,8 +77,8 @@ def test_i45_the_loss_of_two_turns_is_the_sum_over_them() -> None:
     assert_same_gradients(whole, (parts[0][0] + parts[1][0], added), 1e-12)
 
 
-def test_i45_the_stop_token_is_trained_when_it_was_sampled() -> None:
-    """B9: any of several stop ids, only where it was sampled, and never by comparing ids: the prompt may hold the same id."""
+def test_the_stop_token_is_trained_when_it_was_sampled() -> None:
+    """Any of several stop ids, only where it was sampled, and never by comparing ids: the prompt may hold the same id."""
     policy = small_policy(dtype=torch.float32, stop_ids=(STOP, 5, 9, 11, 14, 17, 20))
     prompt = (STOP, 4, 5, 9)
     (completions,) = generate_groups(Engine(policy), [Prompt(prompt, 8, 0, Sampling(40))])
@@ -93,7 +93,7 @@ def test_i45_the_stop_token_is_trained_when_it_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("algorithm", CASES)
-def test_i46_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> None:
+def test_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
     weights = {name: torch.zeros_like(w) for name in ("weight_T", "weight_N") if (w := getattr(prepared, name)) is not None}
     empty = prepared.replace(mask_T=torch.zeros_like(prepared.mask_T), **weights)
@@ -106,7 +106,7 @@ def test_i46_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> Non
 
 
 @pytest.mark.parametrize("algorithm", CASES)
-def test_i46_an_all_masked_step_moves_nothing(algorithm: Algorithm) -> None:
+def test_an_all_masked_step_moves_nothing(algorithm: Algorithm) -> None:
     """Not the weights, not the optimizer's moments, not its step count: a second Adam step on zeros would move all three."""
     policy = small_policy()
     trainer = trainer_for(algorithm, policy, Optimization(lr=1e-2, weight_decay=0.1), shared_policy(1))
@@ -122,7 +122,7 @@ def test_i46_an_all_masked_step_moves_nothing(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("t", [0, 3, 6])
-def test_i47_a_log_prob_depends_on_no_later_token(t: int) -> None:
+def test_a_log_prob_depends_on_no_later_token(t: int) -> None:
     ids = np.array([5, 6, 7, 8, 9, 10, 11, 12])
     changed = ids.copy()
     changed[t + 1 :] = (changed[t + 1 :] + 7) % VOCABULARY
@@ -135,8 +135,8 @@ def test_i47_a_log_prob_depends_on_no_later_token(t: int) -> None:
     assert not torch.equal(one.logprob_T[t + 1 :], other.logprob_T[t + 1 :])
 
 
-def test_i47_alignment_is_that_of_the_next_token() -> None:
-    """B8: a response of one token after a prompt of one. Its log-prob is read at the prompt's position."""
+def test_a_log_prob_is_aligned_with_its_own_token() -> None:
+    """A response of one token after a prompt of one. Its log-prob is read at the prompt's position."""
     batch = pack_examples([example([5, 6], [0, 1])])
     policy = shared_policy()
     with torch.no_grad():
@@ -170,7 +170,7 @@ def observed(observation: list[int]) -> Batch:
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_i48_observations_carry_no_loss_and_count_in_no_length(algorithm: Algorithm) -> None:
+def test_observations_carry_no_loss_and_count_in_no_length(algorithm: Algorithm) -> None:
     """Their weight is 0, and a longer observation leaves every other token's weight and advantage as they were."""
     short, long = observed([12]), observed([12, 13, 14, 15])
     assert short.mask_T.tolist() == [False, False, True, True, False, True, True, False, False, True, True]
@@ -182,7 +182,7 @@ def test_i48_observations_carry_no_loss_and_count_in_no_length(algorithm: Algori
     assert torch.equal(weights[0][0], weights[1][0]) and torch.equal(weights[0][1], weights[1][1])
 
 
-def test_c22_ids_are_trained_as_they_were_sampled() -> None:
+def test_ids_are_trained_as_they_were_sampled() -> None:
     """The text of a segment plays no part: what was decoded is never encoded again."""
     part = segment([7, 8, 7], True, [-0.5, -0.25, -1.0])
     renamed = type(part)(part.ids, "quite another text", True, part.logprobs)

@@ -1,4 +1,4 @@
-"""Laws of policy losses: I13 to I15, I18 to I21, I55, for every algorithm of the catalogue to which they apply."""
+"""Properties of policy losses, for every algorithm of the catalogue to which they apply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outputs_of(batch: Batch) -> Outputs:
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_i13_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) -> None:
+def test_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) -> None:
     """Log-probs equal to those sampled with: ratio 1, nothing clipped, and the gradient is -sum w A grad log p (REINFORCE)."""
     prepared = algorithm.prepare(material(algorithm, noise=0.0), {})
     outputs = outputs_of(prepared)
@@ -52,7 +52,7 @@ def test_i13_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) ->
 
 
 @pytest.mark.parametrize("algorithm", [c for c in ONLINE if "reference" in c.values[0].needs])
-def test_i13_a_policy_that_is_its_reference_pays_no_kl(algorithm: Algorithm) -> None:
+def test_a_policy_that_is_its_reference_pays_no_kl(algorithm: Algorithm) -> None:
     step = material(algorithm, noise=0.0)
     outputs = outputs_of(step)
     prepared = algorithm.prepare(step.replace(reference_T=outputs.logprob_T.detach()), {})
@@ -67,7 +67,7 @@ def test_i13_a_policy_that_is_its_reference_pays_no_kl(algorithm: Algorithm) -> 
 
 @quick
 @given(ratio=st.floats(0.01, 10), advantage=st.floats(-5, 5), low=st.floats(0.05, 0.5), high=st.floats(0.05, 0.5))
-def test_i14_where_the_clip_stops_the_gradient(ratio: float, advantage: float, low: float, high: float) -> None:
+def test_the_clip_stops_the_gradient_beyond_its_bounds(ratio: float, advantage: float, low: float, high: float) -> None:
     logprob_T = torch.tensor([math.log(ratio)], dtype=WIDE, requires_grad=True)
     advantage_T = torch.tensor([advantage], dtype=WIDE)
     ratio_T = importance_ratio(logprob_T, torch.zeros(1, dtype=WIDE))
@@ -80,7 +80,7 @@ def test_i14_where_the_clip_stops_the_gradient(ratio: float, advantage: float, l
 
 @quick
 @given(ratios=st.lists(st.floats(0.01, 10), min_size=1, max_size=6), advantage=st.floats(-5, 5), epsilon=st.floats(0.05, 0.5))
-def test_i15_equal_clips_are_the_symmetric_clip(ratios: list[float], advantage: float, epsilon: float) -> None:
+def test_equal_clips_are_the_symmetric_clip(ratios: list[float], advantage: float, epsilon: float) -> None:
     expected = [-min(r * advantage, min(max(r, 1 - epsilon), 1 + epsilon) * advantage) for r in ratios]
     advantage_T = torch.full((len(ratios),), advantage, dtype=WIDE)
     ours = clipped_surrogate(torch.tensor(ratios, dtype=WIDE), advantage_T, epsilon, epsilon)
@@ -89,7 +89,7 @@ def test_i15_equal_clips_are_the_symmetric_clip(ratios: list[float], advantage: 
 
 @quick
 @given(length=st.integers(1, 6), count=st.integers(1, 6))
-def test_i18_token_mean_is_sequence_mean_at_equal_lengths(length: int, count: int) -> None:
+def test_token_mean_is_sequence_mean_at_equal_lengths(length: int, count: int) -> None:
     mask_T = torch.ones(length * count, dtype=torch.bool)
     sequence_T = torch.repeat_interleave(torch.arange(count), length)
     ours = [reduction(kind, mask_T, sequence_T, count, length) for kind in ("token_mean", "sequence_mean", "constant_mean")]
@@ -99,7 +99,7 @@ def test_i18_token_mean_is_sequence_mean_at_equal_lengths(length: int, count: in
 
 @quick
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=6))
-def test_i18_and_differs_by_the_known_factor_otherwise(lengths: list[int]) -> None:
+def test_token_mean_and_sequence_mean_differ_by_the_length_factor(lengths: list[int]) -> None:
     """sequence_mean / token_mean = T / (N len_i): below 1 for sequences longer than the mean."""
     mask_T = torch.ones(sum(lengths), dtype=torch.bool)
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -111,7 +111,7 @@ def test_i18_and_differs_by_the_known_factor_otherwise(lengths: list[int]) -> No
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_i19_the_policy_loss_is_linear_in_the_advantages(algorithm: Algorithm, factor: float) -> None:
+def test_the_policy_loss_is_linear_in_the_advantages(algorithm: Algorithm, factor: float) -> None:
     prepared = algorithm.prepare(material(algorithm, noise=0.5), {})
     assert prepared.advantage_T is not None
     outputs = outputs_of(prepared)
@@ -124,7 +124,7 @@ def test_i19_the_policy_loss_is_linear_in_the_advantages(algorithm: Algorithm, f
 
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("algorithm", ONLINE)
-def test_i19_no_advantage_no_gradient_even_if_the_ratio_overflows(algorithm: Algorithm, difference: float) -> None:
+def test_zero_advantage_gives_zero_gradient_even_if_the_ratio_overflows(algorithm: Algorithm, difference: float) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
     assert prepared.advantage_T is not None
     prepared = prepared.replace(advantage_T=torch.zeros_like(prepared.advantage_T))
@@ -140,8 +140,8 @@ JUNK = [-1e4, -100.0, 0.0, 100.0, 1e4, math.nan, -math.inf, math.inf]
 
 @pytest.mark.parametrize("junk", JUNK)
 @pytest.mark.parametrize("algorithm", POLICIES)
-def test_i20_what_stands_at_masked_positions_reaches_nothing(algorithm: Algorithm, junk: float) -> None:
-    """B11: not one bit of a loss, a metric or a gradient; multiplying by the mask would make NaN of it."""
+def test_values_at_masked_positions_change_no_loss_metric_or_gradient(algorithm: Algorithm, junk: float) -> None:
+    """Not one bit of a loss, a metric or a gradient; multiplying by the mask would make NaN of it."""
     prepared = algorithm.prepare(material(algorithm), {})
     hidden_T = ~prepared.mask_T
     assert bool(hidden_T.any())
@@ -172,7 +172,7 @@ def test_i20_what_stands_at_masked_positions_reaches_nothing(algorithm: Algorith
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("algorithm", POLICIES)
-def test_i21_no_log_ratio_gives_nan(algorithm: Algorithm, difference: float, dtype: torch.dtype) -> None:
+def test_no_log_ratio_gives_nan(algorithm: Algorithm, difference: float, dtype: torch.dtype) -> None:
     """At positions that do carry loss, with advantages of both signs."""
     prepared = algorithm.prepare(material(algorithm), {})
     logprob_T = torch.full((prepared.tokens,), -1.0, dtype=dtype, requires_grad=True)
@@ -201,7 +201,7 @@ def constants(kept: list[Tensor]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("algorithm", POLICIES)
-def test_i55_terms_by_finite_differences(algorithm: Algorithm) -> None:
+def test_gradients_of_the_terms_equal_finite_differences(algorithm: Algorithm) -> None:
     """Every term as a function of every log-prob and entropy, in float64."""
     prepared = algorithm.prepare(material(algorithm, noise=0.3), {})
     outputs = outputs_of(prepared)
@@ -217,7 +217,7 @@ def test_i55_terms_by_finite_differences(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", CASES)
-def test_i55_the_whole_way_by_finite_differences(algorithm: Algorithm) -> None:
+def test_gradients_of_the_weights_equal_finite_differences(algorithm: Algorithm) -> None:
     """From the weights to the loss: the slope along a random direction, to 1e-6."""
     policy = small_policy()
     prepared = algorithm.prepare(material(algorithm, noise=0.3), {})

@@ -51,7 +51,7 @@ def weights(batch: Batch) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize("algorithm", SAMPLING)
-def test_i06_a_failed_rollout_is_as_if_it_had_not_been_drawn(algorithm: Algorithm) -> None:
+def test_an_unscored_rollout_does_not_change_the_selection(algorithm: Algorithm) -> None:
     """Not trained on, not counted, and nobody else weighs less for it, whichever way rollouts are selected."""
     without, with_failures = weights(prepared(algorithm, step(False))), weights(prepared(algorithm, step(True)))
     assert without and all(token < 20 for token in with_failures)

@@ -56,7 +56,7 @@ def train(policy: Policy, steps: int = 3) -> Trainer:
     return trainer
 
 
-def test_i63_at_the_start_it_is_the_model_to_the_last_bit() -> None:
+def test_new_adapters_leave_the_model_as_it_is_to_the_bit() -> None:
     policy, reference = adapted()
     assert torch.equal(logprobs(policy), logprobs(small_policy()))
     assert torch.equal(logprobs(reference), logprobs(policy))
@@ -76,7 +76,7 @@ def test_only_adapters_learn_and_the_reference_stays() -> None:
     trainer = train(policy)
     moved = {name for name, p in policy.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora_" in name} and moved
-    assert torch.equal(logprobs(reference), start)  # I62
+    assert torch.equal(logprobs(reference), start)
     assert float((logprobs(policy) - start).abs().max()) > 0.01
     assert set(trainer.weights()) == moved, "a checkpoint holds the adapters alone"
     size = sum(p.numel() for name, p in policy.model.named_parameters() if name in moved)
@@ -106,7 +106,7 @@ def test_the_gradient_is_that_of_the_weight_through_the_adapter() -> None:
     assert checked == len(SHAPES)
 
 
-def test_i54_merged_is_unmerged_and_plain(tmp_path: Path) -> None:
+def test_merged_adapters_equal_unmerged_ones(tmp_path: Path) -> None:
     policy, _ = adapted()
     train(policy)
     expected = logprobs(policy)

@@ -1,8 +1,8 @@
-"""Guards G01 to G12: each fires on a planted fault, and none on a healthy run.
+"""Each guard fires on a synthetic fault, and none on a healthy run.
 
-What is not here: guards at work in a run (G01, G08, G11) are in tests/test_loop.py; rewards that raise, hang or kill their process, and
-workers that are killed (G03, G07) in tests/test_scoring.py; full disks and trackers that fail (G09) in tests/runs/test_write.py and
-test_trackers.py; waits without a limit (G10) in tests/test_waits.py; exit codes (G12) in tests/test_exit_codes.py.
+What is not here: guards at work in a run are in tests/test_loop.py; rewards that raise, hang or kill their process, and
+workers that are killed in tests/test_scoring.py; full disks and trackers that fail in tests/runs/test_write.py and
+test_trackers.py; waits without a limit in tests/test_waits.py; exit codes in tests/test_exit_codes.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PLANTED: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("guard", PLANTED)
-def test_g06_a_drift_is_seen_after_patience_and_said_once(guard: str) -> None:
+def test_a_drift_is_reported_once_after_its_patience(guard: str) -> None:
     wrong, near = PLANTED[guard]
     found = alarms_of(Watch(Guards()), odd(12, **wrong))
     assert {a.guard for a in found} == {guard} and all(a.stop == (guard in STOPS) for a in found)
@@ -66,7 +66,7 @@ def test_g06_a_drift_is_seen_after_patience_and_said_once(guard: str) -> None:
     assert alarms_of(Watch(Guards(off=(guard,))), odd(60, **wrong)) == []
 
 
-def test_g06_a_warning_comes_again_after_a_while_and_the_other_way_round() -> None:
+def test_a_warning_is_repeated_after_a_while_and_may_be_made_a_stop() -> None:
     assert [a.text.split(":")[0] for a in alarms_of(Watch(Guards()), odd(110, length=10.0))] == [
         "step 13",
         "step 63",
@@ -76,7 +76,7 @@ def test_g06_a_warning_comes_again_after_a_while_and_the_other_way_round() -> No
     assert not alarms_of(Watch(Guards(warn=("repetition",))), odd(3, repetition=0.9))[0].stop
 
 
-def test_g06_nothing_fires_on_a_healthy_series() -> None:
+def test_nothing_fires_on_a_healthy_series() -> None:
     """Figures of a whole quickstart run, in which entropy falls to a fifteenth and reward rises from 0.3 to 0.99."""
     assert min(row["entropy"] for row in HEALTHY) < 0.15 * max(row["entropy"] for row in HEALTHY)
     assert alarms_of(Watch(Guards()), HEALTHY) == []
@@ -89,7 +89,7 @@ def test_figures_of_examples_are_not_those_of_rollouts() -> None:
     assert alarms_of(Watch(Guards()), series) == []
 
 
-def test_t04_a_sampler_with_old_weights_is_seen_at_once() -> None:
+def test_a_sampler_with_old_weights_is_detected_at_once() -> None:
     """Sampler and trainer agree to 1e-6; one update that is not taken over makes it 1e-2: far below the limit, but a jump."""
     found = alarms_of(Watch(Guards()), odd(1, mismatch=1e-2))
     assert [(a.guard, a.stop) for a in found] == [("mismatch", False)] and "1e-06 in the first steps" in found[0].text
@@ -97,7 +97,7 @@ def test_t04_a_sampler_with_old_weights_is_seen_at_once() -> None:
     assert alarms_of(Watch(Guards()), odd(1, mismatch=0.5, **{"mismatch/start": 1e-6})) == []
 
 
-def test_g05_groups_without_a_difference_warn_and_then_stop() -> None:
+def test_groups_without_a_difference_warn_and_then_stop() -> None:
     found = alarms_of(Watch(Guards(flat=4)), odd(25, **{"groups/zero_variance": 1.0}))
     assert [(a.text.split(":")[0], a.stop) for a in found] == [("step 14", False), ("step 30", True), ("step 31", True),
             ("step 32", True), ("step 33", True), ("step 34", True), ("step 35", True)]  # fmt: skip
@@ -147,7 +147,7 @@ def text(ids: Sequence[int], reward: float | None = 1.0, logprobs: Sequence[floa
     return rollout([segment([3, 4], False), segment(list(ids), True, logprobs, "stop")], reward, sample=sample)
 
 
-def test_g11_repetition_is_the_share_of_4_grams_said_before() -> None:
+def test_repetition_is_the_share_of_repeated_4_grams() -> None:
     """ "abcabc..." of 30 tokens: 27 4-grams, 3 distinct. "!!!!" of 20: 17 and 1. All different: 0. Short ones do not count."""
     loop, shout, plain = [5, 6, 7] * 10, [9] * 20, list(range(3, 23))
     assert repetition([text(loop)]) == pytest.approx(24 / 27)
@@ -167,14 +167,14 @@ def test_figures_of_rollouts_by_hand() -> None:
     assert rollout_figures([group([text([5], 1.0)])]) == {}, "one response has neither spread nor a group"
 
 
-def test_g11_log_probs_that_are_not_numbers_stop_before_the_update() -> None:
+def test_log_probs_that_are_not_numbers_stop_before_the_update() -> None:
     bad = text([5, 6], 1.0, [-1.0, math.nan])
     found = Watch(Guards()).rollouts(4, [group([text([5, 6]), bad])])
     assert [(a.guard, a.stop) for a in found] == [("nonfinite", True)] and "1 of 2 responses" in found[0].text
     assert Watch(Guards()).rollouts(4, [group([text([5, 6]), text([5])])]) == []
 
 
-def test_g04_too_many_failures_stop_and_are_named_by_class() -> None:
+def test_too_many_failures_stop_and_are_named_by_class() -> None:
     def failing(*failures: str | None) -> list[Group]:
         scores = [Score(1.0) if f is None else Score.failed(f) for f in failures]
         return [group([replace(text([5, 6]), score=score) for score in scores])]
@@ -202,7 +202,7 @@ class Gives:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", [1.0, 2.0]])
-def test_g02_a_reward_that_is_no_number_is_a_failure_and_never_a_vote(value: Any) -> None:
+def test_a_reward_that_is_no_number_is_a_failure_and_never_a_vote(value: Any) -> None:
     score = score_one(Gives(value), Problem("p", ""), "")
     assert not score.valid and score.failure
     members = group([text([5, 6], 1.0), replace(text([5, 7]), score=score), text([5, 8], 0.0)])
@@ -211,7 +211,7 @@ def test_g02_a_reward_that_is_no_number_is_a_failure_and_never_a_vote(value: Any
     assert batch.advantage_T is not None and bool(torch.isfinite(batch.advantage_T).all())
 
 
-def test_g02_a_reward_out_of_all_proportion_stops_the_run() -> None:
+def test_a_reward_far_beyond_the_others_stops_the_run() -> None:
     """1e30 is a number, but a baseline with it in says nothing about the others."""
     assert Watch(Guards()).rollouts(1, [group([text([5], 1e30), text([6], 1.0)])])[0].guard == "nonfinite"
     assert Watch(Guards()).rollouts(1, [group([text([5], -1e5), text([6], 1.0)])]) == []

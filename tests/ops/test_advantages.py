@@ -29,13 +29,13 @@ def test_mean_baseline_by_hand() -> None:
 
 
 def test_the_divisor_of_the_variance_is_pinned() -> None:
-    """I08: r = [1, 0] gives 0.7071 with ddof 1 and 1.0 with ddof 0 (std 0.5)."""
+    """r = [1, 0] gives 0.7071 with ddof 1 and 1.0 with ddof 0 (std 0.5)."""
     assert advantages([1, 0], ddof=1, epsilon=0.0) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
     assert advantages([1, 0], ddof=0, epsilon=0.0) == pytest.approx([1.0, -1.0])
 
 
 def test_leave_one_out_by_hand() -> None:
-    """I07: r_i - mean of the others = n / (n - 1) (r_i - mean)."""
+    """r_i - mean of the others = n / (n - 1) (r_i - mean)."""
     assert advantages([3, 0, 0], baseline="leave_one_out", scale="none") == pytest.approx([3.0, -1.5, -1.5])
 
 

@@ -1,4 +1,4 @@
-"""GAE and whitening: numbers by hand, a loop in NumPy, and laws I28 to I31 and I33."""
+"""GAE and whitening: numbers by hand, a loop in NumPy, and properties."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_by_hand() -> None:
 
 
 def test_observations_are_skipped_by_hand() -> None:
-    """B14: the token after a tool's answer is the next action: its value is the next state's, as if nothing stood between."""
+    """The token after a tool's answer is the next action: its value is the next state's, as if nothing stood between."""
     junk = math.nan
     advantage_T, return_T = one_sequence(
         wide(junk, 0, junk, junk, 1, junk), wide(junk, 0.5, junk, 9, 0.2, junk), 0.9, 0.5, [0, 1, 0, 0, 1, 0]
@@ -78,7 +78,7 @@ def drawn(lengths: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @quick
 @given(lengths=LENGTHS, seed=st.integers(0, 99), gamma=SHARE, lam=SHARE)
-def test_i29_vectorised_is_the_loop(lengths: list[int], seed: int, gamma: float, lam: float) -> None:
+def test_vectorised_gae_equals_the_loop(lengths: list[int], seed: int, gamma: float, lam: float) -> None:
     reward_T, value_T, mask_T, sequence_T = drawn(lengths, seed)
     ours = generalised_advantages(reward_T, value_T, mask_T, sequence_T, len(lengths), gamma, lam)
     expected = by_loop(reward_T.numpy(), value_T.numpy(), mask_T.numpy(), sequence_T.numpy(), gamma, lam)
@@ -88,7 +88,7 @@ def test_i29_vectorised_is_the_loop(lengths: list[int], seed: int, gamma: float,
 
 @quick
 @given(seed=st.integers(0, 99), gamma=SHARE)
-def test_i28_the_ends_of_lambda(seed: int, gamma: float) -> None:
+def test_lambda_0_and_1_are_td_error_and_monte_carlo(seed: int, gamma: float) -> None:
     """lam = 1: the discounted return minus the value. lam = 0: the error of one step. gamma = lam = 0: reward minus value."""
     reward_T, value_T, _, _ = drawn([6], seed)
     later_T = torch.stack([sum(gamma**k * reward_T[t + k] for k in range(6 - t)) for t in range(6)])
@@ -112,7 +112,7 @@ def test_packing_changes_nothing(lengths: list[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, 1e30])
-def test_i30_what_carries_no_loss_reaches_nothing(junk: float) -> None:
+def test_tokens_without_loss_change_no_gae_output(junk: float) -> None:
     reward_T, value_T, mask_T, sequence_T = drawn([5, 7, 1, 9], 3)
     clean = generalised_advantages(reward_T, value_T, mask_T, sequence_T, 4, 0.99, 0.95)
     dirty = generalised_advantages(reward_T.where(mask_T, junk), value_T.where(mask_T, junk), mask_T, sequence_T, 4, 0.99, 0.95)
@@ -120,7 +120,7 @@ def test_i30_what_carries_no_loss_reaches_nothing(junk: float) -> None:
     assert not clean[0][~mask_T].any() and not clean[1][~mask_T].any()
 
 
-def test_i33_the_end_is_the_end() -> None:
+def test_no_value_is_bootstrapped_past_the_last_token() -> None:
     """Nothing is bootstrapped after the last token, whether the response stopped or was cut off: one token, r - V."""
     advantage_T, return_T = one_sequence(wide(0, 2.0), wide(0, 0.5), 1.0, 0.95, [0, 1])
     assert advantage_T.tolist() == [0, 1.5] and return_T.tolist() == [0, 2.0]
@@ -165,7 +165,7 @@ def test_whitening_that_keeps_the_mean_by_hand() -> None:
 
 @quick
 @given(values=st.lists(st.floats(-100, 100), min_size=2, max_size=20), junk=st.sampled_from([math.nan, math.inf, -5.0]))
-def test_i31_mean_0_variance_1_over_the_mask_alone(values: list[float], junk: float) -> None:
+def test_whitening_gives_mean_0_and_variance_1_over_the_mask_alone(values: list[float], junk: float) -> None:
     value_T = torch.tensor([*values, junk], dtype=WIDE)
     mask_T = torch.arange(len(value_T)) < len(values)
     found = whiten(value_T, mask_T, epsilon=0.0)

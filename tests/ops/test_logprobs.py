@@ -62,7 +62,7 @@ def test_a_number_by_hand() -> None:
 
 
 def test_temperature_scales_logits_not_logprobs() -> None:
-    """C19: at temperature 1/2, probabilities 1, 2, 5 become 1, 4, 25 over 30."""
+    """At temperature 1/2, probabilities 1, 2, 5 become 1, 4, 25 over 30."""
     head = Head(torch.tensor([[math.log(1)], [math.log(2)], [math.log(5)]], dtype=torch.float64))
     logprob_N, _ = token_logprobs(torch.ones(3, 1, dtype=torch.float64), torch.tensor([0, 1, 2]), head, temperature=0.5)
     assert logprob_N.exp().tolist() == pytest.approx([1 / 30, 4 / 30, 25 / 30], abs=1e-15)
@@ -73,7 +73,7 @@ def test_temperature_scales_logits_not_logprobs() -> None:
 def test_gradients_by_finite_differences(
     bias: bool, scale: float, softcap: float | None, temperature: float, rows: int
 ) -> None:
-    """I55 for log-prob and entropy together, over hidden states, weights and bias."""
+    """Finite differences of log-prob and entropy together, over hidden states, weights and bias."""
     hidden_NH, target_N, head = made(bias, scale, softcap)
     inputs = [t.requires_grad_() for t in (hidden_NH, head.weight_VH, head.bias_V) if t is not None]
 
@@ -155,7 +155,7 @@ def test_large_logits_stay_finite(magnitude: float) -> None:
 
 
 def test_entropy_is_between_zero_and_that_of_the_uniform() -> None:
-    """I22: 0 <= H <= log V; equal where logits are equal; climbing its gradient raises it."""
+    """0 <= H <= log V; equal where logits are equal; climbing its gradient raises it."""
     hidden_NH, target_N, head = made(False, 3.0, None)
     _, entropy_N = token_logprobs(hidden_NH, target_N, head)
     assert float(entropy_N.min()) >= 0 and float(entropy_N.max()) <= math.log(V)

@@ -1,4 +1,4 @@
-"""Preference losses: laws I34 to I38 as properties, and numbers by hand."""
+"""Preference losses: properties, and numbers by hand."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def test_what_is_not_pairs_is_refused(units: tuple[int, ...]) -> None:
         pair_members(units, torch.zeros(len(units)))
 
 
-def test_i34_no_margin_costs_log_2() -> None:
+def test_no_margin_costs_log_2() -> None:
     assert float(sigmoid_loss(scalar(0.0))) == pytest.approx(math.log(2), abs=1e-15)
     assert float(sigmoid_loss(scalar(0.0), 0.3)) == pytest.approx(math.log(2), abs=1e-15)
 
 
 @given(margin=MARGINS)
-def test_i35_exchanging_the_labels(margin: float) -> None:
+def test_exchanged_labels_change_the_loss_by_the_margin(margin: float) -> None:
     """L(m) - L(-m) = -m."""
     assert float(sigmoid_loss(scalar(margin)) - sigmoid_loss(scalar(-margin))) == pytest.approx(-margin, abs=1e-12)
 
 
 @given(margin=st.floats(-30, 30), more=st.floats(1e-3, 10))
-def test_i36_the_loss_falls_as_the_margin_grows(margin: float, more: float) -> None:
+def test_the_loss_falls_as_the_margin_grows(margin: float, more: float) -> None:
     point = scalar(margin).requires_grad_()
     loss = sigmoid_loss(point)
     assert float(sigmoid_loss(scalar(margin + more))) < float(loss.detach())
@@ -58,20 +58,20 @@ def test_i36_the_loss_falls_as_the_margin_grows(margin: float, more: float) -> N
 
 
 @given(margin=MARGINS, smoothing=st.floats(0, 0.5))
-def test_i37_label_smoothing_is_a_mixture_of_both_labels(margin: float, smoothing: float) -> None:
+def test_label_smoothing_is_a_mixture_of_both_labels(margin: float, smoothing: float) -> None:
     mixed = (1 - smoothing) * sigmoid_loss(scalar(margin)) + smoothing * sigmoid_loss(scalar(-margin))
     assert float(sigmoid_loss(scalar(margin), smoothing)) == pytest.approx(float(mixed), abs=1e-12)
 
 
 @pytest.mark.parametrize(("smoothing", "least"), [(0.5, 0.0), (0.1, math.log(9)), (0.25, math.log(3))])
-def test_i37_and_has_its_least_where_it_should(smoothing: float, least: float) -> None:
+def test_label_smoothing_has_its_minimum_at_the_log_odds(smoothing: float, least: float) -> None:
     point = scalar(least).requires_grad_()
     (slope,) = torch.autograd.grad(sigmoid_loss(point, smoothing).sum(), point)
     assert float(slope) == pytest.approx(0.0, abs=1e-14)
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.5, 2.0])
-def test_i38_ipo_is_least_at_its_target(tau: float) -> None:
+def test_ipo_has_its_minimum_at_its_target(tau: float) -> None:
     point = scalar(1 / (2 * tau)).requires_grad_()
     loss = ipo_loss(point, tau)
     (slope,) = torch.autograd.grad(loss.sum(), point)
@@ -80,7 +80,7 @@ def test_i38_ipo_is_least_at_its_target(tau: float) -> None:
 
 
 @given(ratio=MARGINS, baseline=st.floats(0, 20), beta=st.floats(0.01, 2), good=st.booleans())
-def test_i39_kto_against_numpy(ratio: float, baseline: float, beta: float, good: bool) -> None:
+def test_kto_against_numpy(ratio: float, baseline: float, beta: float, good: bool) -> None:
     """lambda - value, as the paper writes it: value = lambda sigma(beta (r - z)) of the good, lambda sigma(beta (z - r)) of the bad."""
     found = kto_loss(scalar(ratio), torch.tensor([good]), torch.tensor([baseline], dtype=WIDE), beta, 1.5, 0.5)
     gain = ratio - baseline if good else baseline - ratio
@@ -89,7 +89,7 @@ def test_i39_kto_against_numpy(ratio: float, baseline: float, beta: float, good:
 
 
 @given(probability=st.floats(1e-6, 0.999))
-def test_i39_odds_against_numpy(probability: float) -> None:
+def test_odds_against_numpy(probability: float) -> None:
     found = log_odds(torch.tensor([math.log(probability)], dtype=WIDE))
     assert float(found) == pytest.approx(math.log(probability / (1 - probability)), rel=1e-9, abs=1e-9)
 

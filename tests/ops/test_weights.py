@@ -20,7 +20,7 @@ def weights(kind: str, mask_T: Tensor = MASK, constant: float = 0.0) -> list[flo
 
 
 def test_by_hand() -> None:
-    """Sequences without loss tokens are not counted as sequences (A2)."""
+    """Sequences without loss tokens are not counted as sequences."""
     third, quarter, half, tenth = 1 / 3, 1 / 4, 1 / 2, 1 / 20
     assert weights("token_mean") == pytest.approx([0, third, third, 0, 0, 0, third])
     assert weights("sequence_mean") == pytest.approx([0, quarter, quarter, 0, 0, 0, half])

@@ -1,4 +1,4 @@
-"""AdamW against NumPy, the schedule, clipping (I57), gradients that are not finite (I58), float32 masters of bf16 (I56)."""
+"""AdamW against NumPy, the schedule, clipping, gradients that are not finite, float32 masters of bf16."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_model_without_trainable_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.1, 1.0, 50.0, math.inf])
-def test_i57_clipping(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_norm_clipping(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the norm of the whole gradient: at most `clip` after it, the direction unchanged, and no-op above the norm."""
     module = Small()
     optimizer = Optimizer(module, Optimization(clip_norm=clip))
@@ -144,7 +144,7 @@ def test_i57_clipping(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [WIDE, torch.float32, torch.bfloat16])
-def test_i58_a_gradient_that_is_not_finite_changes_nothing(bad: float, dtype: torch.dtype) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, dtype: torch.dtype) -> None:
     """Weights, moments and step counts stay as they were, bit for bit, and the next good step is as if it had not been."""
     module, untouched = Small(dtype), Small(dtype)
     optimizer, other = (Optimizer(m, Optimization(lr=0.1, weight_decay=0.1)) for m in (module, untouched))
@@ -172,7 +172,7 @@ def backward(module: nn.Module, gradients: Sequence[Tensor]) -> None:
     ).sum().backward()
 
 
-def test_i56_bf16_weights_have_float32_masters() -> None:
+def test_bf16_weights_have_float32_masters() -> None:
     """Sixteen micro-batches are summed in float32, and steps too small for bf16 are not lost."""
     module, wide = Small(torch.bfloat16), Small(torch.bfloat16).float()
     settings = Optimization(lr=1e-4, weight_decay=0.1)

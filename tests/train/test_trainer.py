@@ -131,7 +131,7 @@ def test_fill_asks_the_reference_at_the_same_temperature() -> None:
 
 
 def test_the_reference_is_never_moved() -> None:
-    """I62: its weights are the same bits after steps of the policy."""
+    """Its weights are the same bits after steps of the policy."""
     reference = small_policy(1)
     before = [p.detach().clone() for p in reference.model.parameters()]
     algorithm = GRPO()
@@ -150,7 +150,7 @@ class Broken(SFT):
         return Terms((type(terms.terms[0])("nll", terms.terms[0].loss * math.inf, terms.terms[0].weight),))
 
 
-def test_i58_a_loss_that_is_not_finite_stops_the_run_before_it_moves() -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_moves() -> None:
     policy = small_policy()
     before = [p.detach().clone() for p in policy.model.parameters()]
     trainer = Trainer(policy, Broken(), Optimization())
@@ -162,7 +162,7 @@ def test_i58_a_loss_that_is_not_finite_stops_the_run_before_it_moves() -> None:
 
 
 def test_the_same_step_twice_is_the_same_to_the_last_bit() -> None:
-    """T08 in small: two runs of the same steps have identical losses."""
+    """Two runs of the same steps have identical losses."""
     losses = []
     for _ in range(2):
         trainer = Trainer(small_policy(dtype=torch.float32), SFT(), Optimization(lr=1e-2, token_budget=30))
