@@ -2,7 +2,7 @@
 
 What is not here: guards at work in a run are in tests/test_loop.py; rewards that raise, hang or kill their process, and
 workers that are killed in tests/test_scoring.py; full disks and trackers that fail in tests/runs/test_write.py and
-test_trackers.py; waits without a limit in tests/test_waits.py; exit codes in tests/test_exit_codes.py.
+test_trackers.py; waits without a limit in tests/test_waits.py; exit codes in tests/cli/test_exit_codes.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from posttrain.rewards._numbers import Meter, evaluate
 from posttrain.rewards.math import grade
 
 ROOT = Path(__file__).parent.parent.parent
-FUZZER = ROOT / "tests" / "math_fuzzer.py"
+FUZZER = ROOT / "tests" / "rewards" / "math_fuzzer.py"
 
 rationals = st.builds(Fraction, st.integers(-(10**12), 10**12), st.integers(1, 10**6))
 small = st.integers(-50, 50)

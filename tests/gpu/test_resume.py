@@ -1,6 +1,6 @@
 """A run on a CUDA device that was killed and resumed is the same run, bit for bit, in the deterministic mode.
 
-python tests/test_gpu_resume.py                  # without pytest
+python tests/gpu/test_resume.py                  # without pytest
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.faults.harness import fingerprint  # noqa: E402

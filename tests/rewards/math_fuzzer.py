@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from posttrain.rewards.math import grade
 
