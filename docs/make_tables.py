@@ -194,17 +194,17 @@ def advise_page() -> str:
         GENERATED,
         "# Which method for my goal",
         "",
-        "`posttrain advise GOAL --have DATA --compute WHERE` says the same, with a recipe.",
+        "`posttrain advise GOAL --have DATA --compute WHERE` says the same, with a recipe; `--config` prints the recipe alone.",
     ]
     lines += ["", "Data at hand:", ""] + [f"- **{kind}**: {text}" for kind, text in advise.DATA.items()]
     for name, goal in advise.GOALS.items():
-        lines += ["", f"## {goal.title[0].upper()}{goal.title[1:]}", "", f"{goal.says[0].upper()}{goal.says[1:]}."]
+        lines += ["", f"## {goal.title[0].upper()}{goal.title[1:]}", "", f"{goal.reason[0].upper()}{goal.reason[1:]}."]
         lines += [
             f"Of several signals the first of these leads: {', '.join(s for s in goal.signals if s != 'demonstrations')}.",
             "",
         ]
-        lines += table(["at hand", *(advise.WORDS[c] for c in advise.COMPUTE)], advice_rows(name))
-        lines += ["", "Mind:", ""] + [f"- {pitfall}" for pitfall in goal.pitfalls]
+        lines += table(["at hand", *(machine.title for machine in advise.COMPUTE.values())], advice_rows(name))
+        lines += ["", "Pitfalls:", ""] + [f"- {pitfall}" for pitfall in goal.pitfalls]
     lines += ["", "## The methods", ""]
     rows = [
         [name, " -> ".join(s if s == a else f"{s} ({a})" for s, a in m.stages), f"{len(m.models)}: {', '.join(m.models)}", m.why,

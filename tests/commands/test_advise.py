@@ -7,6 +7,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
+import yaml
 from material_for_tests import algorithm_class
 
 from posttrain import catalogue, cli, config
@@ -23,9 +24,9 @@ from posttrain.types import Problem, Score
 @dataclass(frozen=True)
 class MyTask(Task):
     def problems(self, split, level=None):
-        return [Problem(f"{split}/0", "say yes", "yes")]
+        return [Problem(f"{split}/{n}", f"say {n}", "yes") for n in range(8)]
     def score(self, problem, response):
-        return Score(float(response == problem.answer))
+        return Score(response.count("e") / 10)
 """
 
 
@@ -47,7 +48,7 @@ def test_every_combination_has_advice() -> None:
         ("code", "verifier comparisons", "gpu", "rl/grpo", "policy"),
         ("chat", "demonstrations comparisons", "gpu", "sft/sft preference/dpo", "policy reference"),
         ("chat", "comparisons", "cluster", "reward_model/reward_model rl/ppo", "policy reference value reward"),
-        ("chat", "thumbs", "gpu", "preference/kto", "policy reference"),
+        ("chat", "feedback", "gpu", "preference/kto", "policy reference"),
         ("quality", "comparisons", "gpu", "reward_model/reward_model rl/rloo", "policy reference reward"),
         ("quality", "verifier", "cluster", "rl/raft rl/dapo", "policy"),
         ("limited", "comparisons", "laptop", "preference/orpo", "policy"),
@@ -106,8 +107,8 @@ def test_every_name_exists() -> None:
             assert stage in catalogue.names("stage") and algorithm in catalogue.names("algorithm")
             assert algorithm_class(algorithm).online == (stage == "rl")
         assert method.example in catalogue.names("recipe")
-    used = {method for goal in advise.GOALS.values() for _, picks in goal.picks for method in picks.split()}
-    used |= {method for picks in advise.USUAL.values() for method in picks.split()} | {"orpo"}
+    tables = [advise.PICKS, *(goal.picks for goal in advise.GOALS.values())]
+    used = {method for picks in tables for methods in picks.values() for method in methods} | {"orpo"}
     assert used == set(advise.METHODS), "a method that nobody is advised"
 
 
@@ -146,3 +147,40 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert "--allow-code" in capsys.readouterr().err
     assert cli.main(["plan", "advice.yaml", "--allow-code", "rl.model=tiny:nano"]) == 0
     assert "32 prompts x 8 samples" in capsys.readouterr().out
+
+
+ROWS = {
+    "demonstrations": lambda n: {"prompt": f"say {n}", "completion": "yes"},
+    "comparisons": lambda n: {"prompt": f"say {n}", "chosen": "yes", "rejected": "no"},
+    "feedback": lambda n: {"prompt": f"say {n}", "completion": "yes" if n % 2 else "no", "label": bool(n % 2)},
+}
+CHAINS = [
+    ("chat", "demonstrations comparisons", "cluster", ["sft", "reward_model", "ppo"]),
+    ("chat", "feedback", "gpu", ["kto"]),
+    ("quality", "demonstrations verifier", "gpu", ["sft", "raft", "dapo"]),
+    ("creative", "judge", "gpu", ["online_dpo"]),
+]
+
+
+@pytest.mark.parametrize(("goal", "have", "compute", "algorithms"), CHAINS, ids=lambda value: str(value).replace(" ", "+"))
+def test_the_recipe_runs(
+    goal: str, have: str, compute: str, algorithms: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_task.py").write_text(TASK)
+    for name, row in ROWS.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in range(40)))
+    found = advise.advise(goal, have.split(), compute)
+    assert [algorithm for _, algorithm in found.chain] == algorithms and found.recipe is not None
+    Path("advice.yaml").write_text(advise.recipe_text(found))
+    settings = ["threads=1", "out=run"]
+    for stage in yaml.safe_load(Path("advice.yaml").read_text())["stages"]:
+        short = {"steps": 2, "model": "tiny:nano"} if stage["model"] == "path/to/model" else {"steps": 2}
+        rl = {"prompts": 2, "max_new_tokens": 6, "evaluate_every": 0}
+        short |= rl if stage["stage"] == "rl" else {"batch": 4}
+        short |= {"min_accuracy": 0} if stage["stage"] == "reward_model" else {}
+        settings += [f"{stage['name']}.{key}={value}" for key, value in short.items()]
+    assert cli.main([*found.command.split()[1:], *settings]) == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert [summary["stages"][name]["steps"] for name in summary["stages"]] == [2] * len(algorithms)
+    assert Path("run/export/model.safetensors").is_file()

@@ -14,7 +14,7 @@ from posttrain.algorithms.online_dpo import OnlineDPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.raft import RAFT
 from posttrain.collect import Collected, Rollouts
-from posttrain.commands import inspect as tools
+from posttrain.commands import inspect
 from posttrain.runs.read import Run
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch
@@ -76,7 +76,6 @@ def test_arrays_are_those_of_their_rollout_and_of_its_training(
 def test_what_was_left_out_is_shown_as_text(
     judges: tuple[str, str],  # noqa: F811
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of a rollout that was not selected there are no figures by token; it is not shown with those of another."""
     directory = run(tmp_path / "run", stage(algorithm=RAFT(group=4, share=0.25), reward_models=judges, steps=1, prompts=1))
@@ -84,10 +83,8 @@ def test_what_was_left_out_is_shown_as_text(
     assert arrays is not None
     lengths = np.diff(arrays.starts).tolist()
     assert sum(length > 0 for length in lengths) == 1
-    capsys.readouterr()
     for number, length in enumerate(lengths):
-        tools.show(directory, f"rl/1/{number}")
-        shown = capsys.readouterr().out
+        shown = "\n".join(inspect.show(directory, f"rl/1/{number}"))
         assert ("s_0 = " in shown) == (length > 0) and ("was not trained on" in shown) == (length == 0)
         row = Run(directory).rollouts("rl", 1)[number]
         assert length or f"reward: {row.reward}" in shown
