@@ -25,6 +25,7 @@ KINDS = {
     "recipe": "recipes",
     "reward": "rewards",
     "stage": "stages",
+    "command": "cli",
 }
 
 

@@ -1,9 +1,10 @@
-"""Errors that a user can mend. They reach the terminal as one line; everything else keeps its traceback."""
+"""Errors that a user can fix. The terminal shows them as one line; everything else keeps its traceback."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -15,7 +16,9 @@ class GuardStop(Exception):
 
 
 class Interrupted(Exception):
-    """The user asked to stop; the loop stopped at a step boundary with a checkpoint. Exit code 130."""
+    """The user asked to stop; the loop stopped at a step boundary with a checkpoint in `directory`. Exit code 130."""
+
+    directory: Path | None = None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -18,7 +18,7 @@ from types import FrameType
 from posttrain import __version__ as VERSION
 from posttrain import config
 from posttrain.config import Settings
-from posttrain.errors import UserError, require
+from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.evals.statistics import Interval
 from posttrain.loop import Interrupt
@@ -182,7 +182,7 @@ def _run(settings: Settings, writer: RunWriter) -> None:
     write_text(f"run directory: {writer.directory}\n", sys.stdout)
     with (
         closing(trackers) if trackers else nullcontext(),
-        interrupts() as interrupt,
+        interrupts(writer.directory) as interrupt,
         trusting(settings.trust),
     ):
         saving = Saving(
@@ -213,8 +213,9 @@ def _run(settings: Settings, writer: RunWriter) -> None:
 
 
 @contextmanager
-def interrupts() -> Iterator[Interrupt]:
-    """The first Ctrl-C or SIGTERM asks the loop to stop after its step; a second one stops at once."""
+def interrupts(directory: Path) -> Iterator[Interrupt]:
+    """The first Ctrl-C or SIGTERM asks the loop to stop after its step; a second one stops at once. The error names
+    the directory that can be resumed."""
     interrupt = Interrupt()
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -231,6 +232,9 @@ def interrupts() -> Iterator[Interrupt]:
         pass
     try:
         yield interrupt
+    except Interrupted as error:
+        error.directory = directory
+        raise
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
@@ -292,7 +296,7 @@ def conclude(settings: Settings, context: Context) -> None:
                 "answer right",
                 Interval(*before["accuracy"]),
                 Interval(*after["accuracy"]),
-                paired and paired.difference,
+                paired.difference if paired else None,
                 len(pairs),
             )
         ]

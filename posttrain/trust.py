@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.errors import require
-from posttrain.types import JSON
+
+if TYPE_CHECKING:  # imports numpy, and the command line imports this
+    from posttrain.types import JSON
 
 KEY_VARIABLE = (
     "OPENAI_API_KEY"  # the key that a judge's server is sent where the user says nothing else

@@ -1,27 +1,26 @@
-"""Looking at models and runs from the command line: evaluate a model, sample from it, show a rollout as a decision process."""
+"""Evaluates a model, samples from it, and shows a rollout as a decision process. The command line prints what these return."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from posttrain import config
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals.evaluate import prompts
-from posttrain.evals.statistics import compare
-from posttrain.runs.console import printable, write_text
-from posttrain.runs.console import show as show_table
+from posttrain.evals.statistics import Comparison, compare
+from posttrain.runs.console import printable
 from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
-from posttrain.runs.report import figures_table
 from posttrain.types import JSON, Message, Sampling
+
+Options = TypeVar("Options", bound="EvalOptions | SampleOptions")
 
 
 def open_policy(name: str, device: str = "auto") -> Any:
@@ -40,8 +39,8 @@ def open_policy(name: str, device: str = "auto") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What `posttrain eval` is told beside the settings of an evaluate stage."""
+class EvalOptions:
+    """Options of `posttrain eval` that are not settings of an evaluate stage."""
 
     seed: int = 0
     device: str = "auto"
@@ -60,8 +59,8 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """What `posttrain sample` is told beside how to sample."""
+class SampleOptions:
+    """Options of `posttrain sample` that are not settings of sampling."""
 
     seed: int = 0
     device: str = "auto"
@@ -73,127 +72,133 @@ class Drawn:
         require(self.group >= 1, f"group must be at least 1, not {self.group}")
 
 
-def take(pairs: dict[str, JSON], kind: Any, where: str) -> Any:
-    """The settings of a kind, taken out of the others and checked. A name may be a number."""
-    taken = {
-        field.name: (field.type, pairs.pop(field.name))
-        for field in fields(kind)
-        if field.name in pairs
-    }
-    return config.from_tree(
-        {name: str(v) if of == "str" else v for name, (of, v) in taken.items()}, kind, where
-    )
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The held-out figures of one model, and lines that a person should read with them."""
+
+    model: str
+    figures: Mapping[str, JSON]
+    notes: Sequence[str]
 
 
-def evaluate(model: str, task: str, settings: Sequence[str], as_json: bool = False) -> None:
-    """Print a model's held-out figures on a task; with `against`, also those of another model on the same problems, compared in pairs.
-    `save` names a file for the per-problem results."""
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """One model, or two on the same problems with the paired difference."""
+
+    setting: str  # which problems, and how many samples of each
+    models: Sequence[Evaluated]
+    paired: Comparison | None
+
+    def tree(self) -> JSON:
+        """As `posttrain eval --json` prints it."""
+        tree = dict(self.models[0].figures)
+        if self.paired:
+            tree |= {"against": self.models[1].figures, "paired": asdict(self.paired)}
+        return encode(tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion of a prompt; `logprob` is the mean over its tokens."""
+
+    text: str
+    tokens: int
+    finish: str
+    logprob: float
+
+
+def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options:
+    """The options of a kind, taken out of the settings and checked. A name may be a number."""
+    taken = {field: pairs.pop(field.name) for field in fields(kind) if field.name in pairs}
+    tree = {f.name: str(value) if f.type == "str" else value for f, value in taken.items()}
+    made: Options = config.from_tree(tree, kind, where)
+    return made
+
+
+def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
+    """Measure a model on a task's held-out problems; with `against`, also another model on the same ones. `save` names a file for the
+    per-problem results."""
     from posttrain.stages._contamination import made_by, noted
+    from posttrain.stages.base import Stage
     from posttrain.stages.evaluate import EvaluateStage, rows, seen
 
     pairs = dict(config.pair(argument) for argument in settings)
-    asked = take(pairs, Asked, "eval")
-    against = asked.against
-    tree = {
-        "stage": "evaluate",
-        "name": "eval",
-        "model": model,
-        "task": {"name": task},
-        "sampling": {"temperature": 0.0},
-    }
-    keys = {f"eval.{key}": value for key, value in pairs.items()}
+    options = _options(pairs, EvalOptions, "eval")
     # a task may need its settings to be made at all, so they go into the tree before it is read
-    tree["task"] |= {
-        key.removeprefix("eval.task."): keys.pop(key)
-        for key in list(keys)
-        if key.count(".") == 2 and ".task." in key
-    }
-    stage = config.override([config.from_tree(tree, config.Stage, "eval")], keys)[0]
-    require(isinstance(stage, EvaluateStage), "eval: model and task cannot be changed by settings")
+    inner = [key for key in pairs if key.startswith("task.") and key.count(".") == 1]
+    tree = {"stage": "evaluate", "name": "eval", "model": model, "sampling": {"temperature": 0.0}}
+    tree["task"] = {"name": task} | {key.removeprefix("task."): pairs.pop(key) for key in inner}
+    keys = {f"eval.{key}": value for key, value in pairs.items()}
+    stage = config.override([config.from_tree(tree, Stage, "eval")], keys)[0]
+    if not isinstance(stage, EvaluateStage):
+        raise UserError("eval: model and task cannot be changed by settings")
     stage.task.ready()
-    measured = []
-    for name in [model, against] if against else [model]:
-        policy = open_policy(name, asked.device)
+    models, evaluations = [], []
+    for name in [model, options.against] if options.against else [model]:
         evaluation, figures = stage.measure(
-            policy, lambda: open_policy(stage.reference, asked.device), asked.seed
+            open_policy(name, options.device),
+            lambda: open_policy(stage.reference, options.device),
+            options.seed,
         )
-        counted, said = seen(evaluation, name, noted(made_by(name)))
-        measured.append(
-            (name, evaluation, {"model": name, "task": task, **figures, **counted}, said)
-        )
-    if asked.save:
-        Path(asked.save).write_text(
-            "".join(json.dumps(row) + "\n" for row in rows(measured[0][1])), "utf-8"
-        )
-    ours, theirs = measured[0][1], measured[-1][1]
-    paired = compare(theirs.solved(), ours.solved(), prompts(ours.groups)) if against else None
-    if as_json:
-        written = measured[0][2] | (
-            {"against": measured[1][2], "paired": asdict(paired)} if paired else {}
-        )
-        write_text(json.dumps(encode(written)) + "\n", sys.stdout)
-        return
-    for name, evaluation, figures, said in measured:
-        many = f"{evaluation.problems} held-out problems of {task}, {stage.samples} sample(s) each"
-        write_text(f"{name} on {many}\n", sys.stdout)
-        show_table(figures_table(figures))
-        write_text(
-            f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored\n",
-            sys.stdout,
-        )
-        if said:
-            write_text(f"  contamination: {printable(said)}\n", sys.stdout)
-    if paired:
-        write_text(f"  {model} less {against}: {paired}\n", sys.stdout)
+        counted, contamination = seen(evaluation, name, noted(made_by(name)))
+        notes = [
+            f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored"
+        ]
+        notes += [f"  contamination: {contamination}"] if contamination else []
+        models.append(Evaluated(name, {"model": name, "task": task, **figures, **counted}, notes))
+        evaluations.append(evaluation)
+    ours, theirs = evaluations[0], evaluations[-1]
+    if options.save:
+        lines = "".join(json.dumps(row) + "\n" for row in rows(ours))
+        Path(options.save).write_text(lines, "utf-8")
+    paired = (
+        compare(theirs.solved(), ours.solved(), prompts(ours.groups)) if options.against else None
+    )
+    many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each"
+    return EvalReport(many, models, paired)
 
 
-def sample(model: str, prompt: str, settings: Sequence[str]) -> None:
-    """Print a model's answers to a prompt: through its chat template, or as plain text where it has none (or `plain=true`)."""
+def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
+    """A model's answers to a prompt: through its chat template, or as plain text where it has none (or `plain=true`)."""
     from posttrain.collect import Prompt, generate_groups
     from posttrain.data.chat import render_prompt
     from posttrain.data.text import Decoder
     from posttrain.stages.base import make_sampler
 
     pairs = dict(config.pair(argument) for argument in settings)
-    asked = take(pairs, Drawn, "sample")
+    options = _options(pairs, SampleOptions, "sample")
     sampling = config.from_tree(pairs, Sampling, "sample")
-    policy = open_policy(model, asked.device)
-    if asked.plain or not policy.tokenizer.chat_template:
+    policy = open_policy(model, options.device)
+    if options.plain or not policy.tokenizer.chat_template:
         ids = tuple(policy.tokenizer(prompt)["input_ids"])
     else:
         ids = render_prompt(policy.tokenizer, (Message("user", prompt),))
     require(bool(ids), "the prompt has no tokens")
     decoder = Decoder(policy.tokenizer)
-    for completions in generate_groups(
-        make_sampler(policy), [Prompt(ids, asked.group, asked.seed, sampling)]
-    ):
-        for number, completion in enumerate(completions):
+    request = Prompt(ids, options.group, options.seed, sampling)
+    for completions in generate_groups(make_sampler(policy), [request]):
+        for completion in completions:
             text, _ = decoder.decode(completion.ids)
-            note = f"{len(completion.ids)} tokens, {completion.finish}, mean log-prob {completion.logprobs.mean():.3f}"
-            write_text(f"[{number}] {printable(text, lines=True)}\n    ({note})\n", sys.stdout)
+            mean = float(completion.logprobs.mean())
+            yield Answer(text, len(completion.ids), completion.finish, mean)
 
 
-def show(directory: Path, rollout: str = "") -> None:
-    """Print the rollouts of a step, or one of them token by token."""
+def show(directory: Path, rollout: str = "") -> list[str]:
+    """The rollouts of a step as lines, or one of them token by token."""
     run = Run(directory)
     stages = [s for s in run.stages() if run.rollout_steps(s)]
     require(bool(stages), f"{directory} holds no rollouts yet")
     stage, step, number = _parse(rollout, run, stages)
     rows = run.rollouts(stage, step)
-    require(
-        bool(rows),
-        f"no rollouts of {stage} step {step}; there are those of {', '.join(map(str, run.rollout_steps(stage)))}",
-    )
+    kept = ", ".join(map(str, run.rollout_steps(stage)))
+    require(bool(rows), f"no rollouts of {stage} step {step}; there are those of {kept}")
     if number is None:
-        _list(directory, stage, step, rows)
-        return
+        return _overview(directory, stage, step, rows)
     require(
         0 <= number < len(rows),
         f"{stage} step {step} has rollouts 0 to {len(rows) - 1}, not {number}",
     )
-    arrays = run.arrays(stage, step)
-    for line in episode(rows[number], arrays, number, _tokenizer(directory, stage)):
-        write_text(printable(line) + "\n", sys.stdout)
+    return episode(rows[number], run.arrays(stage, step), number, _tokenizer(directory, stage))
 
 
 def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | None]:
@@ -208,21 +213,19 @@ def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | N
         raise UserError(f"{rollout!r} is not STAGE/STEP/NUMBER, such as rl/600/0") from None
 
 
-def _list(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]) -> None:
-    write_text(f"{stage} step {step}: {len(rows)} rollouts\n", sys.stdout)
+def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]) -> list[str]:
+    lines = [f"{stage} step {step}: {len(rows)} rollouts"]
     for number, row in enumerate(rows[:32]):
-        reward = "failed" if row.reward is None else f"{row.reward:.2f}"
         advantage = "" if row.advantage is None else f" advantage {row.advantage:+.2f}"
-        text = printable(row.response)[:70]
-        write_text(
-            f"  {number:>3}  reward {reward}{advantage}  {printable(row.question)} -> {text}\n",
-            sys.stdout,
-        )
+        text = f"{printable(row.question)} -> {printable(row.response)[:70]}"
+        lines.append(f"  {number:>3}  reward {_reward(row)}{advantage}  {text}")
     if len(rows) > 32:
-        write_text(f"  ... and {len(rows) - 32} more\n", sys.stdout)
-    write_text(
-        f"one of them, token by token: posttrain show {directory} {stage}/{step}/0\n", sys.stdout
-    )
+        lines.append(f"  ... and {len(rows) - 32} more")
+    return [*lines, f"one of them, token by token: posttrain show {directory} {stage}/{step}/0"]
+
+
+def _reward(row: RolloutRow) -> str:
+    return "failed" if row.reward is None else f"{row.reward:.2f}"
 
 
 def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer: Any) -> list[str]:
@@ -233,12 +236,9 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
     token = None if arrays is None else arrays.sequence(number)
     if token is None or not len(token["ids"]):
         lines += [f"response: {printable(row.response)}", f"reward: {row.reward}"]
-        return [
-            *lines,
-            "the per-token figures of this step were not kept; the last steps have them"
-            if token is None
-            else "it was not trained on, so there are no figures by token",
-        ]
+        absent = "the per-token figures of this step were not kept; the last steps have them"
+        untrained = "it was not trained on, so there are no figures by token"
+        return [*lines, absent if token is None else untrained]
     first = len(token["ids"]) - row.length
     text = [printable(tokenizer.decode([i])) for i in token["ids"].tolist()]
     lines.append(f"s_0 = {''.join(text[:first])}   (the prompt: {first} tokens, given, not chosen)")
@@ -246,7 +246,7 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
     lines.append(heading + f"{'KL' if 'kl' in token else '':>8} {'reward':>7} {'advantage':>9}")
     for t, at in enumerate(range(first, len(text))):
         last = at + 1 == len(text)
-        reward = ("failed" if row.reward is None else f"{row.reward:.2f}") if last else "0"
+        reward = _reward(row) if last else "0"
         state = "".join(text[max(0, at - 12) : at])[-24:]
         kl = f"{token['kl'][at]:8.4f}" if "kl" in token else " " * 8
         lines.append(

@@ -167,7 +167,8 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
         try:
             done.append(_run_member(recipe, common, member, allow_code, source))
         except Interrupted as error:
-            raise Interrupted(f"{error}; continue with: posttrain resume {directory}") from None
+            error.directory = directory
+            raise
         _write(directory, record, [*done, *planned[number + 1 :]])
     write_text("\n" + (directory / TABLE).read_text() + f"\nsweep: {directory}\n", sys.stdout)
     return sum(member.outcome == "failed" for member in done)

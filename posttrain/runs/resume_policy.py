@@ -66,7 +66,8 @@ def compare(
     ("rl.task.options: {'mark': 1} -> {'mark': 1, 'case': 0}",)
     """
     ours, theirs = flatten(before), flatten(after)
-    named, refused = [], []
+    named: list[str] = []
+    refused: list[str] = []
     for key in dict.fromkeys([*ours, *theirs]):
         was, now = ours.get(key, ABSENT), theirs.get(key, ABSENT)
         if was == now:

@@ -1,0 +1,45 @@
+"""Say which method suits a goal, with the data and the compute at hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+
+from posttrain.cli.base import add_json, print_json, print_lines
+
+EXAMPLE = "posttrain advise math --have demonstrations,verifier --compute laptop"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("goal", nargs="*", help="without one, the goals there are")
+    parser.add_argument(
+        "--have",
+        default="nothing",
+        help="data at hand, with commas between: demonstrations, comparisons, feedback, verifier, judge",
+    )
+    parser.add_argument("--compute", default="gpu", help="laptop, gpu or cluster")
+    parser.add_argument(
+        "--config", action="store_true", help="print the recipe alone, to be saved as a YAML file"
+    )
+    add_json(parser)
+
+
+def call(options: argparse.Namespace) -> None:
+    from posttrain.commands.advise import GOALS, advise, lines, recipe_text
+
+    if not options.goal:
+        titles = {name: goal.title for name, goal in GOALS.items()}
+        if options.json:
+            print_json(titles, indent=None)
+        else:
+            print_lines(f"{name:<10} {title}" for name, title in titles.items())
+        return
+    have = [word for word in options.have.split(",") if word]
+    found = advise(" ".join(options.goal), have, options.compute)
+    if options.config:
+        sys.stdout.write(recipe_text(found))
+    elif options.json:
+        print_json(asdict(found))
+    else:
+        print_lines(lines(found))

@@ -1,0 +1,54 @@
+"""Arguments and output that the commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imports numpy
+    from posttrain.types import JSON
+
+TRUST = (
+    "trust the YAML file or the run like a program: code, addresses, files and links that it names"
+)
+
+
+def add_settings(parser: argparse.ArgumentParser, text: str = "") -> None:
+    parser.add_argument("settings", nargs="*", metavar="key=value", help=text)
+
+
+def add_allow_code(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-code", action="store_true", help=TRUST)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they come. What a model wrote in one cannot end it or control the terminal."""
+    from posttrain.runs.console import printable, write_text
+
+    for line in lines:
+        write_text(f"{printable(line)}\n", sys.stdout)
+
+
+def print_json(value: JSON, indent: int | None = 2) -> None:
+    sys.stdout.write(json.dumps(value, indent=indent) + "\n")
+
+
+def fail(text: str, code: int) -> int:
+    """Print one line of error and return the exit code."""
+    from posttrain.runs.console import write_text
+
+    write_text(f"posttrain: {' '.join(text.split())}\n", sys.stderr)
+    return code
+
+
+def report_sweep(failed: int) -> int:
+    """The exit code of a sweep in which `failed` runs failed."""
+    text = f"{failed} of the sweep's runs failed; their directories say why in failure.txt"
+    return fail(text, 1) if failed else 0

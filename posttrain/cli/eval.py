@@ -1,0 +1,36 @@
+"""Measure a model on a task's held-out problems."""
+
+from __future__ import annotations
+
+import argparse
+
+from posttrain.cli.base import add_json, add_settings, print_json, print_lines
+
+EXAMPLE = "posttrain eval runs/quickstart-1/export --task arithmetic task.level=3 problems=1000"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model")
+    parser.add_argument("--task", required=True)
+    add_json(parser)
+    add_settings(
+        parser,
+        "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed, device",
+    )
+
+
+def call(options: argparse.Namespace) -> None:
+    from posttrain.commands.inspect import evaluate
+    from posttrain.runs.console import show
+    from posttrain.runs.report import figures_table
+
+    found = evaluate(options.model, options.task, options.settings)
+    if options.json:
+        print_json(found.tree(), indent=None)
+        return
+    for one in found.models:
+        print_lines([f"{one.model} on {found.setting}"])
+        show(figures_table(one.figures))
+        print_lines(one.notes)
+    if found.paired:
+        print_lines([f"  {options.model} less {found.models[1].model}: {found.paired}"])

@@ -1,0 +1,31 @@
+"""Continue a run that was stopped or killed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from posttrain.cli.base import add_allow_code, add_settings, report_sweep
+from posttrain.errors import require
+
+EXAMPLE = "posttrain resume runs/quickstart-1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path)
+    add_settings(
+        parser,
+        "settings of how the work is done, not of what is learned: threads, token_budget, ...",
+    )
+    add_allow_code(parser)
+
+
+def call(options: argparse.Namespace) -> int | None:
+    from posttrain import pipeline
+    from posttrain.commands import sweep
+
+    if (options.run / sweep.RECORD).is_file():
+        require(not options.settings, "the settings of a sweep cannot change when it is resumed")
+        return report_sweep(sweep.resume(options.run, options.allow_code))
+    pipeline.resume(options.run, options.allow_code, options.settings)
+    return None

@@ -1,0 +1,26 @@
+"""Print rollouts; one of them as a Markov decision process, token by token."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from posttrain.cli.base import print_lines
+
+EXAMPLE = "posttrain show runs/quickstart-1 rl/600/0"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path)
+    parser.add_argument(
+        "rollout",
+        nargs="?",
+        default="",
+        help="STAGE/STEP/NUMBER; without it, the rollouts of the last step",
+    )
+
+
+def call(options: argparse.Namespace) -> None:
+    from posttrain.commands.inspect import show
+
+    print_lines(show(options.run, options.rollout))

@@ -1,0 +1,85 @@
+"""Commands are files of posttrain/cli: each has help with an example, and none is expensive to import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import catalogue, cli, pipeline
+from posttrain.errors import Interrupted
+
+COMMANDS = catalogue.names("command")
+LATER = {"chat", "label", "serve", "studio"}  # named by the design, not built yet
+
+
+def test_the_commands_are_those_of_the_design() -> None:
+    assert set(COMMANDS) | LATER == {
+        "run", "resume", "plan", "eval", "compare", "sample", "show", "list", "advise", "doctor", *LATER,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_a_summary_and_an_example_that_parses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    example = text[text.index("example: ") + 9 :]
+    assert ended.value.code == 0 and example.startswith(f"posttrain {command}")
+    assert cli.parse(example.split()[1:]).command == command
+
+
+def test_without_a_command_all_of_them_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"    {command} " in text for command in COMMANDS)
+
+
+def test_help_imports_neither_torch_nor_numpy_nor_rich() -> None:
+    program = (
+        "import sys; from posttrain import cli; cli.main([])\n"
+        "sys.exit(' '.join(sorted({'torch', 'transformers', 'numpy', 'rich', 'pydantic', 'yaml'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.split() == []
+
+
+def test_settings_may_stand_after_options() -> None:
+    options = cli.parse(["eval", "m", "--task", "t", "problems=3", "--json", "samples=2"])
+    assert options.settings == ["problems=3", "samples=2"]
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise Interrupted("stopped after step 3 of rl")
+
+    monkeypatch.setattr(pipeline, "run_stages", stop)
+    out = tmp_path / "run"
+    assert cli.main(["run", "quickstart", f"out={out}"]) == 130
+    assert capsys.readouterr().err == f"posttrain: stopped after step 3 of rl; continue with: posttrain resume {out}\n"
+
+
+def test_an_interrupted_sweep_says_once_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise Interrupted("stopped after step 3 of rl")
+
+    monkeypatch.setattr(pipeline, "run_stages", stop)
+    out = tmp_path / "sweep"
+    for words in (["run", "quickstart", "seeds=0,1", f"out={out}"], ["resume", str(out)]):
+        assert cli.main(words) == 130
+        assert capsys.readouterr().err == f"posttrain: stopped after step 3 of rl; continue with: posttrain resume {out}\n"
+
+
+def test_list_has_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["recipes", "stages", "algorithms", "tasks", "rewards"]
+    assert {"sft", "rl", "evaluate"} <= {entry["name"] for entry in found["stages"]}
