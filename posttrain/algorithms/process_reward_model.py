@@ -22,7 +22,7 @@ class ProcessRewardModel(Algorithm):
         L = - sum_t w_t [ y_t log sigmoid(s_t) + (1 - y_t) log(1 - sigmoid(s_t)) ],    w_t = 1 / (labelled steps of the step)
 
     Labels are people's (0 or 1), or the share of Monte-Carlo completions from there that end solved (Wang et al. 2023,
-    arXiv:2312.08935; `posttrain.evals.step_labels` makes them). Steps without a label carry no loss. `reduction = "sequence_mean"`
+    arXiv:2312.08935). Steps without a label carry no loss. `reduction = "sequence_mean"`
     weighs every solution the same instead of every step. Use it where the way matters, to rank solutions or reward each step.
     """
 
