@@ -34,12 +34,16 @@ _CHOICE = re.compile(r"\(?([A-Z])[).:][).:\s]*[^()A-Z]*")
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """What a data set declares about its answers; the reward's settings of the same names say what each means."""
+    """What a data set declares about how its answers are compared."""
 
-    percent: str = "exact"
-    bases: bool = False
-    rounding: int = 0
-    require_units: bool = False
+    percent: str = "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
+    bases: bool = False  # 1001_2 is 9
+    rounding: int = (
+        0  # a decimal with at least this many places may be the gold answer rounded; 0: never
+    )
+    require_units: bool = (
+        False  # an answer without the gold answer's unit is wrong; another unit always is
+    )
 
 
 class Comparison:
@@ -511,7 +515,7 @@ def decimal_places(value: Node) -> int:
         value = value.nodes[0]
     if value.kind != "number" or value.parts[1] != "decimal":
         return 0
-    below, places = Fraction(value.parts[0]).denominator, 0  # type: ignore[arg-type]
+    below, places = value.value.denominator, 0
     while below > 1 and 10**places % below:
         places += 1
         if places > 40:

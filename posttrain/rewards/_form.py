@@ -206,8 +206,7 @@ def _is_scientific(value: Node) -> bool:
         or not all(_is_whole(part) for part in ten.nodes)
     ):
         return False
-    digits, base = Fraction(mantissa.parts[0]), ten.nodes[0].parts[0]  # type: ignore[arg-type]
-    return 1 <= digits < 10 and base == 10
+    return 1 <= mantissa.value < 10 and ten.nodes[0].value == 10
 
 
 def _is_literal(value: Node) -> bool:

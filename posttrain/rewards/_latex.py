@@ -63,6 +63,11 @@ class Node:
     def text(self) -> str:
         return str(self.parts[0])
 
+    @property
+    def value(self) -> Fraction:
+        """Of a number."""
+        return Fraction(self.parts[0])  # type: ignore[arg-type]
+
     def walk(self) -> Iterator[Node]:
         """This place and all below it, from left to right."""
         waiting = [self]
@@ -468,7 +473,7 @@ def text_node(text: str) -> Node:
 def node_integer(value: Node) -> int:
     if value.kind != "number" or value.parts[1] != "integer":
         raise Unreadable("expected a whole number")
-    whole = int(Fraction(value.parts[0]))  # type: ignore[arg-type]
+    whole = int(value.value)
     if whole > 1_000:
         raise Unreadable("a base or a unit's power beyond all bounds")
     return whole
@@ -491,8 +496,8 @@ def joined(factors: list[Node]) -> Node:
         and _is_integer(factors[0])
         and factors[1].parts[-1] == "frac"
     ):
-        whole, part = factors[0].parts[0], factors[1].nodes
-        value = Fraction(whole) + Fraction(part[0].parts[0]) / Fraction(part[1].parts[0])  # type: ignore[arg-type]
+        above, below = factors[1].nodes
+        value = factors[0].value + above.value / below.value
         factors = [node("number", value, "mixed"), *factors[2:]]
     return factors[0] if len(factors) == 1 else node("multiply", *factors)
 
@@ -503,8 +508,7 @@ def mixed_or(factors: list[Node], quotient: Node) -> Node:
     if len(factors) == 2 and all(_is_integer(f) for f in factors) and _is_integer(below):
         proper = node("divide", factors[1], below)
         if is_proper(proper):
-            parts = [Fraction(n.parts[0]) for n in (*factors, below)]  # type: ignore[arg-type]
-            return node("number", parts[0] + parts[1] / parts[2], "mixed")
+            return node("number", factors[0].value + factors[1].value / below.value, "mixed")
     return quotient
 
 
@@ -515,7 +519,7 @@ def _is_integer(value: Node) -> bool:
 def is_proper(value: Node) -> bool:
     if value.kind != "divide" or not all(_is_integer(n) for n in value.nodes):
         return False
-    above, below = (Fraction(n.parts[0]) for n in value.nodes)  # type: ignore[arg-type]
+    above, below = (n.value for n in value.nodes)
     return 0 < above < below
 
 

@@ -266,7 +266,7 @@ def evaluate(node: Node, point: dict[str, Fraction], meter: Meter) -> Value:
     """
     meter.charge(1)
     if node.kind == "number":
-        return Fraction(node.parts[0])  # type: ignore[arg-type]
+        return node.value
     if node.kind == "symbol":
         return point[node.text]
     if node.kind == "constant":

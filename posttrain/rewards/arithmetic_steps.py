@@ -10,7 +10,7 @@ A step is a line (or whatever `separator` cuts off), and says something where it
                what follows from an error) or that cannot be read: no value, so it is neither paid nor punished
 
 The values stand in `Score.steps` where the steps end, with the answer's own 0 or 1 as the last: process supervision learns from them.
-As an outcome, value = answer * right / (right + wrong), with at least `least` below: a bare answer is no work.
+As an outcome, value = answer * right / (right + wrong), with at least `min_steps` below: a bare answer is no work.
 
 `form="columns"` reads the scratchpads of the arithmetic task instead (`75012,48113#132` or `7+5+0=12,4+8+1=13#132`), digit by digit
 against the question; a step that only goes on from a wrong carry is idle.
@@ -150,14 +150,12 @@ def _statement(sides: Sequence[str], end: int) -> Statement | None:
     numbers = [v for v in values if isinstance(v, Fraction)]
     result = numbers[0] if len(numbers) == len(values) and len(set(numbers)) == 1 else None
     work = [tree for tree in trees if tree.kind not in ("number", "negative", "percent")]
-    operands = (
-        Fraction(place.parts[0]) for tree in work for place in tree.walk() if place.kind == "number"
-    )  # type: ignore[arg-type]
+    operands = (place.value for tree in work for place in tree.walk() if place.kind == "number")
     return Statement(end, frozenset(operands), result, not work)
 
 
 def judge_statements(
-    found: Sequence[Statement], question: str, answer: Fraction | None, most: int
+    found: Sequence[Statement], question: str, answer: Fraction | None, max_steps: int
 ) -> None:
     """Verdicts, in place: forward for what is known, backward from the answer for what is needed."""
     known = {
@@ -176,7 +174,7 @@ def judge_statements(
             statement.verdict = 1.0
             needed |= statement.operands
     right = [s for s in able if s.verdict is not None]
-    for statement in right[most:]:
+    for statement in right[max_steps:]:
         statement.verdict = None
 
 
@@ -230,11 +228,11 @@ def arithmetic_steps(
     form: str = "equations",
     separator: str = "\n",
     marker: str = "",
-    most: int = 20,
-    least: int = 1,
+    max_steps: int = 20,
+    min_steps: int = 1,
 ) -> Score:
-    r"""The plain reward. The answer is the last box or, where there is a `marker`, what follows it. At most `most` steps are right:
-    more would pay for going the long way.
+    r"""The plain reward. The answer is the last box or, where there is a `marker`, what follows it. At most `max_steps` of them
+    are right: more would pay for going the long way.
 
     >>> score = arithmetic_steps("3 boxes of 4 pens, 5 are lost.", "3*4 = 12\n12-5 = 7\n\\boxed{7}", "7")
     >>> score.value, score.steps
@@ -244,7 +242,10 @@ def arithmetic_steps(
     """
     require(form in FORMS, f"arithmetic_steps: form is one of {', '.join(FORMS)}, not {form!r}")
     require(bool(separator), "arithmetic_steps: steps need a separator that is not empty")
-    require(most >= 1 and least >= 1, "arithmetic_steps: most and least are at least 1")
+    require(
+        max_steps >= 1 and min_steps >= 1,
+        "arithmetic_steps: max_steps and min_steps are at least 1",
+    )
     reward = MathReward(marker=marker) if marker else STRICT
     judged = grade(response, answer, reward, prompt)
     if not judged.valid:
@@ -254,10 +255,10 @@ def arithmetic_steps(
         verdicts = columns(text.partition(marker)[0] if marker else text, prompt, separator)
     else:
         found = statements(text, separator)
-        judge_statements(found, prompt, _value(final_answer(response, reward)), most)
+        judge_statements(found, prompt, _value(final_answer(response, reward)), max_steps)
         verdicts = [(s.end, s.verdict) for s in found]
     right, wrong = (sum(v == value for _, v in verdicts) for value in (1.0, 0.0))
-    share, correct = right / max(least, right + wrong), judged.value or 0.0
+    share, correct = right / max(min_steps, right + wrong), judged.value or 0.0
     steps = {len(response): correct} if response else {}
     for end, verdict in verdicts:  # of several in one step the worst counts
         if verdict is not None:

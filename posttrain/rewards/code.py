@@ -345,6 +345,19 @@ def read_tests(text: str) -> list[Test]:
     return tests
 
 
-def code(prompt: str, response: str, answer: str, sandbox: str = "auto") -> Score:
-    """The plain reward: the answer holds the tests, as `read_tests` has them."""
-    return grade(response, read_tests(answer), sandbox=sandbox)
+def code(
+    prompt: str,
+    response: str,
+    answer: str,
+    sandbox: str = "auto",
+    partial: bool = False,
+    fresh: bool = False,
+    fenced: bool = True,
+    wall: float = DEFAULT.wall,
+    memory: int = DEFAULT.memory,
+) -> Score:
+    """The plain reward: the answer holds the tests, as `read_tests` has them. Settings are those of `grade` and of `Limits`."""
+    limits, tests = Limits(wall=wall, memory=memory), read_tests(answer)
+    return grade(
+        response, tests, limits=limits, sandbox=sandbox, partial=partial, fresh=fresh, fenced=fenced
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from posttrain.errors import require
 from posttrain.types import Score, as_number
 
-# (prompt, response, answer): what a user writes, and what this room's files hold
+# (prompt, response, answer): what a user writes, and what the files of this package hold
 Reward = Callable[[str, str, str], "Score | float"]
 JUDGED = ("correct", "wrong", "unparseable", "pass", "fail")
 
@@ -28,6 +28,20 @@ def as_score(value: Score | float) -> Score:
         return value
     number = as_number(value, "a reward")
     return Score(number) if math.isfinite(number) else Score.failed(f"the reward returned {number}")
+
+
+def weigh(parts: Mapping[str, float], weights: Mapping[str, float], outcome: str) -> Score:
+    """A task's score: parts in [0, 1] with their weights, and the part `answer` with the weight that the others leave. Exactly 1 where
+    every part is 1.
+
+    >>> weigh({"answer": 1.0, "format": 0.0}, {"format": 0.25}, "correct").value
+    0.75
+    """
+    missing, rest = 0.0, 1.0
+    for name, weight in weights.items():
+        missing += weight * (1 - parts[name])
+        rest -= weight
+    return Score(1 - (missing + rest * (1 - parts["answer"])), parts, outcome=outcome)
 
 
 @dataclass(frozen=True)
@@ -93,11 +107,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Gate:
-    """`reward` where `gate` gives at least `least`; else `otherwise`. The reward behind a shut gate is not computed."""
+    """`reward` where `gate` gives at least `threshold`; else `otherwise`. The reward behind a shut gate is not computed."""
 
     gate: Part
     reward: Part
-    least: float = 1.0
+    threshold: float = 1.0
     otherwise: float = 0.0
 
     def __call__(self, prompt: str, response: str, answer: str) -> Score:
@@ -105,7 +119,7 @@ class Gate:
         if not first.valid:
             return Score.failed(f"{self.gate.name}: {first.failure}")
         assert first.value is not None
-        if first.value < self.least:
+        if first.value < self.threshold:
             return Score(self.otherwise, {self.gate.name: first.value}, outcome="wrong")
         second = as_score(self.reward.reward(prompt, response, answer))
         return combined({self.gate.name: first, self.reward.name: second}, second.value or 0.0)

@@ -262,20 +262,22 @@ def _judge(endpoint: Endpoint, rubric: str) -> Judge:
     return found
 
 
-def check_judge(rubric: str = "", mode: str = "points", **options: Any) -> Endpoint:
-    """The address that the options of a judge reward name, after all that can be known of them before it is asked."""
+def check_options(rubric: str = "", mode: str = "points", **options: Any) -> None:
+    """Refuse options that no judge reward has."""
     known = [f.name for f in fields(Endpoint) if f.init and f.name != "usage"]
     for name in options:
         if name not in known:
-            raise unknown("option of the judge reward:", name, ["rubric", "mode", *known])
-    require(
-        bool(options.get("url")) and bool(options.get("model")),
-        "the judge reward needs the options url and model",
-    )
+            raise unknown("option of the reward judge:", name, ["rubric", "mode", *known])
+    given = bool(options.get("url")) and bool(options.get("model"))
+    require(given, "the judge reward needs the options url and model")
     check_mode(mode)
-    endpoint = Endpoint(**options)
+
+
+def check_judge(rubric: str = "", mode: str = "points", **options: Any) -> Endpoint:
+    """The address that the options of a judge reward name, after all that can be known of them before it is asked."""
+    check_options(rubric, mode, **options)
     read_rubric(rubric)
-    return endpoint
+    return Endpoint(**options)
 
 
 def judged(

@@ -20,7 +20,7 @@ from posttrain.rewards._form import settled, undone
 from posttrain.rewards._latex import NESTING, Node, read
 from posttrain.rewards._numbers import Exhausted, Undefined
 from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
-from posttrain.types import Problem, Score
+from posttrain.types import Score
 
 CORRECT, WRONG, UNPARSEABLE = (
     Score(1.0, outcome="correct"),
@@ -41,10 +41,10 @@ _SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right|d(?=frac)|t(?=frac))(?![A-Za
 
 
 @dataclass(frozen=True, slots=True)
-class MathReward:
+class MathReward(Conventions):
     r"""How answers are found and read. The defaults are strict; what a data set does otherwise is declared here.
 
-    >>> MathReward(percent="bare").score(Problem("1", "?", r"50\%"), r"\boxed{50}").outcome
+    >>> MathReward(percent="bare")("?", r"\boxed{50}", r"50\%").outcome
     'correct'
     """
 
@@ -52,37 +52,26 @@ class MathReward:
         "</think>"  # only what follows the last one is searched; "" where the format has none
     )
     marker: str = ""  # search for what follows the last of these (such as "####") instead of a box
-    percent: str = "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
     decimal_comma: bool = False  # 1,5 is 1.5
-    bases: bool = False  # 1001_2 is 9
-    rounding: int = (
-        0  # a decimal with at least this many places may be the gold answer rounded; 0: never
-    )
-    require_units: bool = (
-        False  # an answer without the gold answer's unit is wrong; another unit always is
-    )
     variables: tuple[str, ...] = ()  # the declared order in which (5, 6) tells x = 5, y = 6
 
     def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "variables", tuple(self.variables)
+        )  # a file has a list, and settings are hashed
+        known = self.percent in ("exact", "bare")
+        require(known, f"math: percent is 'exact' or 'bare', not {self.percent!r}")
+        fine = 0 <= self.rounding <= 30
         require(
-            self.percent in ("exact", "bare"), f"percent is 'exact' or 'bare', not {self.percent!r}"
-        )
-        require(
-            0 <= self.rounding <= 30,
-            f"rounding is a number of decimal places from 0 to 30, not {self.rounding}",
+            fine, f"math: rounding is a number of decimal places from 0 to 30, not {self.rounding}"
         )
 
-    def score(self, problem: Problem, response: str) -> Score:
-        """Grade a response to a problem, whose question is known not to be its own answer."""
-        return grade(response, problem.answer, self, problem.question)
+    def __call__(self, prompt: str, response: str, answer: str) -> Score:
+        """Grade a response to a prompt, which is known not to be its own answer."""
+        return grade(response, answer, self, prompt)
 
 
-STRICT = MathReward()
-
-
-def math(prompt: str, response: str, answer: str) -> Score:
-    """The plain reward: the last box must hold the gold answer."""
-    return grade(response, answer, question=prompt)
+STRICT = math = MathReward()  # the reward `math`; a task's options are its fields
 
 
 def grade(
@@ -212,7 +201,7 @@ def _read_gold(gold: str, reward: MathReward) -> Node:
     if not text.strip():
         raise Unreadable("it is empty")
     wanted = settled(read(_localised(text, reward)))
-    if not Comparison(_conventions(reward)).same(wanted, wanted):
+    if not Comparison(reward).same(wanted, wanted):
         raise Unreadable("it does not equal itself")
     return wanted
 
@@ -237,7 +226,7 @@ def _agrees(
         return False
     if reward.variables:
         wanted, given = _ordered(wanted, reward.variables), _ordered(given, reward.variables)
-    return Comparison(_conventions(reward)).same(wanted, given)
+    return Comparison(reward).same(wanted, given)
 
 
 def _restates(wanted: Node, given: Node, answer: str, gold: str, question: str) -> bool:
@@ -271,10 +260,6 @@ def _ordered(value: Node, variables: tuple[str, ...]) -> Node:
         if len(members) == 2
         else Node("tuple", tuple(members), value.depth)
     )
-
-
-def _conventions(reward: MathReward) -> Conventions:
-    return Conventions(reward.percent, reward.bases, reward.rounding, reward.require_units)
 
 
 def _localised(text: str, reward: MathReward) -> str:

@@ -17,7 +17,7 @@ from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.monitor.alarms import AlarmSettings
 from posttrain.monitor.guards import Guards
-from posttrain.rewards.ensemble import KINDS
+from posttrain.rewards._models import KINDS
 from posttrain.rewards.judge import check_mode
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed

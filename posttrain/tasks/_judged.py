@@ -1,38 +1,45 @@
-"""Judging by a reward's name, for tasks whose reward is a setting."""
+"""Tasks whose fields, wording and reward are settings, wherever their records come from."""
 
 from __future__ import annotations
 
-import ast
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
-from posttrain import catalogue
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.rewards.answer import MARKER, after_marker
-from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted, as_score
+from posttrain.rewards.base import Options, check, check_code, parts_of, resolve
+from posttrain.rewards.compose import as_score
 from posttrain.rewards.judge import check_judge, judged
-from posttrain.rewards.math import final_answer
+from posttrain.rewards.math import MathReward, final_answer
 from posttrain.rewards.sandbox import isolation
-from posttrain.tasks._questions import Questions, canonical, one_side, require_apart
+from posttrain.tasks._questions import (
+    Pool,
+    Questions,
+    canonical,
+    make_problem,
+    one_side,
+    require_apart,
+)
 from posttrain.trust import code_place
 from posttrain.types import JSON, Problem, Score
 
+BOXED = ("math", "arithmetic_steps")  # rewards that look for a box unless they have a marker
 
-def check_code(name: str, path: Path) -> None:
-    """Refuse FILE.py:NAME where the file is not there or is no Python; nothing in it is run."""
-    try:
-        ast.parse(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"reward {name}: cannot read {path}: {error.strerror}") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
-        where = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise UserError(
-            f"reward {name}: {path}{where} is not Python: {getattr(error, 'msg', error)}"
-        ) from None
+
+class Part(Protocol):
+    """Records of one file or split. Hashable, and unequal to what it was where the records have changed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __hash__(self) -> int: ...
+
+    def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Where a record is from, for messages; the id of its problem; the record."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,101 +50,85 @@ class Judged(Questions):
     answer: str = "answer"
     answer_after: str = ""  # take what follows the last of these in the answer, such as "####"
     reward: str = "math"
-    options: Mapping[str, JSON] = field(default_factory=dict)  # keyword arguments of the reward
-    style: str = "direct"
+    options: Mapping[str, JSON] = field(default_factory=dict)  # those of the reward
+    style: str = (
+        ""  # direct, thinking or boxed; "": boxed where the reward looks for a box, else direct
+    )
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
     held_out: float = 0.1  # the share for evaluation, where there is no part for it
     score_seconds: float = 10.0  # the time limit of a reward of yours
 
     def check_settings(self, task: str) -> None:
+        check(self.reward, self.options)
         self.check_style(task)
-        require(
-            0 < self.held_out < 1,
-            f"{task}: held_out is a share between 0 and 1, not {self.held_out}",
-        )
-        require(
-            self.score_seconds > 0,
-            f"{task}: score_seconds must be positive, not {self.score_seconds}",
-        )
+        share = 0 < self.held_out < 1
+        require(share, f"{task}: held_out is a share between 0 and 1, not {self.held_out}")
+        fine = self.score_seconds > 0
+        require(fine, f"{task}: score_seconds must be positive, not {self.score_seconds}")
 
     @abstractmethod
-    def parts(self) -> tuple[str, str]:
+    def parts(self) -> tuple[Part, Part | None]:
         """The part to train on and the one for evaluation; without the second, a share of the first is held out by its content."""
 
-    def called(self, part: str) -> str:
-        """What a part is called in words."""
-        return part
-
-    @abstractmethod
-    def read(self, part: str) -> tuple[Problem, ...]:
-        """The problems of a part."""
-
     def pool(self, split: str) -> tuple[Problem, ...]:
-        one, other = self.parts()
-        train = self.read(one)
-        if not other:
-            return one_side(train, self.held_out, split, self.called(one))
+        first, second = self.parts()
+        train = self._read(first)
+        if second is None:
+            return one_side(train, self.held_out, split, first.name)
         if split == "train":
-            return train
-        test = self.read(other)
-        require_apart(train, test, self.called(one), self.called(other))
-        return test
+            return train.problems
+        test = self._read(second)
+        require_apart(train, test, first.name, second.name)
+        return test.problems
+
+    def _read(self, part: Part) -> Pool:
+        return _read(part, self.question, self.answer, self.answer_after)
+
+    @property
+    def wording(self) -> str:
+        found = parts_of(self.reward, self.options)
+        boxed = any(name in BOXED and not options.get("marker") for name, options in found)
+        return self.style or ("boxed" if boxed else "direct")
 
     def score(self, problem: Problem, response: str) -> Score:
         """What the reward says; one that is `async` is awaited by whoever scores. A judge takes options that only a group has."""
         if self.reward == "judge":
             return judged(problem.question, [response], **self.options)[0]
-        if self.reward == "compose":
-            return composed(self.options)(problem.question, response, problem.answer)
-        found: Any = _reward(self.reward)(
-            problem.question, response, problem.answer, **self.options
-        )
-        return _later(found) if hasattr(found, "__await__") else as_score(found)  # type: ignore[return-value]
+        reward: Any = resolve(self.reward, self.options)
+        found = reward(problem.question, response, problem.answer)
+        return _awaited(found) if hasattr(found, "__await__") else as_score(found)  # type: ignore[return-value]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         """A judge sees the responses to a problem together, so that its endpoint is asked in parallel."""
-        return (
-            judged(problem.question, responses, **self.options) if self.reward == "judge" else None
-        )
+        if self.reward != "judge":
+            return None
+        return judged(problem.question, responses, **self.options)
 
     def final(self, response: str) -> str | None:
         """The final answer that a shipped reward would look at; None where a reward looks at the whole response."""
         if self.reward == "math":
-            return canonical(final_answer(response))
-        return (
-            after_marker(response, str(self.options.get("marker", MARKER)))
-            if self.reward == "answer"
-            else None
-        )
+            return canonical(final_answer(response, MathReward(**self.options)))
+        if self.reward == "answer":
+            return after_marker(response, str(self.options.get("marker", MARKER)))
+        return None
 
     def ready(self) -> tuple[str, ...]:
         """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice. A reward of
         the user's own must at least parse: in the workers a mistake is found with the first answer."""
+        lines = []
         for name, options in self.rewards():
-            require(
-                isinstance(options, Mapping),
-                f"{self.reward}: the options of {name} are not a mapping: {str(options)[:80]}",
-            )
             if (place := code_place(name)) is not None:
                 check_code(name, place[0])
-            else:
-                _reward(name)
-            if name == "judge":
+            elif name == "judge":
                 check_judge(**options)
-        if self.reward == "compose":
-            composed(self.options)
-        given = [(name, options) for name, options in self.rewards() if name == "code"]
-        return tuple(
-            isolation.describe(str(options.get("sandbox", "auto"))) for _, options in given
-        )
+            elif name == "code":
+                lines.append(isolation.describe(str(options.get("sandbox", "auto"))))
+        return tuple(lines)
 
-    def rewards(self) -> list[tuple[str, Mapping[str, JSON]]]:
+    def rewards(self) -> list[tuple[str, Options]]:
         """The reward, or those that it is composed of, with the options of each."""
-        if self.reward != "compose":
-            return [(self.reward, self.options)]
-        parts = [part for part in self.options.get("parts", []) if isinstance(part, Mapping)]
-        return [(str(part.get("reward", "")), part.get("options", {})) for part in parts]
+        return parts_of(self.reward, self.options)
 
     @property
     def isolated(self) -> bool:
@@ -148,76 +139,16 @@ class Judged(Questions):
         return self.score_seconds
 
 
-async def _later(found: Any) -> Score:
+@lru_cache(maxsize=8)
+def _read(part: Part, question: str, answer: str, answer_after: str) -> Pool:
+    rows = part.rows()
+    return Pool(
+        tuple(
+            make_problem(row, where, name, question, answer, answer_after)
+            for where, name, row in rows
+        )
+    )
+
+
+async def _awaited(found: Any) -> Score:
     return as_score(await found)
-
-
-@lru_cache(maxsize=16)
-def _reward(name: str) -> Reward:
-    try:
-        found: Reward = catalogue.load("reward", name)
-    except AttributeError:
-        raise UserError(
-            f"{name} combines models and is no reward of a task: see reward_models of the rl stage"
-        ) from None
-    return found
-
-
-def composed(options: Mapping[str, JSON]) -> Weighted | Product | Gate:
-    """The reward `compose` from plain settings: how (weighted, product, gate) and parts, each with a reward and, as needed, a name,
-    a weight and options. A gate has two parts: what must be passed, and what is then paid.
-
-    >>> mix = composed({"how": "gate", "parts": [{"reward": "format"}, {"reward": "math"}]})
-    >>> mix("1+1?", "so \\\\boxed{2}", "2").value
-    0.0
-    """
-    known = {"how", "parts", "least", "otherwise"}
-    require(
-        set(options) <= known,
-        f"compose: unknown option {min(set(options) - known, default='')!r}; known: {', '.join(sorted(known))}",
-    )
-    how, parts = options.get("how", "weighted"), options.get("parts", [])
-    require(
-        isinstance(parts, list | tuple) and bool(parts),
-        "compose: give a list of parts, each with a reward",
-    )
-    made = [_part(part) for part in parts]
-    require(
-        how in ("weighted", "product", "gate"),
-        f"compose: how is weighted, product or gate, not {how!r}",
-    )
-    if how == "weighted":
-        return Weighted(tuple(made))
-    if how == "product":
-        return Product(tuple(made))
-    require(
-        len(made) == 2,
-        f"compose: a gate has two parts, the gate and what is behind it, not {len(made)}",
-    )
-    return Gate(
-        made[0], made[1], float(options.get("least", 1.0)), float(options.get("otherwise", 0.0))
-    )
-
-
-def _part(settings: JSON) -> Part:
-    known = {"reward", "name", "weight", "options"}
-    fine = isinstance(settings, Mapping) and "reward" in settings and set(settings) <= known
-    fine = fine and isinstance(
-        settings.get("options", {}), Mapping
-    )  # a list of pairs would hide what it names from trust.py
-    require(
-        fine,
-        f"compose: a part is a reward with, as needed, a name, a weight and options, not {str(settings)[:80]}",
-    )
-    # options may come from any file, and code may not: a mix with a function of yours is a function of yours
-    shipped = ":" not in str(settings["reward"])
-    require(
-        shipped,
-        f"compose: a part is a shipped reward, not {settings['reward']!r}; mix it in a file of yours, and name that",
-    )
-    reward, given = _reward(str(settings["reward"])), dict(settings.get("options", {}))
-    return Part(
-        str(settings.get("name", settings["reward"])),
-        partial(reward, **given),
-        float(settings.get("weight", 1.0)),
-    )

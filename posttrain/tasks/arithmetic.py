@@ -15,6 +15,7 @@ from math import gcd, isqrt
 
 from posttrain.errors import require
 from posttrain.rewards.answer import INTEGER, MARKER, after_marker, integer_answer, strict_integer
+from posttrain.rewards.compose import weigh
 from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
@@ -151,21 +152,16 @@ class Arithmetic(Task):
         `outcome` is correct where the answer is, whatever the weights: that is what a held-out accuracy counts.
         """
         judged = integer_answer(response, int(problem.answer))
-        formed = float(
-            bool(_shape(self.operation, self.steps, problem.level).fullmatch(response.rstrip()))
-        )
+        shape = _shape(self.operation, self.steps, problem.level)
         written = response.split(MARKER, 1)[0].split(SEPARATOR)
         right = [given == step for given, step in zip(written, self._work(problem), strict=False)]
         parts = {
             "answer": judged.value or 0.0,
-            "format": formed,
+            "format": float(shape.fullmatch(response.rstrip()) is not None),
             "steps": sum(right) / problem.level,
         }
-        lost = self.format_weight * (1 - parts["format"]) + self.steps_weight * (1 - parts["steps"])
-        lost += (1 - self.format_weight - self.steps_weight) * (1 - parts["answer"])
-        return Score(
-            1 - lost, parts=parts, outcome=judged.outcome
-        )  # exactly 1 where nothing is lost
+        weights = {"format": self.format_weight, "steps": self.steps_weight}
+        return weigh(parts, weights, judged.outcome)
 
 
 def pair_side(operation: str, a: int, b: int) -> str:

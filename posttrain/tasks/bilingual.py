@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from posttrain.errors import require
 from posttrain.rewards.answer import integer_answer, strict_integer
+from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import match
 from posttrain.rewards.language import share
 from posttrain.tasks._procedural import Procedural, stable_hash
@@ -141,11 +142,8 @@ class Bilingual(Task):
             "format": float(match(TEMPLATE, response) is not None),
             "language": share(reasoning, self.target, others) if worded else 0.0,
         }
-        lost = self.format_weight * (1 - parts["format"]) + self.language_weight * (
-            1 - parts["language"]
-        )
-        lost += (1 - self.format_weight - self.language_weight) * (1 - parts["answer"])
-        return Score(1 - lost, parts=parts, outcome=judged.outcome)
+        weights = {"format": self.format_weight, "language": self.language_weight}
+        return weigh(parts, weights, judged.outcome)
 
     def _split(self, response: str) -> tuple[str, str]:
         """(the reasoning without its tags, the answer after the last end of it; nothing where it does not end)."""

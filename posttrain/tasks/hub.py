@@ -1,19 +1,39 @@
 """Any data set of the hub, or one in a local folder, through `datasets`: which fields hold question and answer, how to ask, who judges.
 
-    task = Hub("openai/gsm8k", config="main", answer_after="####", style="boxed")
+    task = Hub("openai/gsm8k", config="main", answer_after="####")
 
 Needs the package `datasets`: pip install 'posttrain[data]'. Only data is read: a data set that brings code is refused by it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
+from posttrain.data.hub import load_hub
 from posttrain.errors import require
 from posttrain.tasks._judged import Judged
-from posttrain.tasks._questions import load_hub, make_problem
-from posttrain.types import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One split of a data set."""
+
+    dataset: str
+    config: str
+    split: str
+    revision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset} split {self.split}"
+
+    def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        found = load_hub(self.dataset, self.config, self.split, self.revision, "hub")
+        require(bool(found), f"hub: {self.dataset} split {self.split!r} has no rows")
+        for number, row in enumerate(found):
+            yield f"{self.dataset} {self.split} row {number}", f"{self.split}/{number}", row
 
 
 @dataclass(frozen=True)
@@ -30,50 +50,15 @@ class Hub(Judged):
     def __post_init__(self) -> None:
         require(bool(self.dataset), "hub: give a dataset, such as openai/gsm8k")
         require(bool(self.train_split), "hub: give a train_split")
+        same = self.train_split == self.test_split
         require(
-            self.train_split != self.test_split,
-            f"hub: train and test are both {self.train_split!r}; leave test_split empty",
+            not same, f"hub: train and test are both {self.train_split!r}; leave test_split empty"
         )
         self.check_settings("hub")
 
-    def parts(self) -> tuple[str, str]:
-        return self.train_split, self.test_split
-
-    def called(self, part: str) -> str:
-        return f"{self.dataset} split {part}"
-
-    def read(self, part: str) -> tuple[Problem, ...]:
-        return _problems(
-            self.dataset,
-            self.config,
-            part,
-            self.revision,
-            self.question,
-            self.answer,
-            self.answer_after,
+    def parts(self) -> tuple[Split, Split | None]:
+        train, test = (
+            Split(self.dataset, self.config, s, self.revision)
+            for s in (self.train_split, self.test_split)
         )
-
-
-@lru_cache(maxsize=8)
-def _problems(
-    dataset: str,
-    config: str,
-    split: str,
-    revision: str,
-    question: str,
-    answer: str,
-    answer_after: str,
-) -> tuple[Problem, ...]:
-    found = tuple(
-        make_problem(
-            row,
-            f"{dataset} {split} row {number}",
-            f"{split}/{number}",
-            question,
-            answer,
-            answer_after,
-        )
-        for number, row in enumerate(load_hub(dataset, config, split, revision, "hub"))
-    )
-    require(bool(found), f"hub: {dataset} split {split!r} has no rows")
-    return found
+        return train, test if self.test_split else None

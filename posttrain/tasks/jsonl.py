@@ -1,6 +1,6 @@
 """Problems from a JSONL file of your own: which fields hold the question and the answer, how to ask, and which reward judges.
 
-    task = Jsonl("gsm8k-train.jsonl", test_file="gsm8k-test.jsonl", answer_after="####", style="boxed", reward="math")
+    task = Jsonl("gsm8k-train.jsonl", test_file="gsm8k-test.jsonl", answer_after="####", reward="math")
 
 A reward is one of `posttrain list rewards`, or a plain function of yours, `(prompt, response, answer) -> float | Score`, as
 `file.py:name`; it may be `async`. Yours runs in worker processes with a time limit.
@@ -8,15 +8,33 @@ A reward is one of `posttrain list rewards`, or a plain function of yours, `(pro
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from posttrain.data.records import read_jsonl
 from posttrain.errors import require
 from posttrain.tasks._judged import Judged
-from posttrain.tasks._questions import make_problem
-from posttrain.types import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A data file, with the time of its last change: one that was written anew is read anew."""
+
+    name: str
+    changed: int
+
+    @classmethod
+    def at(cls, name: str) -> File:
+        path = Path(name).expanduser()
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        require(path.is_file(), f"there is no data file {name}{where}")
+        return cls(name, path.stat().st_mtime_ns)
+
+    def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        for where, record in read_jsonl(self.name, lists=True):
+            yield where, f"{Path(self.name).name}:{where.rpartition(' ')[2]}", record
 
 
 @dataclass(frozen=True)
@@ -31,34 +49,9 @@ class Jsonl(Judged):
         require(bool(self.file), "jsonl: give a file")
         self.check_settings("jsonl")
 
-    def parts(self) -> tuple[str, str]:
-        return self.file, self.test_file
+    def parts(self) -> tuple[File, File | None]:
+        return File.at(self.file), File.at(self.test_file) if self.test_file else None
 
     def ready(self) -> tuple[str, ...]:
-        for part in filter(None, self.parts()):
-            self.place(part)
+        self.parts()  # or refuse, where a file is not there
         return super().ready()
-
-    def place(self, part: str) -> Path:
-        path = Path(part).expanduser()
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        require(path.is_file(), f"there is no data file {part}{where}")
-        return path
-
-    def read(self, part: str) -> tuple[Problem, ...]:
-        changed = self.place(part).stat().st_mtime_ns
-        return read_problems(part, changed, self.question, self.answer, self.answer_after)
-
-
-@lru_cache(maxsize=8)
-def read_problems(
-    file: str, changed: int, question: str, answer: str, answer_after: str
-) -> tuple[Problem, ...]:
-    """The problems of a file; `changed` is its time of change, so that one which was written anew is read anew."""
-    name = Path(file).name
-    return tuple(
-        make_problem(
-            record, where, f"{name}:{where.rpartition(' ')[2]}", question, answer, answer_after
-        )
-        for where, record in read_jsonl(file, lists=True)
-    )

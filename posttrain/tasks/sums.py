@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from posttrain.errors import require
 from posttrain.rewards.answer import strict_integer
+from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import THINK_ANSWER, match
 from posttrain.tasks._procedural import Procedural
 from posttrain.tasks.arithmetic import Arithmetic
@@ -63,14 +64,8 @@ class Sums(Task):
         given = self.final(response)
         right = given == problem.answer
         parts = {"answer": float(right), "format": float(match(THINK_ANSWER, response) is not None)}
-        lost = self.format_weight * (1 - parts["format"]) + (1 - self.format_weight) * (
-            1 - parts["answer"]
-        )
-        return Score(
-            1 - lost,
-            parts,
-            outcome="correct" if right else "unparseable" if given is None else "wrong",
-        )
+        outcome = "correct" if right else "unparseable" if given is None else "wrong"
+        return weigh(parts, {"format": self.format_weight}, outcome)
 
     def final(self, response: str) -> str | None:
         found = TAGGED.findall(response)

@@ -11,7 +11,7 @@ from torch import nn
 from posttrain.errors import require
 from posttrain.models.policy import Policy
 from posttrain.ops.weights import sequence_sums
-from posttrain.rewards.implicit import implicit_reward
+from posttrain.rewards._models import implicit_reward
 from posttrain.train.forward import forward
 from posttrain.train.pack import micro_batches, pack_groups
 from posttrain.types import Batch, Group, Rollout, Score

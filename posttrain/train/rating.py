@@ -15,7 +15,7 @@ from torch import nn
 from posttrain.data.steps import Step, response_of, steps_of
 from posttrain.errors import require
 from posttrain.models.scorer import Scorer
-from posttrain.rewards import ensemble
+from posttrain.rewards import _models as ensemble
 from posttrain.train.forward import scores
 from posttrain.train.pack import micro_batches, pack_examples
 from posttrain.types import Example, Rollout, Score
@@ -26,7 +26,7 @@ TOKEN = "token:"
 @dataclass(eq=False)
 class ModelRating:
     """The score of a rollout is a scorer's number at its last token, which has seen all of it: prompt, response and the token
-    that ended it, exactly as they were sampled. Several scorers are combined by `combine` (see rewards/ensemble.py); then the
+    that ended it, exactly as they were sampled. Several scorers are combined by `combine` (see rewards/_models.py); then the
     parts hold each member's score as `member/0`, `member/1`, ... and their standard deviation as `disagreement`.
 
     Ids are passed on as they are, so policy and scorers must have one vocabulary: it is checked between the members, and against

@@ -146,7 +146,7 @@ def test_a_gold_answer_that_cannot_be_read_is_a_failure() -> None:
     for settings, complaint in (
         ({"form": "x"}, "form is one of"),
         ({"separator": ""}, "separator"),
-        ({"most": 0}, "at least 1"),
+        ({"max_steps": 0}, "at least 1"),
         ({"form": "columns"}, "questions such as 47"),
     ):
         with pytest.raises(UserError, match=complaint):

@@ -48,7 +48,7 @@ CASES: list[tuple[str, dict[str, Any], str, float]] = [
     ("compose", TEXTBOOK, RIGHT, 0.8 + 0.1 + 0.1 * 2 / 3),
     ("compose", {"how": "product", "parts": TEXTBOOK["parts"]}, RIGHT, 2 / 3),
     ("compose", {"how": "gate", "parts": [{"reward": "format"}, {"reward": "math"}]}, RIGHT, 0.0),
-    ("compose", {"how": "gate", "parts": [{"reward": "steps"}, {"reward": "math"}], "least": 0.6, "otherwise": -1.0}, RIGHT, 1.0),
+    ("compose", {"how": "gate", "parts": [{"reward": "steps"}, {"reward": "math"}], "threshold": 0.6, "otherwise": -1.0}, RIGHT, 1.0),
 ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_by_name_with_options(task: Any, reward: str, options: dict[str, Any], r
 
 def test_every_shipped_reward_is_tried_here_or_has_a_test_of_its_own() -> None:
     tried = {case[0] for case in CASES}
-    assert set(catalogue.names("reward")) - tried == {"code", "judge", "ensemble", "implicit"}
+    assert set(catalogue.names("reward")) - tried == {"code", "judge"}
 
 
 def test_the_parts_of_a_mix_are_columns(task: Any) -> None:
@@ -83,17 +83,63 @@ def test_no_code_comes_in_by_way_of_options(task: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "options", "complaint"),
     [
-        ("ensemble", {}, "no reward of a task"),
+        ("ensemble", {}, "unknown reward"),
         ("compose", {}, "give a list of parts"),
-        ("compose", {"part": []}, "unknown option 'part'"),
+        ("compose", {"parts": 3}, "give a list of parts"),
+        ("compose", {"part": []}, "did you mean 'parts'"),
         ("compose", {"parts": [{"weight": 1}]}, "a part is a reward"),
         ("compose", {"how": "sum", "parts": [{"reward": "math"}]}, "how is weighted"),
         ("compose", {"how": "gate", "parts": [{"reward": "math"}]}, "a gate has two parts"),
         ("compose", {"parts": [{"reward": "math"}, {"reward": "math"}]}, "different names"),
         ("compose", {"parts": [{"reward": "maths"}]}, "math"),
+        ("compose", {"parts": [{"reward": "math", "options": {"round": 2}}]}, "did you mean 'rounding'"),
+        ("compose", {"least": 1, "parts": [{"reward": "math"}]}, "unknown option"),
         ("length", {"kind": "short"}, "kind is one of"),
+        ("math", {"round": 2}, "unknown option of the reward math: 'round'; did you mean 'rounding'"),
+        ("math", {"rounding": 31}, "rounding is a number of decimal places from 0 to 30, not 31"),
+        ("math", {"rounding": "2"}, "math: rounding must be int, not '2'"),
+        ("math", {"bases": 1}, "math: bases must be bool, not 1"),
+        ("math", {"variables": "xy"}, "math: variables must be list, not 'xy'"),
+        ("code", {"partial": "yes"}, "code: partial must be bool"),
+        ("code", {"timeout": 3}, "unknown option of the reward code"),
+        ("steps", {"enough": True}, "steps: enough must be int, not True"),
+        ("language", {"target": "klingon"}, "unknown language"),
+        ("format", {"template": "{text}{line}"}, "needs literal text"),
+        ("answer", ["marker"], "are not a mapping"),
     ],
 )
-def test_mistakes_are_named(task: Any, reward: str, options: dict[str, Any], complaint: str) -> None:
+def test_mistakes_are_named_when_the_config_is_read(task: Any, reward: str, options: Any, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        task(reward, options).score(PROBLEM, RIGHT)
+        task(reward, options)
+
+
+DECLARED: list[tuple[dict[str, Any], str, str]] = [
+    ({"reasoning_end": ""}, "12", r"\boxed{12} </think>"),
+    ({"marker": "####"}, "12", "#### 12"),
+    ({"percent": "bare"}, r"12\%", r"\boxed{12}"),
+    ({"decimal_comma": True}, "1.2", r"\boxed{1,2}"),
+    ({"bases": True}, "12", r"\boxed{1100_2}"),
+    ({"rounding": 2}, r"\frac13", r"\boxed{0.33}"),
+    ({"variables": ["x", "y"]}, "x=1, y=2", r"\boxed{(1, 2)}"),
+]
+
+
+@pytest.mark.parametrize(("options", "gold", "response"), DECLARED)
+def test_every_declaration_of_the_math_reward_is_an_option(
+    task: Any, options: dict[str, Any], gold: str, response: str
+) -> None:
+    problem = Problem("1", "?", gold)
+    assert task("math", options).score(problem, response).value == 1.0
+    assert task("math", {}).score(problem, response).value == 0.0
+
+
+def test_units_may_be_required(task: Any) -> None:
+    problem = Problem("1", "?", r"10\text{ m}")
+    scores = [task("math", options).score(problem, r"\boxed{10}").value for options in ({}, {"require_units": True})]
+    assert scores == [1.0, 0.0]
+
+
+def test_a_task_accepts_exactly_the_rewards_that_are_listed(task: Any) -> None:
+    options = {"judge": {"url": "http://localhost:1", "model": "m"}, "compose": TEXTBOOK}
+    for name in catalogue.names("reward"):
+        task(name, options.get(name, {}))

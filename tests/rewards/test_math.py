@@ -264,7 +264,7 @@ class Roots(Task):
         return [Problem(f"{split}/{n}", rf"Simplify $\sqrt{{{n * n * 2}}}$.", rf"{n}\sqrt{{2}}") for n in range(2, 9)]
 
     def score(self, problem: Problem, response: str) -> Score:
-        return self.reward.score(problem, response)
+        return self.reward(problem.question, response, problem.answer)
 
     def demonstration(self, problem: Problem) -> str:
         return rf"It is \boxed{{{problem.answer}}}."

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from posttrain import config
+from posttrain.data import hub as reader
 from posttrain.errors import UserError
-from posttrain.tasks import _questions
 from posttrain.tasks.base import Task, validate
 from posttrain.tasks.gsm8k import Gsm8k
 from posttrain.tasks.hub import Hub
@@ -83,7 +83,7 @@ def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    _questions.load_hub.cache_clear()
+    reader.load_hub.cache_clear()
     for task in (Hub("nobody/nothing"), Gsm8k()):
         with pytest.raises(UserError, match=r"needs the package datasets: pip install 'posttrain\[data\]'"):
             task.problems("train")

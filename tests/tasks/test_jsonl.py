@@ -12,6 +12,7 @@ import pytest
 from posttrain import config
 from posttrain.errors import UserError
 from posttrain.scoring import Workers
+from posttrain.tasks import _questions
 from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks.jsonl import Jsonl
 
@@ -69,6 +70,50 @@ def test_conversations_are_taken_as_they_are(tmp_path: Path) -> None:
     problem = task.problems("train")[0]
     assert [m.content for m in task.prompt(problem)] == ["s", "hi?", problem.question]
     assert task.score(problem, f"#{problem.answer}").value == 1.0
+
+
+def test_a_style_that_is_set_goes_into_the_last_turn_of_a_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    rows = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}] for n in range(30)]
+    path.write_text(
+        "".join(json.dumps({"question": [*row, {"role": "user", "content": "So?"}], "answer": "1"}) + "\n" for row in rows)
+    )
+    for style, last in (
+        ("", "So?"),
+        ("direct", "So?"),
+        ("boxed", "So?\n\nThink step by step, then give the final answer in \\boxed{}."),
+    ):
+        task = Jsonl(str(path), test_file=str(path), style=style)
+        contents = [message.content for message in task.prompt(task.problems("train")[0])]
+        assert contents == ["q0", "a", last]
+    task = Jsonl(str(path), test_file=str(path), examples=2)
+    with pytest.raises(UserError, match="is a conversation, before which no examples can be shown"):
+        task.prompt(task.problems("train")[0])
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "boxed"),
+    [
+        ("math", {}, True),
+        ("math", {"marker": "####"}, False),
+        ("answer", {}, False),
+        ("compose", {"parts": [{"reward": "math"}, {"reward": "steps"}]}, True),
+    ],
+)
+def test_a_box_is_asked_for_where_the_reward_looks_for_one(file: str, reward: str, options: Any, boxed: bool) -> None:
+    task = Jsonl(file, reward=reward, options=options)
+    assert ("\\boxed" in task.prompt(task.problems("train")[0])[0].content) == boxed
+    assert "\\boxed" not in Jsonl(file, style="direct").prompt(task.problems("train")[0])[0].content
+
+
+def test_few_shot_prompts_do_not_split_the_file_again(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    monkeypatch.setattr(_questions, "stable_hash", lambda *parts: hashed.append(parts) or stable_hash(*parts))
+    task = gsm(file, examples=2)
+    problems = task.problems("train")
+    for problem in problems:
+        task.prompt(problem)
+    assert len(hashed) == 40  # once a row, however many prompts there are
 
 
 def test_calls_in_a_conversation_reach_the_prompt(tmp_path: Path) -> None:
@@ -168,7 +213,7 @@ def test_a_reward_file_that_is_missing_or_no_python_is_told_before_a_run(file: s
     ("reward", "options", "complaint"),
     [
         ("maths", {}, "did you mean 'math'"),
-        ("ensemble", {}, "no reward of a task"),
+        ("ensemble", {}, "unknown reward"),
         ("compose", {"parts": [{"reward": "maths"}]}, "did you mean 'math'"),
         ("compose", {"parts": []}, "give a list of parts"),
         ("judge", {}, "needs the options url and model"),

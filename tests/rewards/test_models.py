@@ -1,4 +1,4 @@
-"""Several scores as one: numbers by hand, and NumPy's."""
+"""Several scores as one: numbers by hand, and NumPy's. The implicit reward: its formula."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.rewards.ensemble import check, combine, disagreement
+from posttrain.rewards._models import check, combine, disagreement, implicit_reward
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,9 @@ def test_refusals() -> None:
         combine([], "mean")
     with pytest.raises(ValueError):
         combine([1.0], "median")
+
+
+@pytest.mark.parametrize(("logprob", "reference", "beta", "reward"), [(-3, -5, 0.5, 1.0), (-5, -3, 0.1, -0.2), (-4, -4, 2, 0)])
+def test_the_implicit_reward_by_hand(logprob: float, reference: float, beta: float, reward: float) -> None:
+    assert implicit_reward(logprob, reference, beta) == pytest.approx(reward)
+    assert implicit_reward(reference, logprob, beta) == -implicit_reward(logprob, reference, beta)

@@ -1,4 +1,4 @@
-"""Several reward models as one: their mean, the worst of them, or the mean less k deviations.
+"""Scores of reward models: several of them as one, and the implicit reward of a model that was trained on preferences.
 
 A policy that is trained hard against one reward model finds where that model is wrong. Members that learned from the same data
 with other seeds agree where the data speaks and differ elsewhere, so their disagreement says where not to trust the score.
@@ -54,3 +54,14 @@ def combine(values: Sequence[float], kind: str = "mean", k: float = 1.0) -> floa
     if kind == "mean_minus":
         return mean - k * disagreement(values)
     raise ValueError(f"unknown combination {kind!r}: one of {', '.join(KINDS)}")
+
+
+def implicit_reward(logprob: float, reference: float, beta: float) -> float:
+    """r(x, y) = beta [ log pi(y | x) - log ref(y | x) ], up to a term that depends on the prompt alone (Rafailov et al. 2023, eq. 5).
+
+    That term is the same for all responses to a prompt: differences within a group are rewards, values across prompts are not.
+
+    >>> implicit_reward(-3.0, -5.0, beta=0.5)
+    1.0
+    """
+    return beta * (logprob - reference)

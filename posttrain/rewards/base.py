@@ -1,0 +1,159 @@
+"""Resolves a reward by its name, as `posttrain list rewards` shows it, or as FILE.py:NAME, with its options.
+
+The options of a shipped reward are the keyword arguments of its function, or the fields where it is a dataclass. Names, types and
+ranges are checked when a config is read, so that a mistake is found before the first response and not at every one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from posttrain import catalogue
+from posttrain.errors import UserError, require, unknown
+from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
+from posttrain.rewards.judge import check_options as check_judge_options
+from posttrain.trust import code_place
+from posttrain.types import JSON
+
+Options = Mapping[str, JSON]
+TRIAL = (
+    "1+1=",
+    "",
+    "2",
+)  # a prompt, response and answer with which every reward refuses options out of range
+TYPES: dict[Any, tuple[type, ...]] = {
+    float: (int, float),
+    Sequence: (tuple, list),
+    tuple: (tuple, list),
+}
+
+
+@lru_cache(maxsize=16)
+def _load(name: str) -> Any:
+    return catalogue.load("reward", name)
+
+
+def resolve(name: str, options: Options) -> Reward:
+    """The reward with its options. FILE.py:NAME is loaded, which runs that file."""
+    if name == "compose":
+        return compose(options)
+    found = _load(name)
+    settings = not isinstance(found, type) and is_dataclass(found)
+    made: Any = replace(found, **options) if settings else partial(found, **options)
+    return made  # type: ignore[no-any-return]
+
+
+def check(name: str, options: Options) -> None:
+    """Refuse an unknown reward, an unknown option, and a value that the reward does not take. Code of the user's is not run."""
+    require(
+        isinstance(options, Mapping),
+        f"the options of the reward {name} are not a mapping: {str(options)[:80]}",
+    )
+    if code_place(name) is not None:
+        return
+    if name == "compose":
+        for part, its_options in parts_of(name, options):
+            if part and isinstance(its_options, Mapping):
+                check(part, its_options)
+        compose(options)
+    elif name == "judge":
+        check_judge_options(**options)
+    else:
+        _check_types(name, options)
+        if name != "code":  # it would run a program
+            resolve(name, options)(*TRIAL)
+
+
+def _check_types(name: str, options: Options) -> None:
+    found = _load(name)
+    kind = type(found) if is_dataclass(found) else found
+    hints = typing.get_type_hints(kind)
+    known = [
+        key
+        for key in inspect.signature(kind).parameters
+        if key not in ("prompt", "response", "answer")
+    ]
+    for key, value in options.items():
+        if key not in known:
+            raise unknown(f"option of the reward {name}:", key, known)
+        wanted = typing.get_origin(hints[key]) or hints[key]
+        accepted = TYPES.get(wanted, (wanted,))
+        fine = isinstance(value, accepted) and (bool in accepted or not isinstance(value, bool))
+        require(fine, f"{name}: {key} must be {accepted[-1].__name__}, not {value!r}")
+
+
+def check_code(name: str, path: Path) -> None:
+    """Refuse FILE.py:NAME where the file is not there or is no Python; nothing in it is run."""
+    try:
+        ast.parse(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"reward {name}: cannot read {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        reason = getattr(error, "msg", error)
+        raise UserError(f"reward {name}: {path}{line} is not Python: {reason}") from None
+
+
+def parts_of(name: str, options: Options) -> list[tuple[str, Options]]:
+    """The reward, or those that it is composed of, with the options of each."""
+    if name != "compose":
+        return [(name, options)]
+    given = options.get("parts")
+    parts = [p for p in given if isinstance(p, Mapping)] if isinstance(given, list | tuple) else []
+    return [(str(part.get("reward", "")), part.get("options", {})) for part in parts]
+
+
+def compose(options: Options) -> Weighted | Product | Gate:
+    """The reward `compose` from plain settings: how (weighted, product, gate) and parts, each with a reward and, as needed, a name,
+    a weight and options. A gate has two parts: what must be passed, and what is then paid.
+
+    >>> mix = compose({"how": "gate", "parts": [{"reward": "format"}, {"reward": "math"}]})
+    >>> mix("1+1?", "so \\\\boxed{2}", "2").value
+    0.0
+    """
+    known = ("how", "parts", "threshold", "otherwise")
+    for name in options:
+        if name not in known:
+            raise unknown("option of the reward compose:", name, known)
+    how, parts = options.get("how", "weighted"), options.get("parts", [])
+    given = isinstance(parts, list | tuple) and bool(parts)
+    require(given, "compose: give a list of parts, each with a reward")
+    made = tuple(_part(part) for part in parts)
+    kinds = {"weighted": Weighted, "product": Product, "gate": Gate}
+    require(how in kinds, f"compose: how is weighted, product or gate, not {how!r}")
+    if how != "gate":
+        return Weighted(made) if how == "weighted" else Product(made)
+    require(
+        len(made) == 2,
+        f"compose: a gate has two parts, the gate and what is behind it, not {len(made)}",
+    )
+    threshold, otherwise = (
+        float(options.get(n, v)) for n, v in (("threshold", 1.0), ("otherwise", 0.0))
+    )
+    return Gate(made[0], made[1], threshold, otherwise)
+
+
+def _part(settings: JSON) -> Part:
+    fine = isinstance(settings, Mapping) and "reward" in settings
+    fine = fine and set(settings) <= {"reward", "name", "weight", "options"}
+    # a list of pairs would hide what it names from trust.py
+    fine = fine and isinstance(settings.get("options", {}), Mapping)
+    require(
+        fine,
+        f"compose: a part is a reward with, as needed, a name, a weight and options, not {str(settings)[:80]}",
+    )
+    name = str(settings["reward"])
+    # options may come from any file, and code may not: a mix with a function of yours is a function of yours
+    require(
+        ":" not in name,
+        f"compose: a part is a shipped reward, not {name!r}; mix it in a file of yours, and name that",
+    )
+    reward = resolve(name, settings.get("options", {}))
+    return Part(str(settings.get("name", name)), reward, float(settings.get("weight", 1.0)))
