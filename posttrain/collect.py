@@ -18,6 +18,7 @@ from posttrain.data.curriculum import CurriculumState
 from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
+from posttrain.events import Events
 from posttrain.scoring import Workers, score_group
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
@@ -83,8 +84,8 @@ class Examples:
         )
         return Collected(batch, metrics=(Metric("length", batch.tokens, batch.sequences),))
 
-    def observe(self, groups: Sequence[Group]) -> list[str]:
-        return []
+    def observe(self, groups: Sequence[Group]) -> None:
+        pass
 
     def state(self) -> JSON:
         return self.mixture.state()
@@ -107,8 +108,9 @@ class Rollouts:
         seed: int,
         device: torch.device,
         rating: Rating | None = None,
+        events: Events | None = None,
     ):
-        self.rating = rating
+        self.rating, self.events = rating, events or Events()
         self.task, self.sampler, self.tokenizer, self.curriculum_state = (
             task,
             sampler,
@@ -118,8 +120,9 @@ class Rollouts:
         self.prompts, self.sampling, self.seed, self.device = prompts, sampling, seed, device
         self.decoder = Decoder(tokenizer)
         self.problems = {level: task.problems("train", level) for level in task.levels}
-        self.told: set[str] = set()  # kinds of failures that a person has heard of
-        self.news = list(task.ready())
+        self.reported: set[str] = set()  # kinds of failures, each of which is a message once
+        for text in task.ready():
+            self.events.emit("message", text)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         """Draw, sample, score; let the algorithm select, and ask again while it wants more."""
@@ -178,34 +181,36 @@ class Rollouts:
         """Say once that there are values of steps which are not learned from."""
         if (
             not algorithm.learns_steps
-            and "steps" not in self.told
+            and "steps" not in self.reported
             and any(r.score.steps for g in groups for r in g.rollouts)
         ):
-            self.told.add("steps")
+            self.reported.add("steps")
             advice = "set" if hasattr(algorithm, "supervision") else "use grpo, gspo or ppo with"
-            self.news.append(
-                f"warning: the reward scores steps, and {algorithm.name} learns from the score of the whole response "
-                f"alone; {advice} supervision=process to learn from the steps"
+            self.events.emit(
+                "message",
+                f"the reward scores steps, and {algorithm.name} learns from the score of the whole response "
+                f"alone; {advice} supervision=process to learn from the steps",
+                "warning",
             )
 
-    def observe(self, groups: Sequence[Group]) -> list[str]:
-        """Tell the curriculum how the step went; returns what a person should hear of it."""
-        news, self.news = self.news, []
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Update the curriculum with the results of a step, and report each kind of failure once."""
         for group in groups:
             solved = [float(r.score.solved) for r in group.rollouts if r.score.valid]
             if solved and self.curriculum_state.observe(
                 group.problem.level, sum(solved) / len(solved)
             ):
-                news.append(f"level {self.curriculum_state.level} opens")
+                self.events.emit("curriculum", f"level {self.curriculum_state.level} opens")
         for rollout in (r for group in groups for r in group.rollouts if not r.score.valid):
             kind = failure_kind(rollout.score)
-            if kind not in self.told:
-                self.told.add(kind)
-                news.append(
+            if kind not in self.reported:
+                self.reported.add(kind)
+                self.events.emit(
+                    "message",
                     f"could not be scored: {rollout.score.failure} (problem {rollout.problem.id}, response "
-                    f"{rollout.response[:80]!r}); others of this kind are counted as failed/{kind}"
+                    f"{rollout.response[:80]!r}); others of this kind are counted as failed/{kind}",
+                    "warning",
                 )
-        return news
 
     def state(self) -> JSON:
         return self.curriculum_state.state()

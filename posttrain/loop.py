@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ from posttrain.monitor.alarms import AlarmSettings
 from posttrain.monitor.guards import Alarm, Guards
 from posttrain.monitor.monitor import Guarding
 from posttrain.ops.kl import kl_estimate
-from posttrain.runs.console import Console, printable, write_text
+from posttrain.runs.console import Console
 from posttrain.runs.layout import TokenArrays
 from posttrain.runs.metrics import Best, best_score, merge
 from posttrain.runs.trackers import Trackers
@@ -42,7 +41,7 @@ class Source(Protocol):
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected: ...
 
-    def observe(self, groups: Sequence[Group]) -> list[str]: ...
+    def observe(self, groups: Sequence[Group]) -> None: ...
 
     def state(self) -> JSON: ...
 
@@ -113,18 +112,23 @@ class Loop:
         self.state = self.trainer.algorithm.start()
         self.resume()
         shown = Console.open(self.schedule.steps, self.stage, self.step)
-        with shown as console, self.checkpoints, self.guarding.on_duty(console) as guarding:
+        events = self.writer.events
+        with (
+            shown as console,
+            self.checkpoints,
+            events.shown_by(console.show),
+            events.at(self.stage, self.step),
+            self.guarding.on_duty() as guarding,
+        ):
             guarding.check_frozen(self.step)
             if self.step == 0 and self.schedule.evaluate_every and self.evaluate is not None:
                 self.report(console, self.measure())
             while not self.finished():
-                began = time.perf_counter()
+                began, events.step = time.perf_counter(), self.step + 1
                 self.checkpoints.check()
-                if news := self.checkpoints.news():
-                    console.event(news)
                 try:
                     with guarding.step():
-                        figures, alarms = self.one_step(console)
+                        figures, alarms = self.one_step()
                 except torch.OutOfMemoryError as error:
                     guarding.out_of_memory(self.step + 1, error)
                     raise
@@ -157,9 +161,9 @@ class Loop:
     def due(self, every: int) -> bool:
         return bool(every) and (is_due(self.step, every) or self.finished())
 
-    def one_step(self, console: Console) -> tuple[dict[str, float], list[Alarm]]:
+    def one_step(self) -> tuple[dict[str, float], list[Alarm]]:
         """Collect material, let the algorithm prepare it, update; once or more on the same rollout. What the guards say of it is
-        heard once its figures are written."""
+        emitted once its figures are written."""
         algorithm, trainer = self.trainer.algorithm, self.trainer
         collected = self.source.collect(self.step, algorithm, self.state)
         if self.release is not None:
@@ -189,9 +193,7 @@ class Loop:
             self.sampler.publish(self.step)
         if shown:
             self.write_rollouts(collected.groups, trained)
-        for news in self.source.observe(collected.groups):
-            console.event(news)
-            self.writer.event("curriculum", {"stage": self.stage, "step": self.step, "text": news})
+        self.source.observe(collected.groups)
         figures = (
             self.guarding.seen(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
         )
@@ -307,7 +309,7 @@ class Loop:
         made = checkpoint.Checkpoint(
             self.step, self.trainer.weights(), self.trainer.moments(), state
         )
-        self.checkpoints.save(made, self.writer.event)
+        self.checkpoints.save(made)
 
     def frozen(self) -> dict[str, JSON]:
         """Who the models are that do not learn, by their weights; worked out once."""
@@ -323,8 +325,7 @@ class Loop:
         """Take up the newest checkpoint that verifies; say what was wrong with newer ones."""
         path, problems = self.checkpoints.newest()
         for problem in problems:
-            self.writer.event("damaged", {"stage": self.stage, "text": problem})
-            write_text(f"{self.stage}: {printable(problem)}\n", sys.stderr)
+            self.writer.events.emit("damaged", problem, "warning", stage=self.stage)
         if path is None:
             if problems:
                 folder = self.checkpoints.directory

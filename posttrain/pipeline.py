@@ -21,9 +21,10 @@ from posttrain.config import Settings
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.evals.statistics import Interval
+from posttrain.events import printable
 from posttrain.loop import Interrupt
 from posttrain.monitor.alarms import told
-from posttrain.runs.console import duration, printable, show, write_text
+from posttrain.runs.console import duration, show, write_text
 from posttrain.runs.layout import CONFIG, SUMMARY, dump_line
 from posttrain.runs.plot import draw, draw_pass_at_k
 from posttrain.runs.read import Run

@@ -73,8 +73,8 @@ class Answers:
         groups = self.plant(step, groups)
         return Collected(pack_groups(groups, 1.0), tuple(groups), group_metrics(groups), {})
 
-    def observe(self, groups: Sequence[Group]) -> list[str]:
-        return []
+    def observe(self, groups: Sequence[Group]) -> None:
+        pass
 
     def state(self) -> int:
         return self.seen
@@ -94,13 +94,14 @@ def make(
     reference = small_policy(1, torch.float32) if "reference" in algorithm.needs else None
     critic = from_policy(policy, zero=False, seed=1) if "value" in algorithm.needs else None
     steps, every = more.pop("steps", 4), more.pop("every", 1)
+    writer = more.pop("writer", None) or RunWriter(folder / "run", config={"name": "guards"})
     return Loop(
         stage="rl",
         schedule=LoopSchedule(steps=steps, checkpoint_every=every),
-        trainer=Trainer(policy, algorithm, Optimization(lr=1e-3), reference, critic),
+        trainer=Trainer(policy, algorithm, Optimization(lr=1e-3), reference, critic, events=writer.events),
         source=Answers(policy, plant) if plant else Answers(policy),
-        writer=more.pop("writer", None) or RunWriter(folder / "run", config={"name": "guards"}),
-        checkpoints=Store(folder / "run" / "checkpoints", Saving(synchronous=True)),
+        writer=writer,
+        checkpoints=Store(folder / "run" / "checkpoints", Saving(synchronous=True), writer.events),
         interrupt=Interrupt(),
         **more,
     )
@@ -108,7 +109,7 @@ def make(
 
 def alarm_events(loop: Loop) -> list[tuple[str, bool]]:
     return [
-        (str(e.details["guard"]), bool(e.details["stop"])) for e in Run(loop.writer.directory).events() if e.kind == "alarm"
+        (str(e.details["rule"]), e.details["level"] == "stop") for e in Run(loop.writer.directory).events() if e.kind == "alarm"
     ]
 
 

@@ -30,12 +30,12 @@ from posttrain import config, pipeline
 from posttrain.data import safe_readers as untrusted
 from posttrain.data.chat import render_prompt
 from posttrain.errors import UserError
+from posttrain.events import printable
 from posttrain.models.load import load
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.rewards._endpoint import Endpoint
 from posttrain.runs import layout
-from posttrain.runs.console import printable
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import check_names
@@ -516,7 +516,7 @@ def test_a_stage_name_in_a_run_directory_does_not_lead_out_of_it(run: Path, tmp_
 def test_what_a_model_writes_stays_on_its_line(tmp_path: Path) -> None:
     evil = 'x\n{"kind":"resume","stage":"rl","step":0}\r\u2028\x1b]0;title\x07\x1b[2J\u202e'
     with RunWriter.create(tmp_path, {}) as writer:
-        writer.event("say", {"text": evil})
+        writer.event("message", {"text": evil})
     assert len((tmp_path / "events.jsonl").read_bytes().splitlines()) == 2
     assert Run(tmp_path).events()[-1].details["text"] == evil
     shown = printable(evil)

@@ -22,7 +22,7 @@ import yaml
 from posttrain import cli, config
 from posttrain.commands import inspect as tools
 from posttrain.errors import UserError
-from posttrain.runs.console import printable
+from posttrain.events import printable
 from posttrain.runs.write import RunWriter
 from posttrain.tasks.hub import Hub
 

@@ -30,7 +30,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines as they come. What a model wrote in one cannot end it or control the terminal."""
-    from posttrain.runs.console import printable, write_text
+    from posttrain.events import printable
+    from posttrain.runs.console import write_text
 
     for line in lines:
         write_text(f"{printable(line)}\n", sys.stdout)

@@ -15,7 +15,7 @@ from posttrain import config
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
-from posttrain.runs.console import printable
+from posttrain.events import printable
 from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
 from posttrain.types import JSON, Message, Sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,9 +211,9 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
         for stage in settings.recipe.stages:
             lines.append("")
             lines.append(f"{stage.name} ({type(stage).__name__})")
+            warnings = [f"warning: {text}" for text in warnings_of(stage)]
             lines += [
-                f"  {line}"
-                for line in (*warnings_of(stage), *_stage(stage, context, policies, before))
+                f"  {line}" for line in (*warnings, *_stage(stage, context, policies, before))
             ]
             lines += [f"  {line}" for line in dry_lines(seen[stage.name])] if dry else []
             before[stage.name] = stage
@@ -394,16 +394,6 @@ def sft_lines(
     ]
 
 
-@dataclass(eq=False)
-class Listening(Context):
-    """Keeps what a stage says of its data."""
-
-    heard: list[str] = field(default_factory=list)
-
-    def announce(self, stage: str, lines: Sequence[str]) -> None:
-        self.heard.extend(lines)
-
-
 def preference_lines(
     stage: PreferenceStage | RewardModelStage,
     policy: Policy,
@@ -418,11 +408,14 @@ def preference_lines(
     members = f", {count} times over" if count > 1 else ""
     if later:
         return [f"a step: {stage.batch} units; {stage.steps} steps{members}", *later]
-    listening = Listening(context.writer, context.seed, context.device, say=False)
-    given = (listening, policy.tokenizer)
-    units = (
-        stage.read(*given, stage.data) if isinstance(stage, PreferenceStage) else stage.read(*given)
-    )
+    given = (context, policy.tokenizer)
+    reports: list[str] = []
+    with context.events.shown_by(lambda event: reports.append(event.text)):
+        units = (
+            stage.read(*given, stage.data)
+            if isinstance(stage, PreferenceStage)
+            else stage.read(*given)
+        )
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
     tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
     memory = training_memory(policy, tokens, stage.optimizer)
@@ -435,6 +428,6 @@ def preference_lines(
     return [
         f"a step: {stage.batch} of {len(units):,} units, about {stage.batch * sum(sizes) // len(units):,} tokens; {stage.steps} steps "
         f"= {passes:.1f} passes over what is not held out{members}",
-        *listening.heard,
+        *reports,
         memory.line(),
     ]

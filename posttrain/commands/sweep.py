@@ -20,7 +20,8 @@ from pathlib import Path
 
 from posttrain import config, pipeline
 from posttrain.errors import Interrupted, require
-from posttrain.runs.console import printable, write_text
+from posttrain.events import printable
+from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG, encode
 from posttrain.runs.read import Run
 from posttrain.types import JSON

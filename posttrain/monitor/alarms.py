@@ -457,13 +457,13 @@ def told(events: Sequence[Event]) -> list[str]:
     for event in events:
         if event.kind == "alarm":
             heard.setdefault(
-                (str(event.details.get("stage", "")), str(event.details.get("guard", ""))), []
+                (str(event.details.get("stage", "")), str(event.details.get("rule", ""))), []
             ).append(event)
     lines = []
-    for (stage, name), found in heard.items():
+    for (stage, _), found in heard.items():
         last = [event for event in found if event.attempt == found[-1].attempt]
         more = f" (and {len(last) - 1} times more)" if len(last) > 1 else ""
-        lines.append(f"{stage}: {name}: {last[0].details.get('text', '')}{more}")
+        lines.append(f"{stage}: {last[0].details.get('text', '')}{more}")
     return lines
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from posttrain.monitor.alarms import Alarms, AlarmSettings
 from posttrain.monitor.coefficients import dead_coefficients
 from posttrain.monitor.guards import Alarm, Guards, Watch, rollout_figures
 from posttrain.monitor.watchdog import Watchdog
-from posttrain.runs.console import Console
 from posttrain.runs.layout import ALARMS
 from posttrain.runs.write import RunWriter
 from posttrain.train.pack import micro_batches
@@ -41,7 +40,6 @@ class Guarding:
     hearing: AlarmSettings
     watch: Watch = field(init=False)
     alarms: Alarms = field(init=False)
-    console: Console | None = None
     watchdog: Watchdog | None = None
 
     def __post_init__(self) -> None:
@@ -62,16 +60,16 @@ class Guarding:
             self.trainer.token_budget = allowed
 
     @contextmanager
-    def on_duty(self, console: Console) -> Iterator[Guarding]:
+    def on_duty(self) -> Iterator[Guarding]:
         """For as long as the stage trains."""
         with closing(
             Watchdog(self.writer.directory / ALARMS / f"{self.stage}-stacks.txt")
         ) as watchdog:
-            self.console, self.watchdog = console, watchdog
+            self.watchdog = watchdog
             try:
                 yield self
             finally:
-                self.console = self.watchdog = None
+                self.watchdog = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -97,15 +95,7 @@ class Guarding:
 
     def out_of_memory(self, step: int, error: torch.OutOfMemoryError) -> None:
         """In generation, or in training with half the token budget already: there is no memory for a step."""
-        self.hear(step)
         self.sound(step, self.watch.memory_full(step, str(error), self.trainer.token_budget))
-
-    def hear(self, step: int) -> None:
-        """Tell the events and the person what the trainer did to stay within memory."""
-        for news in self.trainer.heard():
-            self.writer.event("memory", {"stage": self.stage, "step": step, "text": news})
-            if self.console is not None:
-                self.console.event(news)
 
     def seen(self, groups: Sequence[Group]) -> dict[str, float]:
         """Figures of the rollouts that guards and alarms look at besides the usual ones."""
@@ -113,7 +103,6 @@ class Guarding:
 
     def after(self, step: int, alarms: Sequence[Alarm], figures: Mapping[str, float]) -> None:
         """Once the figures of a step are written: sound what was found in it, and what they show."""
-        self.hear(step)
         drift = [*self.watch.figures(step, figures), *self.alarms.observe(step, figures)]
         stacks = f"{ALARMS}/{self.stage}-stacks.txt"
         self.sound(
@@ -146,11 +135,14 @@ class Guarding:
     def sound(self, step: int, alarms: Sequence[Alarm]) -> None:
         """Tell the events and the person of every alarm of `step`; then stop, if one of them says so. Nothing of it was saved."""
         for alarm in alarms:
-            self.writer.event("alarm", {"stage": self.stage, "step": step, **asdict(alarm)})
-            if self.console is not None:
-                self.console.event(
-                    f"{'stop' if alarm.stop else 'warning'}: {alarm.guard}: {alarm.text}"
-                )
+            self.writer.events.emit(
+                "alarm",
+                f"{alarm.guard}: {alarm.text}",
+                "stop" if alarm.stop else "warning",
+                stage=self.stage,
+                step=step,
+                data={"rule": alarm.guard},
+            )
         for alarm in alarms:
             if alarm.stop:
                 past = self.checkpoints.published()

@@ -1,8 +1,7 @@
 """What a person sees while a run goes on: a live panel on a terminal, plain lines at a limited rate anywhere else.
 
-    with Console.open(total_steps=60, stage="rl") as console:
+    with Console.open(total_steps=60, stage="rl") as console, events.shown_by(console.show):
         console.update({"reward": 0.4, "length": 31.0}, step=1)
-        console.event("checkpoint at step 1")
 
 Model output is never trusted to be text: `printable` makes control characters visible instead of obeying them.
 """
@@ -13,7 +12,6 @@ import math
 import os
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from types import TracebackType
@@ -27,40 +25,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.events import Event, printable
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASES = ("generate", "score", "train")
 PLAIN_SECONDS = 5.0  # a plain line at most this often, unless a tenth of the stage has passed
 HISTORY = 4096  # rewards kept for the sparkline
-
-
-def printable(text: str, lines: bool = False) -> str:
-    r"""Text that a terminal shows and does not obey: control, format and unassigned characters become visible escapes.
-
-    That covers ANSI sequences, bells, carriage returns that overwrite a line, bidirectional overrides and zero-width
-    characters. `lines` keeps line ends and tabs.
-
-    >>> printable("ok\x1b[31mred")
-    'ok\\x1b[31mred'
-    >>> printable("a\nb"), printable("a\nb", lines=True)
-    ('a\\nb', 'a\nb')
-    """
-    kept = "\n\t" if lines else ""
-    return "".join(
-        c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else _escape(c)
-        for c in text
-    )
-
-
-def _escape(character: str) -> str:
-    short = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character)
-    code = ord(character)
-    return short or (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
 
 
 def sparkline(values: list[float], width: int = 24) -> str:
@@ -184,12 +154,12 @@ class Console:
         if self._live is None and self._due():
             self._print_line()
 
-    def event(self, text: str) -> None:
-        """Say something once, above the figures."""
+    def show(self, event: Event) -> None:
+        """Print a message, above the figures."""
         if self._live is not None:
-            self._live.console.print(Text(printable(text)), highlight=False)
+            self._live.console.print(Text(event.line()), highlight=False)
         else:
-            write_text(f"{self.stage}: {printable(text)}\n", self._stream)
+            write_text(event.line() + "\n", self._stream)
 
     def close(self) -> None:
         """Leave the last figures on the screen. Closing twice is harmless."""
@@ -295,6 +265,11 @@ def render_plain(renderable: RenderableType, width: int = 100) -> str:
     with quiet.capture() as capture:
         quiet.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def print_message(event: Event) -> None:
+    """Show an event where no panel is open."""
+    write_text(event.line() + "\n", sys.stdout)
 
 
 def write_text(text: str, stream: TextIO) -> None:

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.runs.console import printable
+from posttrain.events import printable
 from posttrain.types import JSON
 
 

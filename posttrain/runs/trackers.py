@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from posttrain.errors import UserError, unknown
+from posttrain.events import Event
 from posttrain.runs.layout import METRICS, Row, json_lines
 from posttrain.runs.write import RunWriter
 from posttrain.types import JSON
@@ -40,6 +42,7 @@ class Trackers:
     def __init__(self, trackers: Mapping[str, Tracker], writer: RunWriter) -> None:
         self._active = dict(trackers)
         self._writer = writer
+        writer.events.subscribe(self.record)
         self._sent: dict[str, list[int]] = {}  # by stage: the steps of earlier attempts
         for row in json_lines(writer.directory / METRICS) if writer.attempt > 1 else ():
             if row and isinstance(row.get("step"), int):
@@ -81,6 +84,12 @@ class Trackers:
             except Exception as error:  # not ours
                 self._drop(name, error)
 
+    def record(self, event: Event) -> None:
+        """Mark an alarm of a step in the charts, as a figure `alarm/RULE` of 1."""
+        if event.kind == "alarm" and event.step is not None:
+            figures = {f"alarm/{event.data.get('rule', '')}": 1.0}
+            self.log(Row(event.stage, event.step, self._writer.attempt, time.time(), figures))
+
     def close(self) -> None:
         for name, tracker in list(self._active.items()):
             try:
@@ -92,7 +101,7 @@ class Trackers:
     def _drop(self, name: str, error: Exception) -> None:
         self._active.pop(name, None)
         message = f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {error}"
-        self._writer.event("warning", {"message": message, "tracker": name})
+        self._writer.events.emit("warning", message, "warning", data={"tracker": name})
 
 
 def _bounded(call: Callable[[], Result], seconds: float) -> Result:

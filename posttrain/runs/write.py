@@ -26,6 +26,7 @@ import numpy as np
 import yaml
 
 from posttrain.errors import UserError, require
+from posttrain.events import Event, Events
 from posttrain.runs import layout
 from posttrain.runs.layout import RolloutRow, Row, TokenArrays
 from posttrain.runs.lock import Lock
@@ -70,6 +71,8 @@ class RunWriter:
             str, list[int]
         ] = {}  # stage -> steps that have arrays, in the order they were written
         self._mutex = threading.Lock()
+        self.events = Events()  # the run's messages: all of them are appended to events.jsonl
+        self.events.subscribe(self.record)
         self._fds: dict[str, int] = {}
         self._lock: Lock | None = None
         try:
@@ -160,6 +163,13 @@ class RunWriter:
             layout.EVENTS,
             layout.dump_line({"kind": kind, "time": _now(), "attempt": self.attempt, **details}),
         )
+
+    def record(self, event: Event) -> None:
+        """Append an event of the channel, with what it has of place, text and data."""
+        place = {"stage": event.stage} if event.stage else {}
+        step = {} if event.step is None else {"step": event.step}
+        said = {"text": event.text, "level": event.level} if event.text else {}
+        self.event(event.kind, {**place, **step, **said, **event.data})
 
     def resumed(self, stage: str, step: int) -> None:
         """Say that this attempt goes on after `step` of `stage`: readers drop what earlier attempts wrote beyond it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.errors import require, unknown
+from posttrain.events import Event, Events, Level
 from posttrain.loop import Interrupt
-from posttrain.runs.console import printable, write_text
+from posttrain.runs.console import print_message
 from posttrain.runs.layout import plain_name
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
@@ -45,6 +45,14 @@ class Context:
     say: bool = True  # print what a person should read
     saving: Saving | None = None  # how checkpoints are written; None: the defaults
 
+    def __post_init__(self) -> None:
+        self.events.show = print_message if self.say else _ignore
+
+    @property
+    def events(self) -> Events:
+        """The channel of the run's messages."""
+        return self.writer.events
+
     @property
     def directory(self) -> Path:
         return self.writer.directory
@@ -55,14 +63,12 @@ class Context:
     def checkpoints(self, stage: str) -> Store:
         from posttrain.train.saving import Saving, Store
 
-        return Store(self.directory / "checkpoints" / stage, self.saving or Saving())
+        return Store(self.directory / "checkpoints" / stage, self.saving or Saving(), self.events)
 
-    def announce(self, stage: str, lines: Sequence[str]) -> None:
-        """Tell the person at the terminal, and the run's events."""
+    def announce(self, stage: str, lines: Sequence[str], level: Level = "info") -> None:
+        """Emit messages of a stage."""
         for line in lines:
-            self.writer.event("say", {"stage": stage, "text": line})
-            if self.say:
-                write_text(f"{stage}: {printable(line)}\n", sys.stdout)
+            self.events.emit("message", line, level, stage=stage)
 
     def sampler(self, policy: Policy, rows: int = 0) -> Sampler:
         """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device."""
@@ -193,7 +199,7 @@ def run_stages(
     for stage in due:
         stage.ready(names)
     for stage in due:
-        context.announce(stage.name, warnings_of(stage))
+        context.announce(stage.name, warnings_of(stage), "warning")
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
         now, before = (
@@ -204,7 +210,7 @@ def run_stages(
         news = [] if before is None else now.news(before, config=done or again)
         if done and not news:
             if context.writer.attempt > 1:
-                context.writer.event("kept", {"stage": stage.name})
+                context.events.emit("kept", stage=stage.name)
             continue
         why = "; ".join(news[:3]) + (f"; and {len(news) - 3} more" if len(news) > 3 else "")
         if only and stage.name not in only:
@@ -227,9 +233,10 @@ def run_stages(
             context.discard(stage.name)
             context.announce(stage.name, [f"runs again: {why}"])
         context.begin(stage.name, now)
-        context.writer.event("stage", {"stage": stage.name})
+        context.events.emit("stage", stage=stage.name)
         began = time.perf_counter()
-        result = stage.run(context)
+        with context.events.at(stage.name):
+            result = stage.run(context)
         made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
         context.finish(
             stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made}
@@ -280,7 +287,7 @@ def warnings_of(stage: Stage) -> list[str]:
                 f"{stage.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "
                 f"{stage.name}.optimizer at a rate of its own"
             )
-    return [f"warning: {text}" for text in found if text]
+    return [text for text in found if text]
 
 
 def check_name(kind: str, name: str) -> None:
@@ -363,6 +370,10 @@ def data_place(name: str, context: Context) -> str:
     file = context.folder(name) / "data.jsonl"
     require(file.is_file(), f"stage {name!r} of this run has written no data")
     return str(file)
+
+
+def _ignore(event: Event) -> None:
+    """Show nothing: the caller asked for no output."""
 
 
 def _dtype(context: Context) -> str:

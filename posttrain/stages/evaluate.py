@@ -103,10 +103,8 @@ class EvaluateStage(Stage):
         )
         counted, said = seen(evaluation, self.model, trained_on(context, self.model))
         if said:
-            context.announce(self.name, [said])
-            context.writer.event(
-                "alarm", {"stage": self.name, "guard": "contamination", "text": said, "stop": False}
-            )
+            data = {"rule": "contamination"}
+            context.events.emit("alarm", said, "warning", stage=self.name, data=data)
         result |= counted
         context.write_lines(self.name, (json.dumps(row) for row in rows(evaluation)))
         return {"model": self.model, **result}

@@ -153,7 +153,11 @@ class PreferenceStage(PreferenceLearner):
         policy.check_length(self.max_length, "lower max_length")
         train, held_out = self.material(context, policy.tokenizer)
         trainer = Trainer(
-            policy, self.algorithm, self.optimizer, self.make_reference(context, policy)
+            policy,
+            self.algorithm,
+            self.optimizer,
+            self.make_reference(context, policy),
+            events=context.events,
         )
         judge = Judge(trainer, held_out)
         loop = Loop(

@@ -156,7 +156,7 @@ class RewardModelStage(PreferenceLearner):
         loop = Loop(
             stage=label,
             schedule=self.schedule(held_out),
-            trainer=Trainer(scorer, self.algorithm, self.optimizer),
+            trainer=Trainer(scorer, self.algorithm, self.optimizer, events=context.events),
             source=Examples([train], [1.0], self.batch, seed, policy.device),
             writer=context.writer,
             checkpoints=context.checkpoints(label),

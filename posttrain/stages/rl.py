@@ -261,6 +261,7 @@ class RLStage(Stage):
                 critic,
                 self.critic_optimizer,
                 self.cache_bytes(policy),
+                context.events,
             ),
             source=Rollouts(
                 task,
@@ -272,6 +273,7 @@ class RLStage(Stage):
                 context.seed,
                 policy.device,
                 rating,
+                context.events,
             ),
             writer=context.writer,
             checkpoints=context.checkpoints(self.name),
@@ -288,9 +290,7 @@ class RLStage(Stage):
             alarms=self.alarms,
             seed=context.seed,
         )
-        context.announce(
-            self.name, [f"warning: {doubt}" for doubt in self.algorithm.warnings(self.sampling)]
-        )
+        context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
         loop.run()
         context.save_model(self.name, policy, self.lora)
         return {

@@ -75,7 +75,7 @@ class SFTStage(Stage):
                 checkpoint_every=self.checkpoint_every,
                 seconds=self.seconds(context),
             ),
-            trainer=Trainer(policy, self.algorithm, self.optimizer),
+            trainer=Trainer(policy, self.algorithm, self.optimizer, events=context.events),
             source=Examples(
                 material.sets, material.weights, self.batch, context.seed, policy.device
             ),

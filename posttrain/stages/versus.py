@@ -149,9 +149,8 @@ class VersusStage(Stage):
         )
         for alarm, seen in changed.items():
             text = f"{self.model} wins {rate} against {self.against} with {seen}; {ADVICE[alarm]}"
-            context.announce(self.name, [f"warning: {alarm}: {text}"])
-            context.writer.event(
-                "alarm", {"stage": self.name, "guard": alarm, "text": text, "stop": False}
+            context.events.emit(
+                "alarm", f"{alarm}: {text}", "warning", stage=self.name, data={"rule": alarm}
             )
 
     def answers(self, context: Context, policy: Policy) -> list[Group]:

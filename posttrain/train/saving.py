@@ -13,7 +13,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,11 @@ from types import TracebackType
 from torch import Tensor
 
 from posttrain.errors import UserError, require
+from posttrain.events import Events
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
-from posttrain.types import JSON
 
 LONGEST_WRITE = 1800.0  # seconds: a disk that has not taken a checkpoint by then is not going to
-Report = Callable[[str, dict[str, JSON]], None]  # an event of the run: kind and details
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,31 +50,34 @@ class Saving:
 
 
 class Store:
-    """The checkpoints of one stage."""
+    """The checkpoints of one stage. `events` gets one of each that is published, from the thread that wrote it."""
 
-    def __init__(self, directory: Path, saving: Saving | None = None):
+    def __init__(
+        self, directory: Path, saving: Saving | None = None, events: Events | None = None
+    ) -> None:
         self.directory, self.saving = directory, saving or Saving()
+        self.events = events or Events()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._hooking: threading.Thread | None = None
         self._mutex = threading.Lock()
         self._copying: list[Path] = []  # what the hook is at, and what it does next
         self.hook_failures = 0
-        self._news, self._told = "", False
+        self._written_once = False
 
-    def save(self, made: Checkpoint, report: Report) -> None:
-        """Copy everything, then write it; `report` gets a `checkpoint` event once it is published, from the writing thread."""
+    def save(self, made: Checkpoint) -> None:
+        """Copy everything, then write it."""
         began = time.perf_counter()
         self._written()
         state = json.loads(json.dumps(made.state, allow_nan=False))
         copied = Checkpoint(made.step, _copies(made.model), _copies(made.optimizer), state)
         waited = time.perf_counter() - began
         if self.saving.synchronous:
-            self._write(copied, report, waited)
+            self._write(copied, waited)
             self.check()
             return
         self._thread = threading.Thread(
-            target=self._write, args=(copied, report, waited), name="checkpoint", daemon=True
+            target=self._write, args=(copied, waited), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -85,13 +86,6 @@ class Store:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def news(self) -> str:
-        """The size of a checkpoint and the time it took, once: what all of them cost, a person wants to hear one time."""
-        if self._told or not self._news:
-            return ""
-        self._told = True
-        return self._news
 
     def finish(self) -> None:
         """Wait until nothing is being written or copied."""
@@ -144,7 +138,7 @@ class Store:
             self._thread.join(LONGEST_WRITE)
         return checkpoint.steps(self.directory)
 
-    def _write(self, made: Checkpoint, report: Report, waited: float) -> None:
+    def _write(self, made: Checkpoint, waited: float) -> None:
         """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""
         try:
             began = time.perf_counter()
@@ -152,37 +146,33 @@ class Store:
                 self.directory, made, self.saving.keep, spare=tuple(self._copying)
             )
             size, seconds = checkpoint.size(path), time.perf_counter() - began
-            report(
+            cost = f"{size / 1e6:,.1f} MB in {seconds:.2f} s; the step waited {waited:.3f} s"
+            self.events.emit(
                 "checkpoint",
-                {
-                    "stage": made.state.get("stage", ""),
-                    "step": made.step,
-                    "bytes": size,
-                    "seconds": round(seconds, 3),
-                    "waited": round(waited, 3),
-                },
+                "" if self._written_once else f"checkpoint at step {made.step}: {cost}",
+                stage=made.state.get("stage", ""),
+                step=made.step,
+                data={"bytes": size, "seconds": round(seconds, 3), "waited": round(waited, 3)},
             )
-            self._news = f"checkpoint at step {made.step}: {size / 1e6:,.1f} MB in {seconds:.2f} s; the step waited {waited:.3f} s"
+            self._written_once = True  # what all of them cost, a person reads one time
             if self.saving.hook:
-                self._follow(path, report)
+                self._follow(path)
         except BaseException as error:  # raised again where somebody looks
             self._error = error
 
-    def _follow(self, path: Path, report: Report) -> None:
+    def _follow(self, path: Path) -> None:
         """Have the hook run for a checkpoint: now, or after the one it is at. Where it cannot keep up, it gets the newest."""
         with self._mutex:
             busy = bool(self._copying)
             self._copying = [*self._copying[:1], path]
         if not busy:
-            self._hooking = threading.Thread(
-                target=self._copy, args=(report,), name="checkpoint hook", daemon=True
-            )
+            self._hooking = threading.Thread(target=self._copy, name="checkpoint hook", daemon=True)
             self._hooking.start()
 
-    def _copy(self, report: Report) -> None:
+    def _copy(self) -> None:
         try:
             while True:
-                self._run_hook(self._copying[0], report)
+                self._run_hook(self._copying[0])
                 with self._mutex:  # to end is decided here, so that nobody adds one in between
                     self._copying = self._copying[1:]
                     if not self._copying:
@@ -190,7 +180,7 @@ class Store:
         except BaseException as error:  # raised again where somebody looks
             self._error, self._copying = error, []
 
-    def _run_hook(self, path: Path, report: Report) -> None:
+    def _run_hook(self, path: Path) -> None:
         began = time.perf_counter()
         place, hook = str(path.absolute()), self.saving.hook
         command = (
@@ -201,18 +191,16 @@ class Store:
         problem = run_hook(command, self.saving.hook_seconds)
         seconds = round(time.perf_counter() - began, 3)
         if problem is None:
-            report("checkpoint_hook", {"checkpoint": str(path), "seconds": seconds})
+            data = {"checkpoint": str(path), "seconds": seconds}
+            self.events.emit("checkpoint_hook", data=data)
             return
         self.hook_failures += 1
         text = f"checkpoint_hook failed for {path.name} ({self.hook_failures} so far): {problem}"
-        report(
+        self.events.emit(
             "warning",
-            {
-                "message": text,
-                "checkpoint": str(path),
-                "seconds": seconds,
-                "failures": self.hook_failures,
-            },
+            text,
+            "warning",
+            data={"checkpoint": str(path), "seconds": seconds, "failures": self.hook_failures},
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import GuardStop
+from posttrain.events import Events
 from posttrain.models.offload import on_device
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
@@ -64,6 +65,7 @@ class Trainer:
         critic: Scorer | None = None,
         critic_settings: Optimization | None = None,
         beside: float = 0.0,
+        events: Events | None = None,
     ):
         self.policy, self.algorithm, self.settings, self.reference, self.critic = (
             policy,
@@ -78,7 +80,7 @@ class Trainer:
             Optimizer(critic.model, self.critic_settings) if critic is not None else None
         )
         self.token_budget = settings.token_budget
-        self.news: list[str] = []  # what the user should hear of; `heard` empties it
+        self.events = events or Events()
         self.checkpointed = self._choose_checkpointing(beside)
 
     def _choose_checkpointing(self, beside: float) -> bool:
@@ -103,17 +105,13 @@ class Trainer:
         for model in models:
             set_checkpointing(model.model, on)
         if on and chosen == "auto" and have is not None:
-            self.news.append(
+            self.events.emit(
+                "memory",
                 f"memory: activations are computed again in the backward pass, layer by layer: a micro-batch of {self.token_budget} "
                 f"tokens would need about {need / 2**30:.3g} GiB, and {have / 2**30:.3g} GiB are at hand; it takes about a third "
-                "longer, the gradient is the same (optimizer.checkpointing=never, or a smaller token_budget, turns it off)"
+                "longer, the gradient is the same (optimizer.checkpointing=never, or a smaller token_budget, turns it off)",
             )
         return on
-
-    def heard(self) -> list[str]:
-        """The news since the last call."""
-        news, self.news = self.news, []
-        return news
 
     def _within_memory(self, work: Callable[[], Result]) -> Result:
         """What `work` gives; where memory runs out in it, with all gradients dropped and half the token budget, once in the trainer's
@@ -126,9 +124,10 @@ class Trainer:
             seen = " ".join(str(error).split())[:120]
         self._drop()  # beyond the except: while the error is alive, so is the memory of the pass that failed
         self.token_budget //= 2
-        self.news.append(
+        self.events.emit(
+            "memory",
             f"memory: out of memory in training ({seen}); token_budget is halved to {self.token_budget} for the rest of the run, "
-            "and the step is done again: the gradient is the same; the next time stops"
+            "and the step is done again: the gradient is the same; the next time stops",
         )
         return work()
 

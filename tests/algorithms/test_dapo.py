@@ -84,7 +84,7 @@ def collected(algorithm: Algorithm, prompts: int, teach: list[bool], monkeypatch
         {0: [Problem("p", "")]},
         0,
     )
-    source.sampling, source.device, source.told = Sampling(4), torch.device("cpu"), set()
+    source.sampling, source.device, source.reported = Sampling(4), torch.device("cpu"), set()
     draws = Draws(teach)
     monkeypatch.setattr(rollouts, "rollout_groups", draws)
     return source.collect(0, algorithm, {}), draws.asked

@@ -126,7 +126,7 @@ def test_a_run_stopped_by_a_guard_can_be_resumed(
     assert cli.main(["resume", str(tmp_path / "run")]) == 0
     rows = Run(tmp_path / "run").metrics("rl")
     assert [row.step for row in rows] == [1, 2, 3, 4, 5] and all(row.figures["loss"] == row.figures["loss"] for row in rows)
-    alarms = [(e.details["guard"], e.attempt) for e in Run(tmp_path / "run").events() if e.kind == "alarm"]
+    alarms = [(e.details["rule"], e.attempt) for e in Run(tmp_path / "run").events() if e.kind == "alarm"]
     assert alarms == [("nonfinite", 1)]
 
 

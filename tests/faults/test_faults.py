@@ -212,7 +212,7 @@ def save_a_model(folder: Path) -> None:
 
 def write_much(folder: Path) -> None:
     with RunWriter.create(folder, {}) as writer:
-        writer.event("say", {"text": "x" * 2 * LARGEST})
+        writer.event("message", {"text": "x" * 2 * LARGEST})
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_tracker_that_fails_is_left_behind(tmp_path: Path, monkeypatch: pytest
     run("sft", tmp_path / "run", trackers=("failing",))
     found = Run(tmp_path / "run")
     (warning,) = [event for event in found.events() if event.kind == "warning"]
-    assert "tracker failing failed and is off for the rest of the run: ConnectionError" in warning.details["message"]
+    assert "tracker failing failed and is off for the rest of the run: ConnectionError" in warning.details["text"]
     assert [row.step for row in found.metrics()] == [1, 2, 3, 4, 5, 6]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from events_for_tests import Emitted
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
@@ -64,7 +65,8 @@ def trained(budget: int, **settings: Any) -> tuple[Trainer, float, int, int]:
     """(trainer after one step, norm of its gradient, memory before, most memory in it)."""
     gc.collect()
     torch.cuda.empty_cache()
-    trainer, batch = Trainer(make(), SFT(), Optimization(lr=1e-3, token_budget=budget, **settings)), step()
+    chosen = Optimization(lr=1e-3, token_budget=budget, **settings)
+    trainer, batch = Trainer(make(), SFT(), chosen, events=Emitted()), step()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     norm = trainer.update(batch, 1e-3).grad_norm
@@ -84,8 +86,8 @@ def test_a_full_device_halves_the_budget_once_and_gives_the_same_gradient() -> N
     assert half < 0.7 * whole
     limit(0.35 * whole + 0.65 * half)
     trainer, found, *_ = trained(TOKENS)
-    (news,) = trainer.heard()
-    assert trainer.token_budget == TOKENS // 2 and "token_budget is halved to 16384" in news
+    (text,) = trainer.events.texts  # type: ignore[attr-defined]
+    assert trainer.token_budget == TOKENS // 2 and "token_budget is halved to 16384" in text
     assert found == pytest.approx(norm, rel=2e-3)
     moved = [float((m - e).abs().max()) for m, e in zip(trainer.optimizer.masters.values(), expected, strict=True)]
     assert max(moved) <= 2.1e-3, "no weight of Adam's first step moves by more than its rate"
@@ -111,9 +113,9 @@ def test_checkpointed_layers_keep_less_and_the_estimate_holds() -> None:
     assert 0.7 * (kept - least) < never - layer < 1.4 * (kept - least), (kept, least, never - base, layer - base)
     del trainer
     automatic, *_ = trained(TOKENS)
-    assert not automatic.checkpointed and automatic.heard() == []
-    crowded = Trainer(make(), SFT(), Optimization(token_budget=TOKENS), beside=1e15)
-    assert crowded.checkpointed and "layer by layer" in crowded.heard()[0]
+    assert not automatic.checkpointed and automatic.events.texts == []
+    crowded = Trainer(make(), SFT(), Optimization(token_budget=TOKENS), beside=1e15, events=Emitted())
+    assert crowded.checkpointed and "layer by layer" in crowded.events.texts[0]
 
 
 def test_the_cache_is_given_back_to_the_device_and_taken_anew() -> None:
@@ -155,8 +157,8 @@ class Sampled:
             groups.append(Group(problem, tuple(Rollout(problem, n, p, Score(float(n % 2))) for n, p in enumerate(parts))))
         return Collected(pack_groups(groups, 1.0, self.engine.policy.device), tuple(groups), group_metrics(groups), {})
 
-    def observe(self, groups: Sequence[Group]) -> list[str]:
-        return []
+    def observe(self, groups: Sequence[Group]) -> None:
+        pass
 
     def state(self) -> None:
         return None

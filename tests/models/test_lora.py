@@ -178,7 +178,7 @@ def export(policy: Policy, folder: Path) -> str:
     """As a stage does at its end; what it says."""
     with RunWriter(folder / "run", config={}) as writer:
         Context(writer, 0, say=False).save_model("sft", policy, LORA)
-    (said,) = [str(event.details["text"]) for event in Run(folder / "run").events() if event.kind == "say"]
+    (said,) = [str(event.details["text"]) for event in Run(folder / "run").events() if event.kind == "message"]
     return said
 
 

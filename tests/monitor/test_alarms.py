@@ -249,7 +249,7 @@ def test_the_frontier_says_where_to_stop() -> None:
 
 def test_what_is_told_at_the_end() -> None:
     def event(attempt: int, stage: str, name: str, step: int) -> Event:
-        return Event("alarm", 0.0, attempt, {"stage": stage, "step": step, "guard": name, "text": f"step {step}: x"})
+        return Event("alarm", 0.0, attempt, {"stage": stage, "step": step, "rule": name, "text": f"{name}: step {step}: x"})
 
     events = [
         event(1, "rl", "length", 9), Event("stage", 0.0, 1, {"stage": "rl"}), event(2, "rl", "length", 7), event(2, "rl", "length", 60),

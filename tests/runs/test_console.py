@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.events import Events, printable
 from posttrain.runs import console
-from posttrain.runs.console import Console, duration, printable, render_plain, show, sparkline, time_split
+from posttrain.runs.console import Console, duration, render_plain, show, sparkline, time_split
 from posttrain.runs.report import Answers, BeforeAfter, final_table, side_by_side
 
 ROW = {
@@ -106,8 +107,9 @@ def test_missing_figures_are_left_out_and_held_out_scores_stay(clock: list[float
 def test_events_are_escaped_on_both_kinds_of_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for stream in (io.StringIO(), Terminal()):
-        with Console.open(3, "rl", stream=stream) as view:
-            view.event("model said \x1b]0;title\x07 [bold]hi[/bold]\nforged line")
+        events = Events()
+        with Console.open(3, "rl", stream=stream) as view, events.shown_by(view.show):
+            events.emit("message", "model said \x1b]0;title\x07 [bold]hi[/bold]\nforged line", stage="rl")
         assert "\\x1b]0;title\\x07 [bold]hi[/bold]\\nforged line" in stream.getvalue()
         assert "\x1b]0;title" not in stream.getvalue()
 

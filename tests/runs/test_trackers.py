@@ -54,7 +54,7 @@ def test_a_tracker_that_raises_is_dropped_with_an_event_and_the_others_go_on(wri
     assert (bad.closed, good.closed) == (False, True)
     (warning,) = [event for event in Run(writer.directory).events() if event.kind == "warning"]
     assert warning.details["tracker"] == "bad"
-    assert "ConnectionError" in warning.details["message"]
+    assert "ConnectionError" in warning.details["text"]
     assert [row.step for row in Run(writer.directory).metrics()] == [1, 2, 3]
 
 
@@ -74,7 +74,7 @@ def test_a_tracker_that_hangs_is_dropped_in_bounded_time(writer: RunWriter, monk
         trackers.log(writer.metrics("rl", step, {"reward": 0.5}))
     assert time.monotonic() - began < 5 and hung == [1]
     assert [row.step for row in good.rows] == [1, 2, 3]
-    assert "TimeoutError: no answer within 0.2 s" in Run(writer.directory).events()[-1].details["message"]
+    assert "TimeoutError: no answer within 0.2 s" in Run(writer.directory).events()[-1].details["text"]
     freed.set()
 
 
@@ -110,7 +110,7 @@ def test_a_tracker_that_cannot_start_is_dropped(writer: RunWriter, monkeypatch: 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
     trackers = Trackers.open(["wandb"], writer, {})
     assert trackers.active == ()
-    assert "no network" in Run(writer.directory).events()[-1].details["message"]
+    assert "no network" in Run(writer.directory).events()[-1].details["text"]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

@@ -39,10 +39,10 @@ def test_an_alarm_is_an_event_and_is_shown_at_the_end(
         assert whole(self, step, figures) == []
         return [Alarm("proxy", f"step {step}: the gold fell", False)] if step in (2, 4) else []
 
-    def dying(self: Loop, console: object) -> object:
+    def dying(self: Loop) -> object:
         if self.step == 3:
             raise Interrupted("the plug was pulled")
-        return one_step(self, console)  # type: ignore[arg-type]
+        return one_step(self)
 
     one_step = Loop.one_step
     monkeypatch.setattr(Alarms, "observe", observe)
@@ -56,7 +56,7 @@ def test_an_alarm_is_an_event_and_is_shown_at_the_end(
     assert [step for step, _ in seen] == [1, 2, 3, 3, 4], "the second attempt goes on from step 2"
     assert looks == [1, 2, 3, 3, 4], "with what the first had seen"
     assert all({"distinct", "keyword", "reward", "entropy", "groups/zero_variance"} <= set(figures) for _, figures in seen)
-    events = [event for event in Run(tmp_path / "run").events() if event.kind == "alarm" and event.details["guard"] == "proxy"]
+    events = [event for event in Run(tmp_path / "run").events() if event.kind == "alarm" and event.details["rule"] == "proxy"]
     assert [(e.details["stage"], e.details["step"]) for e in events] == [("rl", 2), ("rl", 4)]
     shown = capsys.readouterr().out
     assert "warning: proxy: step 4" in shown

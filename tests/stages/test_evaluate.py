@@ -141,7 +141,7 @@ def test_an_evaluation_counts_what_its_model_was_trained_on(tmp_path: Path) -> N
     # held out are 5, 6, 7, 8: the first three were the task's own, and 8 was in the file; 5 and 8 count as solved
     assert leaked["contaminated"] == 4 and leaked["accuracy_clean"] is None and leaked["accuracy"][0] == 0.5
     (alarm,) = [e for e in Run(tmp_path / "run").events() if e.kind == "alarm"]
-    assert alarm.details["guard"] == "contamination" and "4 of 4 held-out problems" in str(alarm.details["text"])
+    assert alarm.details["rule"] == "contamination" and "4 of 4 held-out problems" in str(alarm.details["text"])
     context = run(
         tmp_path / "half",
         SFTStage(name="sft", model="tiny:nano", data=(Data(file=str(tmp_path / "more.jsonl")),), steps=1, batch=1),
@@ -179,7 +179,7 @@ def test_training_on_a_task_that_shares_its_questions_is_refused_before_it_start
 def test_a_stage_that_measures_nothing_is_told_instead(tmp_path: Path) -> None:
     small: dict[str, Any] = {"steps": 1, "prompts": 1, "evaluate_every": 0, "sampling": Sampling(2)}
     run(tmp_path / "run", RLStage(name="rl", model="tiny:nano", task=Given(7), **small))
-    said = [str(e.details["text"]) for e in Run(tmp_path / "run").events() if e.kind == "say"]
+    said = [str(e.details["text"]) for e in Run(tmp_path / "run").events() if e.kind == "message"]
     assert "data: 1 of 4 held-out questions are among the 8 trained on" in said
 
 

@@ -78,7 +78,7 @@ def ran(directory: Path, stages: tuple[Stage, ...], seed: int = 0, **options: ob
 
 
 def said(directory: Path) -> list[str]:
-    return [f"{e.details['stage']}: {e.details['text']}" for e in Run(directory).events() if e.kind == "say"]
+    return [f"{e.details['stage']}: {e.details['text']}" for e in Run(directory).events() if e.kind == "message"]
 
 
 def test_what_is_done_and_unchanged_is_not_done_again(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_answers_that_win_and_have_changed_far_are_an_alarm(
     with RunWriter.create(tmp_path / "run", {}) as writer:
         stage.run(Context(writer, seed=0, say=False))
     alarms = [e.details for e in Run(tmp_path / "run").events() if e.kind == "alarm"]
-    assert [a["guard"] for a in alarms] == (["length"] if heard else [])
+    assert [a["rule"] for a in alarms] == (["length"] if heard else [])
     if heard:
-        assert alarms[0]["stage"] == "v" and not alarms[0]["stop"]
+        assert alarms[0]["stage"] == "v" and alarms[0]["level"] == "warning"
         assert "with 21.5 -> " in alarms[0]["text"] and "tokens a response" in alarms[0]["text"]
         assert alarms[0]["text"].endswith(ADVICE["length"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from events_for_tests import Emitted
 from material_for_tests import small_policy
 
 from posttrain.errors import UserError
@@ -21,20 +22,9 @@ from posttrain.train.checkpoint import Checkpoint
 from posttrain.train.saving import Saving, Store, run_hook
 
 
-class Events:
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, dict[str, Any]]] = []
-
-    def __call__(self, kind: str, details: dict[str, Any]) -> None:
-        self.rows.append((kind, details))
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [details for name, details in self.rows if name == kind]
-
-
 @pytest.fixture
-def events() -> Events:
-    return Events()
+def events() -> Emitted:
+    return Emitted()
 
 
 @pytest.fixture
@@ -54,10 +44,10 @@ def made(step: int, value: float = 1.0) -> Checkpoint:
     return Checkpoint(step, {"w": torch.full((4, 3), value)}, {"m": torch.full((2,), value)}, {"stage": "rl", "list": [step]})
 
 
-def test_what_changes_after_save_returns_does_not_enter_the_file(tmp_path: Path, events: Events, slow: threading.Event) -> None:
-    store, one = Store(tmp_path), made(1, 1.0)
+def test_what_changes_after_save_returns_does_not_enter_the_file(tmp_path: Path, events: Emitted, slow: threading.Event) -> None:
+    store, one = Store(tmp_path, events=events), made(1, 1.0)
     began = time.monotonic()
-    store.save(one, events)
+    store.save(one)
     assert time.monotonic() - began < 5, "the step does not wait for the disk"
     assert not (tmp_path / "step-1").exists()
     one.model["w"].fill_(2.0)
@@ -72,40 +62,39 @@ def test_what_changes_after_save_returns_does_not_enter_the_file(tmp_path: Path,
     assert event["seconds"] >= 0 and event["waited"] >= 0
 
 
-def test_synchronous_saving_is_done_when_it_returns(tmp_path: Path, events: Events) -> None:
+def test_synchronous_saving_is_done_when_it_returns(tmp_path: Path, events: Emitted) -> None:
     before = threading.active_count()
-    Store(tmp_path, Saving(synchronous=True)).save(made(1), events)
+    Store(tmp_path, Saving(synchronous=True), events).save(made(1))
     assert checkpoint.verify(tmp_path / "step-1") is None and threading.active_count() <= before
 
 
-def test_size_and_time_are_told_once(tmp_path: Path, events: Events) -> None:
-    store = Store(tmp_path, Saving(synchronous=True))
-    assert store.news() == ""
-    store.save(made(1), events)
-    assert store.news().startswith("checkpoint at step 1: 0.0 MB in 0.")
-    store.save(made(2), events)
-    assert store.news() == ""
+def test_size_and_time_are_a_message_once(tmp_path: Path, events: Emitted) -> None:
+    store = Store(tmp_path, Saving(synchronous=True), events)
+    store.save(made(1))
+    store.save(made(2))
+    first, second = events.texts
+    assert first.startswith("checkpoint at step 1: 0.0 MB in 0.") and second == ""
 
 
 def test_what_is_being_written_counts_as_there_for_whoever_names_the_last(
-    tmp_path: Path, events: Events, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, events: Emitted, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path)
-    store.save(made(1), events)
+    store = Store(tmp_path, events=events)
+    store.save(made(1))
     threading.Timer(0.2, slow.set).start()
     assert [path.name for path in store.published()] == ["step-1"]
     monkeypatch.setattr(checkpoint, "save_file", lambda *_: 1 / 0)
-    store.save(made(2), events)
+    store.save(made(2))
     assert [path.name for path in store.published()] == ["step-1"], "one that failed does not; why, `check` says"
     with pytest.raises(ZeroDivisionError):
         store.check()
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path, events: Events, slow: threading.Event) -> None:
-    store = Store(tmp_path)
-    store.save(made(1), events)
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, events: Emitted, slow: threading.Event) -> None:
+    store = Store(tmp_path, events=events)
+    store.save(made(1))
     threading.Timer(0.3, slow.set).start()
-    store.save(made(2), events)
+    store.save(made(2))
     assert checkpoint.verify(tmp_path / "step-1") is None, "the first is published before the second begins"
     store.finish()
     assert [row["step"] for row in events.of("checkpoint")] == [1, 2] and events.of("checkpoint")[1]["waited"] >= 0.2
@@ -113,44 +102,44 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, events: Events, 
 
 @pytest.mark.parametrize("look", ["check", "save", "finish", "exit"])
 def test_an_error_comes_out_where_somebody_looks(
-    look: str, tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+    look: str, tmp_path: Path, events: Emitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    store = Store(tmp_path)
-    store.save(made(1), events)
+    store = Store(tmp_path, events=events)
+    store.save(made(1))
     store.finish()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
-        store.save(made(2), events)
+        store.save(made(2))
         assert store._thread is not None
         store._thread.join(10)
     with pytest.raises(UserError, match="No space left on device; free some space and resume"):
         {
             "check": store.check,
-            "save": lambda: store.save(made(3), events),
+            "save": lambda: store.save(made(3)),
             "finish": store.finish,
             "exit": lambda: store.__exit__(None, None, None),
         }[look]()
     assert checkpoint.newest(tmp_path) == (tmp_path / "step-1", []), "the one before is intact"
-    store.finish()  # told once
+    store.finish()  # raised once
 
 
-def test_a_state_that_is_not_json_is_an_error_at_once(tmp_path: Path, events: Events) -> None:
+def test_a_state_that_is_not_json_is_an_error_at_once(tmp_path: Path, events: Emitted) -> None:
     with pytest.raises(ValueError):
-        Store(tmp_path).save(Checkpoint(1, {}, {}, {"x": float("nan")}), events)
+        Store(tmp_path, events=events).save(Checkpoint(1, {}, {}, {"x": float("nan")}))
 
 
 def test_leaving_a_stage_finishes_the_write_and_keeps_the_first_error(
-    tmp_path: Path, events: Events, slow: threading.Event
+    tmp_path: Path, events: Emitted, slow: threading.Event
 ) -> None:
     before = threading.active_count()
     threading.Timer(0.2, slow.set).start()
 
     def fails() -> None:
-        with Store(tmp_path) as store:
-            store.save(made(7), events)
+        with Store(tmp_path, events=events) as store:
+            store.save(made(7))
             raise KeyError("the reason")
 
     with pytest.raises(KeyError, match="the reason"):
@@ -159,11 +148,11 @@ def test_leaving_a_stage_finishes_the_write_and_keeps_the_first_error(
 
 
 def test_a_disk_that_hangs_is_an_error_in_bounded_time(
-    tmp_path: Path, events: Events, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, events: Emitted, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "LONGEST_WRITE", 0.1)
-    store = Store(tmp_path)
-    store.save(made(1), events)
+    store = Store(tmp_path, events=events)
+    store.save(made(1))
     with pytest.raises(UserError, match="has been written for 0 s and is not done; look at the disk"):
         store.finish()
     slow.set()
@@ -231,46 +220,46 @@ def script(tmp_path: Path, body: str) -> tuple[str, ...]:
     return (sys.executable, str(file))
 
 
-def test_the_hook_gets_the_published_checkpoint_and_no_shell(tmp_path: Path, events: Events) -> None:
+def test_the_hook_gets_the_published_checkpoint_and_no_shell(tmp_path: Path, events: Emitted) -> None:
     copy = script(tmp_path, "import shutil, sys\nshutil.copytree(sys.argv[2], sys.argv[1] + '/copied')")
-    store = Store(tmp_path / "$(touch evil); c", Saving(hook=(*copy, str(tmp_path))))
-    store.save(made(1), events)
+    store = Store(tmp_path / "$(touch evil); c", Saving(hook=(*copy, str(tmp_path))), events)
+    store.save(made(1))
     store.finish()
     assert (tmp_path / "copied" / "manifest.json").is_file() and not (tmp_path / "evil").exists()
     assert len(events.of("checkpoint_hook")) == 1 and events.of("warning") == []
 
 
-def test_the_hook_may_say_where_the_directory_goes(tmp_path: Path, events: Events) -> None:
+def test_the_hook_may_say_where_the_directory_goes(tmp_path: Path, events: Emitted) -> None:
     copy = script(tmp_path, "import shutil, sys\nshutil.copytree(sys.argv[1], sys.argv[2])")
-    store = Store(tmp_path / "c", Saving(hook=(*copy, "{}", str(tmp_path / "copied"))))
-    store.save(made(3), events)
+    store = Store(tmp_path / "c", Saving(hook=(*copy, "{}", str(tmp_path / "copied"))), events)
+    store.save(made(3))
     store.finish()
     assert checkpoint.size(tmp_path / "copied") == checkpoint.size(tmp_path / "c" / "step-3") and events.of("warning") == []
 
 
-def test_a_hook_that_fails_is_warned_of_and_counted(tmp_path: Path, events: Events) -> None:
+def test_a_hook_that_fails_is_warned_of_and_counted(tmp_path: Path, events: Emitted) -> None:
     fails = script(tmp_path, "import sys\nsys.stderr.write('first\\nno such bucket\\n')\nsys.exit(7)")
-    store = Store(tmp_path / "c", Saving(hook=fails))
+    store = Store(tmp_path / "c", Saving(hook=fails), events)
     for step in (1, 2):
-        store.save(made(step), events)
+        store.save(made(step))
     store.finish()
     assert [row["failures"] for row in events.of("warning")] == [1, 2]
-    assert events.of("warning")[1]["message"] == (
+    assert events.of("warning")[1]["text"] == (
         f"checkpoint_hook failed for step-2 (2 so far): {sys.executable} exited with 7: no such bucket"
     )
     assert checkpoint.newest(tmp_path / "c")[0] is not None
 
 
-def test_nobody_waits_for_a_hook_and_what_it_copies_stays(tmp_path: Path, events: Events) -> None:
+def test_nobody_waits_for_a_hook_and_what_it_copies_stays(tmp_path: Path, events: Emitted) -> None:
     """A slow copy of the first checkpoint: three more are written meanwhile, the newest of which is copied next."""
     go = tmp_path / "go"
     waits = script(
         tmp_path, "import os, sys, time\nwhile not os.path.exists(sys.argv[1]):\n    time.sleep(0.02)\nos.listdir(sys.argv[2])"
     )
-    store = Store(tmp_path / "c", Saving(hook=(*waits, str(go)), keep=1))
+    store = Store(tmp_path / "c", Saving(hook=(*waits, str(go)), keep=1), events)
     began = time.monotonic()
     for step in (1, 2, 3, 4):
-        store.save(made(step), events)
+        store.save(made(step))
     store._written()
     assert time.monotonic() - began < 20 and len(events.of("checkpoint")) == 4
     assert {path.name for path in (tmp_path / "c").iterdir()} >= {"step-1", "step-4"} and events.of("checkpoint_hook") == []

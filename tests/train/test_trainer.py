@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from events_for_tests import Emitted
 from material_for_tests import CASES, VOCABULARY, material, shared_policy, small_policy, trainer_for
 
 from posttrain.algorithms.base import Algorithm
@@ -188,7 +189,7 @@ class Full(SFT):
 
 
 def weights_after(algorithm: SFT, budget: int, steps: int = 2) -> tuple[Trainer, list[torch.Tensor], list[float]]:
-    trainer = Trainer(small_policy(), algorithm, Optimization(lr=1e-2, token_budget=budget))
+    trainer = Trainer(small_policy(), algorithm, Optimization(lr=1e-2, token_budget=budget), events=Emitted())
     updates = [trainer.update(algorithm.prepare(equal_examples(8), {}), 1e-2) for _ in range(steps)]
     return trainer, list(trainer.policy.model.parameters()), [merge(u.metrics)["loss"] for u in updates]
 
@@ -205,21 +206,21 @@ def test_without_memory_the_token_budget_is_halved_once_with_the_same_gradient()
     assert losses == pytest.approx(whole_losses, rel=1e-12)
     for mine, expected in zip(found, whole, strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-9)
-    (news,) = trainer.heard()
-    assert "out of memory in training" in news and "token_budget is halved to 24" in news and trainer.token_budget == 24
-    assert trainer.heard() == [] and trainer.settings.token_budget == 48
+    (text,) = trainer.events.texts  # type: ignore[attr-defined]
+    assert "out of memory in training" in text and "token_budget is halved to 24" in text and trainer.token_budget == 24
+    assert trainer.settings.token_budget == 48
 
 
 def test_without_memory_a_second_time_it_stops() -> None:
     policy = small_policy()
     before = [p.detach().clone() for p in policy.model.parameters()]
-    full = Full(12)
-    trainer = Trainer(policy, full, Optimization(token_budget=48))
+    full, events = Full(12), Emitted()
+    trainer = Trainer(policy, full, Optimization(token_budget=48), events=events)
     with pytest.raises(torch.OutOfMemoryError, match="2.00 GiB"):
         trainer.update(full.prepare(equal_examples(8), {}), 1e-2)
     assert full.seen == [48, 48, 24], "once whole, once halved"
     assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
-    assert len(trainer.heard()) == 1
+    assert len(events.of("memory")) == 1
 
 
 def test_the_reference_is_asked_in_halves_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +271,10 @@ def test_checkpointing_is_chosen_by_the_memory_at_hand(monkeypatch: pytest.Monke
     need = kept + 12.0 * policy.parameters + 8.0 * 1000 * VOCABULARY  # logits of all tokens, which are fewer than a chunk
     for have, beside, expected in ((need + 1, 0.0, False), (need - 1, 0.0, True), (need + 1, 2.0, True), (None, 9e99, False)):
         monkeypatch.setattr(trainer_module, "at_hand", lambda device, have=have: have)
-        trainer = Trainer(policy, SFT(), settings, beside=beside)
+        events = Emitted()
+        trainer = Trainer(policy, SFT(), settings, beside=beside, events=events)
         assert trainer.checkpointed == expected == policy.body.gradient_checkpointing
-        assert len(trainer.heard()) == expected
+        assert len(events.of("memory")) == expected
     monkeypatch.setattr(trainer_module, "at_hand", lambda device: 0.0)
     assert not Trainer(policy, SFT(), Optimization(checkpointing="never")).checkpointed
 
