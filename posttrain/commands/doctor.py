@@ -28,6 +28,7 @@ NEEDED = {
     "pyyaml": "0",
     "pydantic": "2",
     "jinja2": "3.1.6",
+    "filelock": "4.2",
 }
 EXTRAS = {
     "gguf": "GGUF files",

@@ -1,43 +1,61 @@
-"""One writer a run: who is dead, who is only far away, and what a network file system cannot do."""
+"""One writer a run: dead holders, holders on other hosts, and file systems without locks."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from filelock import OwnerRecord, SoftFileLease
 
 from posttrain.errors import UserError
 from posttrain.runs import lock
-from posttrain.runs.lock import Holder, Lock
+from posttrain.runs.lock import Lock
 from posttrain.runs.write import RunWriter
 
 
 @pytest.fixture
 def no_system_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without locks, or one that keeps them to one host: the claim alone must do."""
-
-    def unsupported(fd: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(lock, "_lock", unsupported)
+    """A file system without locks, or one that keeps them to one host: the lease alone must do."""
+    monkeypatch.setattr(lock, "system_lock", lambda path: None)
 
 
-def claim(folder: Path, holder: Holder, age: float = 0.0) -> Path:
-    file = folder / "lock.holder"
-    file.write_text(json.dumps(asdict(holder)))
-    os.utime(file, (time.time() - age,) * 2)
+@pytest.fixture(scope="module")
+def me(tmp_path_factory: pytest.TempPathFactory) -> OwnerRecord:
+    """What filelock writes of this process."""
+    with SoftFileLease(tmp_path_factory.mktemp("me") / "lock", lease_duration=lock.STALE) as held:
+        owner = held.owner
+    assert owner is not None
+    return owner
+
+
+def claim(folder: Path, owner: OwnerRecord, age: float = 0.0) -> Path:
+    """A lease of another process, as filelock writes it, last touched `age` seconds ago."""
+    names = {
+        "pid": owner.pid,
+        "host": owner.hostname,
+        "mode": owner.mode,
+        "token": owner.token,
+        "duration": owner.lease_duration,
+    }
+    lines = [f"{key}={value}" for key, value in {**names, "start": owner.start}.items() if value is not None]
+    file, new = folder / "lock.holder", folder / "new"
+    new.write_text("".join(f"{line}\n" for line in ("filelock/2", *lines)))
+    os.utime(new, (time.time() - age,) * 2)
+    new.replace(file)
     return file
 
 
-def other_host() -> Holder:
-    return replace(Holder.me(), host="elsewhere", process=1)
+def other_host(me: OwnerRecord) -> OwnerRecord:
+    return me._replace(hostname="elsewhere", pid=1)
+
+
+def holder(folder: Path) -> list[str]:
+    return (folder / "lock.holder").read_text().splitlines()[1:3]
 
 
 def names(folder: Path) -> list[str]:
@@ -46,7 +64,7 @@ def names(folder: Path) -> list[str]:
 
 def test_taken_and_given_back(tmp_path: Path) -> None:
     held = Lock(tmp_path / "lock")
-    assert json.loads((tmp_path / "lock.holder").read_text())["process"] == os.getpid()
+    assert holder(tmp_path)[0] == f"pid={os.getpid()}"
     assert names(tmp_path) == ["lock", "lock.holder"], "nothing temporary stays"
     with pytest.raises(UserError, match=f"is being written by process {os.getpid()} on .*; wait for it, stop it, or choose"):
         Lock(tmp_path / "lock")
@@ -55,7 +73,7 @@ def test_taken_and_given_back(tmp_path: Path) -> None:
     Lock(tmp_path / "lock").release()
 
 
-def test_the_claim_alone_keeps_a_second_writer_out(tmp_path: Path, no_system_lock: None) -> None:
+def test_the_lease_alone_keeps_a_second_writer_out(tmp_path: Path, no_system_lock: None) -> None:
     held = Lock(tmp_path / "lock")
     with pytest.raises(UserError, match=f"process {os.getpid()} on "):
         Lock(tmp_path / "lock")
@@ -63,67 +81,61 @@ def test_the_claim_alone_keeps_a_second_writer_out(tmp_path: Path, no_system_loc
     Lock(tmp_path / "lock").release()
 
 
-def test_without_hard_links(tmp_path: Path, no_system_lock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    held = Lock(tmp_path / "lock")
-    with pytest.raises(UserError, match="is being written by"):
-        Lock(tmp_path / "lock")
-    held.release()
-
-
-def test_a_dead_process_of_this_host_holds_nothing(tmp_path: Path, no_system_lock: None) -> None:
+def test_a_dead_process_of_this_host_holds_nothing(tmp_path: Path, me: OwnerRecord, no_system_lock: None) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(30)
-    claim(tmp_path, replace(Holder.me(), process=child.pid, started="5"))
+    claim(tmp_path, me._replace(pid=child.pid))
     Lock(tmp_path / "lock").release()
 
 
-def test_a_zombie_holds_nothing(tmp_path: Path, no_system_lock: None) -> None:
+def test_a_zombie_holds_nothing(tmp_path: Path, me: OwnerRecord, no_system_lock: None) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    holder = replace(Holder.me(), process=child.pid, started=lock._started(child.pid))
-    claim(tmp_path, holder)
+    claim(tmp_path, me._replace(pid=child.pid, start=None))
     try:
         with pytest.raises(UserError, match=f"process {child.pid} on "):
             Lock(tmp_path / "lock")
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet buried
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not waited for
         Lock(tmp_path / "lock").release()
     finally:
         child.kill()
         child.wait(30)
 
 
-def test_another_process_that_got_the_number_of_a_dead_one(tmp_path: Path, no_system_lock: None) -> None:
-    claim(tmp_path, replace(Holder.me(), process=os.getppid(), started="1"))
+def test_another_process_that_got_the_number_of_a_dead_one(tmp_path: Path, me: OwnerRecord, no_system_lock: None) -> None:
+    claim(tmp_path, me._replace(pid=os.getppid(), start=1))
     Lock(tmp_path / "lock").release()
 
 
-def test_a_host_that_was_started_anew_holds_nothing(tmp_path: Path, no_system_lock: None) -> None:
-    claim(tmp_path, replace(Holder.me(), boot="before the power cut"))
+def before_the_power_cut(me: OwnerRecord) -> OwnerRecord:
+    """The same process of another boot, whose id is in the high bits of filelock's start token."""
+    assert me.start is not None
+    return me._replace(start=me.start ^ (1 << 100))
+
+
+def test_a_host_that_was_started_anew_holds_nothing(tmp_path: Path, me: OwnerRecord, no_system_lock: None) -> None:
+    claim(tmp_path, before_the_power_cut(me))
     Lock(tmp_path / "lock").release()
 
 
 @pytest.mark.parametrize("age", [0.0, lock.STALE - 5])
-def test_another_host_that_was_heard_of_lately_has_the_run(age: float, tmp_path: Path) -> None:
-    claim(tmp_path, other_host(), age)
+def test_another_host_that_touched_its_lease_lately_has_the_run(age: float, tmp_path: Path, me: OwnerRecord) -> None:
+    claim(tmp_path, other_host(me), age)
     with pytest.raises(UserError, match="process 1 on elsewhere"):
         Lock(tmp_path / "lock")
-    assert json.loads((tmp_path / "lock.holder").read_text())["host"] == "elsewhere", "its claim is untouched"
+    assert holder(tmp_path) == ["pid=1", "host=elsewhere"], "its lease is untouched"
     assert names(tmp_path) == ["lock", "lock.holder"]
 
 
-def test_another_host_that_was_silent_for_long_has_not(tmp_path: Path) -> None:
-    claim(tmp_path, other_host(), lock.STALE + 5)
+def test_another_host_that_was_silent_for_long_has_not(tmp_path: Path, me: OwnerRecord) -> None:
+    claim(tmp_path, other_host(me), lock.STALE + 5)
     held = Lock(tmp_path / "lock")
-    assert json.loads((tmp_path / "lock.holder").read_text())["process"] == os.getpid()
+    assert holder(tmp_path)[0] == f"pid={os.getpid()}"
     held.release()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"process": 1}'])
-def test_a_claim_that_says_nothing_goes_by_its_age(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "{", "filelock/2\\npid=1\\n", '{"process": 1}'])
+def test_a_damaged_lease_counts_by_its_age(text: str, tmp_path: Path) -> None:
     file = tmp_path / "lock.holder"
     file.write_text(text)
     with pytest.raises(UserError, match="by another process"):
@@ -132,8 +144,8 @@ def test_a_claim_that_says_nothing_goes_by_its_age(text: str, tmp_path: Path) ->
     Lock(tmp_path / "lock").release()
 
 
-def test_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "BEAT", 0.05)
+def test_the_holder_touches_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
     held = Lock(tmp_path / "lock")
     os.utime(tmp_path / "lock.holder", (0, 0))
     deadline = time.monotonic() + 10
@@ -141,30 +153,35 @@ def test_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.02)
     assert time.time() - (tmp_path / "lock.holder").stat().st_mtime < 60
     held.release()
-    assert not held._beating.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("filelock")]
 
 
-def test_a_writer_whose_run_was_taken_over_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_whose_run_was_taken_over_stops(tmp_path: Path, me: OwnerRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that slept for an hour comes back, and finds another one at work."""
-    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
     with RunWriter.create(tmp_path, {}) as writer:
         writer.metrics("rl", 1, {"reward": 1.0})
-        claim(tmp_path, other_host())
+        claim(tmp_path, other_host(me))
         deadline = time.monotonic() + 10
         while not writer._lock.lost and time.monotonic() < deadline:
             time.sleep(0.02)
         with pytest.raises(UserError, match="process 1 on elsewhere has taken the run over; this process stops"):
             writer.metrics("rl", 2, {"reward": 1.0})
-    assert json.loads((tmp_path / "lock.holder").read_text())["host"] == "elsewhere", "not ours to remove"
+    assert holder(tmp_path) == ["pid=1", "host=elsewhere"], "not ours to remove"
 
 
-def test_of_many_who_find_a_stale_claim_one_gets_it(tmp_path: Path) -> None:
-    claim(tmp_path, replace(Holder.me(), boot="before the power cut"))
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_of_many_who_find_a_stale_lease_one_gets_it(where: str, tmp_path: Path, me: OwnerRecord) -> None:
+    if where == "here":
+        claim(tmp_path, before_the_power_cut(me))
+    else:
+        claim(tmp_path, other_host(me), lock.STALE + 5)
     program = (
-        "import sys, time, errno\nfrom pathlib import Path\nfrom posttrain.runs import lock\n"
-        "def none(fd): raise OSError(errno.ENOSYS, 'none')\nlock._lock = none\n"
+        "import sys, time\nfrom pathlib import Path\nfrom posttrain.runs import lock\n"
+        "lock.system_lock = lambda path: None\n"
         "while not Path(sys.argv[1], 'go').exists(): time.sleep(0.001)\n"
-        "try:\n    lock.Lock(Path(sys.argv[1], 'lock'))\nexcept Exception: print('no', flush=True)\nelse: print('yes', flush=True)\n"
+        "try:\n    held = lock.Lock(Path(sys.argv[1], 'lock'))\nexcept Exception: print('no', flush=True)\n"
+        "else: print('yes', flush=True)\n"
         "sys.stdin.readline()"
     )
     children = [
