@@ -68,12 +68,12 @@ MAY_IMPORT = {
 
 # Packages that a room may not import: anywhere in it, or while its module is imported. TYPE_CHECKING imports are free.
 NEVER = {
-    "torch": "types errors events catalogue tasks rewards runs",
+    "torch": "types errors events catalogue tasks rewards",
     "transformers": "types errors events catalogue tasks rewards runs ops algorithms",
     "pydantic": " ".join(room for room in MAY_IMPORT if room not in ("config", "cli", "serve", "studio")),
 }
 NOT_AT_IMPORT = {
-    "torch": "cli config __init__ recipes",
+    "torch": "cli config __init__ recipes runs",
     "transformers": "cli config __init__ recipes",
     "pydantic": "cli __init__",
     "matplotlib": " ".join(MAY_IMPORT),

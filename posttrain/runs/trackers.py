@@ -12,13 +12,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from posttrain.errors import UserError, unknown
 from posttrain.events import Event
 from posttrain.runs.layout import METRICS, Row, json_lines
 from posttrain.runs.write import RunWriter
+from posttrain.system.files import atomic_write
 from posttrain.types import JSON
 
 OPENING_SECONDS, LOGGING_SECONDS = 120.0, 30.0
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Tracker(Protocol):
-    """Whoever wants to see every row."""
+    """Receives every row of metrics."""
 
     def log(self, row: Row) -> None: ...
 
@@ -47,9 +47,8 @@ class Trackers:
         for row in json_lines(writer.directory / METRICS) if writer.attempt > 1 else ():
             if row and isinstance(row.get("step"), int):
                 self._sent.setdefault(str(row.get("stage")), []).append(row["step"])
-        self._goes_on: dict[
-            str, bool
-        ] = {}  # by stage: whether this attempt began after its first step
+        # by stage: whether this attempt began after its first step
+        self._goes_on: dict[str, bool] = {}
 
     @classmethod
     def open(cls, names: Sequence[str], writer: RunWriter, config: Mapping[str, JSON]) -> Trackers:
@@ -112,7 +111,7 @@ def _bounded(call: Callable[[], Result], seconds: float) -> Result:
     def work() -> None:
         try:
             found.append(call())
-        except BaseException as error:  # raised again by whoever waits
+        except BaseException as error:  # raised again in the thread that waits
             wrong.append(error)
 
     thread = threading.Thread(target=work, name="tracker", daemon=True)
@@ -126,32 +125,27 @@ def _bounded(call: Callable[[], Result], seconds: float) -> Result:
 
 
 class TensorBoard:
-    """Event files under `tensorboard/` in the run directory, one tag a stage and figure. Needs no TensorFlow and no torch."""
+    """Event files under `tensorboard/` in the run directory, one tag for each stage and figure."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
-        self._events = _module("tensorboard.compat.proto.event_pb2")
-        self._summaries = _module("tensorboard.compat.proto.summary_pb2")
-        writer = _module("tensorboard.summary.writer.event_file_writer")
-        self._file = writer.EventFileWriter(str(directory / "tensorboard"))
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
 
     def log(self, row: Row) -> None:
-        values = [
-            self._summaries.Summary.Value(tag=f"{row.stage}/{name}", simple_value=value)
-            for name, value in row.figures.items()
-        ]
-        summary = self._summaries.Summary(value=values)
-        self._file.add_event(self._events.Event(wall_time=row.time, step=row.step, summary=summary))
+        for tag, value in _prefixed(row).items():
+            self._writer.add_scalar(tag, value, row.step, walltime=row.time)
 
     def close(self) -> None:
-        self._file.close()
+        self._writer.close()
 
 
 class WandB:
     """Weights & Biases. Each stage has its own step axis, because stages count from 0. Attempts of a run are one run there, by an id
-    that the run directory keeps. The project is that of the user's settings; a run directory, which may be a stranger's, names none."""
+    that the run directory keeps. The project is that of the user's settings: the run directory may come from another person."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
-        wandb = _module("wandb")
+        wandb = importlib.import_module("wandb")
         key = recorded(directory, "wandb") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex
         record(directory, "wandb", key)
         project = {} if _project_is_set() else {"project": PROJECT}
@@ -181,7 +175,7 @@ class Trackio:
     directory of the same name is another run."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
-        trackio = _module("trackio")
+        trackio = importlib.import_module("trackio")
         before = recorded(directory, "trackio")
         name, resume = before or directory.resolve().name, "allow" if before else "never"
         self._run: Any = trackio.init(
@@ -218,13 +212,11 @@ def recorded(directory: Path, tracker: str) -> str:
 
 def record(directory: Path, tracker: str, name: str) -> None:
     known = {kind: found for kind in KINDS if (found := recorded(directory, kind))}
-    partial_file = directory / f".{RECORD}.tmp"
-    partial_file.write_text(json.dumps(known | {tracker: name}), "utf-8")
-    partial_file.replace(directory / RECORD)
+    atomic_write(directory / RECORD, json.dumps(known | {tracker: name}))
 
 
 def _project_is_set() -> bool:
-    """Whether the user has named a project of W&B: in the environment, or with `wandb init`, for this folder or for himself."""
+    """Whether the user has named a project of W&B: in the environment, or with `wandb init`, for this folder or for the account."""
     own = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
     files = [folder / "settings" for folder in (Path("wandb"), own)]
     named = (
@@ -239,14 +231,9 @@ def _prefixed(row: Row) -> dict[str, float]:
     return {f"{row.stage}/{name}": value for name, value in row.figures.items()}
 
 
-def _module(name: str) -> ModuleType:
-    """Import late: these are heavy, and optional."""
-    return importlib.import_module(name)
-
-
 def _require_installed(name: str) -> None:
     try:
-        _module(name)
+        importlib.import_module(name)
     except ImportError as error:
         raise UserError(
             f"tracker {name!r} needs a package that is not installed ({error}); pip install 'posttrain[{name}]'"

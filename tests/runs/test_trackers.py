@@ -1,4 +1,4 @@
-"""Trackers are guests: named, optional, and thrown out when they misbehave."""
+"""Trackers are named, optional, and dropped when they fail."""
 
 from __future__ import annotations
 
@@ -239,6 +239,28 @@ def test_trackers_are_closed_however_a_run_ends(service: Service, tmp_path: Path
     with pytest.raises(ZeroDivisionError):
         pipeline.start(dataclasses.replace(settings("sft", tmp_path / "run"), trackers=("wandb",)))
     assert closed == ["closed"]
+
+
+def test_tensorboard_has_a_scalar_for_each_stage_and_figure(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch's SummaryWriter, which needs the tensorboard package; a stand-in takes its place here."""
+    calls: list[tuple[Any, ...]] = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir: str) -> None:
+            calls.append(("open", Path(log_dir).name))
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None:
+            calls.append((tag, scalar_value, global_step))
+
+        def close(self) -> None:
+            calls.append(("close",))
+
+    monkeypatch.setitem(sys.modules, "tensorboard", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    trackers = Trackers.open(["tensorboard"], writer, {})
+    trackers.log(writer.metrics("rl", 1, {"reward": 0.5}))
+    trackers.close()
+    assert calls == [("open", "tensorboard"), ("rl/reward", 0.5, 1), ("close",)]
 
 
 @pytest.mark.peers
