@@ -13,13 +13,13 @@ from torch import Tensor
 
 from posttrain.engine import forked
 from posttrain.engine.cache import Cache, Decode, Prefill
-from posttrain.engine.decoder import Decoder, rules_of, suits
+from posttrain.engine.decoder import Decoder, cpu_decoder
 from posttrain.engine.pager import Pager
 from posttrain.engine.random import signed, uniforms
 from posttrain.engine.sampler import Choices, sample
 from posttrain.engine.work import Work
 from posttrain.errors import require
-from posttrain.models.attention import LAYOUT, Layout, Rule
+from posttrain.models.attention import LAYOUT, Layout
 from posttrain.models.policy import Policy
 from posttrain.system.machine import check_threads
 from posttrain.types import Completion, Request, Statistics
@@ -58,8 +58,6 @@ class Engine:
         check_threads(self.processes, "processes")
         self.helpers: forked.Crew | None = None
         self.memory: tuple[int, ...] = ()  # where the weights lie that the helpers see
-        self.rules: tuple[Rule, ...] | None = None
-        self.proved = False
         self.pager = Pager(policy)
         self.queue: list[Request] = []
         self.running: Generator[list[tuple[Request, Completion]], None, None] | None = None
@@ -198,15 +196,9 @@ class Engine:
     def decoder(self, requests: Sequence[Work]) -> Decoder | None:
         """A faster way through the policy's module with its present weights, where there is one and it pays."""
         tokens = sum(r.group * r.sampling.max_new_tokens for r in requests)
-        if tokens < DECODER_TOKENS or not suits(self.policy):
+        if tokens < DECODER_TOKENS:
             return None
-        if not self.proved:
-            self.rules, self.proved = rules_of(self.policy), True
-        return (
-            None
-            if self.rules is None
-            else Decoder(self.policy, self.rules, pack=tokens >= PACKED_TOKENS)
-        )
+        return cpu_decoder(self.policy, pack=tokens >= PACKED_TOKENS)
 
 
 class _Batch:
@@ -302,7 +294,7 @@ class _Batch:
         """Room for rows of `length` tokens and one more, and for those to come as far as `AHEAD`, if they may come."""
         self.cache.reserve(max(length + 1, min(limit, AHEAD)))
         if self.decoder is not None:
-            self.decoder.reach(self.cache.length)
+            self.decoder.ensure_rope_table(self.cache.length)
 
     def _hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         ids, position_ids = ids.to(self.device), position_ids.to(self.device)

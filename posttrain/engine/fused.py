@@ -1,26 +1,32 @@
-"""The decoder of a Llama-like model as a short list of kernels over flat tokens, for prefilling and for decoding in CUDA graphs.
+"""The forward pass of a described model (models/layers.py) as a short list of kernels over flat tokens, for prefilling and for
+decoding in CUDA graphs.
 
 It reads the parameters of the policy's own module. Products that share their input are done as one, for which their weights are
 copied side by side (`refresh`, at every call of `generate`, a millisecond for a billion weights); everything else is the module's own
 memory, so that an optimizer step in place is seen by graphs already captured. Adapters are not merged, which in bf16 would round
-small ones away: they are two narrow products beside each wide one. Whether the result is the module's is not a matter of
-names: `fused` compares the two on tokens, and a model that differs is left to its own module.
+small ones away: they are two narrow products in addition to each wide one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engine.kernels import rms_norm, rotate_store
-from posttrain.engine.rows import Heads
 from posttrain.models.attention import Packed, Rule
-from posttrain.models.layers import TOLERANCE, activation, distance, rules_of, unsupported_reason
-from posttrain.models.lora import Adapter, adapter_of, perturbed_adapters
+from posttrain.models.layers import (
+    Heads,
+    LayerDescription,
+    ModelDescription,
+    Norm,
+    Projection,
+    RopeTable,
+    describe,
+    prove,
+)
 from posttrain.models.policy import Policy
 from posttrain.ops.fused import gated
 
@@ -28,69 +34,51 @@ from posttrain.ops.fused import gated
 class Attend(Protocol):
     """How a layer's tokens attend: rotated [T, (Hq + 2 Hk) D] in, [T, Hq D] out."""
 
-    def __call__(self, layer: int, mixed: Tensor, heads: Heads, rule: Rule) -> Tensor: ...
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor: ...
 
 
-@dataclass(slots=True, eq=False)
-class Norm:
-    weight: Tensor
-    epsilon: float
-    shifted: bool  # (1 + weight), as Gemma has it
-
-    @classmethod
-    def of(cls, module: Any) -> Norm:
-        llama = hasattr(module, "variance_epsilon")
-        return cls(
-            module.weight.detach(), module.variance_epsilon if llama else module.eps, not llama
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon, self.shifted)
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    return rms_norm(x, norm.weight.detach(), norm.epsilon, norm.shifted)
 
 
 class Products:
     """y = x W^T + b + (x A^T) B^T of one or more linear layers that read the same x: weights side by side, adapters (scale in B, one
     block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `copies`."""
 
-    def __init__(self, *modules: Any):
-        self.modules, self.adapters = modules, tuple(adapter_of(m) for m in modules)
+    def __init__(self, projection: Projection):
+        self.projection, self.copied = projection, len(projection.modules) > 1
         self.allocate()
-
-    @property
-    def present(self) -> list[Adapter]:
-        return [adapter for adapter in self.adapters if adapter is not None]
 
     def allocate(self) -> None:
         """Room for the copies."""
-        first, rows = self.modules[0].weight.detach(), sum(m.out_features for m in self.modules)
-        bias = self.modules[0].bias
-        if len(self.modules) == 1:
-            self.weight, self.bias = first, None if bias is None else bias.detach()
-        else:
-            self.weight, self.bias = (
-                first.new_empty(rows, first.shape[1]),
-                None if bias is None else first.new_empty(rows),
-            )
-        ranks = sum(adapter.a_RI.shape[0] for adapter in self.present)
+        modules, rows = self.projection.modules, sum(self.projection.sizes)
+        first, bias = modules[0].weight.detach(), modules[0].bias
+        self.weight = first.new_empty(rows, first.shape[1]) if self.copied else first
+        self.bias: Tensor | None = None
+        if bias is not None:
+            self.bias = first.new_empty(rows) if self.copied else bias.detach()
+        ranks = sum(adapter.a_RI.shape[0] for adapter in self.projection.present)
         self.down, self.up = first.new_empty(ranks, first.shape[1]), first.new_zeros(rows, ranks)
 
     def release(self) -> None:
         """Give the copies back, until `allocate`."""
-        self.weight = self.down = self.up = self.modules[0].weight.detach()[:0]
+        self.weight = self.down = self.up = self.projection.modules[0].weight.detach()[:0]
 
     def copies(self) -> tuple[list[Tensor], list[Tensor]]:
         """(targets, sources) of what is copied."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        sizes = [m.out_features for m in self.modules]
-        if len(self.modules) > 1:
-            targets += self.weight.split(sizes)
-            sources += [m.weight.detach() for m in self.modules]
+        modules, sizes = self.projection.modules, self.projection.sizes
+        if self.copied:
+            targets += self.weight.split_with_sizes(sizes)
+            sources += [m.weight.detach() for m in modules]
             if self.bias is not None:
-                targets += self.bias.split(sizes)
-                sources += [m.bias.detach() for m in self.modules]
+                targets += self.bias.split_with_sizes(sizes)
+                sources += [m.bias.detach() for m in modules]
         rank = 0
-        for adapter, part in zip(self.adapters, self.up.split(sizes), strict=True):
+        for adapter, part in zip(
+            self.projection.adapters, self.up.split_with_sizes(sizes), strict=True
+        ):
             if adapter is not None:
                 until = rank + adapter.a_RI.shape[0]
                 targets += [self.down[rank:until], part[:, rank:until]]
@@ -116,58 +104,38 @@ class Products:
 class Layer:
     """One decoder layer on flat tokens, in place on the residual stream."""
 
-    def __init__(self, number: int, module: Any, rule: Rule):
-        attention, mlp = module.self_attn, module.mlp
-        self.number, self.rule = number, rule
-        self.mixed, self.out = (
-            Products(attention.q_proj, attention.k_proj, attention.v_proj),
-            Products(attention.o_proj),
-        )
-        self.gate, self.down = Products(mlp.gate_proj, mlp.up_proj), Products(mlp.down_proj)
-        self.products = (self.mixed, self.gate, self.out, self.down)
-        width = attention.head_dim
-        self.heads = Heads(
-            attention.q_proj.out_features // width, attention.k_proj.out_features // width, width
-        )
-        self.before, self.after = (
-            Norm.of(module.input_layernorm),
-            Norm.of(module.post_attention_layernorm),
-        )
-        normed = hasattr(attention, "q_norm")
-        self.norms = (Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if normed else None
-        self.tanh = bool(activation(mlp.act_fn))
+    def __init__(self, layer: LayerDescription):
+        self.described, self.heads, self.rule = layer, layer.heads, layer.rule
+        self.qkv, self.gate_up, self.out, self.down = map(Products, layer.projections)
+        self.products = (self.qkv, self.gate_up, self.out, self.down)
 
     def __call__(
         self,
         x: Tensor,
-        angles: tuple[Tensor, Tensor],
+        rope: RopeTable,
         position: Tensor,
         slot: Tensor,
         store: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> None:
-        mixed = self.mixed(self.before(x))
-        norms = None if self.norms is None else (self.norms[0].weight, self.norms[1].weight)
-        epsilon, shifted = (
-            (self.norms[0].epsilon, self.norms[0].shifted)
-            if self.norms is not None
-            else (0.0, False)
-        )
-        rotate_store(mixed, self.heads, angles, position, slot, store, norms, epsilon, shifted)
-        self.out.add_to(x, attend(self.number, mixed, self.heads, self.rule))
-        self.down.add_to(x, gated(self.gate(self.after(x)), self.tanh))
+        layer = self.described
+        qkv = self.qkv(_normalised(x, layer.input_norm))
+        rotate_store(qkv, self.heads, rope, position, slot, store, layer.qk_norms)
+        self.out.add_to(x, attend(layer.number, qkv, self.heads, self.rule))
+        self.down.add_to(x, gated(self.gate_up(_normalised(x, layer.post_norm)), layer.tanh))
 
 
 class Fused:
-    """Hidden states of flat tokens at explicit positions, with keys and values stored as they come."""
+    """Hidden states of flat tokens at explicit positions, with keys and values stored as they come. It has the weights of the moment
+    it was made, until `refresh`."""
 
-    def __init__(self, policy: Policy, rules: tuple[Rule, ...]):
-        self.policy, self.body = policy, policy.body
-        self.layers = [Layer(n, m, rules[n]) for n, m in enumerate(self.body.layers)]
-        self.norm = Norm.of(self.body.norm)
+    def __init__(self, policy: Policy, described: ModelDescription):
+        self.policy, self.body, self.described = policy, policy.body, described
+        self.layers = [Layer(layer) for layer in described.layers]
         self.scale = getattr(self.body.embed_tokens, "embed_scale", None)
-        self.angles: tuple[Tensor, Tensor] | None = None
+        self.rope: RopeTable | None = None
         self.places, self.released = self.addresses(), False
+        self.refresh()
 
     @property
     def heads(self) -> tuple[Heads, ...]:
@@ -210,14 +178,11 @@ class Fused:
             product.release()
         self.released = True
 
-    def reach(self, positions: int) -> bool:
+    def ensure_rope_table(self, positions: int) -> bool:
         """Have angles for this many positions; true where the table had to be made anew."""
-        if self.angles is not None and positions <= self.angles[0].shape[0]:
+        if self.rope is not None and positions <= self.rope[0].shape[0]:
             return False
-        weight = self.body.embed_tokens.weight
-        at = torch.arange(-(-positions // 1024) * 1024, device=weight.device)
-        cos, sin = self.body.rotary_emb(weight[:1], at[None])
-        self.angles = cos[0].to(weight.dtype).contiguous(), sin[0].to(weight.dtype).contiguous()
+        self.rope = self.described.rope_table(positions)
         return True
 
     def embed(self, id_T: Tensor) -> Tensor:
@@ -232,65 +197,41 @@ class Fused:
         stores: list[tuple[Tensor, Tensor]],
         attend: Attend,
     ) -> Tensor:
-        """[T] ids -> [T, H] final hidden states. `reach` must cover the positions."""
-        assert self.angles is not None
+        """[T] ids -> [T, H] final hidden states. `ensure_rope_table` must cover the positions."""
+        assert self.rope is not None
         x = self.embed(id_T)
         for layer, store in zip(self.layers, stores, strict=True):
-            layer(x, self.angles, position_T, slot_T, store, attend)
-        return self.norm(x)
+            layer(x, self.rope, position_T, slot_T, store, attend)
+        return self.final_norm(x)
+
+    def final_norm(self, x_TH: Tensor) -> Tensor:
+        return _normalised(x_TH, self.described.norm)
+
+    def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
+        x, tokens, heads = x_TH.clone(), len(x_TH), self.layers[number].heads
+        store = x.new_empty(2, tokens, heads.keys, heads.width)
+        rope = self.described.rope_table(int(position_T.max()) + 1)
+        slots = torch.arange(tokens, device=x.device)
+        attend = packed_attend(packed)
+        self.layers[number](x, rope, position_T, slots, (store[0], store[1]), attend)
+        return x
 
 
 def fused(policy: Policy) -> tuple[Fused | None, str]:
     """The fused decoder of a policy, proved on tokens to compute what the module computes; or None, and why not."""
-    reason = unsupported_reason(policy)
-    if reason is not None:
-        return None, reason
-    with perturbed_adapters(policy.body):
-        mine, reason = _prove(policy)
-    if mine is not None:
-        mine.refresh()
-    return mine, reason
-
-
-def _prove(policy: Policy) -> tuple[Fused | None, str]:
-    ids = (
-        torch.arange(1, 12, device=policy.device) % policy.model.config.get_text_config().vocab_size
-    )
-    position = torch.cat([torch.arange(7), torch.arange(4)]).to(policy.device)
-    rules, _, packed = rules_of(policy, ids, position, (0, 7, 11))
-    if rules is None:
-        return None, "layers that do not call our attention once each"
-    mine = Fused(policy, rules)
-    mine.refresh()
-    mine.reach(7)
-    if mine.angles is not None and mine.angles[0].shape[1] != mine.heads[0].width:
-        return None, "rotary angles for a part of each head"
-    slots, attend = torch.arange(11, device=policy.device), packed_attend(packed)
-
-    def through(number: int, before: Tensor) -> Tensor:
-        x, heads = before.clone(), mine.heads[number]
-        key, value = (
-            torch.empty(11, heads.keys, heads.width, dtype=x.dtype, device=x.device) for _ in "kv"
-        )
-        assert mine.angles is not None
-        mine.layers[number](x, mine.angles, position, slots, (key, value), attend)
-        return x
-
-    worst = distance(policy, ids, position, packed, lambda: mine.embed(ids), through, mine.norm)
-    if not worst <= TOLERANCE[policy.dtype]:
-        return (
-            None,
-            f"a layer whose output differs from the module's own by {worst:.2g} of the largest",
-        )
-    return mine, ""
+    described = describe(policy)
+    if isinstance(described, str):
+        return None, described
+    reason = prove(policy, described, "cuda", lambda: Fused(policy, described))
+    return (None, reason) if reason else (Fused(policy, described), "")
 
 
 def packed_attend(packed: Packed) -> Attend:
     """Whole sequences end to end, by torch's own attention."""
 
-    def attend(layer: int, mixed: Tensor, heads: Heads, rule: Rule) -> Tensor:
-        split = mixed.view(1, mixed.shape[0], -1, heads.width).transpose(1, 2)
-        query, key, value = split.split([heads.heads, heads.keys, heads.keys], 1)
-        return packed.attend(layer, query, key, value, rule).reshape(mixed.shape[0], -1)
+    def attend(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
+        split = qkv.view(1, qkv.shape[0], -1, heads.width).transpose(1, 2)
+        query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
+        return packed.attend(layer, query, key, value, rule).reshape(qkv.shape[0], -1)
 
     return attend

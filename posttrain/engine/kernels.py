@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.random import uniforms
-from posttrain.engine.rows import PAGE, Heads, Rows
+from posttrain.engine.rows import PAGE, Rows
 from posttrain.engine.sampler import Choices, draw
 from posttrain.models.attention import Rule
+from posttrain.models.layers import Heads, Norm, RopeTable
+from posttrain.ops.fused import power_of_two
 
 BLOCK = 4096  # logits that one program sums
 MAX_QUERIES = 64  # queries that read a prompt together
@@ -22,15 +24,11 @@ def _triton() -> Any:
     return triton_kernels
 
 
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float, shifted: bool) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight; `shifted` as Gemma has it, * (1 + weight) before rounding."""
     if x_TH.is_cuda:
         out, width = torch.empty_like(x_TH), x_TH.shape[1]
-        block = _power(width)
+        block = power_of_two(width)
         _triton().rms_norm_kernel[(x_TH.shape[0],)](
             x_TH, weight_H, out, width, epsilon, shifted, block, num_warps=4 if block <= 2048 else 8
         )
@@ -41,24 +39,22 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float, shifted: bool) -> T
 
 
 def rotate_store(
-    mixed: Tensor,
+    qkv: Tensor,
     heads: Heads,
-    angles: tuple[Tensor, Tensor],
+    rope: RopeTable,
     position_T: Tensor,
     slot_T: Tensor,
     store: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-    shifted: bool,
+    norms: tuple[Norm, Norm] | None,
 ) -> None:
-    """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where `norms` says so, turn them by their positions' angles, and
+    """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where there are norms, rotate them by their positions' angles, and
     write keys and values into their slots of the [slots, Hk, D] stores."""
-    (cos, sin), (keys, values) = angles, store
-    if mixed.is_cuda:
-        query_norm, key_norm = norms if norms is not None else (mixed, mixed)
+    (cos, sin), (keys, values) = rope, store
+    if qkv.is_cuda:
+        query_norm, key_norm = (n.weight.detach() for n in norms) if norms else (qkv, qkv)
         every = heads.heads + 2 * heads.keys
-        _triton().rotate_store_kernel[(mixed.shape[0],)](
-            mixed,
+        _triton().rotate_store_kernel[(qkv.shape[0],)](
+            qkv,
             cos,
             sin,
             position_T,
@@ -67,36 +63,38 @@ def rotate_store(
             values,
             query_norm,
             key_norm,
-            epsilon,
+            norms[0].epsilon if norms else 0.0,
             heads.heads,
             heads.keys,
             heads.width,
-            _power(heads.width // 2),
-            _power(every),
+            power_of_two(heads.width // 2),
+            power_of_two(every),
             norms is not None,
-            shifted,
+            norms is not None and norms[0].shifted,
             num_warps=4,
         )
         return
-    split = mixed.view(mixed.shape[0], heads.heads + 2 * heads.keys, heads.width)
-    query, key, value = split.split([heads.heads, heads.keys, heads.keys], 1)
+    split = qkv.view(qkv.shape[0], heads.heads + 2 * heads.keys, heads.width)
+    query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
     at, half = position_T.long(), heads.width // 2
     for n, part in enumerate((query, key)):
-        x = part if norms is None else rms_norm(part, norms[n], epsilon, shifted)
-        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-        part.copy_(x * cos[at][:, None] + turned * sin[at][:, None])
+        x = part
+        if norms is not None:
+            x = rms_norm(part, norms[n].weight.detach(), norms[n].epsilon, norms[n].shifted)
+        swapped = torch.cat([-x[..., half:], x[..., :half]], -1)
+        part.copy_(x * cos[at][:, None] + swapped * sin[at][:, None])
     keys[slot_T.long()], values[slot_T.long()] = key, value
 
 
 def tile_rows(heads: Heads, group: int) -> tuple[int, int]:
     """(rows of a tile, queries of its program) for groups of up to `group` rows."""
-    queries = min(MAX_QUERIES, max(16, _power(group * heads.grouped)))
-    queries = max(queries, _power(heads.grouped))
+    queries = min(MAX_QUERIES, max(16, power_of_two(group * heads.grouped)))
+    queries = max(queries, power_of_two(heads.grouped))
     return queries // heads.grouped, queries
 
 
 def attend(
-    mixed: Tensor,
+    qkv: Tensor,
     store: tuple[Tensor, Tensor],
     rows: Rows,
     heads: Heads,
@@ -110,21 +108,21 @@ def attend(
     With (o, s) the output and log-sum-exp over a part of the keys, two parts merge to
     o = (o1 exp(s1) + o2 exp(s2)) / (exp(s1) + exp(s2)).
     """
-    if not mixed.is_cuda:
-        return _attend_plain(mixed, store, rows, heads, rule, count, tiles)
+    if not qkv.is_cuda:
+        return _attend_plain(qkv, store, rows, heads, rule, count, tiles)
     kernels, (keys, values) = _triton(), store
-    before = torch.empty(count, heads.heads, heads.width, dtype=torch.float32, device=mixed.device)
+    before = torch.empty(count, heads.heads, heads.width, dtype=torch.float32, device=qkv.device)
     lse = torch.empty(
-        count, heads.heads, dtype=torch.float32, device=mixed.device
+        count, heads.heads, dtype=torch.float32, device=qkv.device
     )  # every live row is in a tile
-    out = torch.empty(count, heads.heads * heads.width, dtype=mixed.dtype, device=mixed.device)
+    out = torch.empty(count, heads.heads * heads.width, dtype=qkv.dtype, device=qkv.device)
     window, softcap = rule.sliding_window or 0, rule.softcap or 1.0
-    precision = "ieee" if mixed.dtype == torch.float32 else "tf32"
-    wide = max(16, _power(heads.width))
+    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
+    wide = max(16, power_of_two(heads.width))
     flags = (PAGE, rule.sliding_window is not None, rule.softcap is not None, precision)
     shape = (heads.heads, heads.keys, heads.width, wide)
     kernels.prefix_kernel[(tiles, heads.keys)](
-        mixed,
+        qkv,
         keys,
         values,
         before,
@@ -144,7 +142,7 @@ def attend(
         num_stages=2,
     )
     kernels.suffix_kernel[(count, heads.keys)](
-        mixed,
+        qkv,
         keys,
         values,
         before,
@@ -158,7 +156,7 @@ def attend(
         window,
         rows.pages,
         *shape,
-        max(16, _power(heads.grouped)),
+        max(16, power_of_two(heads.grouped)),
         *flags,
         num_warps=4,
         num_stages=3,
@@ -167,7 +165,7 @@ def attend(
 
 
 def _attend_plain(
-    mixed: Tensor,
+    qkv: Tensor,
     store: tuple[Tensor, Tensor],
     rows: Rows,
     heads: Heads,
@@ -175,7 +173,7 @@ def _attend_plain(
     count: int,
     tiles: int,
 ) -> Tensor:
-    query_NHD = mixed.view(count, -1, heads.width)[:, : heads.heads]
+    query_NHD = qkv.view(count, -1, heads.width)[:, : heads.heads]
     position = rows["position"][:count]
     before = torch.zeros(count, heads.heads, heads.width)
     lse = torch.full((count, heads.heads), -torch.inf)
@@ -188,7 +186,7 @@ def _attend_plain(
             before[part], lse[part] = _partial(
                 query_NHD[part], slots, store, at[None], position[part], heads, rule
             )
-    out = torch.empty(count, heads.heads, heads.width, dtype=mixed.dtype)
+    out = torch.empty(count, heads.heads, heads.width, dtype=qkv.dtype)
     for n in range(count):
         at = torch.arange(0 if rows["done"][n] else int(rows["count"][n]))
         slots = rows.table[n, at // PAGE].long() * PAGE + at % PAGE
@@ -196,7 +194,7 @@ def _attend_plain(
         own, own_lse = _partial(
             query_NHD[n : n + 1], slots, store, absolute[None], position[n : n + 1], heads, rule
         )
-        out[n] = merge((before[n], lse[n]), (own[0], own_lse[0]))[0].to(mixed.dtype)
+        out[n] = merge((before[n], lse[n]), (own[0], own_lse[0]))[0].to(qkv.dtype)
     return out.view(count, -1)
 
 
@@ -266,7 +264,7 @@ def choose(logits_NV: Tensor, rows: Rows, truncated: bool) -> tuple[Tensor, Tens
         size,
         blocks,
         BLOCK,
-        _power(blocks),
+        power_of_two(blocks),
         num_warps=4,
     )
     return id_N, logprob_N

@@ -6,24 +6,26 @@ snapshot: whoever holds one makes it anew when the weights have moved.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SMALLEST = 1 << 15  # weights below this many elements are not worth oneDNN's dearer call
+SMALLEST = 1 << 15  # weights below this many elements are not worth oneDNN's slower call
 
 
 def available() -> bool:
     """Whether this build of torch and this processor have oneDNN's prepacked products."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]  # in torch
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
 
 
 # looked up once: finding the overload for each of a thousand calls takes as long as some of them
-UNARY, BINARY = (
-    (torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary)
-    if available()
-    else (None, None)
-)
+LINEAR: Any = torch.ops.mkldnn._linear_pointwise if available() else None
+UNARY: Any = getattr(LINEAR, "default", None)
+BINARY: Any = getattr(LINEAR, "binary", None)
 
 
 class PackedLinear:
@@ -44,12 +46,12 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
-        return UNARY(x, self.packed, self.bias, "none", [], "")
+        return UNARY(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """x W^T + b + other."""
         if self.packed is not None:
-            return BINARY(x, other, self.packed, self.bias, "add")
+            return BINARY(x, other, self.packed, self.bias, "add")  # type: ignore[no-any-return]
         if self.bias is None:
             return torch.addmm(other, x, self.weight.t())
         return F.linear(x, self.weight, self.bias).add_(other)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from posttrain.engine.fused import Fused, packed_attend
 from posttrain.engine.kernels import advance, attend, choose, tile_rows
-from posttrain.engine.rows import PAGE, Heads, Rows
+from posttrain.engine.rows import PAGE, Rows
 from posttrain.models.attention import Packed, Rule
+from posttrain.models.layers import Heads
 from posttrain.models.varlen import available, offsets, varlen
 from posttrain.ops.logprobs import head_logits
 
@@ -108,7 +109,7 @@ class Paged:
             )
             self.rows = Rows(capacity, pages, prompt_pages, BURST, self.device)
             self._forget()
-        if self.decoder.reach(positions):
+        if self.decoder.ensure_rope_table(positions):
             self._forget()
         self.pages = Pages(self.pages.pages)
         if pool > self.pages.pages:
@@ -156,13 +157,11 @@ class Paged:
         if not plain and available(self.stores[0][0], heads.width, None):
             cut, longest = offsets(lengths.tolist(), self.device), int(lengths.max())
 
-            def attend_packed(layer: int, mixed: Tensor, heads: Heads, rule: Rule) -> Tensor:
-                split = mixed.view(mixed.shape[0], -1, heads.width)
-                query, key, value = split.split([heads.heads, heads.keys, heads.keys], 1)
-                out = varlen(
-                    query, key, value, cut, cut, longest, longest, rule.scaling, rule.sliding_window
-                )
-                return out.reshape(mixed.shape[0], -1)
+            def attend_packed(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
+                split = qkv.view(qkv.shape[0], -1, heads.width)
+                query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
+                out = varlen(query, key, value, cut, cut, longest, longest, rule)
+                return out.reshape(qkv.shape[0], -1)
 
             how = attend_packed
         else:
@@ -184,8 +183,8 @@ class Paged:
         rows = self.rows
         assert rows is not None
 
-        def attend_pages(layer: int, mixed: Tensor, heads: Heads, rule: Rule) -> Tensor:
-            return attend(mixed, self.stores[layer], rows, heads, rule, count, tiles, queries)
+        def attend_pages(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
+            return attend(qkv, self.stores[layer], rows, heads, rule, count, tiles, queries)
 
         hidden_NH = self.decoder.hidden(
             rows["last"][:count],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from posttrain.engine.fused import fused
 from posttrain.engine.paged import Paged
 from posttrain.engine.paged_batch import PagedBatch
 from posttrain.engine.work import Work
+from posttrain.models.layers import report_plain_path
 from posttrain.models.policy import Policy
 from posttrain.types import Completion
 
@@ -55,10 +55,7 @@ class Pager:
             self.policy
         )  # the first call, or parameters were moved and captured graphs read the old ones
         if decoder is None:
-            name = self.policy.source or type(self.policy.model).__name__
-            sys.stderr.write(
-                f"engine: {name} generates on the plain path, without CUDA graphs, several times slower: {reason}\n"
-            )
+            report_plain_path(self.policy, "engine", reason)
             self.wanted = False
             return False
         self.paged = Paged(decoder, self.policy.stop_ids)

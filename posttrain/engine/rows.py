@@ -12,19 +12,6 @@ PAGE = 64  # tokens of a page of keys and values
 INTEGERS = ("last", "count", "position", "slot", "limit", "least", "seed", "done", "top_k")
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of an attention layer: query heads, key-value heads, width of each."""
-
-    heads: int
-    keys: int
-    width: int
-
-    @property
-    def grouped(self) -> int:
-        return self.heads // self.keys
-
-
 @dataclass(slots=True, eq=False)
 class Rows:
     """State of up to `capacity` rows. A row's next input is the token `last` at `position`; its key and value go to `slot`; `count`

@@ -33,7 +33,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def rotate_store_kernel(
-    mixed_ptr,
+    qkv_ptr,
     cos_ptr,
     sin_ptr,
     position_ptr,
@@ -51,15 +51,15 @@ def rotate_store_kernel(
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):
-    """All heads of one token: [normalise,] turn by the position's angle, write back; keys and values also into their slot."""
+    """All heads of one token: [normalise,] rotate by the position's angle, write back; keys and values also into their slot."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
     wide = half < WIDTH // 2
     inside = (head < HEADS + 2 * KEYS) & wide
-    place = mixed_ptr + (token * (HEADS + 2 * KEYS) + head) * WIDTH + half
+    place = qkv_ptr + (token * (HEADS + 2 * KEYS) + head) * WIDTH + half
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-    narrow = mixed_ptr.dtype.element_ty
+    narrow = qkv_ptr.dtype.element_ty
     slot = tl.load(slot_ptr + token).to(tl.int64) * KEYS
     value = inside & (head >= HEADS + KEYS)
     to = values_ptr + (slot + head - HEADS - KEYS) * WIDTH + half
@@ -87,20 +87,20 @@ def rotate_store_kernel(
     cos_high = tl.load(cos_ptr + at + WIDTH // 2, mask=wide, other=0.0).to(tl.float32)
     sin_low = tl.load(sin_ptr + at, mask=wide, other=0.0).to(tl.float32)
     sin_high = tl.load(sin_ptr + at + WIDTH // 2, mask=wide, other=0.0).to(tl.float32)
-    turned_low = (low * cos_low - high * sin_low).to(narrow)
-    turned_high = (high * cos_high + low * sin_high).to(narrow)
-    turned = (head < HEADS + KEYS) & wide
-    tl.store(place, turned_low, mask=turned)
-    tl.store(place + WIDTH // 2, turned_high, mask=turned)
-    key = turned & (head >= HEADS)
+    rotated_low = (low * cos_low - high * sin_low).to(narrow)
+    rotated_high = (high * cos_high + low * sin_high).to(narrow)
+    rotated = (head < HEADS + KEYS) & wide
+    tl.store(place, rotated_low, mask=rotated)
+    tl.store(place + WIDTH // 2, rotated_high, mask=rotated)
+    key = rotated & (head >= HEADS)
     to = keys_ptr + (slot + head - HEADS) * WIDTH + half
-    tl.store(to, turned_low, mask=key)
-    tl.store(to + WIDTH // 2, turned_high, mask=key)
+    tl.store(to, rotated_low, mask=key)
+    tl.store(to + WIDTH // 2, rotated_high, mask=key)
 
 
 @triton.jit
 def prefix_kernel(
-    mixed_ptr,
+    qkv_ptr,
     keys_ptr,
     values_ptr,
     out_ptr,
@@ -136,7 +136,7 @@ def prefix_kernel(
     query_head = head * GROUPED + member % GROUPED
     wide = at_d < WIDTH
     q = tl.load(
-        mixed_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
+        qkv_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
         mask=mine[:, None] & wide[None, :],
         other=0.0,
     )
@@ -184,7 +184,7 @@ def prefix_kernel(
 
 @triton.jit
 def suffix_kernel(
-    mixed_ptr,
+    qkv_ptr,
     keys_ptr,
     values_ptr,
     before_ptr,
@@ -218,7 +218,7 @@ def suffix_kernel(
     query_head = head * GROUPED + member
     both = mine[:, None] & wide[None, :]
     q = tl.load(
-        mixed_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
+        qkv_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
         mask=both,
         other=0.0,
     )

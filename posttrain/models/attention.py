@@ -56,14 +56,14 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls: [B, H, S, D] in, [B, S, H, D] out. Options we do not know are refused, not ignored."""
-    strange = [
+    unknown = [
         k
         for k, v in options.items()
         if k not in SUPPORTED | IGNORED and v is not None and v is not False
     ]
-    if strange:
+    if unknown:
         raise NotImplementedError(
-            f"{type(module).__name__} asks its attention for {', '.join(strange)}, which posttrain does not do"
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which posttrain does not do"
         )
     scaling = options.get("scaling")
     rule = Rule(

@@ -1,32 +1,179 @@
-"""Which models are built like a Llama, part by part: what the fused ways through a model, in generation and in training, rely on."""
+"""One description of the decoder layers of a Llama-like model, read from the transformers module and checked against it on tokens.
+
+Three forward passes are built from it: the decoder that generates on the CPU (engine/decoder.py), the one that generates on CUDA
+(engine/fused.py), and the training pass on CUDA (models/fused_body.py). They read the same fields and call different kernels: the
+first packs weights with the norms multiplied in, the second works in place and stores keys, the third is differentiable. A model that
+is built in another way, or a pass whose layers give other outputs than the module's (`prove`), keeps the module's own forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention import LAYOUT, Packed, Rule
-from posttrain.models.lora import adapter_of
-from posttrain.models.policy import Network
+from posttrain.models.lora import Adapter, adapter_of, perturbed_adapters
+from posttrain.models.policy import Network, probe_tokens
 
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
-TOLERANCE = {
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
+TOLERANCE = {  # of a layer's largest output: rounding alone
     torch.float32: 2e-5,
     torch.bfloat16: 0.05,
     torch.float16: 0.01,
-}  # of a layer's largest output: rounding alone
+}
+ROPE_BLOCK = 1024  # positions by which a table of angles grows
+
+RopeTable = tuple[Tensor, Tensor]  # cos and sin, [positions, head width] each
 
 
-def unsupported_reason(network: Network) -> str | None:
-    """What keeps a model from the fused decoder, in words, or None: the parts of a Llama, each of the plain kind."""
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of an attention layer: query heads, key-value heads, width of each."""
+
+    heads: int
+    keys: int
+    width: int
+
+    @property
+    def grouped(self) -> int:
+        return self.heads // self.keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """x / sqrt(mean(x^2) + epsilon) * weight; `shifted`: * (1 + weight), before rounding, as Gemma has it."""
+
+    weight: Tensor
+    epsilon: float
+    shifted: bool
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """Llama calls its epsilon variance_epsilon; Gemma and torch call it eps, of which only Gemma adds 1 to the weight."""
+        llama = hasattr(module, "variance_epsilon")
+        epsilon = module.variance_epsilon if llama else module.eps
+        return cls(module.weight, epsilon, not llama and not isinstance(module, nn.RMSNorm))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """Linear layers that read the same input, computed as one product, and the adapter of each."""
+
+    modules: tuple[Any, ...]
+    adapters: tuple[Adapter | None, ...]
+
+    @classmethod
+    def of(cls, *modules: Any) -> Projection:
+        return cls(modules, tuple(adapter_of(m) for m in modules))
+
+    @property
+    def sizes(self) -> list[int]:
+        return [m.out_features for m in self.modules]
+
+    @property
+    def present(self) -> list[Adapter]:
+        return [adapter for adapter in self.adapters if adapter is not None]
+
+    def weight(self) -> Tensor:
+        """[outputs of all, inputs]; the parameter itself where there is one layer."""
+        weights = [m.weight for m in self.modules]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def bias(self) -> Tensor | None:
+        biases = [m.bias for m in self.modules]
+        if biases[0] is None:
+            return None
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
+
+    def unsupported_reason(self) -> str | None:
+        for module, adapter in zip(self.modules, self.adapters, strict=True):
+            if type(module) is not nn.Linear and adapter is None:
+                return "linear layers that are neither plain matrices nor have a plain adapter"
+        if len({m.bias is None for m in self.modules}) > 1:
+            return "layers of which some have a bias and some have none"
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerDescription:
+    """One decoder layer: x += out(attention(rope(qkv(input_norm(x))))), then x += down(act(gate) * up) of post_norm(x)."""
+
+    number: int
+    heads: Heads
+    input_norm: Norm
+    qkv: Projection
+    qk_norms: tuple[Norm, Norm] | None  # of each query's and each key's head, before the rotation
+    rule: Rule  # what the layer asks of its attention
+    out: Projection
+    post_norm: Norm
+    gate_up: Projection
+    tanh: bool  # gelu by its tanh approximation, not silu
+    down: Projection
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.gate_up, self.out, self.down
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelDescription:
+    """The body of a Llama-like model."""
+
+    body: Any
+    layers: tuple[LayerDescription, ...]
+    norm: Norm
+
+    @property
+    def adapted(self) -> bool:
+        return any(p.present for layer in self.layers for p in layer.projections)
+
+    @property
+    def norms(self) -> Iterator[Norm]:
+        yield self.norm
+        for layer in self.layers:
+            yield from (layer.input_norm, layer.post_norm, *(layer.qk_norms or ()))
+
+    def rope_table(self, positions: int) -> RopeTable:
+        """cos and sin of at least this many positions, in the dtype of the weights. It is kept as long as the module."""
+        rotary, weight = self.body.rotary_emb, self.body.embed_tokens.weight
+        table = _TABLES.get(rotary)
+        if (
+            table is None
+            or table[0].shape[0] < positions
+            or (table[0].device, table[0].dtype) != (weight.device, weight.dtype)
+        ):
+            # made by the engine or the trainer, read by both: autograd refuses tensors of inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                at = torch.arange(-(-positions // ROPE_BLOCK) * ROPE_BLOCK, device=weight.device)
+                cos, sin = rotary(weight[:1], at[None])
+                table = tuple(t[0].to(weight.dtype).contiguous() for t in (cos, sin))
+            _TABLES[rotary] = table
+        return table
+
+
+_TABLES: WeakKeyDictionary[nn.Module, RopeTable] = WeakKeyDictionary()
+_RULES: WeakKeyDictionary[nn.Module, tuple[Rule, ...] | str] = WeakKeyDictionary()
+_PROVED: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str]] = WeakKeyDictionary()
+_REPORTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def describe(network: Network) -> ModelDescription | str:
+    """The description of a policy's or a scorer's body, or in words why it has none.
+
+    The modules are read at each call, because adapters and hooks may have come; what the layers ask of their attention is found by a
+    run on tokens, once for each body.
+    """
     body = network.body
     if network.dtype not in TOLERANCE:
         return f"weights of type {network.dtype}"
@@ -38,91 +185,78 @@ def unsupported_reason(network: Network) -> str | None:
     if any(m._forward_hooks or m._forward_pre_hooks for m in body.modules()):
         return "the model has hooks"
     kind = getattr(body.rotary_emb, "rope_type", "")
-    if not isinstance(kind, str) or kind not in STATIC_ROTARY:
+    if not isinstance(kind, str) or kind not in STATIC_ROPE:
         return f"rotary embedding of kind {kind}"
-    for layer in body.layers:
-        for part, module, names in (
-            ("layer", layer, LAYER),
-            ("MLP", getattr(layer, "mlp", layer), MLP),
-        ):
-            if set(dict(module.named_children())) != names:
-                return f"{type(module).__name__} is not the {part} of a Llama"
-        parts = dict(layer.self_attn.named_children())
-        if set(parts) not in (ATTENTION, ATTENTION | NORMS):
-            return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
-        matrices = [
-            *(parts[name] for name in ATTENTION),
-            layer.mlp.gate_proj,
-            layer.mlp.up_proj,
-            layer.mlp.down_proj,
-        ]
-        if any(type(m) is not nn.Linear and adapter_of(m) is None for m in matrices):
-            return "layers that are neither plain matrices nor plain adapters beside them"
-        if activation(layer.mlp.act_fn) is None:
-            return f"activation {type(layer.mlp.act_fn).__name__}"
+    for module in body.layers:
+        reason = _unsupported_layer(module)
+        if reason is not None:
+            return reason
+    if body not in _RULES:
+        _RULES[body] = _rules(network)
+    rules = _RULES[body]
+    if isinstance(rules, str):
+        return rules
+    layers = []
+    for number, module in enumerate(body.layers):
+        layer = _layer(number, module, rules[number])
+        if isinstance(layer, str):
+            return layer
+        layers.append(layer)
+    return ModelDescription(body, tuple(layers), Norm.of(body.norm))
+
+
+def _unsupported_layer(layer: Any) -> str | None:
+    for part, module, names in (
+        ("layer", layer, LAYER),
+        ("MLP", getattr(layer, "mlp", layer), MLP),
+    ):
+        if set(dict(module.named_children())) != names:
+            return f"{type(module).__name__} is not the {part} of a Llama"
+    if set(dict(layer.self_attn.named_children())) not in (ATTENTION, ATTENTION | NORMS):
+        return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
+    if _tanh(layer.mlp.act_fn) is None:
+        return f"activation {type(layer.mlp.act_fn).__name__}"
     return None
 
 
-def activation(module: nn.Module) -> bool | None:
+def _tanh(activation: nn.Module) -> bool | None:
     """False for silu, True for gelu by its tanh approximation, None for others."""
-    name = type(module).__name__.lower()
+    name = type(activation).__name__.lower()
     return False if "silu" in name else True if name in ("gelutanh", "pytorchgelutanh") else None
 
 
-def rules_of(
-    network: Network, ids_T: Tensor, position_T: Tensor, starts: tuple[int, ...]
-) -> tuple[tuple[Rule, ...] | None, Tensor, Packed]:
-    """What each layer asks of its attention, the module's own hidden states of packed ids, and the layout they were packed in. No
-    rules: the layers do not call our attention once each."""
-    watch = _Watch(Packed(starts, ids_T.device), {})
-    hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: watch})[0].float()
-    count = len(network.body.layers)
-    complete = sorted(watch.rules) == list(range(count))
-    return (
-        tuple(watch.rules[n] for n in range(count)) if complete else None,
-        hidden_TH,
-        watch.packed,
+def _layer(number: int, module: Any, rule: Rule) -> LayerDescription | str:
+    attention, mlp = module.self_attn, module.mlp
+    projections = qkv, out, gate_up, down = (
+        Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
+        Projection.of(attention.o_proj),
+        Projection.of(mlp.gate_proj, mlp.up_proj),
+        Projection.of(mlp.down_proj),
     )
-
-
-@torch.no_grad()
-def distance(
-    network: Network,
-    ids_T: Tensor,
-    position_T: Tensor,
-    packed: Packed,
-    embed: Callable[[], Tensor],
-    layer: Callable[[int, Tensor], Tensor],
-    norm: Callable[[Tensor], Tensor],
-) -> float:
-    """How far another way through a model is from the module: the largest difference of any layer's output, in parts of the largest
-    output. `layer` takes a layer's number and the stream before it.
-
-    Each layer is given the module's own stream. From end to end, rounding adds up: two right ways through 28 layers in bf16 differ by
-    5%, as much as a wrong one may.
-    """
-    body, streams = network.body, []
-
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        streams.append(inputs[0][0])
-
-    hooks = [part.register_forward_pre_hook(note) for part in (*body.layers, body.norm)]
-    try:
-        hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: packed})[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    pairs = [(embed(), streams[0]), (norm(streams[-1]), hidden_TH)]
-    pairs += [(layer(n, before), after) for n, (before, after) in enumerate(pairwise(streams))]
-    return max(
-        float((found.float() - own.float()).abs().max() / own.float().abs().max())
-        for found, own in pairs
+    for projection in projections:
+        reason = projection.unsupported_reason()
+        if reason is not None:
+            return reason
+    width, normed = attention.head_dim, hasattr(attention, "q_norm")
+    queries, keys, _ = (size // width for size in qkv.sizes)
+    return LayerDescription(
+        number=number,
+        heads=Heads(queries, keys, width),
+        input_norm=Norm.of(module.input_layernorm),
+        qkv=qkv,
+        qk_norms=(Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if normed else None,
+        rule=rule,
+        out=out,
+        post_norm=Norm.of(module.post_attention_layernorm),
+        gate_up=gate_up,
+        tanh=bool(_tanh(mlp.act_fn)),
+        down=down,
     )
 
 
 @dataclass(slots=True)
-class _Watch:
-    """A layout that notes what each layer asks of its attention."""
+class _Recorder:
+    """A layout that records what each layer asks of its attention."""
 
     packed: Packed
     rules: dict[int, Rule]
@@ -130,3 +264,95 @@ class _Watch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         self.rules[layer] = rule
         return self.packed.attend(layer, query, key, value, rule)
+
+
+@torch.no_grad()
+def _rules(network: Network) -> tuple[Rule, ...] | str:
+    """What each layer asks of its attention."""
+    body, (ids_T, position_T, starts) = network.body, probe_tokens(network.model)
+    angles = body.rotary_emb(body.embed_tokens.weight[:1], position_T[None])[0]
+    if angles.shape[-1] != body.layers[0].self_attn.head_dim:
+        return "rotary angles for a part of each head"
+    recorder = _Recorder(Packed(starts, ids_T.device), {})
+    network.hidden(ids_T[None], position_T[None], **{LAYOUT: recorder})
+    count = len(body.layers)
+    if sorted(recorder.rules) != list(range(count)):
+        return "layers that do not call our attention once each"
+    return tuple(recorder.rules[n] for n in range(count))
+
+
+class Pass(Protocol):
+    """Another forward pass of a described model, part by part, for `prove`."""
+
+    def embed(self, id_T: Tensor) -> Tensor: ...
+
+    def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
+        """The residual stream after one layer; `packed` says which tokens are one sequence."""
+        ...
+
+    def final_norm(self, x_TH: Tensor) -> Tensor: ...
+
+
+def prove(
+    network: Network, described: ModelDescription, name: str, build: Callable[[], Pass]
+) -> str:
+    """Empty where each part of a pass gives what the module's gives on tokens, else the reason why it cannot be used.
+
+    It is checked once for each body, name of a pass and device, and again when adapters came. They begin as 0, so that they are
+    perturbed for it.
+    """
+    key = (name, network.model.device, described.adapted)
+    found = _PROVED.setdefault(described.body, {})
+    if key not in found:
+        with perturbed_adapters(described.body):
+            worst = distance(network, build())
+        found[key] = (
+            ""
+            if worst <= TOLERANCE[network.dtype]
+            else f"a layer whose output differs from the module's own by {worst:.2g} of the largest"
+        )
+    return found[key]
+
+
+@torch.no_grad()
+def distance(network: Network, other: Pass) -> float:
+    """How far another pass is from the module: the largest difference of any layer's output, in parts of the largest output.
+
+    Each layer is given the module's own stream. From end to end, rounding adds up: two right passes through 28 layers in bf16 differ
+    by 5%, as much as a wrong one may.
+    """
+    body, streams = network.body, []
+    ids_T, position_T, starts = probe_tokens(network.model)
+    packed = Packed(starts, ids_T.device)
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        streams.append(inputs[0][0])
+
+    hooks = [part.register_forward_pre_hook(record) for part in (*body.layers, body.norm)]
+    try:
+        hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: packed})[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pairs = [(other.embed(ids_T), streams[0]), (other.final_norm(streams[-1]), hidden_TH)]
+    pairs += [
+        (other.layer_alone(n, before, position_T, packed), after)
+        for n, (before, after) in enumerate(pairwise(streams))
+    ]
+    return max(
+        float((found.float() - own.float()).abs().max() / own.float().abs().max())
+        for found, own in pairs
+    )
+
+
+def report_plain_path(network: Network, by: str, reason: str) -> None:
+    """Say once for each model and user that it goes through its own module, and what that costs."""
+    cost = {
+        "training": "takes the plain pass through its own module, about 1.5 times slower",
+        "engine": "generates on the plain path, without CUDA graphs, several times slower",
+    }[by]
+    reported = _REPORTED.setdefault(network.body, set())
+    if by not in reported:
+        reported.add(by)
+        name = network.source or type(network.model).__name__
+        sys.stderr.write(f"{by}: {name} {cost}: {reason}\n")

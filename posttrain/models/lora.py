@@ -125,7 +125,7 @@ def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
     layers = [name for name, module in policy.model.named_modules() if hasattr(module, "lora_A")]
     settings = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, task_type="CAUSAL_LM"
-    )  # type: ignore[arg-type]
+    )
     settings.base_model_name_or_path, settings.inference_mode = policy.source, True
     settings.target_modules = (
         layers  # peft made a set of them, whose order changes from process to process

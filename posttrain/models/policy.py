@@ -24,11 +24,11 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]  # transformers has no types
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
 
     @property
     def parameters(self) -> int:
@@ -36,14 +36,13 @@ class Network:
 
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
         """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
-        return self.body(
-            input_ids=ids, position_ids=position_ids, use_cache=False, **layout
-        ).last_hidden_state
+        outputs = self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout)
+        return outputs.last_hidden_state  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)
 class Policy(Network):
-    """A causal language model as the house sees it: ids in, hidden states out, and a head that turns them into logits."""
+    """A causal language model: ids in, hidden states out, and a head that makes logits of them."""
 
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
@@ -72,8 +71,14 @@ class Policy(Network):
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and tokens > limit:
             raise UserError(
-                f"prompt and response may reach {tokens} tokens, but {self.source or 'the model'} has {limit} positions; {advice}"
+                f"prompt and response may be {tokens} tokens long, but {self.source or 'the model'} has {limit} positions; {advice}"
             )
+
+
+def probe_tokens(model: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Ids, positions and starts of two short sequences, packed: tokens on which two forward passes are compared."""
+    ids_T = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
+    return ids_T, torch.cat([torch.arange(7), torch.arange(4)]).to(model.device), (0, 7, 11)
 
 
 def silence_dropout(model: nn.Module) -> None:
@@ -110,17 +115,17 @@ def wrap_model(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: st
             f"{source or type(model).__name__}: dynamic rotary scaling makes a sequence depend on its neighbours; not supported"
         )
     silence_dropout(model)
-    ids = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
+    ids, position, starts = probe_tokens(model)
     was_training = model.training
     model.eval()
     with torch.no_grad():
         alone = [
-            model(part[None], use_cache=False).logits[0].float() for part in (ids[:7], ids[7:])
+            model(part[None], use_cache=False).logits[0].float()
+            for part in (ids[: starts[1]], ids[starts[1] :])
         ]
         install(model)
         policy = Policy(model, tokenizer, tuple(stop_ids), source)
-        layout = Packed((0, 7, 11), model.device)
-        position = torch.cat([torch.arange(7), torch.arange(4)]).to(model.device)
+        layout = Packed(starts, model.device)
         try:
             packed = head_logits(
                 policy.hidden(ids[None], position[None], **{LAYOUT: layout})[0], policy.head
@@ -130,10 +135,10 @@ def wrap_model(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: st
                 f"{source or type(model).__name__}: this architecture does not work with packed attention: {error}"
             ) from None
     model.train(was_training)
-    worst, most = disagreement(packed, torch.cat(alone), model.dtype)
-    if not worst <= most:
+    worst, limit = disagreement(packed, torch.cat(alone), model.dtype)
+    if not worst <= limit:
         raise UserError(
-            f"{source or type(model).__name__}: logits with our attention differ from the model's own by {worst:.2g} (at most {most:g} "
-            "is rounding); this architecture is not supported"
+            f"{source or type(model).__name__}: logits with our attention differ from the model's own by {worst:.2g} (at most "
+            f"{limit:g} is rounding); this architecture is not supported"
         )
     return policy

@@ -45,7 +45,8 @@ class Scorer(Network):
                 head.weight.to(wide),
                 None if head.bias is None else head.bias.to(wide),
             )[:, 0]
-        return head(hidden_KH.to(next(head.parameters()).dtype))[:, 0].to(wide)
+        score_K1: Tensor = head(hidden_KH.to(next(head.parameters()).dtype))
+        return score_K1[:, 0].to(wide)
 
 
 def from_policy(

@@ -1,14 +1,24 @@
-"""Attention of packed sequences by torch's flash kernel: no padding, queries may be the last tokens of their keys' sequence."""
+"""Attention of packed sequences: torch's flash kernel on CUDA, plain attention elsewhere, which says what the kernel computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from posttrain.models.attention import Rule, masked
 
 NARROW = (torch.bfloat16, torch.float16)
 WIDEST = 256  # elements of a head that the kernel takes
+# torch 2.12 and later ask for it where key heads are shared; 2.11 has no such argument, and shares them unasked
+GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
 
 
 def fits(dtype: torch.dtype, width: int, softcap: float | None) -> bool:
@@ -26,114 +36,6 @@ def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     )
 
 
-@torch.library.custom_op("posttrain::varlen", mutates_args=())
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    from_N: Tensor,
-    of_N: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        from_N,
-        of_N,
-        max_q,
-        max_k,
-        0.0,
-        window < 0,
-        False,
-        scale=scale,
-        window_size_left=window,
-        window_size_right=-1 if window < 0 else 0,
-    )
-    return out, lse
-
-
-@_varlen.register_fake
-def _(query, key, value, from_N, of_N, max_q, max_k, scale, window):  # type: ignore[no-untyped-def]
-    return torch.empty_like(query), query.new_empty(
-        (query.shape[1], query.shape[0]), dtype=torch.float32
-    )
-
-
-@torch.library.custom_op("posttrain::varlen_backward", mutates_args=())
-def _varlen_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    from_N: Tensor,
-    of_N: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    state = torch.zeros(
-        2, dtype=torch.uint64, device=query.device
-    )  # of a dropout that does not happen
-    return torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        query,
-        key,
-        value,
-        out,
-        lse,
-        from_N,
-        of_N,
-        max_q,
-        max_k,
-        0.0,
-        window < 0,
-        state,
-        state,
-        scale=scale,
-        window_size_left=window,
-        window_size_right=-1 if window < 0 else 0,
-    )
-
-
-@_varlen_backward.register_fake
-def _(grad, query, key, value, out, lse, from_N, of_N, max_q, max_k, scale, window):  # type: ignore[no-untyped-def]
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _remember(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    query, key, value, from_N, of_N, ctx.max_q, ctx.max_k, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(query, key, value, *output, from_N, of_N)
-
-
-def _differentiate(ctx, grad, _):  # type: ignore[no-untyped-def]
-    query, key, value, out, lse, from_N, of_N = ctx.saved_tensors
-    grads = _varlen_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        from_N,
-        of_N,
-        ctx.max_q,
-        ctx.max_k,
-        ctx.scale,
-        ctx.window,
-    )
-    return *grads, None, None, None, None, None, None
-
-
-_varlen.register_autograd(_differentiate, setup_context=_remember)
-
-
 def varlen(
     query_THD: Tensor,
     key_THD: Tensor,
@@ -142,15 +44,17 @@ def varlen(
     of_N: Tensor,
     max_q: int,
     max_k: int,
-    scale: float,
-    window: int | None,
+    rule: Rule,
 ) -> Tensor:
     """Causal attention within each sequence, [Tq, Hq, D] -> [Tq, Hq, D]; the last query stands at the last key.
 
-    `from_N` and `of_N` are `offsets` of the queries and of the keys, `max_q` and `max_k` the longest. A window counts the token
+    `from_N` and `of_N` are `offsets` of the queries and of the keys, `max_q` and `max_k` the longest. A rule's window counts the token
     itself, torch's counts those to its left.
     """
-    return _varlen(
+    if not query_THD.is_cuda:
+        return _plain(query_THD, key_THD, value_THD, from_N, of_N, rule)
+    window = (-1 if rule.sliding_window is None else rule.sliding_window - 1, 0)
+    return varlen_attn(  # type: ignore[return-value]  # a pair only where the log-sum-exp is asked for
         query_THD,
         key_THD,
         value_THD,
@@ -158,6 +62,22 @@ def varlen(
         of_N,
         max_q,
         max_k,
-        scale,
-        -1 if window is None else window - 1,
-    )[0]
+        scale=rule.scaling,
+        window_size=window,
+        **GROUPED,
+    )
+
+
+def _plain(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, from_N: Tensor, of_N: Tensor, rule: Rule
+) -> Tensor:
+    out = []
+    for (a, b), (c, d) in zip(pairwise(from_N.tolist()), pairwise(of_N.tolist()), strict=True):
+        behind = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)
+        allowed = behind >= 0
+        if rule.sliding_window is not None:
+            allowed &= behind < rule.sliding_window
+        parts = (query_THD[a:b], key_THD[c:d], value_THD[c:d])
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
+        out.append(masked(query, key, value, allowed, rule)[0].transpose(0, 1))
+    return torch.cat(out)

@@ -18,7 +18,8 @@ def _triton() -> Any:
     return triton_training
 
 
-def _power(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest one that is at least n: the sizes of Triton's blocks."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -34,7 +35,7 @@ class _AddNorm(torch.autograd.Function):
                 torch.empty_like(x_TH),
                 torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device),
             )
-            block = _power(width)
+            block = power_of_two(width)
             _triton().add_norm_kernel[(x_TH.shape[0],)](
                 x_TH,
                 y_TH if y_TH is not None else x_TH,
@@ -61,24 +62,27 @@ class _AddNorm(torch.autograd.Function):
             )
         ctx.save_for_backward(sum_TH, weight_H, scale_T)
         ctx.added, ctx.shifted = y_TH is not None, shifted
-        if y_TH is None:
-            return x_TH.view_as(x_TH), out
-        return sum_TH, out
+        ctx.set_materialize_grads(False)  # nobody reads the sum of a query's norm: no zeros to add
+        return x_TH.view_as(x_TH) if y_TH is None else sum_TH, out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, beside_TH: Tensor | None, grad_TH: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, residual_TH: Tensor | None, grad_TH: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """`residual_TH` is the gradient of the sum, which is None where nobody reads it; `grad_TH` that of the normalised."""
+        if grad_TH is None:
+            return residual_TH, residual_TH if ctx.added else None, None, None, None
         sum_TH, weight_H, scale_T = ctx.saved_tensors
         rows, width = sum_TH.shape
         if sum_TH.is_cuda:
             programs = min(PROGRAMS, rows)
             dx_TH = torch.empty_like(sum_TH)
             parts = torch.empty(programs, width, dtype=torch.float32, device=sum_TH.device)
-            block = _power(width)
-            beside = beside_TH.contiguous() if beside_TH is not None else grad_TH
+            block = power_of_two(width)
             _triton().add_norm_backward_kernel[(programs,)](
                 grad_TH.contiguous(),
-                beside,
+                residual_TH.contiguous() if residual_TH is not None else grad_TH,
                 sum_TH,
                 weight_H,
                 scale_T,
@@ -86,7 +90,7 @@ class _AddNorm(torch.autograd.Function):
                 parts,
                 rows,
                 width,
-                beside_TH is not None,
+                residual_TH is not None,
                 ctx.shifted,
                 block,
                 num_warps=4 if block <= 2048 else 8,
@@ -98,7 +102,7 @@ class _AddNorm(torch.autograd.Function):
             dweight_H = (grad * x * scale).sum(0).to(weight_H.dtype)
             grad = grad * (weight_H + 1 if ctx.shifted else weight_H)
             dx_TH = scale * (grad - x * scale**2 * (grad * x).mean(-1, keepdim=True))
-            dx_TH = (dx_TH if beside_TH is None else dx_TH + beside_TH).to(sum_TH.dtype)
+            dx_TH = (dx_TH if residual_TH is None else dx_TH + residual_TH).to(sum_TH.dtype)
         return dx_TH, dx_TH if ctx.added else None, dweight_H, None, None
 
 
@@ -120,7 +124,7 @@ class _Gated(torch.autograd.Function):
         width = both_TI.shape[1] // 2
         if both_TI.is_cuda:
             out = torch.empty(both_TI.shape[0], width, dtype=both_TI.dtype, device=both_TI.device)
-            block = min(1024, _power(width))
+            block = min(1024, power_of_two(width))
             _triton().gated_kernel[(both_TI.shape[0], -(-width // block))](
                 both_TI, out, width, tanh, block, num_warps=4
             )
@@ -135,7 +139,7 @@ class _Gated(torch.autograd.Function):
         (both_TI,) = ctx.saved_tensors
         width = both_TI.shape[1] // 2
         if both_TI.is_cuda:
-            out, block = torch.empty_like(both_TI), min(1024, _power(width))
+            out, block = torch.empty_like(both_TI), min(1024, power_of_two(width))
             _triton().gated_backward_kernel[(both_TI.shape[0], -(-width // block))](
                 grad_TI.contiguous(), both_TI, out, width, ctx.tanh, block, num_warps=4
             )
@@ -159,7 +163,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mixed: Tensor,
+        qkv: Tensor,
         heads: int,
         width: int,
         cos: Tensor,
@@ -168,37 +172,39 @@ class _Rotate(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, position_T)
         ctx.heads, ctx.width = heads, width
-        ctx.mark_dirty(mixed)
-        return turn(mixed, heads, width, cos, sin, position_T, 1)
+        ctx.mark_dirty(qkv)
+        return _rotate_in_place(qkv, heads, width, cos, sin, position_T, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         cos, sin, position_T = ctx.saved_tensors
-        back = turn(grad.contiguous().clone(), ctx.heads, ctx.width, cos, sin, position_T, -1)
+        back = _rotate_in_place(
+            grad.contiguous().clone(), ctx.heads, ctx.width, cos, sin, position_T, -1
+        )
         return back, None, None, None, None, None
 
 
-def turn(
-    mixed: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor, sign: int
+def _rotate_in_place(
+    qkv: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor, sign: int
 ) -> Tensor:
     """In place: the first `heads` heads of each row by their position's angle, or (sign -1) by the transposed rotation."""
-    if mixed.is_cuda:
-        _triton().rotate_kernel[(mixed.shape[0],)](
-            mixed,
+    if qkv.is_cuda:
+        _triton().rotate_kernel[(qkv.shape[0],)](
+            qkv,
             cos,
             sin,
             position_T,
-            mixed.stride(0),
+            qkv.stride(0),
             sign,
             heads,
             width,
-            _power(heads),
-            _power(width // 2),
+            power_of_two(heads),
+            power_of_two(width // 2),
             num_warps=4,
         )
-        return mixed
-    x = mixed[:, : heads * width].view(-1, heads, width)
+        return qkv
+    x = qkv[:, : heads * width].view(-1, heads, width)
     cos, sin, half = cos[position_T][:, None], sin[position_T][:, None], width // 2
     if sign > 0:
         new = x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
@@ -206,14 +212,14 @@ def turn(
         y = x * sin
         new = x * cos + torch.cat([y[..., half:], -y[..., :half]], -1)
     x.copy_(new)
-    return mixed
+    return qkv
 
 
 def rotate(
-    mixed: Tensor, heads: int, width: int, angles: tuple[Tensor, Tensor], position_T: Tensor
+    qkv: Tensor, heads: int, width: int, rope: tuple[Tensor, Tensor], position_T: Tensor
 ) -> Tensor:
     """Rotary embedding of the first `heads` heads of [T, any] rows, in place: x cos + rotate_half(x) sin."""
-    return _Rotate.apply(mixed, heads, width, *angles, position_T)  # type: ignore[no-untyped-call, no-any-return]
+    return _Rotate.apply(qkv, heads, width, *rope, position_T)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Spread(torch.autograd.Function):

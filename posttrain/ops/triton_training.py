@@ -23,7 +23,7 @@ def add_norm_kernel(
     SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sum = x + y, out = sum / sqrt(mean(sum^2) + epsilon) * weight; the factor of each row is kept for the way back."""
+    """sum = x + y, out = sum / sqrt(mean(sum^2) + epsilon) * weight; the factor of each row is kept for the backward pass."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -47,7 +47,7 @@ def add_norm_kernel(
 @triton.jit
 def add_norm_backward_kernel(
     grad_ptr,
-    beside_ptr,
+    residual_ptr,
     x_ptr,
     weight_ptr,
     scale_ptr,
@@ -55,11 +55,11 @@ def add_norm_backward_kernel(
     dweight_ptr,
     rows,
     width,
-    BESIDE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dx = beside + s (g w - x s^2 mean(g w x)), dweight = sum over this program's rows of g x s."""
+    """dx = residual + s (g w - x s^2 mean(g w x)), dweight = sum over this program's rows of g x s."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -75,8 +75,8 @@ def add_norm_backward_kernel(
         total += grad * x * scale
         grad *= weight
         dx = scale * (grad - x * (scale * scale * tl.sum(grad * x, 0) / width))
-        if BESIDE:
-            dx += tl.load(beside_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            dx += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(dweight_ptr + program.to(tl.int64) * width + at, total, mask=inside)
 
@@ -135,7 +135,7 @@ def rotate_kernel(
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Turn the first HEADS heads of a token in place by its position's angle; sign -1 turns back."""
+    """Rotate the first HEADS heads of a token in place by its position's angle; sign -1: by the opposite angle."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED), tl.arange(0, HALF)
     inside = (head < HEADS)[:, None] & (half < WIDTH // 2)[None, :]
@@ -186,10 +186,10 @@ def statistics_kernel(
         total = total * shrink + p
         energy = energy * shrink + tl.where(p > 0.0, p * z, 0.0)
         top = higher
-    most = tl.max(top, 0)
-    factor = tl.exp(top - most)
+    largest = tl.max(top, 0)
+    factor = tl.exp(top - largest)
     mass = tl.sum(total * factor, 0)
-    normaliser = most + tl.log(mass)
+    normaliser = largest + tl.log(mass)
     chosen = tl.load(logits_ptr + row * size + tl.load(target_ptr + row)) * inverse
     tl.store(logprob_ptr + row, chosen - normaliser)
     tl.store(entropy_ptr + row, normaliser - tl.sum(energy * factor, 0) / mass)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.models.attention import LAYOUT, Packed
-from posttrain.models.fused_body import FusedBody, fused_body, packed
+from posttrain.models.fused_body import FusedBody, attend_packed, fused_body
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.logprobs import token_logprobs
@@ -77,10 +77,12 @@ def _fused(
     lengths = np.diff(edges)
     longest, whole = int(lengths.max()), tuple(lengths.tolist())
     if len(kept_K) == batch.tokens:
-        return body.hidden(batch.ids_T, positions(batch), longest, packed(whole, device)), None
+        return body.hidden(
+            batch.ids_T, positions(batch), longest, attend_packed(whole, device)
+        ), None
     queries = np.diff(np.searchsorted(kept_K.numpy(), edges))
     kept_K, source_T = kept_K.to(device), source_T.to(device)
-    attend = packed(whole, device, tuple(queries.tolist()), source_T)
+    attend = attend_packed(whole, device, tuple(queries.tolist()), source_T)
     return body.hidden(batch.ids_T[kept_K], positions(batch)[kept_K], longest, attend), source_T
 
 

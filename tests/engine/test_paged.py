@@ -316,7 +316,7 @@ def test_adapters_of_another_kind_take_the_plain_path(capsys: pytest.CaptureFixt
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), policy.body)
     engine, requests = Engine(policy), [Prompt((5, 6), 2, 0, Sampling(8))]
     assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and engine.pager.paged is None
-    assert "layers that are neither plain matrices nor plain adapters beside them" in capsys.readouterr().err
+    assert "linear layers that are neither plain matrices nor have a plain adapter" in capsys.readouterr().err
 
 
 def test_too_little_memory_reaches_the_caller_before_anything_is_computed(

@@ -14,8 +14,9 @@ from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import kernels
 from posttrain.engine.engine import Engine
 from posttrain.engine.paged import Paged
-from posttrain.engine.rows import PAGE, Heads, Rows
+from posttrain.engine.rows import PAGE, Rows
 from posttrain.models.attention import Rule
+from posttrain.models.layers import Heads
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from posttrain.models.attention import Packed, Rule
-from posttrain.models.fused_body import fused_body, packed
+from posttrain.models.fused_body import attend_packed, fused_body
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import from_policy
 from posttrain.ops import fused
@@ -33,7 +33,7 @@ def test_packed_attention_and_its_gradient(width: int, window: int | None) -> No
     lengths, rule = (5, 300, 64, 129), Rule(width**-0.5, window)
     narrow = [torch.randn(sum(lengths), h, width, device=CUDA).bfloat16().requires_grad_() for h in (6, 2, 2)]
     wide = [t.detach().float().requires_grad_() for t in narrow]
-    out = packed(lengths, CUDA)(0, *narrow, rule)
+    out = attend_packed(lengths, CUDA)(0, *narrow, rule)
     starts = tuple(np.cumsum([0, *lengths]).tolist())
     expected = Packed(starts, CUDA).attend(0, *(t.transpose(0, 1)[None] for t in wide), rule)[0]
     weight = torch.randn_like(out)

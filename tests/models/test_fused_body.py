@@ -1,4 +1,4 @@
-"""The fused way through a model computes what the module computes, and so do its gradients."""
+"""The fused training pass computes what the module computes, and so do its gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import transformers
 from torch import Tensor
 
 from posttrain.errors import UserError
-from posttrain.models.attention import LAYOUT, Packed, Rule
-from posttrain.models.fused_body import PROVED, FusedBody, fused_body
-from posttrain.models.layers import rules_of, unsupported_reason
+from posttrain.models import fused_body as module
+from posttrain.models.attention import LAYOUT, Packed
+from posttrain.models.fused_body import FusedBody, attend_packed, fused_body
+from posttrain.models.layers import TOLERANCE, LayerDescription, ModelDescription, describe, distance, prove
 from posttrain.models.lora import Lora, add_adapters, perturbed_adapters
-from posttrain.models.policy import Policy, wrap_model
+from posttrain.models.policy import Network, Policy, wrap_model
 from posttrain.models.scorer import Scorer, from_policy
 
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3,
@@ -57,21 +58,23 @@ def test_a_scorer_takes_the_same_way() -> None:
     compare(from_policy(make("llama"), zero=False), "llama", False)
 
 
+def described_model(network: Network) -> ModelDescription:
+    described = describe(network)
+    assert isinstance(described, ModelDescription), described
+    return described
+
+
 def compare(policy: Policy | Scorer, family: str, checkpointing: bool) -> None:
-    assert unsupported_reason(policy) is None
-    rules, _, packed = rules_of(policy, IDS, POSITION, STARTS)
-    assert rules is not None and (family != "qwen2-window" or {r.sliding_window for r in rules} == {6, None})
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        return packed.attend(layer, *(t.transpose(0, 1)[None] for t in (query, key, value)), rule)[0]
-
-    assert FusedBody(policy, rules).proved(policy, IDS, POSITION, packed, attend)
+    described = described_model(policy)
+    assert family != "qwen2-window" or {layer.rule.sliding_window for layer in described.layers} == {6, None}
+    body, packed = FusedBody(described), Packed(STARTS)
+    assert prove(policy, described, "training", lambda: body) == ""
     found = []
     for fused in (False, True):
         policy.model.zero_grad()
         policy.body.gradient_checkpointing = fused and checkpointing
         if fused:
-            hidden = FusedBody(policy, rules).hidden(IDS, POSITION, 12, attend)
+            hidden = body.hidden(IDS, POSITION, 12, attend_packed((12, 8), IDS.device))
         else:
             hidden = policy.hidden(IDS[None], POSITION[None], **{LAYOUT: packed})[0]
         hidden.sin().sum().backward()
@@ -99,56 +102,83 @@ def test_who_takes_the_plain_pass_on_a_gpu_says_so_once(
 
 
 def test_what_is_not_a_llama_is_named() -> None:
-    assert unsupported_reason(gpt2()) == "GPT2Model is not built like a Llama"
+    assert describe(gpt2()) == "GPT2Model is not built like a Llama"
     llama = make("llama")
     llama.body.layers[0].mlp.up_proj = torch.nn.Sequential(llama.body.layers[0].mlp.up_proj)
-    assert unsupported_reason(llama) == "layers that are neither plain matrices nor plain adapters beside them"
+    assert describe(llama) == "linear layers that are neither plain matrices nor have a plain adapter"
 
 
-def test_stirred_adapters_do_something_and_go_back_to_their_bits() -> None:
+def test_layers_of_which_some_have_a_bias_are_refused() -> None:
+    llama = make("llama")
+    llama.body.layers[1].self_attn.k_proj.bias = None
+    assert describe(llama) == "layers of which some have a bias and some have none"
+
+
+def test_a_hook_that_came_later_is_seen() -> None:
+    llama = make("llama")
+    assert isinstance(describe(llama), ModelDescription)
+    hook = llama.body.norm.register_forward_hook(lambda *_: None)
+    assert describe(llama) == "the model has hooks"
+    hook.remove()
+    assert isinstance(describe(llama), ModelDescription)
+
+
+def test_angles_are_kept_shared_and_usable_for_gradients() -> None:
+    """The engine may ask for them first, in inference mode."""
+    policy = make("llama")
+    with torch.inference_mode():
+        table = described_model(policy).rope_table(7)
+    assert described_model(policy).rope_table(1024) is table and len(described_model(policy).rope_table(1025)[0]) == 2048
+    hidden = FusedBody(described_model(policy)).hidden(IDS, POSITION, 12, attend_packed((12, 8), IDS.device))
+    hidden.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_perturbed_adapters_do_something_and_go_back_to_their_bits() -> None:
     pytest.importorskip("peft")
     policy = make("qwen3")
     add_adapters(policy.model, Lora(rank=2), 0)
-    before, (_, plain, _) = [p.detach().clone() for p in policy.model.parameters()], rules_of(policy, IDS, POSITION, STARTS)
-    with perturbed_adapters(policy.body), torch.no_grad():
-        assert float((rules_of(policy, IDS, POSITION, STARTS)[1] - plain).abs().max()) > 0.01
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    with torch.no_grad():
+        plain = policy.hidden(IDS[None], POSITION[None], **{LAYOUT: Packed(STARTS)})
+        with perturbed_adapters(policy.body):
+            perturbed = policy.hidden(IDS[None], POSITION[None], **{LAYOUT: Packed(STARTS)})
+    assert float((perturbed - plain).abs().max()) > 0.01
     assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("part", ["mlp.up_proj", "self_attn.o_proj", "post_attention_layernorm"])
-def test_a_layer_that_is_not_the_modules_is_found_behind_any_number_of_others(part: str) -> None:
+@pytest.mark.parametrize("part", ["gate_up", "out", "post_norm"])
+def test_a_layer_that_is_not_the_modules_is_found_behind_any_number_of_others(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bf16, where rounding from end to end is as large as this: the last of 24 layers reads a weight that is twice too large."""
     policy = make("llama", num_hidden_layers=24, dtype=torch.bfloat16)
-    rules, _, packed = rules_of(policy, IDS, POSITION, STARTS)
-    assert rules is not None
+    mine, plain = FusedBody(described_model(policy)), module._layer
+    assert distance(policy, mine) <= TOLERANCE[torch.bfloat16]
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        return packed.attend(layer, *(t.transpose(0, 1)[None] for t in (query, key, value)), rule)[0]
-
-    mine = FusedBody(policy, rules)
-    assert mine.proved(policy, IDS, POSITION, packed, attend)
-    plain = mine._layer
-
-    def wrong(number: int, layer: torch.nn.Module, *rest: Any) -> tuple[Tensor, Tensor]:
-        weight = layer.get_submodule(part).weight
-        if number == 23:
+    def wrong(layer: LayerDescription, *rest: Any) -> tuple[Tensor, Tensor]:
+        described = getattr(layer, part)
+        weight = described.weight if part == "post_norm" else described.modules[-1].weight
+        if layer.number == 23:
             weight.data.mul_(2.0)
-        found = plain(number, layer, *rest)
-        if number == 23:
+        found = plain(layer, *rest)
+        if layer.number == 23:
             weight.data.div_(2.0)
         return found
 
-    mine._layer = wrong  # type: ignore[method-assign]
-    assert not mine.proved(policy, IDS, POSITION, packed, attend)
+    monkeypatch.setattr(module, "_layer", wrong)
+    assert distance(policy, mine) > TOLERANCE[torch.bfloat16]
+    assert "differs from the module's own" in prove(policy, mine.described, "training", lambda: mine)
 
 
 def test_a_model_that_was_proved_can_go() -> None:
-    policy = make("llama")
-    rules, _, _ = rules_of(policy, IDS, POSITION, STARTS)
-    assert rules is not None
-    PROVED[policy.body] = (False, FusedBody(policy, rules))
-    seen = weakref.ref(policy.body)
-    del policy
+    def proved() -> weakref.ref[torch.nn.Module]:
+        policy = make("llama")
+        described = described_model(policy)
+        described.rope_table(7)
+        assert prove(policy, described, "training", lambda: FusedBody(described)) == ""
+        return weakref.ref(policy.body)
+
+    seen = proved()
     gc.collect()
     assert seen() is None
 
@@ -157,10 +187,10 @@ def test_it_is_for_cuda() -> None:
     assert fused_body(make("llama")) is None
 
 
-def test_rules_need_every_layer() -> None:
+def test_layers_that_attend_in_another_way_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make("llama")
-    rules, hidden, layout = rules_of(policy, IDS, POSITION, STARTS)
-    assert rules is not None and len(rules) == 2 and hidden.shape == (20, 32) and isinstance(layout, Packed)
+    monkeypatch.setattr(policy.body.layers[1].self_attn, "layer_idx", 0)
+    assert describe(policy) == "layers that do not call our attention once each"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -178,4 +208,4 @@ def test_half_precision_is_told_from_a_wrong_attention(seed: int, monkeypatch: p
 def test_a_layer_without_an_mlp_is_named_too() -> None:
     config = transformers.GraniteMoeConfig(**(SHAPE | {"num_local_experts": 2, "num_experts_per_tok": 1}))
     policy = wrap_model(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, (1,))
-    assert unsupported_reason(policy) == "GraniteMoeDecoderLayer is not the layer of a Llama"
+    assert describe(policy) == "GraniteMoeDecoderLayer is not the layer of a Llama"

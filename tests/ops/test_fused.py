@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.ops import fused
 from posttrain.ops.fused import add_norm, gated, rotate, spread
 
 COS, SIN = (
@@ -45,6 +46,22 @@ def test_add_norm(shifted: bool) -> None:
     check(lambda x, y, w: add_norm(x, y, w, 1e-3, shifted), plain, random(5, 6), random(5, 6) + 1, random(6))
     alone = random(5, 6)
     check(lambda x, w: add_norm(x, None, w, 1e-3, shifted), lambda x, w: plain(x, torch.zeros_like(x), w), alone, random(6))
+
+
+def test_add_norm_reads_no_gradient_of_an_output_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the sum of a query's norm; and of the normalised values alone, there is nothing to differentiate."""
+    given, plain = [], fused._AddNorm.backward
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given.append([grad is None for grad in grads])
+        return plain(ctx, *grads)
+
+    monkeypatch.setattr(fused._AddNorm, "backward", staticmethod(backward))
+    x, y, weight = (random(*shape).requires_grad_() for shape in ((5, 6), (5, 6), (6,)))
+    add_norm(x, None, weight, 1e-3)[1].sum().backward()
+    add_norm(x, y, weight, 1e-3)[0].sum().backward()
+    assert given == [[True, False], [False, True]]
+    assert y.grad is not None and torch.equal(y.grad, torch.ones(5, 6, dtype=torch.float64))
 
 
 def test_add_norm_by_hand() -> None:

@@ -11,10 +11,8 @@ import torch
 from material_for_tests import small_policy
 from torch import Tensor
 
-from posttrain.models import fused_body
-from posttrain.models.attention import Rule, masked
 from posttrain.models.fused_body import FusedBody
-from posttrain.models.layers import rules_of
+from posttrain.models.layers import TOLERANCE, ModelDescription, describe
 from posttrain.train import forward as module
 from posttrain.train.forward import forward, shared_beginnings
 from posttrain.train.pack import pack_examples
@@ -105,13 +103,13 @@ def gradients(policy: Any, one: Batch, computed: int, fused: bool, least: int, m
     counted: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(module, "SHARED", least)
-        rules, _, _ = rules_of(policy, one.ids_T[:5], torch.arange(5), (0, 5))
-        body = FusedBody(policy, rules) if fused else policy
+        patch.setitem(TOLERANCE, torch.float64, 1e-12)
+        described = describe(policy)
+        assert isinstance(described, ModelDescription)
+        body = FusedBody(described) if fused else policy
         inner = body.hidden
         patch.setattr(body, "hidden", lambda ids, *rest, **more: counted.append(ids.numel()) or inner(ids, *rest, **more))
         patch.setattr(module, "fused_body", lambda _: body if fused else None)
-        patch.setattr(fused_body, "varlen", varlen)
-        patch.setattr(fused_body, "_norm", lambda norm: (norm.weight, norm.eps, False))  # of the float64 norm that stands in
         policy.model.zero_grad()
         outputs = forward(policy, one)
         weight = torch.arange(len(outputs.logprob_T), dtype=torch.float64)
@@ -119,16 +117,3 @@ def gradients(policy: Any, one: Batch, computed: int, fused: bool, least: int, m
     assert counted == [computed]
     learned = [p.grad.clone() for p in policy.model.parameters()]
     return [torch.stack([outputs.logprob_T, outputs.entropy_T]).detach(), *learned]
-
-
-def varlen(
-    query: Tensor, key: Tensor, value: Tensor, from_N: Tensor, of_N: Tensor, max_q: int, max_k: int, *rest: Any
-) -> Tensor:
-    """The flash kernel's contract, by plain attention: the last query of a sequence stands at its last key."""
-    out, ends = [], zip(pairwise(from_N.tolist()), pairwise(of_N.tolist()), strict=True)
-    for (a, b), (c, d) in ends:
-        assert b - a <= max_q and d - c <= max_k
-        allowed = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
-        q, k, v = (t.transpose(0, 1)[None] for t in (query[a:b], key[c:d], value[c:d]))
-        out.append(masked(q, k, v, allowed, Rule(rest[0]))[0].transpose(0, 1))
-    return torch.cat(out)
