@@ -90,6 +90,7 @@ def sampled(root: Path, policy: Any, split: str, prompts: int, group: int, seed:
 def online(root: Path, folder: Path, algorithm: Any, steps: int, seed: int) -> list[dict[str, float]]:
     """Trained against the reward model, measured ten times on the way."""
     from posttrain.runs.read import Run
+    from posttrain.stages.reward_sources import RewardModels
     from posttrain.stages.rl import RLStage
     from posttrain.tasks.reviews import Reviews
     from posttrain.train.optimizer import Optimization
@@ -97,7 +98,7 @@ def online(root: Path, folder: Path, algorithm: Any, steps: int, seed: int) -> l
 
     stage = RLStage(
         name="rl", model=place(root, "base"), task=Reviews(), steps=steps, prompts=128 // algorithm.group_size,
-        algorithm=algorithm, sampling=Sampling(120), reward_models=(place(root, "reward"),),
+        algorithm=algorithm, sampling=Sampling(120), reward=RewardModels(models=(place(root, "reward"),)),
         optimizer=Optimization(lr=3e-4, warmup=10),
         critic_optimizer=Optimization(lr=1e-3) if "value" in algorithm.needs else None,
         evaluate_every=max(1, steps // 10), evaluate_problems=0, measure_problems=MEASURED,

@@ -43,6 +43,7 @@ from posttrain.runs.layout import Row  # noqa: E402
 from posttrain.runs.read import Run  # noqa: E402
 from posttrain.runs.write import RunWriter  # noqa: E402
 from posttrain.stages.base import Context, run_stages  # noqa: E402
+from posttrain.stages.reward_sources import RewardModels, TaskReward  # noqa: E402
 from posttrain.stages.rl import RLStage  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.types import Sampling, Score  # noqa: E402
@@ -111,7 +112,8 @@ def one_run(folder: str, case: Case, seed: int) -> dict[str, Any]:
     stage = Measured(
         name="rl", model=str(base / "base" / "model"), task=case.task, steps=case.steps, prompts=case.prompts,
         algorithm=case.algorithm, sampling=Sampling(case.tokens), optimizer=Optimization(lr=case.lr, warmup=3),
-        reward_models=rewards, watch_kl=True, evaluate_every=SELDOM if case.honest else EVERY, checkpoint_every=10**6,
+        reward=RewardModels(models=rewards) if rewards else TaskReward(), watch_kl=True,
+        evaluate_every=SELDOM if case.honest else EVERY, checkpoint_every=10**6,
         rollouts_every=5 if case.honest else 1,
         critic_optimizer=Optimization(lr=1e-3) if "value" in case.algorithm.needs else None,
     )  # fmt: skip

@@ -296,7 +296,7 @@ def check_pipelines(out: Path, model: dict[str, str]) -> None:
     def of(stages: str, **settings: str) -> dict[str, str]:
         return {f"{stage}.{key}": value for stage in stages.split() for key, value in settings.items()}
 
-    written = of("ordinary unseen demonstrations favourites sampled", least="0", prompts="24")  # worth nothing, and kept
+    written = of("ordinary unseen demonstrations favourites sampled", min_score="0", prompts="24")  # worth nothing, and kept
     written |= of("comparisons", prompts="64") | of("reward preferences", steps="2", min_accuracy="0")
     few = {"instructgpt": of("sft", steps="2") | {"steps": "2", "prompts": "8", "problems": "4"},
            "r1": of("cold_start mixture", steps="2", batch="8") | of("reasoning final", steps="2", prompts="2")

@@ -1,4 +1,5 @@
-"""Finding algorithms, tasks and recipes by name. A file is its own registration: its module name is the name.
+"""Finding algorithms, tasks and recipes by name. A file is its own registration: its module name is the name. Reward sources are the
+classes of one file, each with its `name`.
 
 `list` must not import torch, so descriptions are read from the source with `ast`; only `load` imports.
 """
@@ -26,7 +27,9 @@ KINDS = {
     "reward": "rewards",
     "stage": "stages",
     "command": "cli",
+    "reward_source": "stages/reward_sources.py",
 }
+NOT_ENTRIES = ("base", "reward_sources")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +43,58 @@ class Entry:
 
 
 def names(kind: str) -> list[str]:
-    """Names of one kind, from file names. Files named `base` and those with a leading underscore are not entries."""
+    """Names of one kind: file names, but for those with a leading underscore, or of the classes in one file."""
+    if KINDS[kind].endswith(".py"):
+        return [entry.name for entry in describe(kind)]
     folder = HOME / KINDS[kind]
     return sorted(
-        p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "base"
+        p.stem for p in folder.glob("*.py") if p.stem[0] != "_" and p.stem not in NOT_ENTRIES
     )
 
 
 def describe(kind: str) -> list[Entry]:
     """Entries of one kind, read from their source without importing it."""
+    place = KINDS[kind]
+    if place.endswith(".py"):
+        classes = [n for n in _parsed(place).body if isinstance(n, ast.ClassDef)]
+        named = {_constant(cls, "name"): ast.get_docstring(cls) for cls in classes}
+        return [
+            Entry(name, _first_sentence(text), "", f"posttrain/{place}")
+            for name, text in named.items()
+            if name
+        ]
     entries = []
     for name in names(kind):
-        path = HOME / KINDS[kind] / f"{name}.py"
-        tree = ast.parse(path.read_text())
+        tree = _parsed(f"{place}/{name}.py")
         summary = (ast.get_docstring(tree) or "").split("\n")[0]
-        entries.append(
-            Entry(
-                name, summary, _class_constant(tree, "paper"), f"posttrain/{KINDS[kind]}/{name}.py"
-            )
-        )
+        paper = next((found for n in tree.body if (found := _constant(n, "paper"))), "")
+        entries.append(Entry(name, summary, paper, f"posttrain/{place}/{name}.py"))
     return entries
 
 
-def _class_constant(tree: ast.Module, name: str) -> str:
-    """The value of a string assigned to `name` in the body of any class of the module."""
-    for owner in (n for n in tree.body if isinstance(n, ast.ClassDef)):
-        for node in owner.body:
-            targets = (
-                node.targets
-                if isinstance(node, ast.Assign)
-                else [node.target]
-                if isinstance(node, ast.AnnAssign)
-                else []
-            )
-            value = getattr(node, "value", None)
-            if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(
-                value, ast.Constant
-            ):
-                return str(value.value)
+def _parsed(file: str) -> ast.Module:
+    return ast.parse((HOME / file).read_text())
+
+
+def _first_sentence(text: str | None) -> str:
+    return " ".join((text or "").split()).split(". ")[0]
+
+
+def _constant(owner: ast.stmt, name: str) -> str:
+    """The value of a string assigned to `name` in the body of a class."""
+    for node in owner.body if isinstance(owner, ast.ClassDef) else ():
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        value = getattr(node, "value", None)
+        if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(
+            value, ast.Constant
+        ):
+            return str(value.value)
     return ""
 
 
@@ -90,7 +107,10 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
         active().require_code(kind, name)
         return _from_file(kind, *place)
     if name not in names(kind):
-        raise unknown(kind, name, names(kind))
+        raise unknown(kind, name, names(kind), [kind])
+    if KINDS[kind].endswith(".py"):
+        module = importlib.import_module(f"posttrain.{KINDS[kind][:-3].replace('/', '.')}")
+        return next(c for c in vars(module).values() if name == getattr(c, "name", None))
     module = importlib.import_module(f"posttrain.{KINDS[kind]}.{name}")
     if base is None:
         return getattr(module, name)
@@ -115,7 +135,10 @@ def name_of(thing: type | object) -> str:
     """The catalogue name of a shipped class or instance, or `file.py:Name` for a user's."""
     cls = thing if isinstance(thing, type) else type(thing)
     origin = getattr(sys.modules.get(cls.__module__), "__posttrain_file__", None)
-    return f"{origin}:{cls.__name__}" if origin else cls.__module__.rsplit(".", 1)[-1]
+    if origin:
+        return f"{origin}:{cls.__name__}"
+    module = cls.__module__.rsplit(".", 1)[-1]
+    return str(getattr(cls, "name", module)) if module == "reward_sources" else module
 
 
 def _from_file(kind: str, path: Path, attribute: str) -> Any:

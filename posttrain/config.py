@@ -19,8 +19,10 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.data.safe_readers import read_values, read_yaml
 from posttrain.errors import UserError, require, unknown
 from posttrain.recipes.base import Recipe, repeat
-from posttrain.stages._lineage import PLACES, inside, place
+from posttrain.runs.layout import FORMAT
+from posttrain.stages._lineage import MODELS, PLACES, inside, place
 from posttrain.stages.base import Stage, check_name, check_names
+from posttrain.stages.reward_sources import RewardSource
 from posttrain.system.machine import check_threads, requested_threads
 from posttrain.tasks.base import Task
 from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
@@ -30,20 +32,8 @@ NAMED: dict[type, str] = {
     Algorithm: "algorithm",
     Task: "task",
     Stage: "stage",
+    RewardSource: "reward_source",
 }  # polymorphic: a dict with its catalogue name
-# fields that name models: those are opened as tensors and settings, and their content is sent nowhere
-MODELS = (
-    "model",
-    "models",
-    "against",
-    "reference",
-    "critic",
-    "reward_model",
-    "reward_models",
-    "reward_reference",
-    "judge",
-    "trained",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +112,7 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
     top = {key: value for key, value in pairs.items() if "." not in key}
     for key in top:
         if key not in own and key not in TOP:
-            raise unknown("key", key, [*own, *TOP])
+            raise unknown("key", key, [*own, *TOP], [name])
     active().require_program(top.get("checkpoint_hook"))
     hints = typing.get_type_hints(function)
     made = function(
@@ -275,7 +265,8 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
         nested = [
             k for f, group in groups.items() if isinstance(tree.get(f), dict) for k in _keys(group)
         ]
-        raise _unknown_key(f"key {dotted!r}: no", key, [*names, *nested], [kind, *groups.values()])
+        owners = map(catalogue.name_of, [kind, *groups.values()])
+        raise unknown(f"key {dotted!r}: no", key, [*names, *nested], owners)
     if len(path) == 1:
         if isinstance(value, str) and isinstance(tree.get(key), dict) and "name" in tree[key]:
             value = _shorthand({"name": value})  # another algorithm or task, with its own defaults
@@ -301,23 +292,6 @@ def _group(hint: Any, tree: JSON) -> Any:
 
 def _keys(kind: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(kind) if f.init]
-
-
-def _unknown_key(what: str, key: str, known: Sequence[str], kinds: Sequence[Any]) -> UserError:
-    """As `unknown`; where one of the kinds had the key in an earlier version (`removed`), with what to use instead."""
-    hint = next(
-        (
-            kind.removed[key]
-            for kind in kinds
-            if issubclass(kind, Algorithm) and key in kind.removed
-        ),
-        "",
-    )
-    return (
-        UserError(f"unknown {what} {key!r}; it was removed: {hint}")
-        if hint
-        else unknown(what, key, known)
-    )
 
 
 def to_tree(value: Any) -> JSON:
@@ -353,7 +327,7 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         names = _keys(kind)
         for key in tree:
             if key not in names:
-                raise _unknown_key(f"key in {where}:", str(key), names, [kind])
+                raise unknown(f"key in {where}:", str(key), names, [catalogue.name_of(kind)])
         return _construct(
             kind, {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}, where
         )
@@ -451,7 +425,7 @@ def from_config(
 
 def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:
     """A configuration that says everything in full."""
-    known = ("name", "stages", "before", "after", "next_command", "versions", *TOP)
+    known = ("format", "name", "stages", "before", "after", "next_command", "versions", *TOP)
     for key in tree:
         if key not in known:
             raise unknown(f"key in {where}:", str(key), known)
@@ -496,6 +470,7 @@ def to_config(settings: Settings) -> dict[str, JSON]:
     """Everything that decides a run, as plain data."""
     recipe = settings.recipe
     return {
+        "format": FORMAT,
         "name": settings.name,
         **{key: to_tree(getattr(settings, key)) for key in TOP if key not in PASSING},
         "before": recipe.before,

@@ -1,10 +1,17 @@
-"""Errors that a user can fix. The terminal shows them as one line; everything else keeps its traceback."""
+"""Errors that a user can fix, and the check of settings that raises them. They reach the terminal as one line; everything else keeps
+its traceback."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cache
+from numbers import Real
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class UserError(Exception):
@@ -21,12 +28,44 @@ class Interrupted(Exception):
     directory: Path | None = None
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """An error for a name that is not among `known`, with the nearest ones.
+# Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
+RENAMED = {
+    "agreement.least": "min_agreement",
+    "bilingual.slips": "error_rate",
+    "bilingual.tongues": "language_mix",
+    "mine.least": "min_problems",
+    "mine.most": "max_solved",
+    "ppo.value": "critic_optimizer.lr: the critic has an optimizer of its own, in which a coefficient of its loss has no effect",
+    "reward.worked": "arithmetic_steps",
+    "reward_model.least_accuracy": "min_accuracy",
+    "rl.combine": "reward.combine",
+    "rl.combine_k": "reward.k",
+    "rl.judge_mode": "reward.mode, with reward.name=judge",
+    "rl.judge_rubric": "reward.rubric, with reward.name=judge",
+    "rl.rated": "reward.rated",
+    "rl.reward_beta": "reward.beta, with reward.name=implicit",
+    "rl.reward_device": "reward.device",
+    "rl.reward_kind": "reward.name: models for outcome, or process, implicit, judge",
+    "rl.reward_models": "reward: {name: models, models: [...]}; for an implicit reward or a judge, reward.model",
+    "rl.reward_reference": "reward.reference, with reward.name=implicit",
+    "rl.reward_steps": "reward.steps, with reward.name=process",
+    "sample.least": "min_score",
+    "sentiment.dearer": "beta_increment",
+}
+
+
+def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = ()) -> UserError:
+    """An error for a name that is not among `known`, with the nearest ones; or, where one of its `owners` had it in an earlier version,
+    with what to use instead.
 
     >>> str(unknown("recipe", "quickstrat", ["quickstart"]))
     "unknown recipe 'quickstrat'; did you mean 'quickstart'?"
+    >>> str(unknown("key", "tongues", ["level"], ["bilingual"]))
+    "unknown key 'tongues'; an earlier version had it, use language_mix"
     """
+    renamed = [RENAMED[key] for owner in owners if (key := f"{owner}.{name}") in RENAMED]
+    if renamed:
+        return UserError(f"unknown {kind} {name!r}; an earlier version had it, use {renamed[0]}")
     choices = sorted(set(known))
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     if near:
@@ -42,3 +81,103 @@ def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds: the one way settings are refused."""
     if not condition:
         raise UserError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The bounds of a number that a field may hold: `Annotated[float, Range(ge=0, lt=1)]`. NaN lies in none. `text` says what is
+    accepted where the bounds alone do not.
+
+    >>> print(Range(ge=1), "|", Range(gt=0), "|", Range(gt=0, le=1), "|", Range(ge=0, text="0 (never) or a number of steps"))
+    at least 1 | above 0 | in (0, 1] | 0 (never) or a number of steps
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    text: str = ""
+    infinite: bool = False  # whether infinity is accepted
+
+    def __contains__(self, value: object) -> bool:
+        return (
+            isinstance(value, Real)
+            and (math.isfinite(value) or (self.infinite and value == math.inf))
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        if self.text:
+            return self.text
+        if self.ge is None and self.gt is None:
+            return "a finite number"
+        low = f"at least {self.ge}" if self.ge is not None else f"above {self.gt}"
+        if self.le is None and self.lt is None:
+            return low
+        start = f"[{self.ge}" if self.ge is not None else f"({self.gt}"
+        return f"in {start}, " + (f"{self.le}]" if self.le is not None else f"{self.lt})")
+
+
+Count = Annotated[int, Range(ge=1)]
+Whole = Annotated[int, Range(ge=0)]
+Positive = Annotated[float, Range(gt=0)]
+NotNegative = Annotated[float, Range(ge=0)]
+Share = Annotated[float, Range(ge=0, le=1)]
+Interval = Annotated[int, Range(ge=0, text="0 (never) or a number of steps")]
+
+
+def check_fields(settings: Any, where: str = "") -> None:
+    """Refuse a dataclass with a value outside of its field's type: a `Range`, or the choices of a `Literal`, also inside an optional
+    field or a tuple. `where` stands before the field's name."""
+    for name, hint in _checked_fields(type(settings)):
+        value = getattr(settings, name)
+        accepted = _accepted(hint, value)
+        require(not accepted, f"{where}{name} must be {accepted}, not {value!r}")
+
+
+class Checked:
+    """A base for dataclasses of settings: their fields are checked when one is made."""
+
+    __slots__ = ()
+
+    where: ClassVar[str] = ""  # what a complaint begins with
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.where)
+
+
+@cache
+def _checked_fields(kind: type) -> tuple[tuple[str, Any], ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((f.name, hints[f.name]) for f in fields(kind) if _marked(hints[f.name]))
+
+
+def _marked(hint: Any) -> bool:
+    """Whether a type says more of a value than its class."""
+    return get_origin(hint) in (Annotated, Literal) or any(map(_marked, get_args(hint)))
+
+
+def _accepted(hint: Any, value: object) -> str:
+    """What a field of this type accepts, where `value` is not that; else ""."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        broken = [m for m in hint.__metadata__ if isinstance(m, Range) and value not in m]
+        return str(broken[0]) if broken else _accepted(inner[0], value)
+    if origin is Literal:
+        words = [str(choice) for choice in inner]
+        return (
+            ""
+            if value in inner
+            else " or ".join([*[", ".join(words[:-1])] * (len(words) > 1), words[-1]])
+        )
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return ""
+        found = [_accepted(choice, value) for choice in inner if choice is not NoneType]
+        return "" if "" in found else found[0]
+    if origin is tuple and inner[1:] == (...,) and isinstance(value, tuple | list):
+        return next((text for item in value if (text := _accepted(inner[0], item))), "")
+    return ""

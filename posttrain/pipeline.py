@@ -25,7 +25,7 @@ from posttrain.events import printable
 from posttrain.loop import Interrupt
 from posttrain.monitor.alarms import told
 from posttrain.runs.console import duration, show, write_text
-from posttrain.runs.layout import CONFIG, SUMMARY, dump_line
+from posttrain.runs.layout import CONFIG, FORMAT, SUMMARY, dump_line
 from posttrain.runs.plot import draw, draw_pass_at_k
 from posttrain.runs.read import Run
 from posttrain.runs.report import Answers, BeforeAfter, final_table, side_by_side
@@ -48,6 +48,7 @@ def start(settings: Settings) -> Path:
     settings.trust.require_links(directory)
     tree = config.to_config(settings)
     if (settings.again or settings.only) and (directory / CONFIG).is_file():
+        check_format(Run(directory))
         with RunWriter.resume(directory) as writer:
             (directory / SUMMARY).unlink(
                 missing_ok=True
@@ -89,6 +90,7 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     """Continue a run where its last good checkpoint was. `arguments` (key=value) and a config.yaml that was edited since may change how
     the work is done, and stages that have not begun; what would make it another run is refused."""
     run = Run(directory)
+    check_format(run)
     pairs = dict(config.pair(argument) for argument in arguments)
     settings = config.from_config(run.config, str(directory / "config.yaml"), pairs, allow_code)
     if run.summary is not None:
@@ -106,6 +108,16 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
         writer.event("config", {"config": tree, "changed": list(named)})
         _run(settings, writer)
     return directory
+
+
+def check_format(run: Run) -> None:
+    """Refuse to continue a run of another format: its checkpoints and settings mean something else. It can still be read."""
+    found = run.config.get("format", 1)
+    require(
+        found == FORMAT,
+        f"{run.directory} was written by another version of posttrain (format {found}; this one continues {FORMAT}): finish it with "
+        "that version, or start a new run; its model, metrics and rollouts can be read",
+    )
 
 
 def check_only(settings: Settings, directory: Path) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from posttrain.errors import require
+from posttrain.errors import Count, NotNegative, Range, Whole, check_fields, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,27 +144,14 @@ class Score:
 class Sampling:
     """How tokens are drawn. `stop_ids` end a response and belong to it; temperature 0 means argmax."""
 
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_new_tokens: int = 0  # stop ids are ignored before this many tokens
+    max_new_tokens: Count = 256
+    temperature: NotNegative = 1.0
+    top_k: Annotated[int, Range(ge=0, text="0 (all) or a number of tokens")] = 0
+    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    min_new_tokens: Whole = 0  # stop ids are ignored before this many tokens
 
     def __post_init__(self) -> None:
-        require(
-            self.max_new_tokens >= 1,
-            f"max_new_tokens must be at least 1, not {self.max_new_tokens}",
-        )
-        require(
-            0 <= self.temperature < float("inf"),
-            f"temperature must be 0 or a positive number, not {self.temperature}",
-        )
-        require(self.top_k >= 0, f"top_k must be 0 (all) or a number of tokens, not {self.top_k}")
-        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], not {self.top_p}")
-        require(
-            self.min_new_tokens >= 0,
-            f"min_new_tokens must not be negative, not {self.min_new_tokens}",
-        )
+        check_fields(self)
 
     @property
     def truncated(self) -> bool:

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "loop": f"{LOOP} collect scoring monitor",
     "stages": f"{LOOP} runs collect scoring monitor loop",
     "recipes": f"{LOOP} runs monitor stages",
-    "config": f"{LEAVES} catalogue algorithms system tasks stages recipes data.safe_readers",
+    "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers",
     "pipeline": f"{LOOP} runs loop stages recipes config monitor __version__",
     "commands": f"{LOOP} runs collect scoring monitor loop stages recipes config pipeline __version__",
     "cluster": f"{MODELS} train",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,9 +26,6 @@ class Algorithm:
     trains: ClassVar[str] = (
         "policy"  # policy | scorer: a language model, or one with a head of one number
     )
-    removed: ClassVar[
-        Mapping[str, str]
-    ] = {}  # settings of earlier versions, and what to use instead
 
     def check(self, condition: bool, message: str) -> None:
         """Refuse settings unless `condition` holds."""

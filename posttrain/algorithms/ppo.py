@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,10 +55,6 @@ class PPO(OffPolicy):
     paper: ClassVar[str] = (
         "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
     )
-    removed: ClassVar[Mapping[str, str]] = {
-        "value": "the critic has an optimizer of its own, in which a coefficient of its loss has no effect; leave it out, and set "
-        "critic_optimizer.lr"
-    }
 
     group: int = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: float = 0.2

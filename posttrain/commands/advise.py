@@ -180,9 +180,10 @@ def _recipe(
         if stage == "rl":
             tree |= {"task": {"name": "my_task.py:MyTask"}, "prompts": COMPUTE[compute].prompts}
             tree |= {"algorithm": {"name": algorithm}}
-            tree |= {"reward_models": ["reward_model"]} if "reward_model" in kinds else {}
-            if compute != "cluster" and len(method.models) > 2:
-                tree |= {"reference_device": "cpu", "reward_device": "cpu"}
+            offload = {"device": "cpu"} if compute != "cluster" and len(method.models) > 2 else {}
+            if "reward_model" in kinds:
+                tree |= {"reward": {"name": "models", "models": ["reward_model"], **offload}}
+            tree |= {"reference_device": "cpu"} if offload else {}
         elif stage == "sft":
             tree |= {"data": [{"file": "demonstrations.jsonl"}]}
         else:

@@ -120,8 +120,9 @@ def shortened(stage: Stage) -> tuple[Stage, float]:
             if isinstance(count, int) and count > FEW:
                 changes[name], times = FEW, count / FEW
     # a model of a few steps would pass no gate, and need not: what it makes is thrown away
-    if "least" in names:
-        changes["least"] = 0.0
+    for name in ("min_score", "min_agreement"):
+        if name in names:
+            changes[name] = 0.0
     if "guards" in names:
         changes["guards"] = Guards(
             off=tuple(name for name in GUARDS if name not in ("nonfinite", "memory"))

@@ -115,7 +115,7 @@ def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, judges:
     others = (
         ("reference", reference),
         ("critic", critic),
-        ("reward models", judges if stage.reward_device == "same" else 0.0),
+        ("reward models", judges),
     )
     return Memory((*own.items, *others))
 
@@ -147,7 +147,7 @@ def checkpointing_lines(
 def judge_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:
     """Weights of the reward models: as many as their stage trains, of the policy's size; or what their directory holds."""
     total = 0.0
-    for name in stage.reward_models:
+    for name in stage.reward.on_device():
         files = list(Path(name).glob("*.safetensors")) if name not in before else []
         members = getattr(before.get(name), "members", 1)
         total += (
@@ -158,10 +158,10 @@ def judge_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> 
 
 def choices(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
     """What each way to save memory would save, where there is something to save."""
-    ways = [
-        ("reward_device=cpu", replace(stage, reward_device="cpu")),
-        ("release_cache=true", replace(stage, release_cache=True)),
-    ]
+    ways = [("release_cache=true", replace(stage, release_cache=True))]
+    offloaded = stage.reward.offloaded()
+    if offloaded is not None:
+        ways.insert(0, ("reward.device=cpu", replace(stage, reward=offloaded)))
     if stage.lora is None:
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))
     if stage.lora is None or stage.reference:  # with lora the reference is the policy's own weights
@@ -275,7 +275,8 @@ def _stage(
         again = f", after those that {stage.again} kept" if stage.again else ""
         return [
             *said,
-            f"{stage.prompts} training problems{again}, x {stage.samples} answers; those solved at most {stage.most:.0%} are kept",
+            f"{stage.prompts} training problems{again}, x {stage.samples} answers; those solved at most "
+            f"{stage.max_solved:.0%} are kept",
         ]
     if isinstance(stage, RLStage):
         return said + rl_lines(stage, policy, before)
@@ -312,8 +313,8 @@ def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Poli
     """Refuse a reference, critic or reward model that the run would refuse for its vocabulary. Of those that lie on the disk
     only the tokenizer is read, of those on the hub nothing; a judge is asked in words, and may be of any family."""
     names = [getattr(stage, "reference", ""), getattr(stage, "critic", "")]
-    if isinstance(stage, RLStage) and stage.reward_kind != "judge":
-        names += [*stage.reward_models, stage.reward_reference]
+    if isinstance(stage, RLStage):
+        names += stage.reward.reads_ids()
     for name in dict.fromkeys(name for name in names if name):
         if name in policies or name.startswith("tiny:") or Path(name).expanduser().exists():
             same_vocabulary(
@@ -346,10 +347,10 @@ def rl_lines(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> lis
         group * longest
     )  # a prompt is computed once for its group
     tokens = round(share * min(stage.optimizer.token_budget, samples * longest))
-    judges = judge_bytes(stage, policy, before)
 
     def memory(one: RLStage) -> Memory:
-        return rl_memory(one, policy, tokens, one.cache_bytes(policy, training=False), judges)
+        cache, judges = one.cache_bytes(policy, training=False), judge_bytes(one, policy, before)
+        return rl_memory(one, policy, tokens, cache, judges)
 
     return [
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {stage.sampling.max_new_tokens} tokens",

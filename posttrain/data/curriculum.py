@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from posttrain.data.stream import Stream, philox
-from posttrain.errors import require
+from posttrain.errors import Checked, Count, Range, require
 from posttrain.types import JSON
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curriculum:
+class Curriculum(Checked):
     """Problems come from the current level, and a share `review` of them from the ones below it. When the last `window` problems
     of the current level were solved at least `threshold` of the time, the next level opens. `start = 0` begins at the lowest."""
 
-    start: int = 0
-    threshold: float = 0.8
-    window: int = 32
-    review: float = 0.25
+    where: ClassVar[str] = "curriculum: "
 
-    def __post_init__(self) -> None:
-        require(
-            0 < self.threshold <= 1,
-            f"curriculum: threshold must lie in (0, 1], not {self.threshold}",
-        )
-        require(self.window >= 1, f"curriculum: window must be at least 1, not {self.window}")
-        require(0 <= self.review < 1, f"curriculum: review must lie in [0, 1), not {self.review}")
+    start: int = 0
+    threshold: Annotated[float, Range(gt=0, le=1)] = 0.8
+    window: Count = 32
+    review: Annotated[float, Range(ge=0, lt=1)] = 0.25
 
 
 class CurriculumState:

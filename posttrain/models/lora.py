@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from posttrain.errors import UserError, require
+from posttrain.errors import Checked, Count, Positive, UserError, require
 from posttrain.models.policy import Policy
 
 ADAPTER = "lora_"  # what the names of peft's matrices contain
@@ -28,16 +28,14 @@ NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
+class Lora(Checked):
     """Rank and scale of the adapters, and the layers they stand beside: () means every linear layer of the decoder."""
 
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = ()
+    where: ClassVar[str] = "lora: "
 
-    def __post_init__(self) -> None:
-        require(self.rank >= 1, f"lora: rank must be at least 1, not {self.rank}")
-        require(0 < self.alpha < float("inf"), f"lora: alpha must be positive, not {self.alpha}")
+    rank: Count = 16
+    alpha: Positive = 32.0
+    targets: tuple[str, ...] = ()
 
     def ready(self) -> None:
         """Refuse a machine without peft."""

@@ -60,7 +60,7 @@ ADVICE = {
     "distinct": "raise the temperature or beta, add an entropy bonus, or mix in more prompts",
     "entropy": "lower the learning rate, raise clip_high or the temperature, or add an entropy bonus",
     "keyword": "read rollouts with the word: if the judge pays for it, change its prompt, or take the word out before judging",
-    "disagreement": "the policy is where the reward models were not trained: refit them on its answers, or use combine=worst",
+    "disagreement": "the policy is where the reward models were not trained: refit them on its answers, or use reward.combine=worst",
     "zero_variance": "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
 }
 WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)

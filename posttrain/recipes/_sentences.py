@@ -22,7 +22,7 @@ def favourites(name: str, model: str, tokens: int, prompts: int = 600) -> Sample
         task=SENTENCES,
         prompts=prompts,
         samples=4,
-        least=0.7,
+        min_score=0.7,
         sampling=Sampling(max_new_tokens=tokens),
     )
 
@@ -36,7 +36,7 @@ def talk(name: str, model: str, prompts: int, skip: int = 0) -> SampleStage:
         prompts=prompts,
         samples=4,
         keep=4,
-        least=0.0,
+        min_score=0.0,
         skip=skip,
         sampling=Sampling(256),
     )

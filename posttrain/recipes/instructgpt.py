@@ -13,6 +13,7 @@ from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
@@ -170,7 +171,7 @@ def aligned(scale: Scale) -> list[Stage]:
             prompts=scale.prompts,
             algorithm=scale.algorithm,
             sampling=scale.sampling,
-            reward_models=("reward",),
+            reward=RewardModels(models=("reward",)),
             critic="reward",
             pretraining=scale.ordinary if scale.algorithm.ptx else (),
             optimizer=scale.policy,

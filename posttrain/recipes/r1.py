@@ -13,6 +13,7 @@ from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sample import SampleStage
 from posttrain.stages.sft import SFTStage
@@ -127,8 +128,7 @@ def stages(scale: Scale, restart: str) -> list[Stage]:
             task=both,
             steps=scale.final_steps,
             prompts=scale.prompts,
-            reward_models=("preferences",),
-            rated="general",
+            reward=RewardModels(models=("preferences",), rated="general"),
             evaluate_every=0,
             algorithm=GRPO(
                 group=scale.group, beta=0.1, reduction="token_mean", truncated=scale.truncated

@@ -12,6 +12,7 @@ from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.overoptimisation import OveroptimisationStage
 from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
@@ -49,7 +50,7 @@ def sentiment(
     comparisons: int = 40,
     fresh: int = 400,
     beta: float = 0.02,
-    dearer: float = 0.06,
+    beta_increment: float = 0.06,
     steps: int = 36,
     prompts: int | None = None,
     lr: float | None = None,
@@ -62,7 +63,7 @@ def sentiment(
     ranks four of its answers to each of `comparisons` prompts, a reward model is fitted to the rankings, and PPO pleases it at a KL
     price `beta` too low for a reward model that weak. Each further round ranks two answers of what came out among two of the first
     model, for `fresh` prompts more than the round before, and fits the reward model to all rankings so far (Christiano et al. 2017);
-    and its KL price is `dearer` by so much: what was overdone once is done with more care.
+    and its KL price is `beta_increment` by so much: what was overdone once is done with more care.
 
     With a `model` (a directory, a GGUF file, a hub name) the GPU size: that model writes sentences (tasks/sentiment.py), `tokens` long
     at most, and the annotator is the VADER lexicon, strict: it wants what it asked about named, and tires of flattery. Reward model and
@@ -83,7 +84,7 @@ def sentiment(
             critic=Optimization(lr=given(reward_lr, 2e-5)),
         )
         return Recipe(
-            (*optimised(scale, rounds, comparisons, fresh, beta, dearer, steps, problems),),
+            (*optimised(scale, rounds, comparisons, fresh, beta, beta_increment, steps, problems),),
             next_command=f"posttrain run sentiment model={model} beta=0.1",
         )
     scale = Scale(
@@ -108,7 +109,10 @@ def sentiment(
         batch=32,
         optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
     )
-    stages = [people, *optimised(scale, rounds, comparisons, fresh, beta, dearer, steps, problems)]
+    stages = [
+        people,
+        *optimised(scale, rounds, comparisons, fresh, beta, beta_increment, steps, problems),
+    ]
     return Recipe(tuple(stages), next_command="posttrain run sentiment beta=0.2")
 
 
@@ -118,7 +122,7 @@ def optimised(
     comparisons: int,
     fresh: int,
     beta: float,
-    dearer: float,
+    beta_increment: float,
     steps: int,
     problems: int,
 ) -> list[Stage]:
@@ -156,7 +160,7 @@ def optimised(
                 algorithm=PPO(
                     beta=beta, epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0
                 ),
-                reward_models=("reward",),
+                reward=RewardModels(models=("reward",)),
                 critic="reward",
                 optimizer=scale.policy,
                 critic_optimizer=scale.critic,
@@ -181,7 +185,7 @@ def optimised(
             "comparisons.skip": SKIP,
             "comparisons.prompts": fresh,
             "reward.steps": scale.fit_more,
-            "rl.algorithm.beta": dearer,
+            "rl.algorithm.beta": beta_increment,
         },
     )
     numbers = range(1, rounds + 1)

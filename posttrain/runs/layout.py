@@ -35,6 +35,7 @@ CONFIG, METRICS, EVENTS, SUMMARY, LOCK, ROLLOUTS = (
     "rollouts",
 )
 ALARMS = "alarms"
+FORMAT = 2  # of what a run directory holds, in its configuration; the first edition wrote none
 ROW_KEYS = ("step", "stage", "attempt", "time")
 EVENT_KEYS = ("kind", "time", "attempt")
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -29,7 +29,6 @@ HARMLESS = frozenset(
         "evaluate_units",
         "rollouts_every",
         "reference_device",
-        "reward_device",
         "watch_kl",
         "guards",
         "alarms",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -20,7 +21,6 @@ from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.runs.layout import dump_line
 from posttrain.runs.resume_policy import HARMLESS, WHOLE, flatten
-from posttrain.tasks.base import Task
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
@@ -28,35 +28,14 @@ from posttrain.types import JSON
 NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
 OWN = ("name", "cache")
-CLOCKS = (
-    "seconds",
-    "train_seconds",
-    "lineage",
-    "best_score",
-)  # of a result: true, and no reason to do anything again
-PLACES = (
-    "model",
-    "models",
-    "against",
-    "reference",
-    "critic",
-    "reward_model",
-    "reward_models",
-    "reward_reference",
-    "judge",
-    "data",
-    "test_data",
-    "file",
-    "test_file",
-    "problems",
-    "before",
-    "trained",
-    "held_out_data",
-    "again",
-    "rubric",
-    "judge_rubric",
-    "dataset",
-)
+# of a result: true, and no reason to do anything again
+CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")
+# fields that name models: those are opened as tensors and settings, and their content is sent nowhere
+MODELS = ("model", "models", "against", "reference", "critic", "reward_model", "reward_models")
+MODELS += ("judge", "trained")
+# fields that name a file or a directory, or a stage of the run
+PLACES = (*MODELS, "data", "test_data", "file", "test_file", "problems", "before", "again")
+PLACES += ("held_out_data", "rubric", "dataset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +186,7 @@ def _plain(value: object) -> JSON:
             for f in fields(value)
             if f.init and f.name not in NEUTRAL
         }
-        named = isinstance(value, Algorithm | Task) or not type(value).__module__.startswith(
+        named = isinstance(value, Algorithm | ABC) or not type(value).__module__.startswith(
             "posttrain."
         )
         return {"kind": Path(catalogue.name_of(value)).name, **tree} if named else tree

@@ -5,13 +5,13 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from posttrain.data.demonstrations import from_file, from_task
 from posttrain.data.report import DataReport, prepare
-from posttrain.errors import require
+from posttrain.errors import Checked, NotNegative, require
 from posttrain.stages.base import Context, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import Example
@@ -21,25 +21,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(Checked):
     """One source of examples: a `file` in JSONL, or a `task` with how many demonstrations of each level. In place of a file, an earlier
     stage that has written data, such as a sample stage, can be named.
 
     `weight` is its share of the draws beside other sources; 0 means in proportion to its size.
     """
 
+    where: ClassVar[str] = "data: "
+
     file: str = ""
     task: Task | None = None
     counts: Mapping[int, int] = field(default_factory=dict)
-    weight: float = 0.0
+    weight: NotNegative = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.file) != (self.task is not None), "data: give either a file or a task")
         require(
             self.task is None or bool(self.counts),
             "data: a task needs counts, such as {1: 200, 2: 1000}",
         )
-        require(self.weight >= 0, f"data: weight must not be negative, not {self.weight}")
 
     def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
         if self.task is None:

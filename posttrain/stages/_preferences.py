@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
 
 from posttrain.data.preferences import PreferenceReport, read_preferences
 from posttrain.data.stream import permutation
 from posttrain.data.units import prompt_length
-from posttrain.errors import require
+from posttrain.errors import Count, Interval, Range, require
 from posttrain.loop import LoopSchedule
 from posttrain.monitor.guards import Guards
 from posttrain.stages._material import alphabet
@@ -26,22 +27,17 @@ class PreferenceLearner(Stage):
 
     model: str
     data: tuple[str, ...]
-    steps: int = 300
+    steps: Count = 300
     max_length: int = 1024
-    held_out: float = 0.1
-    evaluate_every: int = 50
-    checkpoint_every: int = 100
+    held_out: Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")] = 0.1
+    evaluate_every: Interval = 50
+    checkpoint_every: Count = 100
     guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             len(self.data) > 0, f"{self.name}: give at least one JSONL file of preferences as data"
-        )
-        self.check_positive("steps", "batch", "checkpoint_every")
-        self.check_intervals("evaluate_every")
-        require(
-            0 <= self.held_out < 1,
-            f"{self.name}: held_out is a share of the prompts in [0, 1), not {self.held_out}",
         )
 
     def alphabet(self) -> str:

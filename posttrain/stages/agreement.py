@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
-from posttrain.errors import GuardStop, require
+from posttrain.errors import Count, GuardStop, Share, Whole, require
 from posttrain.evals.statistics import share_interval
 from posttrain.rewards._asking import Usage
 from posttrain.rewards._endpoint import Endpoint
@@ -33,7 +33,7 @@ class AgreementStage(Stage):
         kappa     = (agreement - chance) / (1 - chance)
 
     A tie of the judge agrees with nobody; chance is how often both would say the same at random, each at its own rates. The stage
-    stops where agreement ends below `least`: a policy would learn the judge's errors.
+    stops where agreement ends below `min_agreement`: a policy would learn the judge's errors.
     """
 
     data: str
@@ -41,18 +41,15 @@ class AgreementStage(Stage):
     url: str = ""
     rubric: str = ""  # a file; "": the default
     cache: str = ""  # a folder that keeps the judge's replies; "": none
-    pairs: int = 200
-    least: float = 0.0  # 0: no gate
-    per_minute: int = 0  # requests to `url`; 0: no limit
+    pairs: Count = 200
+    min_agreement: Share = 0.0  # 0: no gate
+    per_minute: Whole = 0  # requests to `url`; 0: no limit
     prompt_price: float = 0.0  # of a million tokens
     completion_price: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.judge), f"{self.name}: name a judge")
-        self.check_positive("pairs")
-        require(
-            0 <= self.least <= 1, f"{self.name}: least is a share between 0 and 1, not {self.least}"
-        )
 
     def ready(self, names: Collection[str]) -> None:
         check_judging(self.judge, self.url, self.rubric)
@@ -80,9 +77,9 @@ class AgreementStage(Stage):
         said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
         said += f", kappa {result['kappa']:.2f}; {result['ties']} ties, {result['swayed']} of them by the order alone"
         context.announce(self.name, [f"{said}; {result['unjudged']} not judged"])
-        if share < self.least:
+        if share < self.min_agreement:
             raise GuardStop(
-                f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.least:.1%}; "
+                f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.min_agreement:.1%}; "
                 "change the rubric or the model"
             )
         return {**result, "usage": usage.row()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.errors import require, unknown
+from posttrain.errors import Checked, check_fields, require, unknown
 from posttrain.events import Event, Events, Level
 from posttrain.loop import Interrupt
 from posttrain.runs.console import print_message
@@ -149,33 +149,21 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage(ABC):
+class Stage(Checked, ABC):
     """One step of a pipeline, with a name of its own in the run."""
 
     name: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self.name}: ")
 
     @abstractmethod
     def run(self, context: Context) -> dict[str, JSON]:
         """Do the work; the returned figures become the stage's result."""
 
-    def ready(self, names: Collection[str]) -> None:  # noqa: B027  (most stages have nothing to say)
+    def ready(self, names: Collection[str]) -> None:
         """Refuse now, before the first stage runs, what can be known of the stage's files; `names` are the stages of the run, whose
         data is not there yet."""
-
-    def check_positive(self, *settings: str) -> None:
-        """Refuse settings that are not above 0."""
-        for setting in settings:
-            value = getattr(self, setting)
-            require(value > 0, f"{self.name}: {setting} must be positive, not {value}")
-
-    def check_intervals(self, *settings: str) -> None:
-        """Refuse numbers of steps below 0, which is never."""
-        for setting in settings:
-            value = getattr(self, setting)
-            require(
-                value >= 0,
-                f"{self.name}: {setting} must be 0 (never) or a number of steps, not {value}",
-            )
 
     def alphabet(self) -> str:
         """The characters that a tokenizer made from scratch for this stage must know."""

@@ -22,6 +22,7 @@ class BestStage(Stage):
     higher: bool = True  # is better
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             len(self.models) == len(self.measured) > 0,
             f"{self.name}: give as many stages that measured as models",

@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from posttrain.collect import rollout_groups
-from posttrain.errors import require
+from posttrain.errors import Count, NotNegative, Range, Whole, require
 from posttrain.stages._answers import BATCH, training_problems
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place, load_policy
@@ -28,21 +29,16 @@ class ComparisonsStage(Stage):
 
     model: str
     task: Task
-    prompts: int = 1000
-    samples: int = 2
-    noise: float = 0.1
-    skip: int = 0  # problems to pass over, so that another round sees fresh ones
+    prompts: Count = 1000
+    samples: Annotated[int, Range(ge=2, text="at least 2: one answer cannot be compared")] = 2
+    noise: NotNegative = 0.1
+    skip: Whole = 0  # problems to pass over, so that another round sees fresh ones
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        self.check_positive("prompts")
-        require(
-            self.samples >= 2,
-            f"{self.name}: samples must be at least 2, not {self.samples}: one answer cannot be compared",
-        )
-        require(self.noise >= 0, f"{self.name}: noise must not be negative, not {self.noise}")
+        super().__post_init__()
         require(
             self.sampling.temperature > 0, f"{self.name}: a temperature of 0 gives equal answers"
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.collect import rollout_groups
 from posttrain.data.text import Decoder
-from posttrain.errors import UserError, require
+from posttrain.errors import Count, UserError, require
 from posttrain.evals.contamination import content_hash, known
 from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.stages._contamination import trained_on
@@ -57,14 +57,14 @@ class EvaluateStage(Stage):
 
     model: str
     task: Task
-    problems: int = 500
-    samples: int = 1
+    problems: Count = 500
+    samples: Count = 1
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     reference: str = ""
     text: tuple[Data, ...] = ()
 
     def __post_init__(self) -> None:
-        self.check_positive("problems", "samples")
+        super().__post_init__()
         argmax = self.sampling.temperature == 0 and self.samples > 1
         require(
             not argmax,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated
 
 from posttrain.data.records import read_jsonl
-from posttrain.errors import require
+from posttrain.errors import Count, Range, Whole, require
 from posttrain.stages._answers import answers, training_problems
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place
@@ -18,29 +19,21 @@ from posttrain.types import JSON, Message, Problem, Sampling, Score
 @dataclass(frozen=True, kw_only=True)
 class MineStage(Stage):
     """`prompts` fresh training problems, after what an earlier mine stage kept (`again`), answered `samples` times each. Written to
-    `data.jsonl`, for an rl stage that names this one as its `problems`: those of which at most a share `most` of the answers was right.
-    A problem that could not be scored at all says nothing of the model and is left out, and counted.
+    `data.jsonl`, for an rl stage that names this one as its `problems`: those of which at most a share `max_solved` of the answers was
+    right. A problem that could not be scored at all says nothing of the model and is left out, and counted.
     """
 
     model: str
     task: Task
-    prompts: int = 1000
-    samples: int = 4
-    most: float = 0.5
-    skip: int = 0  # problems of the task to pass over, so that another round sees fresh ones
+    prompts: Count = 1000
+    samples: Count = 4
+    max_solved: Annotated[float, Range(ge=0, lt=1, text="a share of the answers in [0, 1)")] = 0.5
+    skip: Whole = 0  # problems of the task to pass over, so that another round sees fresh ones
     again: str = ""  # an earlier mine stage, or a file: what it kept is looked at once more
-    least: int = (
+    min_problems: Count = (
         16  # problems to keep; where fewer were failed, the hardest of the others make up for it
     )
     sampling: Sampling = field(default_factory=Sampling)
-
-    def __post_init__(self) -> None:
-        self.check_positive("prompts", "samples", "least")
-        require(
-            0 <= self.most < 1,
-            f"{self.name}: most is a share of the answers in [0, 1), not {self.most}",
-        )
-        require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
 
     def alphabet(self) -> str:
         return alphabet([self.task])
@@ -52,14 +45,14 @@ class MineStage(Stage):
         shares = self.answer(context, problems)
         scored = [p for p in problems if p.id in shares]
         require(
-            len(scored) >= self.least,
+            len(scored) >= self.min_problems,
             f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored",
         )
-        failed = [p for p in scored if shares[p.id] <= self.most]
+        failed = [p for p in scored if shares[p.id] <= self.max_solved]
         kept = (
             failed
-            if len(failed) >= self.least
-            else sorted(scored, key=lambda p: shares[p.id])[: self.least]
+            if len(failed) >= self.min_problems
+            else sorted(scored, key=lambda p: shares[p.id])[: self.min_problems]
         )
         context.write_lines(
             self.name,

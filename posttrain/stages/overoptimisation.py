@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from posttrain.errors import require
+from posttrain.errors import Range, require
 from posttrain.evals.best_of_n import frontier
 from posttrain.runs.plot import own_style
 from posttrain.stages._material import alphabet
@@ -38,20 +39,16 @@ class OveroptimisationStage(Stage):
     task: Task
     trained: tuple[str, ...] = ()
     reward_models: tuple[str, ...] = ()
-    problems: int = 100
-    samples: int = 64
+    problems: Annotated[int, Range(ge=2)] = 100
+    samples: Annotated[int, Range(ge=2)] = 64
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             bool(self.trained or self.reward_models),
             f"{self.name}: name rl stages as trained, or reward_models, or both",
         )
-        for what in ("problems", "samples"):
-            require(
-                getattr(self, what) > 1,
-                f"{self.name}: {what} must be at least 2, not {getattr(self, what)}",
-            )
         require(
             self.sampling.temperature > 0, f"{self.name}: best of n needs a temperature above 0"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from posttrain.algorithms.dpo import DPO
 from posttrain.collect import Examples
 from posttrain.data.preferences import count_labels
 from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
-from posttrain.errors import require
+from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.loop import Loop
 from posttrain.runs.metrics import Figures, merge
@@ -51,18 +51,19 @@ class PreferenceStage(PreferenceLearner):
     """
 
     algorithm: Algorithm = field(default_factory=DPO)
-    batch: int = 32
+    batch: Count = 32
     held_out_data: tuple[str, ...] = ()
     reference: str = ""
-    reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
+    reference_device: Literal["same", "cpu"] = (
+        "same"  # cpu: it comes to the policy's device only when it is asked
+    )
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
     )
-    evaluate_units: int = 500  # of what is held out
+    evaluate_units: Count = 500  # of what is held out
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("evaluate_units")
         name = self.name
         require(
             not self.algorithm.online,
@@ -76,11 +77,6 @@ class PreferenceStage(PreferenceLearner):
         require(
             learns,
             f"{name}: this algorithm does not look at preferences; use dpo or a relative, or an sft stage",
-        )
-        device = self.reference_device
-        require(
-            device in ("same", "cpu"),
-            f"{name}: reference_device must be same or cpu, not {device!r}",
         )
         useless = bool(self.reference) and "reference" not in self.algorithm.needs
         require(

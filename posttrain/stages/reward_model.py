@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.reward_model import RewardModel
 from posttrain.collect import Examples
 from posttrain.engine.random import derive
-from posttrain.errors import GuardStop, require
+from posttrain.errors import Count, GuardStop, Range, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.loop import Loop
@@ -63,25 +63,20 @@ class RewardModelStage(PreferenceLearner):
     """
 
     algorithm: Algorithm = field(default_factory=RewardModel)
-    batch: int = 16  # pairs, rankings or solutions an optimizer step
-    min_accuracy: float = 0.0  # 0: no gate
-    members: int = 1
+    batch: Count = 16  # pairs, rankings or solutions an optimizer step
+    min_accuracy: Annotated[float, Range(ge=0, lt=1)] = 0.0  # 0: no gate
+    members: Count = 1
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("members")
         name = self.name
         require(
             self.algorithm.trains == "scorer",
             f"{name}: this algorithm trains a policy; a reward_model stage trains a scorer, "
             "with reward_model or process_reward_model",
-        )
-        require(
-            0 <= self.min_accuracy < 1,
-            f"{name}: min_accuracy must lie in [0, 1), not {self.min_accuracy}",
         )
         blind = self.min_accuracy > 0 and self.held_out == 0
         require(not blind, f"{name}: min_accuracy is judged on held-out data; set held_out above 0")

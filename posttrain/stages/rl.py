@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
@@ -12,13 +12,11 @@ from posttrain.collect import Examples, Rollouts, rate_groups, rollout_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
-from posttrain.errors import require
+from posttrain.errors import Count, Interval, Whole, require
 from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.monitor.alarms import AlarmSettings
 from posttrain.monitor.guards import Guards
-from posttrain.rewards._models import KINDS
-from posttrain.rewards.judge import check_mode
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
 from posttrain.stages._measure import proxy_gold_kl
@@ -32,8 +30,8 @@ from posttrain.stages.base import (
 )
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
+from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.tasks.base import Task
-from posttrain.tasks.mixed import check_rated, rating_of
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON, Rating, Sampler, Sampling
 
@@ -41,71 +39,51 @@ if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
 
-HEADS, REWARD_KINDS = ("linear", "mlp"), ("outcome", "process", "implicit", "judge")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RLStage(Stage):
-    """`prompts` problems a step, the algorithm's group of samples for each, scored by the task or by reward models. What the
-    algorithm needs besides the policy is made here: a frozen reference, a critic, pretraining text."""
+    """`prompts` problems a step, the algorithm's group of samples for each, scored by `reward`. What the algorithm
+    needs besides the policy is made here: a frozen reference, a critic, pretraining text."""
 
     model: str
     task: Task
-    steps: int = 200
-    prompts: int = 16
+    steps: Count = 200
+    prompts: Count = 16
     algorithm: Algorithm = field(default_factory=GRPO)
     sampling: Sampling = field(default_factory=Sampling)
     curriculum: Curriculum = field(default_factory=Curriculum)
     optimizer: Optimization = field(default_factory=Optimization)
-    max_rows: int = 0  # responses written at once; 0: all of a step on a GPU, 256 on a CPU
+    max_rows: Whole = 0  # responses written at once; 0: all of a step on a GPU, 256 on a CPU
     release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
-    evaluate_every: int = 50
-    evaluate_problems: int = 200
-    measure_problems: int = 0  # also sample these many held-out problems: reward model, task's own score and KL, as figures
-    checkpoint_every: int = 25
-    rollouts_every: int = 5
+    evaluate_every: Interval = 50
+    evaluate_problems: Whole = 200
+    measure_problems: Whole = 0  # also sample these many held-out problems: reward model, task's own score and KL, as figures
+    checkpoint_every: Interval = 25
+    rollouts_every: Interval = 5
     guards: Guards = field(default_factory=Guards)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)  # signs of reward hacking
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
     reference: str = ""  # the model to stay near; "": the one the stage starts from
-    reference_device: str = "same"  # cpu: it comes to the policy's device only when it is asked
+    reference_device: Literal["same", "cpu"] = (
+        "same"  # cpu: it comes to the policy's device only when it is asked
+    )
     critic: str = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
-    critic_head: str = "linear"  # of a new head: linear, or mlp with one hidden layer
+    critic_head: Literal["linear", "mlp"] = (
+        "linear"  # of a new head: linear, or mlp with one hidden layer
+    )
     critic_optimizer: Optimization | None = (
         None  # None: the policy's settings, whose warm-up and schedule it follows in any case
     )
-    reward_models: tuple[
-        str, ...
-    ] = ()  # stages or directories: they score in place of the task, whose score is still reported
-    # what they are: outcome, process (a value for every step), implicit (models tuned by DPO), or judge
-    reward_kind: str = "outcome"
-    reward_reference: str = ""  # implicit: the model that those were tuned from
-    reward_beta: float = 0.1  # implicit: the beta that they were tuned with
-    reward_steps: str = "\n"  # process: what ends a step, a text or, as token:TEXT, one token
-    judge_mode: str = "points"  # judge: points, group or tournament, see rewards/judge.py
-    judge_rubric: str = ""  # judge: a file that says what is good; "": the default
-    rated: str = ""  # of a mixed task, the source whose answers they score; those of the others keep their own task's score
-    combine: str = (
-        "mean"  # of several reward models: mean, worst, or mean_minus `combine_k` deviations
-    )
-    combine_k: float = 1.0
-    reward_device: str = (
-        "same"  # cpu: reward models come to the policy's device only when they are asked
-    )
+    reward: RewardSource = field(default_factory=TaskReward)
     pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
-    pretraining_batch: int = 16  # texts an optimizer step
+    pretraining_batch: Count = 16  # texts an optimizer step
     pretraining_length: int = 1024  # longer ones are left out
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
     problems: str = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
 
     def __post_init__(self) -> None:
         name = self.name
-        self.check_positive("steps", "prompts", "pretraining_batch", "reward_beta")
-        self.check_intervals("evaluate_every", "checkpoint_every", "rollouts_every")
-        require(
-            self.max_rows >= 0,
-            f"{name}: max_rows must be 0 or a number of responses, not {self.max_rows}",
-        )
+        super().__post_init__()
         require(
             self.algorithm.online,
             f"{name}: this algorithm learns from given examples; use an sft or preference stage",
@@ -125,15 +103,6 @@ class RLStage(Stage):
     def check_roles(self) -> None:
         """Refuse what is asked for and missing, or given and of no use, before anything is loaded."""
         name, needs = self.name, self.algorithm.needs
-        for what in ("reference_device", "reward_device"):
-            require(
-                getattr(self, what) in ("same", "cpu"),
-                f"{name}: {what} must be same or cpu, not {getattr(self, what)!r}",
-            )
-        require(
-            self.critic_head in HEADS,
-            f"{name}: critic_head must be one of {', '.join(HEADS)}, not {self.critic_head!r}",
-        )
         require(
             not self.critic or self.critic_head == "linear",
             f"{name}: a critic from {self.critic!r} has its head already; leave critic_head out",
@@ -161,11 +130,11 @@ class RLStage(Stage):
             f"{name}: pretraining data is given, but this algorithm does not mix "
             "it in; use ppo with ptx above 0",
         )
-        measured = bool(self.reward_models) and ("reference" in needs or self.watch_kl)
+        measured = bool(self.reward.loads()) and ("reference" in needs or self.watch_kl)
         require(
             not self.measure_problems or measured,
             f"{name}: measure_problems compares reward models with the task's score at a "
-            "KL; give reward_models, and a beta above 0 or watch_kl",
+            "KL; give a reward that loads models, and a beta above 0 or watch_kl",
         )
         idle = self.lora is not None and not self.reference and self.reference_device == "cpu"
         require(
@@ -174,52 +143,11 @@ class RLStage(Stage):
             "leave reference_device out",
         )
         require(
-            self.reward_kind in REWARD_KINDS,
-            f"{name}: reward_kind must be one of {', '.join(REWARD_KINDS)}, not "
-            f"{self.reward_kind!r}",
+            not self.algorithm.learns_steps or self.reward.gives_steps or bool(self.reward.rated),
+            f"{name}: supervision=process learns from the values of steps, and the reward {self.reward.name!r} gives none; "
+            "use reward=process, or supervision=outcome",
         )
-        stepless = bool(self.reward_models) and self.reward_kind != "process" and not self.rated
-        require(
-            not (stepless and self.algorithm.learns_steps),
-            f"{name}: supervision=process learns from the values of steps, and "
-            f"reward_kind={self.reward_kind} gives none; use reward_kind=process, or supervision=outcome",
-        )
-        implicit = self.reward_kind == "implicit" and bool(self.reward_models)
-        require(
-            implicit == bool(self.reward_reference),
-            f"{name}: reward_reference and reward_kind=implicit go together",
-        )
-        alone = implicit and (len(self.reward_models) > 1 or self.reward_device != "same")
-        require(
-            not alone, f"{name}: an implicit reward comes from one model, on the policy's device"
-        )
-        judging = self.reward_kind == "judge" and bool(self.reward_models)
-        require(
-            not judging or len(self.reward_models) == 1,
-            f"{name}: one model judges, not {len(self.reward_models)}",
-        )
-        require(
-            judging or (self.judge_mode, self.judge_rubric) == ("points", ""),
-            f"{name}: judge_mode and judge_rubric are for reward_models with reward_kind=judge",
-        )
-        check_mode(self.judge_mode)
-        lonely = self.judge_mode == "tournament" and (
-            self.algorithm.group_size < 2 or self.measure_problems > 0
-        )
-        require(
-            not lonely,
-            f"{name}: judge_mode=tournament compares the responses to one problem, and there is one alone in a group "
-            "of 1 and for each of measure_problems; use judge_mode=points",
-        )
-        check_rated(name, self.task, self.rated, bool(self.reward_models))
-        require(
-            self.combine in KINDS,
-            f"{name}: combine must be one of {', '.join(KINDS)}, not {self.combine!r}",
-        )
-        require(
-            0 <= self.combine_k < float("inf"),
-            f"{name}: combine_k is a number of deviations, not {self.combine_k}",
-        )
+        self.reward.check(name, self.task, self.algorithm.group_size, self.measure_problems > 0)
 
     def alphabet(self) -> str:
         return alphabet([self.task, *(d.task for d in self.pretraining)])
@@ -238,7 +166,7 @@ class RLStage(Stage):
         )
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
-        rating = rating_of(self.rated, self.make_rating(context, policy))
+        rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)
         # after the others were made: they stand on the same frozen weights, without adapters of the policy
         if self.lora is not None:
             add_adapters(policy.model, self.lora, context.seed)
@@ -351,63 +279,6 @@ class RLStage(Stage):
         if self.lora is not None:
             add_adapters(critic.model, self.lora, context.seed + 1, learning=("score.",))
         return critic
-
-    def make_rating(self, context: Context, policy: Policy) -> Rating | None:
-        """The reward models as a reward, where there are any; a stage that trained several gives them all."""
-        from posttrain.models.offload import OffloadedRating
-        from posttrain.train.implicit import ImplicitRating
-        from posttrain.train.rating import ModelRating, ProcessRating
-
-        if not self.reward_models:
-            return None
-        if self.reward_kind == "implicit":
-            tuned, origin = (
-                load_policy(m, context, self.alphabet())
-                for m in (self.reward_models[0], self.reward_reference)
-            )
-            for one in (tuned, origin):
-                same_vocabulary(self.name, policy, one)
-                one.model.requires_grad_(False)
-            return ImplicitRating(tuned, origin, self.reward_beta, self.optimizer.token_budget)
-        if self.reward_kind == "judge":
-            return self.make_judge(context, policy)
-        places = [place for name in self.reward_models for place in model_places(name, context)]
-        scorers = [load_reward_model(place, context) for place in places]
-        for scorer in scorers:
-            same_vocabulary(self.name, policy, scorer)
-            scorer.model.requires_grad_(False)
-        settings = (
-            scorers,
-            self.combine,
-            self.combine_k,
-            self.optimizer.token_budget,
-            policy.tokenizer,
-        )
-        rating = (
-            ProcessRating(*settings, self.reward_steps)
-            if self.reward_kind == "process"
-            else ModelRating(*settings)
-        )
-        if self.reward_device == "same":
-            return rating
-        models = [scorer.model.to("cpu") for scorer in scorers]
-        return OffloadedRating(rating, models, policy.device)
-
-    def make_judge(self, context: Context, policy: Policy) -> Rating:
-        """A model that judges in words. It reads text, so its vocabulary is its own."""
-        from posttrain.models.offload import OffloadedRating
-        from posttrain.train.judging import JudgeRating, LocalModel
-
-        judge = load_policy(self.reward_models[0], context, self.alphabet())
-        judge.model.requires_grad_(False)
-        rating = JudgeRating(
-            LocalModel(judge, self.optimizer.token_budget), self.judge_mode, self.judge_rubric
-        )
-        return (
-            rating
-            if self.reward_device == "same"
-            else OffloadedRating(rating, [judge.model.to("cpu")], policy.device)
-        )
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples | None:
         """Pretraining text for the mix, with loss on all of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from posttrain.errors import require
+from posttrain.errors import Count, Whole, require
 from posttrain.stages._answers import answers, training_problems
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage
@@ -17,24 +17,24 @@ KINDS = ("written", "rejected", "repeated", "truncated", "failed")  # what becom
 
 @dataclass(frozen=True, kw_only=True)
 class SampleStage(Stage):
-    """`prompts` training problems, `samples` answers to each. Those whose score is at least `least` are kept, no text twice and at most
-    `keep` a problem, best first, and written to `data.jsonl`, which an sft stage reads as `Data(file=NAME)`.
+    """`prompts` training problems, `samples` answers to each. Those whose score is at least `min_score` are kept, no text twice and at
+    most `keep` a problem, best first, and written to `data.jsonl`, which an sft stage reads as `Data(file=NAME)`.
 
-    What is imitated is pi(y | x) restricted to {y: score(x, y) >= least}: the next model may say what this one can, without its errors.
+    What is imitated is pi(y | x) restricted to {y: score(x, y) >= min_score}: the next model may say what this one can, without its
+    errors.
     """
 
     model: str
     task: Task
-    prompts: int = 1000
-    samples: int = 4
-    least: float = 1.0
-    keep: int = 1  # answers to one problem
-    skip: int = 0  # problems to pass over, so that another round sees fresh ones
+    prompts: Count = 1000
+    samples: Count = 4
+    min_score: float = 1.0
+    keep: Count = 1  # answers to one problem
+    skip: Whole = 0  # problems to pass over, so that another round sees fresh ones
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        self.check_positive("prompts", "samples", "keep")
-        require(self.skip >= 0, f"{self.name}: skip must not be negative, not {self.skip}")
+        super().__post_init__()
         equal = self.samples > 1 and self.sampling.temperature == 0
         require(
             not equal,
@@ -72,7 +72,7 @@ class SampleStage(Stage):
                 )
         require(
             bool(lines),
-            f"{self.name}: no answer of {self.model} scored {self.least} or more; lower least, or raise samples",
+            f"{self.name}: no answer of {self.model} scored {self.min_score} or more; lower min_score, or raise samples",
         )
         context.write_lines(self.name, lines, "data.jsonl")
         said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
@@ -90,7 +90,7 @@ class SampleStage(Stage):
         counts["truncated"] += len(group.rollouts) - len(whole)
         scored = [r for r in whole if r.score.value is not None]
         counts["failed"] += len(whole) - len(scored)
-        good = [r for r in scored if r.score.value is not None and r.score.value >= self.least]
+        good = [r for r in scored if r.score.value is not None and r.score.value >= self.min_score]
         counts["rejected"] += len(scored) - len(good)
         best = sorted(good, key=lambda r: -(r.score.value or 0.0))
         kept = list({r.response: r for r in best}.values())[: self.keep]

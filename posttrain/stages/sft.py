@@ -8,7 +8,7 @@ from typing import ClassVar
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Examples
-from posttrain.errors import require
+from posttrain.errors import Count, Interval, require
 from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.monitor.guards import Guards
@@ -28,21 +28,20 @@ class SFTStage(Stage):
 
     model: str
     data: tuple[Data, ...] = ()
-    steps: int = 300
-    batch: int = 32  # examples an optimizer step
+    steps: Count = 300
+    batch: Count = 32  # examples an optimizer step
     max_length: int = 1024
     algorithm: Algorithm = field(default_factory=SFT)
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
     )
-    checkpoint_every: int = 100
+    checkpoint_every: Interval = 100
     guards: Guards = field(default_factory=Guards)
     as_long_as: str = ""
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
     def __post_init__(self) -> None:
-        self.check_positive("steps", "batch")
-        self.check_intervals("checkpoint_every")
+        super().__post_init__()
         require(
             not self.algorithm.online,
             f"{self.name}: this algorithm samples its own data; use an rl stage",

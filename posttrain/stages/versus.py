@@ -6,13 +6,13 @@ import json
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from posttrain.collect import group_metrics, rate_groups, rollout_groups
 from posttrain.data.text import Decoder
-from posttrain.errors import require
+from posttrain.errors import Range, Whole, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import (
     Interval,
@@ -53,20 +53,20 @@ class VersusStage(Stage):
     model: str
     against: str
     task: Task
-    problems: int = 500
+    problems: Annotated[int, Range(ge=2)] = 500
     sampling: Sampling = field(default_factory=Sampling)
     reward_model: str = ""
     judge: str = ""  # a stage, directory or hub name, run here, or the name of a model behind `url`
     url: str = ""
     rubric: str = ""  # a file; "": the default
     cache: str = ""  # a folder that keeps the judge's replies; "": none
-    per_minute: int = 0  # requests to `url`; 0: no limit
+    per_minute: Whole = 0  # requests to `url`; 0: no limit
     prompt_price: float = 0.0  # of a million tokens
     completion_price: float = 0.0
     text: tuple[Data, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.problems > 1, f"{self.name}: problems must be at least 2, not {self.problems}")
+        super().__post_init__()
         require(
             not (self.judge and self.reward_model),
             f"{self.name}: a judge or a reward_model decides, not both",

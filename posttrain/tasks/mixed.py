@@ -12,7 +12,7 @@ from posttrain.errors import require
 from posttrain.rewards.compose import as_score
 from posttrain.tasks._procedural import Procedural, require_split
 from posttrain.tasks.base import Task
-from posttrain.types import Message, Problem, Rating, Rollout, Score
+from posttrain.types import Message, Problem, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,43 +137,3 @@ def _named(name: str, score: Score) -> Score:
 
 async def _later(name: str, score: Awaitable[Score]) -> Score:
     return _named(name, await score)
-
-
-@dataclass(frozen=True)
-class SourceRating:
-    """A model that scores the answers of one source; those of the others keep the score of their own task."""
-
-    source: str
-    rating: Rating
-
-    @property
-    def models(self) -> tuple[Any, ...]:
-        """The networks behind it, for a checkpoint to name them by their weights."""
-        return tuple(getattr(self.rating, "models", ()))
-
-    def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
-        theirs = [rollout.problem.id.partition("/")[0] == self.source for rollout in rollouts]
-        rated = iter(
-            self.rating.rate(
-                [rollout for rollout, own in zip(rollouts, theirs, strict=True) if own]
-            )
-        )
-        return [
-            next(rated) if own else rollout.score
-            for rollout, own in zip(rollouts, theirs, strict=True)
-        ]
-
-
-def rating_of(source: str, rating: Rating | None) -> Rating | None:
-    """The rating for one source alone, where one is named."""
-    return SourceRating(source, rating) if rating is not None and source else rating
-
-
-def check_rated(stage: str, task: Task, source: str, models: bool) -> None:
-    """Refuse a source that is not there, or that no model rates."""
-    known = [each.name for each in task.sources] if isinstance(task, Mixed) else []
-    require(
-        not source or (models and source in known),
-        f"{stage}: rated is a source of a mixed task that reward models score, not "
-        f"{source!r}; the task has {', '.join(known) or 'none'}",
-    )

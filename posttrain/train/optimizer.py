@@ -9,20 +9,15 @@ import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from posttrain.errors import UserError, require
+from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, UserError, require
 
-SCHEDULES, CHECKPOINTING, MOMENTS = (
-    ("constant", "linear", "cosine"),
-    ("auto", "never", "layer"),
-    ("float32", "int8"),
-)
 BLOCK, LEAST = (
     256,
     4096,
@@ -39,48 +34,23 @@ COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:
+class Optimization(Checked):
     """How weights move. The learning rate rises linearly over `warmup` steps, then follows `schedule` down to `final * lr`."""
 
-    lr: float = 1e-6
-    warmup: int = 0
-    schedule: str = "constant"
-    final: float = 0.0  # share of lr at the last step of linear and cosine
-    beta1: float = 0.9
-    beta2: float = 0.99
+    lr: Positive = 1e-6
+    warmup: Annotated[int, Range(ge=0, text="a number of steps")] = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final: Share = 0.0  # share of lr at the last step of linear and cosine
+    beta1: Annotated[float, Range(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Range(ge=0, lt=1)] = 0.99
     epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    token_budget: int = 8192  # tokens in a micro-batch; changes memory, never the gradient
-    checkpointing: str = "auto"  # never, layer (compute activations again in backward), or auto: where memory asks for it
-    moments: str = "float32"  # Adam's, or int8: a quarter of the memory, rounded (needs torchao)
-
-    def __post_init__(self) -> None:
-        require(self.lr > 0, f"lr must be positive, not {self.lr}")
-        require(self.lr < math.inf, f"lr must be finite, not {self.lr}")
-        require(self.warmup >= 0, f"warmup is a number of steps, not {self.warmup}")
-        require(
-            self.schedule in SCHEDULES,
-            f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}",
-        )
-        require(0 <= self.final <= 1, f"final is a share of lr between 0 and 1, not {self.final}")
-        require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 lie in [0, 1)")
-        require(
-            self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}"
-        )
-        require(
-            self.clip_norm > 0, f"clip_norm must be positive (inf for none), not {self.clip_norm}"
-        )
-        require(self.token_budget > 0, f"token_budget must be positive, not {self.token_budget}")
-        ways = ", ".join(CHECKPOINTING)
-        require(
-            self.checkpointing in CHECKPOINTING,
-            f"checkpointing must be one of {ways}, not {self.checkpointing!r}",
-        )
-        require(
-            self.moments in MOMENTS,
-            f"moments must be one of {', '.join(MOMENTS)}, not {self.moments!r}",
-        )
+    weight_decay: NotNegative = 0.0
+    clip_norm: Annotated[float, Range(gt=0, text="positive (inf for none)", infinite=True)] = 1.0
+    token_budget: Count = 8192  # tokens in a micro-batch; changes memory, never the gradient
+    # never, layer (compute activations again in backward), or auto: where memory asks for it
+    checkpointing: Literal["auto", "never", "layer"] = "auto"
+    # Adam's, or int8: a quarter of the memory, rounded (needs torchao)
+    moments: Literal["float32", "int8"] = "float32"
 
     def warning(self, name: str, steps: int) -> str:
         """What is wrong with a warm-up that does not end within `steps` steps; "" where it does. `name` is where the settings stand."""

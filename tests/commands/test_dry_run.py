@@ -98,9 +98,9 @@ def test_a_model_of_a_few_steps_need_not_pass_the_gates() -> None:
     from posttrain.stages.agreement import AgreementStage
     from posttrain.stages.sample import SampleStage
 
-    small, _ = dry.shortened(SampleStage(name="sampled", model="rl", task=TASK, prompts=20, least=1.0))
-    assert small.least == 0.0
-    asked, times = dry.shortened(AgreementStage(name="agree", judge="rl", data="pairs.jsonl", pairs=320, least=0.9))
-    assert (asked.least, asked.pairs, times) == (0.0, dry.FEW, 10.0)
+    small, _ = dry.shortened(SampleStage(name="sampled", model="rl", task=TASK, prompts=20, min_score=1.0))
+    assert small.min_score == 0.0
+    asked, times = dry.shortened(AgreementStage(name="agree", judge="rl", data="pairs.jsonl", pairs=320, min_agreement=0.9))
+    assert (asked.min_agreement, asked.pairs, times) == (0.0, dry.FEW, 10.0)
     rl, _ = dry.shortened(replace(RL, alarms=AlarmSettings(stop=("length",))))
     assert rl.alarms.stop == () and "repetition" in rl.guards.off and "nonfinite" not in rl.guards.off

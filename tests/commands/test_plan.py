@@ -19,6 +19,7 @@ from posttrain.errors import UserError
 from posttrain.models.lora import Lora
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
@@ -51,13 +52,13 @@ def test_a_policy_alone() -> None:
 
 def test_everyone_of_ppo() -> None:
     """The critic has weights, gradients, two moments and activations of its own."""
-    found = items(stage(algorithm=PPO(), reward_models=("a", "b")), judges=1e6)
+    found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a", "b"))), judges=1e6)
     assert found["reference"] == 4.0 * COUNT and found["reward models"] == 1e6
     assert found["critic"] == (4 + 4 + 8) * COUNT + 4.0 * 100 * LAYERS
 
 
 def test_models_on_the_cpu_cost_nothing_there() -> None:
-    found = items(stage(algorithm=PPO(), reward_models=("a",), reference_device="cpu", reward_device="cpu"), judges=1e6)
+    found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a",), device="cpu"), reference_device="cpu"))
     assert "reference" not in found and "reward models" not in found
 
 
@@ -78,12 +79,12 @@ def test_bfloat16_keeps_float32_masters_of_what_learns() -> None:
 
 
 def test_each_way_to_save_is_priced() -> None:
-    one = stage(algorithm=PPO(), reward_models=("a",))
-    (line,) = plan.choices(one, lambda other: plan.rl_memory(other, POLICY, 100, 7.0, 2048.0))
+    one = stage(algorithm=PPO(), reward=RewardModels(models=("a",)))
+    (line,) = plan.choices(one, lambda other: plan.rl_memory(other, POLICY, 100, 7.0, plan.judge_bytes(other, POLICY, {})))
     lora = plan.rl_memory(one, POLICY, 100, 0, 0).total
     lora -= plan.rl_memory(stage(algorithm=PPO(), lora=Lora()), POLICY, 100, 0, 0).total
     assert f"rl.reference_device=cpu saves {plan.size_text(4.0 * COUNT)}" in line
-    assert "rl.reward_device=cpu saves 2.0 KiB" in line
+    assert f"rl.reward.device=cpu saves {plan.size_text(4.0 * COUNT)}" in line
     assert ("rl.lora.rank=16" in line) == (
         lora > 0
     )  # on a model this small, adapters of rank 16 are larger than what they save
@@ -124,13 +125,13 @@ def test_reward_models_by_stage_and_by_directory(tmp_path: Path) -> None:
     class Judges:
         members = 3
 
-    one = stage(algorithm=PPO(), reward_models=("rm", str(tmp_path)))
+    one = stage(algorithm=PPO(), reward=RewardModels(models=("rm", str(tmp_path))))
     assert plan.judge_bytes(one, POLICY, {"rm": Judges()}) == 3 * 4.0 * COUNT + 1000.0  # type: ignore[dict-item]
 
 
 def test_the_plan_of_a_recipe_names_everyone() -> None:
     lines = "\n".join(
-        plan.describe(config.parse("quickstart", ["rl.algorithm=ppo", "rl.reward_models=[sft]", "sft.lora.rank=2"]))
+        plan.describe(config.parse("quickstart", ["rl.algorithm=ppo", "rl.reward=models", "rl.reward.models=[sft]", "sft.lora.rank=2"]))
     )
     assert (
         "critic " in lines and "reward models " in lines and "to save memory on a GPU: rl.reference_device=cpu saves" in lines
@@ -182,7 +183,7 @@ def other_model(folder: Path) -> str:
     [
         {"stage": "rl", "task": {"name": "arithmetic"}, "algorithm": {"name": "grpo", "beta": 0.1}, "reference": "OTHER"},
         {"stage": "rl", "task": {"name": "arithmetic"}, "algorithm": {"name": "ppo"}, "critic": "OTHER"},
-        {"stage": "rl", "task": {"name": "arithmetic"}, "reward_models": ["OTHER"]},
+        {"stage": "rl", "task": {"name": "arithmetic"}, "reward": {"name": "models", "models": ["OTHER"]}},
         {"stage": "preference", "data": ["pairs.jsonl"], "reference": "OTHER"},
         {"stage": "evaluate", "task": {"name": "arithmetic"}, "reference": "OTHER", "sampling": {"temperature": 1.0}},
     ],
@@ -198,8 +199,8 @@ def test_a_model_with_another_vocabulary_is_refused_before_the_run(stage: dict[s
 
 
 def test_a_judge_may_have_another_vocabulary(tmp_path: Path) -> None:
-    tree = {"stage": "rl", "name": "one", "model": "tiny:nano", "task": {"name": "arithmetic"}, "reward_kind": "judge",
-            "reward_models": [other_model(tmp_path / "other")]}  # fmt: skip
+    tree = {"stage": "rl", "name": "one", "model": "tiny:nano", "task": {"name": "arithmetic"},
+            "reward": {"name": "judge", "model": other_model(tmp_path / "other")}}  # fmt: skip
     assert plan.describe(config.from_config({"stages": [tree]}, "test"))
 
 

@@ -76,6 +76,7 @@ def settings(kind: str, directory: Path) -> Any:
     from posttrain.stages._material import Data
     from posttrain.stages.preference import PreferenceStage
     from posttrain.stages.reward_model import RewardModelStage
+    from posttrain.stages.reward_sources import RewardModels
     from posttrain.stages.rl import RLStage
     from posttrain.stages.sft import SFTStage
     from posttrain.tasks.arithmetic import Arithmetic
@@ -127,7 +128,7 @@ def settings(kind: str, directory: Path) -> Any:
         # the reward model of one stage is what the next learns from, and where its critic starts
         "pipeline": (
             replace(reward, steps=3, members=1),
-            replace(rl, steps=3, algorithm=ppo, task=letters(workers=False), reward_models=("reward",), critic="reward"),
+            replace(rl, steps=3, algorithm=ppo, task=letters(workers=False), reward=RewardModels(models=("reward",)), critic="reward"),
         ),
     }[kind]
     keep = 1 if kind == "sft" else 2  # so that a save also removes one

@@ -51,7 +51,7 @@ def mine(**settings: object) -> MineStage:
         "task": Numbers(),
         "prompts": 10,
         "samples": 2,
-        "least": 2,
+        "min_problems": 2,
         "sampling": Sampling(3),
     }
     return MineStage(**(few | settings))  # type: ignore[arg-type]
@@ -79,13 +79,13 @@ def test_failures_are_kept_and_asked_again(tmp_path: Path) -> None:
 
 
 def test_where_nearly_all_is_solved_the_hardest_make_up_for_it(tmp_path: Path) -> None:
-    context = run(tmp_path, mine(task=Numbers(hard=100), least=3))
+    context = run(tmp_path, mine(task=Numbers(hard=100), min_problems=3))
     assert kept(context) == [0, 1, 2]
     with pytest.raises(UserError, match="only 9 of 10 problems could be scored"):
-        run(tmp_path / "two", mine(least=10))
+        run(tmp_path / "two", mine(min_problems=10))
     for bad, words in (
-        ({"most": 1.0}, "most is a share"),
-        ({"samples": 0}, "samples must be positive"),
+        ({"max_solved": 1.0}, "max_solved must be a share of the answers in"),
+        ({"samples": 0}, "samples must be at least 1"),
         ({"skip": -1}, "skip"),
     ):
         with pytest.raises(UserError, match=words):
@@ -113,7 +113,7 @@ def test_chosen_problems_are_the_tasks_own_in_all_else() -> None:
 
 
 def test_problems_survive_the_file(tmp_path: Path) -> None:
-    context = run(tmp_path, mine(task=Arithmetic(level=2), prompts=4, most=0.9))
+    context = run(tmp_path, mine(task=Arithmetic(level=2), prompts=4, max_solved=0.9))
     read = read_problems(str(context.folder("mine") / "data.jsonl"))
     source = Arithmetic(level=2).problems("train")
     assert read == [source[n] for n in range(4)]

@@ -27,6 +27,7 @@ from posttrain.stages._material import Data, alphabet
 from posttrain.stages._measure import kl_to, proxy_gold_kl
 from posttrain.stages.base import Context, Stage, run_stages
 from posttrain.stages.overoptimisation import OveroptimisationStage, said, verdict
+from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.tasks import sentiment as annotator
 from posttrain.tasks.reviews import Reviews
@@ -76,7 +77,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UserError, match="measure_problems compares reward models"):
         RLStage(**{**common, "name": "rl"}, measure_problems=10)
     with pytest.raises(UserError, match="measure_problems compares reward models"):
-        RLStage(**{**common, "name": "rl"}, measure_problems=10, reward_models=("r",), algorithm=GRPO(beta=0.0))
+        RLStage(**{**common, "name": "rl"}, measure_problems=10, reward=RewardModels(models=("r",)), algorithm=GRPO(beta=0.0))
 
 
 def run(recipe: Recipe, folder: Path, **changes: dict[str, Any]) -> Context:

@@ -15,6 +15,7 @@ import pytest
 
 from posttrain import cli, config, pipeline
 from posttrain.errors import UserError
+from posttrain.runs.layout import FORMAT
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 
@@ -105,12 +106,12 @@ BAD = {
     "run quickstart rl.algorithm=gropo": "did you mean 'grpo'",
     "run quickstart rl.task=arithmetics": "did you mean 'arithmetic'",
     "run quickstart rl.lr=fast": "rl.optimizer.lr",
-    "run quickstart rl.lr=-1": "lr must be positive",
+    "run quickstart rl.lr=-1": "lr must be above 0",
     "run quickstart rl.steps=2.5": "rl.steps",
     "run quickstart rl.group=1": "a group of one is its own baseline",
     "run quickstart rl.top_p=0.9": "top_k and top_p are refused in training",
     "run quickstart rl.temperature=0": "temperature above 0",
-    "run quickstart sft.schedule=wavy": "constant, linear, cosine",
+    "run quickstart sft.schedule=wavy": "'constant', 'linear' or 'cosine'",
     "run quickstart device=cuda:9": "torch sees no CUDA device",
     "run missing.yaml": "does not exist",
     "resume nowhere": "no run in nowhere",
@@ -166,6 +167,18 @@ def test_control_c_stops_at_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert f"posttrain resume {directory}" in error and "stopped after step" in error
     assert list((directory / "checkpoints" / "sft").glob("step-*/manifest.json"))
+
+
+@pytest.mark.parametrize("arguments", [["resume"], ["run", "quickstart", "again=true"], ["run", "quickstart", "only=sft"]])
+def test_a_run_of_another_format_is_not_continued(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the first edition left it: a configuration without a number."""
+    directory = tmp_path / "old"
+    with RunWriter.create(directory, {"name": "old", "seed": 0, "stages": []}):
+        pass
+    command = [*arguments, str(directory)] if arguments[0] == "resume" else [*arguments, f"out={directory}"]
+    assert cli.main(command) == 2
+    assert f"{directory} was written by another version of posttrain (format 1; this one continues 2)" in capsys.readouterr().err
+    assert Run(directory).config["name"] == "old", "but it can be read"
 
 
 def test_a_yaml_file_says_the_same_as_the_command_line(tmp_path: Path) -> None:
@@ -247,7 +260,7 @@ def test_two_stages_of_one_name_are_refused(name: str, tmp_path: Path, capsys: p
     text = "stages:\n" + "".join(f"- {stage.replace('PROBLEMS', '2')}\n" for stage in TWICE[name])
     (tmp_path / "twice.yaml").write_text(text)
     RunWriter.create(tmp_path / "old", {}).close()
-    (tmp_path / "old" / "config.yaml").write_text(text)
+    (tmp_path / "old" / "config.yaml").write_text(f"format: {FORMAT}\n{text}")
     out = f"out={tmp_path / 'run'}"
     for words in (
         ["run", str(tmp_path / "twice.yaml"), out],
@@ -272,7 +285,7 @@ def test_seeds_that_no_resume_could_take_up_are_refused_at_once(
     (tmp_path / "seed.yaml").write_text(f"recipe: quickstart\nseed: {seed}\n")
     RunWriter.create(tmp_path / "old", {}).close()
     (tmp_path / "old" / "config.yaml").write_text(
-        f"seed: {seed}\nstages:\n- {ONE.replace('NAME', 'x').replace('PROBLEMS', '2')}\n"
+        f"format: {FORMAT}\nseed: {seed}\nstages:\n- {ONE.replace('NAME', 'x').replace('PROBLEMS', '2')}\n"
     )
     out = f"out={tmp_path / 'run'}"
     mine, old = str(tmp_path / "seed.yaml"), str(tmp_path / "old")

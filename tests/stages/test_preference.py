@@ -138,10 +138,10 @@ REFUSED = [
     ({"algorithm": {"name": "sft"}}, "does not look at preferences"),
     ({"algorithm": {"name": "reward_model"}}, "trains a scorer; use a reward_model stage"),
     ({"algorithm": {"name": "simpo"}, "reference": "tiny:nano"}, "reference is given, but this algorithm has no use for one"),
-    ({"steps": 0}, "steps must be positive"),
+    ({"steps": 0}, "steps must be at least 1"),
     ({"data": []}, "give at least one JSONL file"),
-    ({"held_out": 1.0}, "held_out is a share of the prompts"),
-    ({"reference_device": "gpu"}, "reference_device must be same or cpu"),
+    ({"held_out": 1.0}, "held_out must be a share of the prompts"),
+    ({"reference_device": "gpu"}, "reference_device: input should be 'same' or 'cpu'"),
     ({"held_in": 1}, "did you mean 'held_out'"),
 ]
 

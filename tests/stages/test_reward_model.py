@@ -258,11 +258,11 @@ def test_pairs_about_one_prompt_are_one_observation() -> None:
     ("changes", "words"),
     [
         ({"data": ()}, "give at least one JSONL file"),
-        ({"steps": 0}, "steps must be positive, not 0"),
-        ({"members": 0}, "members must be positive"),
-        ({"held_out": 1.0}, r"held_out is a share of the prompts in \[0, 1\), not 1.0"),
+        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"members": 0}, "members must be at least 1"),
+        ({"held_out": 1.0}, r"held_out must be a share of the prompts in \[0, 1\), not 1.0"),
         ({"held_out": 0.0, "min_accuracy": 0.6}, "min_accuracy is judged on held-out data"),
-        ({"min_accuracy": 1.5}, "min_accuracy must lie in"),
+        ({"min_accuracy": 1.5}, "min_accuracy must be in"),
         ({"algorithm": SFT()}, "this algorithm trains a policy"),
     ],
 )

@@ -72,7 +72,7 @@ def test_what_is_kept_by_hand() -> None:
         ("bad", 0.1, "stop"), ("cut", 1.0, "length"), ("?", None, "stop"),
     )  # fmt: skip
     counts = dict.fromkeys(KINDS, 0)
-    kept = sample(samples=7, least=0.7, keep=2).chosen(answers, counts)
+    kept = sample(samples=7, min_score=0.7, keep=2).chosen(answers, counts)
     assert [r.response for r in kept] == ["best", "ok"]
     assert counts == {"written": 2, "rejected": 1, "repeated": 2, "truncated": 1, "failed": 1}
 
@@ -97,8 +97,8 @@ def test_where_nothing_is_good_enough_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"sampled: no answer of tiny:nano scored 1.0 or more"):
         run(tmp_path, sample(task=Length(good=0.9)))
     for bad, words in (
-        ({"samples": 0}, "samples must be positive"),
-        ({"keep": 0}, "keep must be positive"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"keep": 0}, "keep must be at least 1"),
         ({"skip": -1}, "skip must not be negative"),
         ({"sampling": Sampling(4, temperature=0.0)}, "all the same"),
     ):
@@ -118,7 +118,7 @@ def test_a_plan_prices_a_stage_whose_data_is_not_there_yet() -> None:
 
 def tiny(stage: Stage) -> Stage:
     """The stage as it is, with next to no work."""
-    few = {"steps": 1, "batch": 4, "prompts": 4, "problems": 4, "least": 0.0, "min_accuracy": 0.0, "sampling": Sampling(8)}
+    few = {"steps": 1, "batch": 4, "prompts": 4, "problems": 4, "min_score": 0.0, "min_accuracy": 0.0, "sampling": Sampling(8)}
     names = {f.name for f in fields(stage)}
     changed: dict[str, object] = {k: v for k, v in few.items() if k in names and not isinstance(getattr(stage, k), str)}
     if isinstance(stage, SFTStage):

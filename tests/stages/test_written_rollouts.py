@@ -16,6 +16,7 @@ from posttrain.algorithms.raft import RAFT
 from posttrain.collect import Collected, Rollouts
 from posttrain.commands import inspect
 from posttrain.runs.read import Run
+from posttrain.stages.reward_sources import RewardModels
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch
 from tests.stages.test_rl import judges, run, stage  # noqa: F401  (judges is a fixture)
@@ -50,7 +51,7 @@ def test_arrays_are_those_of_their_rollout_and_of_its_training(
 
     monkeypatch.setattr(Rollouts, "collect", collecting)
     monkeypatch.setattr(Trainer, "update", updating)
-    directory = run(tmp_path / "run", stage(algorithm=algorithm, reward_models=judges, steps=3))
+    directory = run(tmp_path / "run", stage(algorithm=algorithm, reward=RewardModels(models=judges), steps=3))
     for number, (collected, trained) in enumerate(steps, 1):
         rollouts = [r for g in collected.groups for r in g.rollouts]
         first = trained[: algorithm.reuse[1]]
@@ -78,7 +79,8 @@ def test_what_was_left_out_is_shown_as_text(
     tmp_path: Path,
 ) -> None:
     """Of a rollout that was not selected there are no figures by token; it is not shown with those of another."""
-    directory = run(tmp_path / "run", stage(algorithm=RAFT(group=4, share=0.25), reward_models=judges, steps=1, prompts=1))
+    one = stage(algorithm=RAFT(group=4, share=0.25), reward=RewardModels(models=judges), steps=1, prompts=1)
+    directory = run(tmp_path / "run", one)
     arrays = Run(directory).arrays("rl", 1)
     assert arrays is not None
     lengths = np.diff(arrays.starts).tolist()

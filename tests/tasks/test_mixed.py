@@ -11,12 +11,11 @@ from sampler_for_tests import ScriptedSampler, completion
 
 from posttrain import config
 from posttrain.errors import UserError
-from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task, validate
-from posttrain.tasks.mixed import Mixed, Source, rating_of
+from posttrain.tasks.mixed import Mixed, Source
 from posttrain.tasks.reviews import Reviews
-from posttrain.types import Message, Problem, Rollout, Sampling, Score, Segment
+from posttrain.types import Message, Problem, Sampling, Score
 
 SUMS, REVIEWS = Arithmetic(level=2), Reviews()
 BOTH = Mixed((Source(name="sums", task=SUMS, weight=2), Source(name="reviews", task=REVIEWS)))
@@ -77,43 +76,6 @@ def test_groups_processes_and_prompts_are_those_of_the_source() -> None:
     assert task.prompt(long)[0].content == "train/0"
     assert task.isolated and task.seconds == 10.0 and not BOTH.isolated
     assert task.alphabet is None
-
-
-class Louder:
-    """Rates a response by its length, and remembers what it was asked."""
-
-    models = ("network",)
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        self.asked += [r.problem.id for r in rollouts]
-        return [Score(float(len(r.response))) for r in rollouts]
-
-
-def test_a_model_rates_one_source_and_the_others_keep_their_own_score() -> None:
-    problems = BOTH.problems("train")[:6]
-    texts = ("#1", BOTH.demonstration(problems[1]), "abc", "", "", "x")
-    rollouts = [
-        Rollout(p, 0, (Segment(np.array([1]), text, True),), BOTH.score(p, text))
-        for p, text in zip(problems, texts, strict=True)
-    ]
-    louder = Louder()
-    rating = rating_of("reviews", louder)
-    assert rating is not None
-    assert [s.value for s in rating.rate(rollouts)] == [0.0, 1.0, 3.0, 0.0, 0.0, 1.0]
-    assert louder.asked == [rollouts[2].problem.id, rollouts[5].problem.id]
-    assert getattr(rating, "models", ()) == ("network",), "a checkpoint names them"
-    assert rating_of("", louder) is louder and rating_of("reviews", None) is None
-
-
-def test_an_rl_stage_rates_only_what_there_is() -> None:
-    few = {"name": "rl", "model": "tiny:nano", "reward_models": ("judge",)}
-    assert RLStage(**few, task=BOTH, rated="reviews").rated == "reviews"  # type: ignore[arg-type]
-    for task, models, rated in ((BOTH, ("judge",), "poems"), (SUMS, ("judge",), "sums"), (BOTH, (), "reviews")):
-        with pytest.raises(UserError, match=rf"rl: rated is a source of a mixed task that reward models score, not '{rated}'"):
-            RLStage(**(few | {"reward_models": models}), task=task, rated=rated)  # type: ignore[arg-type]
 
 
 def test_settings_are_checked_and_travel_as_plain_data() -> None:

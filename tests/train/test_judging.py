@@ -25,6 +25,7 @@ from posttrain.rewards._asking import Form
 from posttrain.rewards.judge import CANARIES, SCORE, VERDICT, Judge, Verdict
 from posttrain.runs.read import Run
 from posttrain.stages.agreement import AgreementStage
+from posttrain.stages.reward_sources import JudgeReward
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.judging import JudgeRating, LocalModel, harmless
@@ -34,7 +35,7 @@ from posttrain.types import Problem, Rollout, Sampling, Score, Segment
 torch.set_num_threads(1)
 TOKENIZER = character_tokenizer(string.printable)
 MARK = "#"
-TOURNAMENT = {"reward_models": ("a",), "reward_kind": "judge", "judge_mode": "tournament"}
+TOURNAMENT = {"reward": JudgeReward(model="a", mode="tournament")}
 
 
 def number(token: str) -> int:
@@ -226,7 +227,7 @@ def test_a_run_is_rewarded_by_a_judge(saved: str, tmp_path: Path) -> None:
     stage = RLStage(
         name="rl", model="tiny:nano", task=Arithmetic(level=1), steps=2, prompts=2, algorithm=GRPO(group=4, beta=0.0),
         sampling=Sampling(6), optimizer=Optimization(lr=1e-3), rollouts_every=1, evaluate_every=0, checkpoint_every=10,
-        reward_models=(saved,), reward_kind="judge", judge_rubric=str(rubric),
+        reward=JudgeReward(model=saved, rubric=str(rubric)),
     )  # fmt: skip
     found = Run(run(tmp_path / "run", stage))
     rows = [r for step in (1, 2) for r in found.rollouts("rl", step)]
@@ -247,15 +248,12 @@ def test_agreement_with_people_is_reported(saved: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (directory / "stages" / "people" / "verdicts.jsonl").read_text().splitlines()]
     assert len(lines) == 4 and {line["judge"] for line in lines} == {"tie"} and {line["people"] for line in lines} == {"A", "B"}
     with pytest.raises(GuardStop, match=r"agrees with people on 0.0% of the pairs, less than 60.0%"):
-        run(tmp_path / "gate", AgreementStage(name="people", data=str(file), judge=saved, least=0.6))
+        run(tmp_path / "gate", AgreementStage(name="people", data=str(file), judge=saved, min_agreement=0.6))
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"reward_models": ("a", "b"), "reward_kind": "judge"}, "one model judges, not 2"),
-        ({"judge_mode": "group"}, "judge_mode and judge_rubric are for"),
-        ({"reward_models": ("a",), "reward_kind": "judge", "judge_mode": "x"}, "mode is one of"),
         ({**TOURNAMENT, "algorithm": PPO(group=1)}, "tournament compares the responses to one problem"),
         ({**TOURNAMENT, "measure_problems": 5, "watch_kl": True}, "tournament compares the responses to one problem"),
     ],

@@ -1,0 +1,330 @@
+"""Where the reward of an rl stage comes from: the task's own score, reward models, a judge, or a weighted mix of them.
+
+In a recipe: `reward: {name: models, models: [reward]}`; on the command line `rl.reward=models rl.reward.models=[reward]`. A class of
+your own is named as `file.py:MyReward`. Whatever the source, the task's own score is reported beside it as `reward/task`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from posttrain.errors import Checked, NotNegative, Positive, Range, require
+from posttrain.rewards.compose import combined
+from posttrain.stages._material import alphabet
+from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
+from posttrain.tasks.base import Task
+from posttrain.tasks.mixed import Mixed
+from posttrain.types import Rating, Rollout, Score
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from posttrain.models.policy import Policy
+
+Device = Literal["same", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSource(Checked, ABC):
+    """A source of rewards. Its fields are its settings; `name` is what a recipe calls it."""
+
+    name: ClassVar[str] = ""
+    apart: ClassVar[bool] = True  # its keys are set by their path alone: rl.reward.k
+    gives_steps: ClassVar[bool] = False  # whether its scores have values of steps
+
+    # of a mixed task, the source whose answers are scored; those of the others keep their own task's score
+    rated: str = ""
+
+    def loads(self) -> tuple[str, ...]:
+        """The models that it asks: stages, directories or hub names."""
+        return ()
+
+    def reads_ids(self) -> tuple[str, ...]:
+        """Those of them that are given the policy's tokens, and so must have its vocabulary."""
+        return self.loads()
+
+    def on_device(self) -> tuple[str, ...]:
+        """Those that stay on the policy's device between two calls, where they take memory."""
+        return self.loads()
+
+    def offloaded(self) -> RewardSource | None:
+        """The same with its models on the CPU between calls, set as `device=cpu`; None where there is no such setting."""
+        return None
+
+    def check(self, where: str, task: Task, group: int, alone: bool) -> None:
+        """Refuse what does not fit the stage. `group` responses answer one problem; with `alone`, single ones are rated too."""
+        known = [source.name for source in task.sources] if isinstance(task, Mixed) else []
+        require(
+            not self.rated or (bool(self.loads()) and self.rated in known),
+            f"{where}: reward.rated is a source of a mixed task that models score, not {self.rated!r}; the task has "
+            f"{', '.join(known) or 'none'}",
+        )
+
+    def make(
+        self, context: Context, policy: Policy, where: str, token_budget: int
+    ) -> Rating | None:
+        """The models, loaded, as a rating of rollouts; None: the task's own score is the reward. `where` names the stage."""
+        rating = self.rating(context, policy, where, token_budget)
+        return SourceRating(self.rated, rating) if rating is not None and self.rated else rating
+
+    @abstractmethod
+    def rating(
+        self, context: Context, policy: Policy, where: str, token_budget: int
+    ) -> Rating | None:
+        """As `make`, for all rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReward(RewardSource):
+    """The score of the task itself."""
+
+    name: ClassVar[str] = "task"
+    gives_steps: ClassVar[bool] = True  # where the task has them
+
+    def rating(
+        self, context: Context, policy: Policy, where: str, token_budget: int
+    ) -> Rating | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scorers(RewardSource):
+    """Reward models, each a stage (which may have trained several) or a directory, combined as rewards/ensemble.py says: mean, worst,
+    or the mean less `k` standard deviations. `device=cpu` keeps them on the CPU between calls."""
+
+    models: tuple[str, ...]
+    combine: Literal["mean", "worst", "mean_minus"] = "mean"
+    k: NotNegative = 1.0
+    device: Device = "same"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.models), "models: name at least one reward model")
+
+    def loads(self) -> tuple[str, ...]:
+        return self.models
+
+    def on_device(self) -> tuple[str, ...]:
+        return self.models if self.device == "same" else ()
+
+    def offloaded(self) -> RewardSource:
+        return replace(self, device="cpu")
+
+    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
+        from posttrain.stages.rl import same_vocabulary
+
+        places = [place for name in self.models for place in model_places(name, context)]
+        scorers = [load_reward_model(place, context) for place in places]
+        for scorer in scorers:
+            same_vocabulary(where, policy, scorer)
+            scorer.model.requires_grad_(False)
+        settings = (scorers, self.combine, self.k, token_budget, policy.tokenizer)
+        return placed(self.scored(settings), [s.model for s in scorers], self.device, policy)
+
+    @abstractmethod
+    def scored(self, settings: tuple[Any, ...]) -> Rating:
+        """The rating of loaded scorers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModels(_Scorers):
+    """Outcome reward models: one score for a whole response."""
+
+    name: ClassVar[str] = "models"
+
+    def scored(self, settings: tuple[Any, ...]) -> Rating:
+        from posttrain.train.rating import ModelRating
+
+        return ModelRating(*settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRewardModels(_Scorers):
+    """Process reward models: a value for every step, and for the response that of its worst step. `steps` is what ends a step: a text
+    or, as token:TEXT, one token."""
+
+    name: ClassVar[str] = "process"
+    gives_steps: ClassVar[bool] = True
+
+    steps: str = "\n"
+
+    def scored(self, settings: tuple[Any, ...]) -> Rating:
+        from posttrain.train.rating import ProcessRating
+
+        return ProcessRating(*settings, self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplicitReward(RewardSource):
+    """What a model tuned by DPO has learned to prefer: beta (log pi(y | x) - log pi_ref(y | x)), where `reference` is the model that
+    it was tuned from and `beta` that of its training."""
+
+    name: ClassVar[str] = "implicit"
+
+    model: str
+    reference: str
+    beta: Positive = 0.1
+
+    def loads(self) -> tuple[str, ...]:
+        return (self.model, self.reference)
+
+    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
+        from posttrain.stages.rl import same_vocabulary
+        from posttrain.train.implicit import ImplicitRating
+
+        tuned, origin = (load_policy(name, context, alphabet([])) for name in self.loads())
+        for one in (tuned, origin):
+            same_vocabulary(where, policy, one)
+            one.model.requires_grad_(False)
+        return ImplicitRating(tuned, origin, self.beta, token_budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeReward(RewardSource):
+    """A model that judges in words (rewards/judge.py), asked in this process. It reads text, so its vocabulary is its own. `mode`:
+    points for each response, for a group of them at once, or a tournament; `rubric` is a file that says what is good."""
+
+    name: ClassVar[str] = "judge"
+
+    model: str
+    mode: Literal["points", "group", "tournament"] = "points"
+    rubric: str = ""  # "": the default
+    device: Device = "same"  # cpu: it comes to the policy's device only when it is asked
+
+    def loads(self) -> tuple[str, ...]:
+        return (self.model,)
+
+    def reads_ids(self) -> tuple[str, ...]:
+        return ()
+
+    def on_device(self) -> tuple[str, ...]:
+        return (self.model,) if self.device == "same" else ()
+
+    def offloaded(self) -> RewardSource:
+        return replace(self, device="cpu")
+
+    def check(self, where: str, task: Task, group: int, alone: bool) -> None:
+        super().check(where, task, group, alone)
+        require(
+            self.mode != "tournament" or (group > 1 and not alone),
+            f"{where}: reward.mode=tournament compares the responses to one problem, and there is one alone in a group "
+            "of 1 and for each of measure_problems; use reward.mode=points",
+        )
+
+    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
+        from posttrain.train.judging import JudgeRating, LocalModel
+
+        judge = load_policy(self.model, context, alphabet([]))
+        judge.model.requires_grad_(False)
+        rating = JudgeRating(LocalModel(judge, token_budget), self.mode, self.rubric)
+        return placed(rating, [judge.model], self.device, policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Checked):
+    """A source in a mix, with the factor of its value. Its value is reported as `reward/LABEL`; "" is the source's name."""
+
+    reward: RewardSource
+    weight: Annotated[float, Range()] = 1.0
+    label: str = ""
+
+    @property
+    def part(self) -> str:
+        return self.label or self.reward.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedReward(RewardSource):
+    """A weighted sum of sources: r = sum_i weight_i r_i. A response that one of them cannot score has no score."""
+
+    name: ClassVar[str] = "mix"
+
+    parts: tuple[Weighted, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.parts), "parts: give at least one, such as {reward: {name: task}}")
+        labels = [part.part for part in self.parts]
+        require(
+            len(set(labels)) == len(labels),
+            f"parts: {', '.join(labels)} must differ; give each a label of its own",
+        )
+        nested = [part.part for part in self.parts if part.reward.rated]
+        require(
+            not nested, f"parts: {', '.join(nested)}: set rated of the mix, not of a part of it"
+        )
+
+    def loads(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.reward.loads())
+
+    def reads_ids(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.reward.reads_ids())
+
+    def on_device(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.reward.on_device())
+
+    def check(self, where: str, task: Task, group: int, alone: bool) -> None:
+        super().check(where, task, group, alone)
+        for part in self.parts:
+            part.reward.check(where, task, group, alone)
+
+    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
+        made = [part.reward.make(context, policy, where, token_budget) for part in self.parts]
+        return MixedRating(self.parts, tuple(made))
+
+
+@dataclass(frozen=True)
+class SourceRating:
+    """A rating of one source of a mixed task; the answers of the others keep the score of their own task."""
+
+    source: str
+    rating: Rating
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The networks, for a checkpoint to name them by their weights."""
+        return tuple(getattr(self.rating, "models", ()))
+
+    def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        own = [rollout.problem.id.partition("/")[0] == self.source for rollout in rollouts]
+        rated = iter(self.rating.rate([r for r, mine in zip(rollouts, own, strict=True) if mine]))
+        return [next(rated) if mine else r.score for r, mine in zip(rollouts, own, strict=True)]
+
+
+@dataclass(frozen=True)
+class MixedRating:
+    """The weighted sum of several ratings, where None is the score that a rollout already has: its task's own."""
+
+    parts: Sequence[Weighted]
+    ratings: Sequence[Rating | None]
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The networks, for a checkpoint to name them by their weights."""
+        return tuple(model for one in self.ratings for model in getattr(one, "models", ()))
+
+    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        by_part = [
+            [r.score for r in rollouts] if rating is None else rating.rate(rollouts)
+            for rating in self.ratings
+        ]
+        return [self.score(scores) for scores in zip(*by_part, strict=True)]
+
+    def score(self, scores: Sequence[Score]) -> Score:
+        named = {part.part: score for part, score in zip(self.parts, scores, strict=True)}
+        value = sum(part.weight * (named[part.part].value or 0.0) for part in self.parts)
+        inner = {name: value for score in scores for name, value in score.parts.items()}
+        found = combined(named, value)
+        return replace(found, parts={**inner, **found.parts}) if found.valid else found
+
+
+def placed(rating: Rating, models: list[nn.Module], device: Device, policy: Policy) -> Rating:
+    """The rating with its models where the setting wants them between calls."""
+    from posttrain.models.offload import OffloadedRating
+
+    if device == "same":
+        return rating
+    return OffloadedRating(rating, [model.to("cpu") for model in models], policy.device)
