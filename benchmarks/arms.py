@@ -105,6 +105,7 @@ def ours(settings: Settings) -> None:
     from posttrain.data.curriculum import Curriculum, CurriculumState
     from posttrain.engine.engine import Engine
     from posttrain.models.policy import wrap_model
+    from posttrain.runs.metrics import merge
     from posttrain.train.optimizer import Optimization
     from posttrain.train.trainer import Trainer
     from posttrain.types import Sampling
@@ -132,7 +133,7 @@ def ours(settings: Settings) -> None:
         trainer.update(algorithm.prepare(collected.batch, {}), settings.lr)
         number += 1
         engine.publish(number)
-        return clock.take() | {"generation": collected.seconds["generate"], "step": time.perf_counter() - began}
+        return clock.take() | {"generation": merge(collected.metrics)["seconds/generate"], "step": time.perf_counter() - began}
 
     serve(line, one_step, model, tokenizer)
 

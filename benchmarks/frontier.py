@@ -72,19 +72,19 @@ def policy_in(folder: str) -> Any:
 
 def sampled(root: Path, policy: Any, split: str, prompts: int, group: int, seed: int) -> list[Any]:
     """Groups of a policy's samples: the value is the proxy, the part `task` is the gold."""
-    from posttrain.collect import rate_groups, rollout_groups
+    from posttrain.collect import rate_groups
     from posttrain.data.text import Decoder
     from posttrain.engine.engine import Engine
+    from posttrain.episodes import rollout_groups
     from posttrain.models.scorer import load_scorer
     from posttrain.tasks.reviews import Reviews
     from posttrain.train.rating import ModelRating
     from posttrain.types import Sampling
 
-    seconds = {"generate": 0.0, "score": 0.0}
     task, decoder = Reviews(), Decoder(policy.tokenizer)
     problems, engine = task.problems(split)[:prompts], Engine(policy, processes=1)
-    groups = rollout_groups(task, engine, policy.tokenizer, decoder, problems, group, Sampling(120), seed, seconds)
-    return rate_groups(ModelRating([load_scorer(place(root, "reward"))]), groups, seconds)
+    groups = rollout_groups(task, engine, decoder, problems, group, Sampling(120), seed)
+    return rate_groups(ModelRating([load_scorer(place(root, "reward"))]), groups)
 
 
 def online(root: Path, folder: Path, algorithm: Any, steps: int, seed: int) -> list[dict[str, float]]:

@@ -59,16 +59,14 @@ LEARNED = 2.0  # standard errors by which the gold of a run that learned has ris
 class Measured(RLStage):
     """An RL stage whose held-out figure is the gold of sampled answers."""
 
-    def evaluate(self, sampler: Any, tokenizer: Any, seed: int) -> dict[str, float]:
-        from posttrain.collect import rollout_groups
+    def evaluate(self, sampler: Any, tokenizer: Any, context: Any) -> dict[str, float]:
         from posttrain.data.text import Decoder
+        from posttrain.episodes import rollout_groups
 
         source = self.task.problems("test")
         problems = [source[n % len(source)] for n in range(HELD_OUT)]
-        seconds = {"generate": 0.0, "score": 0.0}
-        groups = rollout_groups(
-            self.task, sampler, tokenizer, Decoder(tokenizer), problems, 1, self.sampling, 12345, seconds
-        )  # fmt: skip
+        decoder = Decoder(tokenizer)
+        groups = rollout_groups(self.task, sampler, decoder, problems, 1, self.sampling, 12345, context.workers)
         golds = [gold_of(r.score) for g in groups for r in g.rollouts]
         mean = sum(golds) / len(golds)
         variance = sum((gold - mean) ** 2 for gold in golds) / (len(golds) - 1)

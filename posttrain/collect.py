@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
-import numpy as np
 import torch
 
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import CurriculumState
 from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
+from posttrain.episodes import EPISODE_FAILED, Seconds, rollout_groups
 from posttrain.events import Events
-from posttrain.scoring import Workers, score_group
+from posttrain.runs.metrics import failure_kind, group_metrics
+from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.types import (
@@ -32,21 +31,13 @@ from posttrain.types import (
     Problem,
     Rating,
     Request,
-    Rollout,
     Sampler,
     Sampling,
-    Score,
-    Segment,
 )
 
 Item = Example | tuple[Example, ...]
 MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on with what it has
 MAX_SECONDS = 1800.0  # a step that has sampled for so long does not ask again
-# words by which a model doubts what it wrote: R1-Zero's "aha"
-REFLECTION = re.compile(
-    r"\b(?:wait|hmm+|mistake|(?:re|double)-?check|let me (?:check|verify|re-?\w+)|on second thought)\b",
-    re.I,
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +47,6 @@ class Collected:
     batch: Batch
     groups: tuple[Group, ...] = ()
     metrics: tuple[Metric, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Examples:
@@ -109,24 +99,23 @@ class Rollouts:
         device: torch.device,
         rating: Rating | None = None,
         events: Events | None = None,
+        workers: WorkerPool | None = None,
+        problems: Mapping[int, Sequence[Problem]] | None = None,
     ):
-        self.rating, self.events = rating, events or Events()
-        self.task, self.sampler, self.tokenizer, self.curriculum_state = (
-            task,
-            sampler,
-            tokenizer,
-            curriculum_state,
-        )
+        self.rating, self.events, self.workers = rating, events or Events(), workers
+        self.task, self.sampler, self.decoder = task, sampler, Decoder(tokenizer)
         self.prompts, self.sampling, self.seed, self.device = prompts, sampling, seed, device
-        self.decoder = Decoder(tokenizer)
-        self.problems = {level: task.problems("train", level) for level in task.levels}
+        # by level; those of the task, unless others are given
+        self.problems = problems or {n: task.problems("train", n) for n in task.levels}
+        self.curriculum_state = curriculum_state
         self.reported: set[str] = set()  # kinds of failures, each of which is a message once
         for text in task.ready():
             self.events.emit("message", text)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         """Draw, sample, score; let the algorithm select, and ask again while it wants more."""
-        seconds = {"generate": 0.0, "score": 0.0}
+        seconds = Seconds()
+        ordered = self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         groups: list[Group] = []
         began = time.monotonic()
         wanted = self.prompts
@@ -137,20 +126,21 @@ class Rollouts:
             fresh = rollout_groups(
                 self.task,
                 self.sampler,
-                self.tokenizer,
                 self.decoder,
                 problems,
                 algorithm.group_size,
                 self.sampling,
                 derive(self.seed, step, attempt),
+                self.workers,
                 seconds,
+                ordered,
             )
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
             self.mention_steps(algorithm, groups)
             selection = algorithm.select(groups, state)
-            wanted = min(
-                selection.refill, self.prompts - len(selection.groups)
-            )  # never more than are missing
+            # never more than are missing; a problem has one group of each role
+            kept = max(Counter(g.role for g in selection.groups).values(), default=0)
+            wanted = min(selection.refill, self.prompts - kept)
             if wanted <= 0 or time.monotonic() - began > MAX_SECONDS:
                 break
         together = algorithm.unit in ("pair", "ranking")
@@ -169,13 +159,14 @@ class Rollouts:
         metrics = (
             *selection.metrics,
             *group_metrics(groups),
+            *seconds.metrics(),
             Metric("level", self.curriculum_state.level, 1),
         )
         if (
             failed := self.sampler.statistics.failed_workers
         ):  # their work was done here, more slowly
             metrics += (Metric("failed_workers", failed, None),)
-        return Collected(batch, tuple(groups), metrics, seconds)
+        return Collected(batch, tuple(groups), metrics)
 
     def mention_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
         """Say once that there are values of steps which are not learned from."""
@@ -283,156 +274,26 @@ def places(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:
     return [number[id(rollout.segments)] for group in selected for rollout in group.rollouts]
 
 
-def rollout_groups(
-    task: Task,
-    sampler: Sampler,
-    tokenizer: object,
-    decoder: Decoder,
-    problems: Sequence[Problem],
-    group: int,
-    sampling: Sampling,
-    seed: int,
-    seconds: dict[str, float] | None = None,
-) -> list[Group]:
-    """Sample `group` responses to each problem and score them. Randomness belongs to (seed, problem's place, sample). The time it took
-    is added to `seconds`.
-
-    Rewards of an `isolated` task are computed in worker processes while later groups are still being written.
-    """
-    began, problems = (
-        time.perf_counter(),
-        list(problems),
-    )  # a lazy sequence would make each of them anew
-    prompts = [render_prompt(tokenizer, task.prompt(p), f"problem {p.id}") for p in problems]
-    asked = [Prompt(ids, group, derive(seed, n), sampling) for n, ids in enumerate(prompts)]
-    written: list[list[tuple[Segment, Segment]]] = []
-    scores: list[Sequence[Score] | None] = []  # of each problem; None while workers have it
-    scoring = 0.0
-    with Workers(task, seconds=task.seconds, problems=problems) as workers:
-        for problem, prompt, completions in zip(
-            problems, asked, generate_groups(sampler, asked), strict=True
-        ):
-            now = time.perf_counter()
-            written.append(segments(decoder, prompt.ids, completions))
-            responses = [response.text for _, response in written[-1]]
-            if task.isolates(problem):
-                workers.submit(problem, responses)
-                scores.append(None)
-            else:
-                scores.append(score_group(task, problem, responses))
-            scoring += time.perf_counter() - now
-        now = time.perf_counter()
-        late = iter(workers.results())
-        scoring += time.perf_counter() - now
-    if seconds is not None:
-        seconds["score"] += scoring
-        seconds["generate"] += time.perf_counter() - began - scoring
-    groups = []
-    for problem, members, found in zip(problems, written, scores, strict=True):
-        given = late if found is None else iter(found)
-        groups.append(
-            Group(
-                problem,
-                tuple(Rollout(problem, n, parts, next(given)) for n, parts in enumerate(members)),
-            )
-        )
-    return groups
-
-
-def segments(
-    decoder: Decoder, prompt_ids: Sequence[int], completions: Sequence[Completion]
-) -> list[tuple[Segment, Segment]]:
-    """Prompt and response of each sample, with their text."""
-    prompt_text, offsets = decoder.decode(prompt_ids)
-    prompt = Segment(
-        np.array(prompt_ids, dtype=np.int64), prompt_text, sampled=False, offsets=offsets
-    )
-    pairs = []
-    for completion in completions:
-        text, offsets = decoder.decode(completion.ids)
-        pairs.append(
-            (
-                prompt,
-                Segment(
-                    completion.ids,
-                    text,
-                    True,
-                    completion.logprobs,
-                    offsets,
-                    completion.versions,
-                    completion.finish,
-                ),
-            )
-        )
-    return pairs
-
-
 def rate_groups(
-    rating: Rating, groups: Sequence[Group], seconds: dict[str, float] | None = None
+    rating: Rating, groups: Sequence[Group], seconds: Seconds | None = None
 ) -> list[Group]:
-    """Groups as a model rates them. What the task itself says stays beside it as the part `task`: the proxy and the gold."""
+    """Groups as a model rates them. What the task itself says stays in the part `task`: the proxy and the gold. An episode that
+    failed stays without a score."""
     began = time.perf_counter()
-    scores = iter(rating.rate([r for g in groups for r in g.rollouts]))
-    rated = []
+    rated = [r for g in groups for r in g.rollouts if r.score.outcome != EPISODE_FAILED]
+    scores = dict(zip(map(id, rated), rating.rate(rated), strict=True))
+    found = []
     for group in groups:
         members = []
         for rollout in group.rollouts:
-            score, gold = next(scores), rollout.score
-            parts = {**score.parts} if gold.value is None else {**score.parts, "task": gold.value}
-            members.append(
-                replace(
-                    rollout,
-                    score=replace(score, parts=parts, outcome=score.outcome or gold.outcome),
-                )
-            )
-        rated.append(Group(group.problem, tuple(members)))
+            gold, score = rollout.score, scores.get(id(rollout))
+            if score is not None:
+                parts = {} if gold.value is None else {"task": gold.value}
+                merged = {**score.parts, **parts}
+                outcome = score.outcome or gold.outcome
+                rollout = replace(rollout, score=replace(score, parts=merged, outcome=outcome))
+            members.append(rollout)
+        found.append(replace(group, rollouts=tuple(members)))
     if seconds is not None:
-        seconds["score"] += time.perf_counter() - began
-    return rated
-
-
-def failure_kind(score: Score) -> str:
-    """The class of a failure, as a column's name: what stands before the first colon.
-
-    >>> failure_kind(Score.failed("ValueError: no such file")), failure_kind(Score.failed("timeout: no score within 5 s"))
-    ('ValueError', 'timeout')
-    """
-    words = str(score.failure).split(":")[0].split()
-    return "_".join(words)[:40] or "unnamed"
-
-
-def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
-    """What a step's rollouts look like: reward and its parts, length, truncation, failures."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    scored = [r for r in rollouts if r.score.value is not None]
-    tokens = sum(r.length for r in rollouts)
-    metrics = [
-        Metric(
-            "reward", sum(r.score.value for r in scored if r.score.value is not None), len(scored)
-        ),
-        Metric("length", sum(r.length for r in rollouts), len(rollouts)),
-        # the mean of -log p over what was sampled is an unbiased estimate of the entropy per token
-        Metric(
-            "entropy",
-            -sum(
-                float(s.logprobs.sum())
-                for r in rollouts
-                for s in r.segments
-                if s.logprobs is not None
-            ),
-            tokens,
-        ),
-        Metric("truncated", sum(r.finish == "length" for r in rollouts), len(rollouts)),
-        Metric("failed", len(rollouts) - len(scored), len(rollouts)),
-        Metric(
-            "reflection", sum(bool(REFLECTION.search(r.response)) for r in rollouts), len(rollouts)
-        ),
-    ]
-    kinds = Counter(failure_kind(r.score) for r in rollouts if not r.score.valid)
-    metrics += [
-        Metric(f"failed/{kind}", count, len(rollouts)) for kind, count in sorted(kinds.items())
-    ]
-    for part in sorted({name for r in scored for name in r.score.parts}):
-        values = [r.score.parts[part] for r in scored if part in r.score.parts]
-        metrics.append(Metric(f"reward/{part}", sum(values), len(values)))
-    return tuple(metrics)
+        seconds.score += time.perf_counter() - began
+    return found

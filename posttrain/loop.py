@@ -187,7 +187,7 @@ class Loop:
                 self.step + 1, filled, self.state, collected.groups, metrics
             )
             self.state = algorithm.finish(self.state, metrics)
-        seconds = collected.seconds | {"train": time.perf_counter() - began}
+        metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
         self.step += 1
         if self.sampler is not None:
             self.sampler.publish(self.step)
@@ -197,7 +197,7 @@ class Loop:
         figures = (
             self.guarding.seen(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
         )
-        return figures | {f"seconds/{name}": value for name, value in seconds.items()}, alarms
+        return figures, alarms
 
     def learn(
         self,
@@ -268,9 +268,12 @@ class Loop:
     def write_rollouts(self, groups: Sequence[Group], trained: Sequence[Batch]) -> None:
         """The step's rollouts as text and, of those that were trained on, what the algorithm made of each token."""
         rollouts = [r for g in groups for r in g.rollouts]
+        turns = any(r.turns > 1 for r in rollouts)
         found: dict[int, dict[str, np.ndarray]] = {}  # by the rollout's number
         for batch in trained:
-            host = {name: tensor.cpu().numpy() for name, tensor in token_figures(batch).items()}
+            host = {
+                name: tensor.cpu().numpy() for name, tensor in token_figures(batch, turns).items()
+            }
             numbers = [] if batch.rollout_N is None else batch.rollout_N.tolist()
             for number, (start, end) in zip(numbers, pairwise(batch.starts), strict=False):
                 found[number] = {name: array[start:end] for name, array in host.items()}
@@ -387,8 +390,8 @@ def watched_kl(batch: Batch) -> Metric:
     return Metric("kl", kl_T.sum(), batch.mask_T.sum())
 
 
-def token_figures(batch: Batch) -> dict[str, torch.Tensor]:
-    """What is kept of each token of a prepared step: [T] each."""
+def token_figures(batch: Batch, turns: bool) -> dict[str, torch.Tensor]:
+    """What is kept of each token of a prepared step, which may have several `turns`: [T] each."""
     figures = {
         "ids": batch.ids_T,
         "logprob": batch.behaviour_T,
@@ -396,6 +399,8 @@ def token_figures(batch: Batch) -> dict[str, torch.Tensor]:
         if batch.advantage_T is None
         else batch.advantage_T,
     }
+    if turns:  # then what was sampled is not all that follows the prompt
+        figures["sampled"] = batch.mask_T
     if batch.value_T is not None:
         figures["value"] = batch.value_T
     if batch.reference_T is not None:

@@ -33,9 +33,17 @@ from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import RESULT, references
-from posttrain.stages.base import Context, Stage, check_names, exported, run_stages
+from posttrain.stages.base import (
+    Context,
+    Stage,
+    check_names,
+    exported,
+    run_stages,
+    worker_pool,
+)
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system.files import atomic_folder
+from posttrain.system.workers import WorkerPool
 from posttrain.trust import trusting
 from posttrain.types import JSON
 
@@ -169,6 +177,23 @@ def fresh(root: Path, name: str) -> Path:
 
 
 def _run(settings: Settings, writer: RunWriter) -> None:
+    began = time.perf_counter()
+    # worker processes are forked before anything uses CUDA or starts a thread
+    with trusting(settings.trust), worker_pool(settings.recipe.stages) as workers:
+        context = _run_stages(settings, writer, workers)
+    left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
+    if left:
+        write_text(
+            f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n",
+            sys.stdout,
+        )
+        return
+    _export(context, settings)
+    writer.summary(_summary(context, settings, time.perf_counter() - began))
+    conclude(settings, context)
+
+
+def _run_stages(settings: Settings, writer: RunWriter, workers: WorkerPool) -> Context:
     import torch
 
     from posttrain.train.determinism import use_deterministic_kernels
@@ -191,12 +216,10 @@ def _run(settings: Settings, writer: RunWriter) -> None:
         if settings.trackers
         else None
     )
-    began = time.perf_counter()
     write_text(f"run directory: {writer.directory}\n", sys.stdout)
     with (
         closing(trackers) if trackers else nullcontext(),
         interrupts(writer.directory) as interrupt,
-        trusting(settings.trust),
     ):
         saving = Saving(
             keep=settings.checkpoint_keep,
@@ -211,18 +234,10 @@ def _run(settings: Settings, writer: RunWriter) -> None:
             trackers,
             threads=settings.threads,
             saving=saving,
+            workers=workers,
         )
         run_stages(settings.recipe.stages, context, settings.only, settings.again)
-    left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
-    if left:
-        write_text(
-            f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n",
-            sys.stdout,
-        )
-        return
-    _export(context, settings)
-    writer.summary(_summary(context, settings, time.perf_counter() - began))
-    conclude(settings, context)
+    return context
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from posttrain.errors import Count, NotNegative, Range, Whole, check_fields, req
 if TYPE_CHECKING:
     from torch import Tensor
 
+UNSCORED = "unscored"
 JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
 
 
@@ -138,6 +139,11 @@ class Score:
     @classmethod
     def failed(cls, failure: str, outcome: str = "error") -> Score:
         return cls(None, outcome=outcome, failure=failure)
+
+    @classmethod
+    def pending(cls, outcome: str = "") -> Score:
+        """Of a rollout that is not scored yet; `outcome` becomes that of the score, where it says something."""
+        return cls(None, outcome=outcome, failure=UNSCORED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,20 +272,26 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One episode: segments in the order they happened, and the score at its end."""
+    """One conversation of an episode: segments in the order they happened, and its score."""
 
     problem: Problem
-    sample: int
+    sample: int  # the number of the episode among those of its problem
     segments: tuple[Segment, ...]
     score: Score
+    role: str = ""  # who the policy was in it, where an episode has several
 
     @property
     def ids(self) -> np.ndarray:
         return np.concatenate([s.ids for s in self.segments])
 
     @property
+    def mask(self) -> np.ndarray:
+        """bool [T]: the policy sampled the token."""
+        return np.concatenate([np.full(len(s.ids), s.sampled) for s in self.segments])
+
+    @property
     def response(self) -> str:
-        """The text the policy wrote."""
+        """The text the policy wrote, in all turns."""
         return "".join(s.text for s in self.segments if s.sampled)
 
     @property
@@ -287,16 +299,23 @@ class Rollout:
         return sum(len(s.ids) for s in self.segments if s.sampled)
 
     @property
+    def turns(self) -> int:
+        return sum(s.sampled for s in self.segments)
+
+    @property
     def finish(self) -> str:
-        return self.segments[-1].finish
+        """How the last turn ended; "length" where any turn was cut off at its limit."""
+        ends = [s.finish for s in self.segments if s.sampled]
+        return "length" if "length" in ends else (ends or [""])[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The rollouts of one problem."""
+    """The rollouts of one problem, of one role where its episodes have several: what baselines are taken over. Sizes may differ."""
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
+    role: str = ""
 
     @property
     def rewards(self) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posttrain.collect import group_metrics
+from posttrain.runs.metrics import group_metrics
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 
 PROMPT = Segment(np.array([1]), "q", sampled=False)

@@ -20,13 +20,14 @@ from safetensors.numpy import load_file
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
-from posttrain.collect import Collected, group_metrics
+from posttrain.collect import Collected
 from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule
 from posttrain.models.scorer import from_policy
 from posttrain.monitor import guards as module
 from posttrain.monitor.guards import Guards
 from posttrain.ops.weights import reduction
+from posttrain.runs.metrics import group_metrics
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.forward import forward
@@ -71,7 +72,7 @@ class Answers:
             for g in groups
         ]
         groups = self.plant(step, groups)
-        return Collected(pack_groups(groups, 1.0), tuple(groups), group_metrics(groups), {})
+        return Collected(pack_groups(groups, 1.0), tuple(groups), group_metrics(groups))
 
     def observe(self, groups: Sequence[Group]) -> None:
         pass

@@ -61,7 +61,7 @@ AUDITED = {
         "rewards/sandbox/child.py",
         "rewards/sandbox/mechanisms.py",
     },
-    "socket": {"runs/lock.py", "rewards/sandbox/isolation.py"},
+    "socket": {"runs/lock.py", "rewards/sandbox/isolation.py", "system/workers.py"},
     "multiprocessing": set(),
     "http": set(),
     "socketserver": set(),

@@ -25,7 +25,7 @@ from posttrain.monitor.alarms import AlarmSettings
 from posttrain.monitor.guards import GUARDS, Guards
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
-from posttrain.stages.base import Context, Stage
+from posttrain.stages.base import Context, Stage, worker_pool
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 
@@ -54,10 +54,11 @@ def estimate(
     found: dict[str, Estimate] = {}
     lengths: dict[str, float] = {}  # of responses in the examples that a stage learns from
     with (
+        worker_pool(stages) as workers,
         tempfile.TemporaryDirectory() as folder,
         RunWriter(Path(folder) / "run", config={}) as writer,
     ):
-        context = Context(writer, seed, device, threads=threads, say=False)
+        context = Context(writer, seed, device, threads=threads, say=False, workers=workers)
         for stage in stages:
             with redirect_stdout(io.StringIO()):  # the progress of what is thrown away
                 made = _one(stage, context, lengths)

@@ -119,7 +119,7 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
     """Measure a model on a task's held-out problems; with `against`, also another model on the same ones. `save` names a file for the
     per-problem results."""
     from posttrain.stages._contamination import made_by, noted
-    from posttrain.stages.base import Stage
+    from posttrain.stages.base import Stage, worker_pool
     from posttrain.stages.evaluate import EvaluateStage, rows, seen
 
     pairs = dict(config.pair(argument) for argument in settings)
@@ -134,19 +134,22 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
         raise UserError("eval: model and task cannot be changed by settings")
     stage.task.ready()
     models, evaluations = [], []
-    for name in [model, options.against] if options.against else [model]:
-        evaluation, figures = stage.measure(
-            open_policy(name, options.device),
-            lambda: open_policy(stage.reference, options.device),
-            options.seed,
-        )
-        counted, contamination = seen(evaluation, name, noted(made_by(name)))
-        notes = [
-            f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored"
-        ]
-        notes += [f"  contamination: {contamination}"] if contamination else []
-        models.append(Evaluated(name, {"model": name, "task": task, **figures, **counted}, notes))
-        evaluations.append(evaluation)
+    with worker_pool([stage]) as workers:
+        for name in [model, options.against] if options.against else [model]:
+            evaluation, figures = stage.measure(
+                open_policy(name, options.device),
+                lambda: open_policy(stage.reference, options.device),
+                options.seed,
+                workers=workers,
+            )
+            counted, contamination = seen(evaluation, name, noted(made_by(name)))
+            notes = [
+                f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored"
+            ]
+            notes += [f"  contamination: {contamination}"] if contamination else []
+            figures = {"model": name, "task": task, **figures, **counted}
+            models.append(Evaluated(name, figures, notes))
+            evaluations.append(evaluation)
     ours, theirs = evaluations[0], evaluations[-1]
     if options.save:
         lines = "".join(json.dumps(row) + "\n" for row in rows(ours))
@@ -239,13 +242,17 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
         absent = "the per-token figures of this step were not kept; the last steps have them"
         untrained = "it was not trained on, so there are no figures by token"
         return [*lines, absent if token is None else untrained]
-    first = len(token["ids"]) - row.length
+    sampled = token.get("sampled", np.arange(len(token["ids"])) >= len(token["ids"]) - row.length)
+    first = int(sampled.argmax())
     text = [printable(tokenizer.decode([i])) for i in token["ids"].tolist()]
     lines.append(f"s_0 = {''.join(text[:first])}   (the prompt: {first} tokens, given, not chosen)")
     heading = f"{'t':>3}  {'state s_t ends with':<24} {'action a_t':<12} {'log pi':>8} "
     lines.append(heading + f"{'KL' if 'kl' in token else '':>8} {'reward':>7} {'advantage':>9}")
-    for t, at in enumerate(range(first, len(text))):
-        last = at + 1 == len(text)
+    actions = np.flatnonzero(sampled).tolist()
+    for t, at in enumerate(actions):
+        if t and at > actions[t - 1] + 1:
+            lines.append(f"     given: {''.join(text[actions[t - 1] + 1 : at])}")
+        last = at == actions[-1]
         reward = _reward(row) if last else "0"
         state = "".join(text[max(0, at - 12) : at])[-24:]
         kl = f"{token['kl'][at]:8.4f}" if "kl" in token else " " * 8

@@ -30,6 +30,7 @@ Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 
 # of a tool's answer, which call it belongs to: templates that write both in order need not show it
 LINKS = ("tool_call_id", "name")
+REPLY = "reply0marker"  # stands for an assistant's turn where only what follows it is rendered
 
 
 def render_prompt(
@@ -42,6 +43,40 @@ def render_prompt(
     _check(tokenizer, messages, where, tools)
     text = _render(tokenizer, messages, where, True, tools)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_turn(
+    tokenizer: Tokenizer,
+    history: Sequence[Message],
+    given: Sequence[Message],
+    stop: int | None,
+    where: str = "a turn",
+) -> tuple[int, ...]:
+    """The ids between the assistant's turn that follows `history` and its next one, as the template continues the conversation: what
+    closes the turn after the control token `stop` that was sampled (None: it was cut off), the given messages, the generation prompt.
+
+    The history itself is not rendered anew: what a template writes of earlier turns (without their thinking, say) never replaces the
+    ids that were sampled. Text in the given messages that spells a control token is broken up: a tool must not be able to end a turn.
+    """
+    given = [replace(m, content=_broken_up(tokenizer, m.content)) for m in given]
+    before = history or [Message("user", ".")]
+    text = _render(tokenizer, [*before, Message("assistant", REPLY), *given], where, True, None)
+    after = text.rpartition(REPLY)[2]
+    require(
+        text.count(REPLY) == 1,
+        f"{where}: the chat template does not show an assistant's turn as it is, so it cannot be continued",
+    )
+    closing = "" if stop is None else str(tokenizer.decode([stop]))
+    if not closing or not after.startswith(closing):
+        return tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
+    # with the control token before it, so that a tokenizer adds no space at the beginning
+    return tuple(tokenizer(after, add_special_tokens=False)["input_ids"][1:])
+
+
+def _broken_up(tokenizer: Tokenizer, text: str) -> str:
+    for control in special_texts(tokenizer):
+        text = text.replace(control, f"{control[:1]} {control[1:]}" if control[1:] else " ")
+    return text
 
 
 def render_example(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from posttrain.errors import require
-from posttrain.types import Rollout, Segment
+from posttrain.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a step ends: in the response's text, in the rollout's ids (the token that completes its text), and the last of the ids
-    that a completion of it goes on from."""
+    """Where a step ends: in the text the policy wrote, in the rollout's ids (the token that completes its text), and the last of the
+    ids that a completion of it goes on from."""
 
     position: int
     end: int
@@ -21,37 +21,60 @@ class Step:
 
 
 def steps_of(rollout: Rollout, separator: str = "\n") -> list[Step]:
-    """The steps of a rollout's one response. A step's label or reward stands at the token in which its own text ends, as in a file of
-    step labels; completions go on after the separator, so that the step is over. Of several steps that end in one token the last
-    counts, and two separators in a row make no step."""
+    """The steps of what the policy wrote, turn by turn. A step's label or reward stands at the token in which its own text ends, as in
+    a file of step labels; completions go on after the separator, so that the step is over. Of several steps that end in one token the
+    last counts, two separators in a row make no step, and the end of a turn ends a step."""
     require(bool(separator), "steps need a separator that is not empty")
-    response = response_of(rollout)
-    before, text, offsets = len(rollout.ids) - len(response.ids), response.text, response.offsets
-    assert offsets is not None
+    return [step for turn in turns_of(rollout) for step in _steps_of_turn(turn, separator)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A turn that the policy wrote, with what of the rollout lies before it."""
+
+    ids: np.ndarray
+    text: str
+    offsets: np.ndarray
+    written: int  # characters of earlier turns
+    tokens: int  # before it, given ones included
+
+    @property
+    def last(self) -> int:
+        """The place of its last token in the rollout's ids."""
+        return self.tokens + len(self.ids) - 1
+
+
+def turns_of(rollout: Rollout) -> list[Turn]:
+    turns, written, tokens = [], 0, 0
+    for segment in rollout.segments:
+        if segment.sampled:
+            offsets = segment.offsets
+            require(
+                offsets is not None and len(segment.ids) > 0,
+                f"steps are found in turns with offsets, unlike that of problem {rollout.problem.id}",
+            )
+            assert offsets is not None
+            turns.append(Turn(segment.ids, segment.text, offsets, written, tokens))
+            written += len(segment.text)
+        tokens += len(segment.ids)
+    return turns
+
+
+def _steps_of_turn(turn: Turn, separator: str) -> list[Step]:
+    text, written, tokens = turn.text, turn.written, turn.tokens
     found: dict[int, Step] = {}
     start = 0
     while start <= len(text):
         stop = text.find(separator, start)
         stop = stop if stop >= 0 else len(text)
         if text[start:stop].strip():
-            # the first to reach this far
-            end, through = np.searchsorted(offsets, [stop, min(stop + len(separator), len(text))])
-            found[int(end)] = Step(stop, before + int(end), before + int(through))
+            # the first token that ends so far
+            end, through = np.searchsorted(
+                turn.offsets, [stop, min(stop + len(separator), len(text))]
+            )
+            found[int(end)] = Step(written + stop, tokens + int(end), tokens + int(through))
         start = stop + len(separator)
     steps = list(found.values())
     if steps:
-        steps[-1] = Step(steps[-1].position, steps[-1].end, len(rollout.ids) - 1)
+        steps[-1] = replace(steps[-1], through=turn.last)
     return steps
-
-
-def response_of(rollout: Rollout) -> Segment:
-    """The one segment that was sampled, with which the rollout ends."""
-    sampled = [s for s in rollout.segments if s.sampled]
-    require(
-        len(sampled) == 1
-        and sampled[0] is rollout.segments[-1]
-        and sampled[0].offsets is not None
-        and len(sampled[0].ids) > 0,
-        f"steps are found in rollouts of one response with offsets, unlike that of problem {rollout.problem.id}",
-    )
-    return sampled[0]

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from posttrain.system.workers import stacks
+
 SIGNAL = getattr(signal, "SIGUSR1", None)
 LOOK = 0.25  # seconds between looks at the clock
 WRITING = 0.1  # seconds that a process has for its stacks before the next is asked
@@ -76,23 +78,31 @@ class Watchdog:
 
 
 def ask_workers(file: TextIO) -> None:
-    """Have every process that was forked from this one write its stacks into the file, one after the other."""
+    """Have every process that was forked from this one, or for it by the fork server of its workers, write its stacks into the file,
+    one after the other. Workers are older than the file and write into one of their own."""
+    own = stacks().fileno()
     for pid in forks():
         file.write(f"\nprocess {pid}, a worker of process {os.getpid()}:\n")
         file.flush()
+        written = os.fstat(own).st_size
         with suppress(ProcessLookupError, PermissionError):
             assert SIGNAL is not None
             os.kill(pid, SIGNAL)
         time.sleep(WRITING)
+        file.write(os.pread(own, 1 << 20, written).decode(errors="replace"))
+        file.flush()
 
 
 def forks() -> list[int]:
-    """Children of this process, of any of its threads, that catch the signal: it would end the others. None where there is no /proc."""
+    """Descendants of this process that catch the signal: it would end the others. None where there is no /proc."""
     assert SIGNAL is not None
-    found = []
-    for tasks in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            found += [int(word) for word in tasks.read_text().split()]
+    found: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with suppress(OSError):
+                waiting += (children := [int(word) for word in tasks.read_text().split()])
+                found += children
     return [pid for pid in sorted(found) if _caught(pid) >> (SIGNAL - 1) & 1]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -81,6 +81,14 @@ class RolloutRow:
     version: int  # the oldest policy version that sampled a token of it
     attempt: int
     advantage: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow(RolloutRow):
+    """A rollout of several turns, or of a role."""
+
+    role: str = ""
+    conversation: Sequence[Sequence[str]] = ()  # ["sampled" or "given", text] of each segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,11 +1,19 @@
-"""Figures that merge: totals over counts, summed over micro-batches and ranks before they are divided."""
+"""Metrics that merge: totals over counts, summed over micro-batches and ranks before they are divided; and those of rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.types import Metric
+from posttrain.types import Group, Metric, Rollout, Score
+
+# words by which a model doubts what it wrote: R1-Zero's "aha"
+REFLECTION = re.compile(
+    r"\b(?:wait|hmm+|mistake|(?:re|double)-?check|let me (?:check|verify|re-?\w+)|on second thought)\b",
+    re.I,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,3 +99,53 @@ def best_score(best: Best | None, step: int, figures: Mapping[str, float]) -> Be
     ):
         return best
     return Best(name, value, step)
+
+
+def failure_kind(score: Score) -> str:
+    """The class of a failure, as a column's name: what stands before the first colon.
+
+    >>> failure_kind(Score.failed("ValueError: no such file")), failure_kind(Score.failed("timeout: no score within 5 s"))
+    ('ValueError', 'timeout')
+    """
+    words = str(score.failure).split(":")[0].split()
+    return "_".join(words)[:40] or "unnamed"
+
+
+def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
+    """Metrics over all rollouts; where tasks have roles, the reward of each, and where they have several turns, their number."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    scored = [r for r in rollouts if r.score.valid]
+    count = len(rollouts)
+    metrics = [
+        _mean_reward("reward", scored),
+        Metric("length", sum(r.length for r in rollouts), count),
+        # the mean of -log p over what was sampled is an unbiased estimate of the entropy per token
+        Metric(
+            "entropy",
+            -sum(
+                float(s.logprobs.sum())
+                for r in rollouts
+                for s in r.segments
+                if s.logprobs is not None
+            ),
+            sum(r.length for r in rollouts),
+        ),
+        Metric("truncated", sum(r.finish == "length" for r in rollouts), count),
+        Metric("failed", count - len(scored), count),
+        Metric("reflection", sum(bool(REFLECTION.search(r.response)) for r in rollouts), count),
+    ]
+    if any(r.turns > 1 for r in rollouts):
+        metrics.append(Metric("turns", sum(r.turns for r in rollouts), count))
+    kinds = Counter(failure_kind(r.score) for r in rollouts if not r.score.valid)
+    metrics += [Metric(f"failed/{kind}", number, count) for kind, number in sorted(kinds.items())]
+    for part in sorted({name for r in scored for name in r.score.parts}):
+        values = [r.score.parts[part] for r in scored if part in r.score.parts]
+        metrics.append(Metric(f"reward/{part}", sum(values), len(values)))
+    for role in sorted({r.role for r in rollouts} - {""}):
+        metrics.append(_mean_reward(f"role/{role}/reward", [r for r in scored if r.role == role]))
+    return tuple(metrics)
+
+
+def _mean_reward(name: str, scored: Sequence[Rollout]) -> Metric:
+    values = [r.score.value for r in scored if r.score.value is not None]
+    return Metric(name, sum(values), len(values))

@@ -19,7 +19,7 @@ import numpy as np
 from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import UserError, require
 from posttrain.runs import layout
-from posttrain.runs.layout import Event, RolloutRow, Row, TokenArrays
+from posttrain.runs.layout import EpisodeRow, Event, RolloutRow, Row, TokenArrays
 from posttrain.types import JSON
 
 
@@ -247,11 +247,12 @@ def _row(record: Mapping[str, JSON]) -> Row | None:
 
 def _rollout(record: Mapping[str, JSON]) -> RolloutRow | None:
     """A line of a rollout file; None for one that lacks a field, as another program might write."""
-    known = {field.name: record[field.name] for field in fields(RolloutRow) if field.name in record}
+    kind = EpisodeRow if "conversation" in record else RolloutRow
+    known = {field.name: record[field.name] for field in fields(kind) if field.name in record}
     if known.get("advantage") is not None:
         known["advantage"] = layout.decode_number(known["advantage"])
     try:
-        return RolloutRow(**known)
+        return kind(**known)
     except TypeError:
         return None
 

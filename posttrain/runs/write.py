@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
@@ -28,7 +28,7 @@ import yaml
 from posttrain.errors import UserError, require
 from posttrain.events import Event, Events
 from posttrain.runs import layout
-from posttrain.runs.layout import RolloutRow, Row, TokenArrays
+from posttrain.runs.layout import EpisodeRow, RolloutRow, Row, TokenArrays
 from posttrain.runs.lock import Lock
 from posttrain.types import JSON, Rollout
 
@@ -203,7 +203,7 @@ class RunWriter:
 
     def _row(self, rollout: Rollout, advantage: float | None) -> RolloutRow:
         problem, score = rollout.problem, rollout.score
-        return RolloutRow(
+        row = RolloutRow(
             problem=problem.id,
             level=problem.level,
             question=problem.question,
@@ -227,6 +227,11 @@ class RunWriter:
             attempt=self.attempt,
             advantage=advantage,
         )
+        if not rollout.role and rollout.turns < 2:
+            return row
+        parts = [["sampled" if s.sampled else "given", s.text] for s in rollout.segments]
+        own = {f.name: getattr(row, f.name) for f in fields(row)}
+        return EpisodeRow(**own, role=rollout.role, conversation=parts)
 
     def _write_arrays(self, stage: str, step: int, arrays: TokenArrays) -> None:
         from safetensors.numpy import save

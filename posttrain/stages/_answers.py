@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from posttrain.collect import rollout_groups
 from posttrain.data.text import Decoder
+from posttrain.episodes import rollout_groups
 from posttrain.stages.base import Context, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import Group, Problem, Sampling
@@ -37,5 +37,5 @@ def answers(
     for first in range(0, len(problems), BATCH):
         seed, part = derive(context.seed, skip, first) >> 1, problems[first : first + BATCH]
         yield from rollout_groups(
-            task, sampler, policy.tokenizer, decoder, part, samples, sampling, seed
+            task, sampler, decoder, part, samples, sampling, seed, context.workers
         )

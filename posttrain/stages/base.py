@@ -8,7 +8,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from posttrain.runs.layout import plain_name
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
 from posttrain.system.files import atomic_write
+from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Sampler
 
@@ -44,6 +45,7 @@ class Context:
     threads: int = 0  # 0: chosen by the model's size, on the CPU
     say: bool = True  # print what a person should read
     saving: Saving | None = None  # how checkpoints are written; None: the defaults
+    workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
 
     def __post_init__(self) -> None:
         self.events.show = print_message if self.say else _ignore
@@ -176,6 +178,10 @@ def run_stages(
     """Run the stages in order, leaving out those that are done. One whose settings or inputs have changed since is done again, and
     what depends on it then is too. `only` runs these alone, on what is there. `again` also begins half-done ones anew if they changed.
     """
+    if context.workers is None:
+        with worker_pool(stages) as workers:
+            run_stages(stages, replace(context, workers=workers), only, again)
+        return
     names = check_names(stages, only)
     for stage in stages:
         check_ready(stage, context.device)
@@ -229,6 +235,12 @@ def run_stages(
         context.finish(
             stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made}
         )
+
+
+def worker_pool(stages: Iterable[Stage]) -> WorkerPool:
+    """Worker processes for the tasks of a run. To be made before anything uses CUDA or starts a thread."""
+    tasks = [getattr(stage, "task", None) for stage in stages]
+    return WorkerPool(task for task in tasks if isinstance(task, Task))
 
 
 def check_ready(stage: Stage, device: str) -> None:

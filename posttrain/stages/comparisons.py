@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from posttrain.collect import rollout_groups
+from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, NotNegative, Range, Whole, require
 from posttrain.stages._answers import BATCH, training_problems
 from posttrain.stages._material import alphabet
@@ -88,12 +88,12 @@ class ComparisonsStage(Stage):
                 rollout_groups(
                     self.task,
                     sampler,
-                    decoder.tokenizer,
                     decoder,
                     part,
                     count,
                     self.sampling,
                     derive(seed, number) >> 1 if number else seed,
+                    context.workers,
                 )
                 for number, (decoder, sampler, count) in enumerate(
                     zip(decoders, samplers, shares, strict=True)

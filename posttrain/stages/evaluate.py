@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from posttrain.collect import rollout_groups
 from posttrain.data.text import Decoder
+from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, UserError, require
 from posttrain.evals.contamination import content_hash, known
 from posttrain.evals.evaluate import Evaluation, prompts
@@ -17,6 +17,7 @@ from posttrain.stages._contamination import trained_on
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
 from posttrain.stages.base import Context, Stage, load_policy, make_sampler
+from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Sampler, Sampling
 
@@ -34,10 +35,11 @@ def answer_problems(
     samples: int,
     sampling: Sampling,
     seed: int,
+    workers: WorkerPool | None = None,
 ) -> Evaluation:
     """Sample answers to problems and score them; where there are several of each, find their final answers."""
     groups = rollout_groups(
-        task, sampler, tokenizer, Decoder(tokenizer), problems, samples, sampling, seed
+        task, sampler, Decoder(tokenizer), problems, samples, sampling, seed, workers
     )
     finals = (
         tuple(tuple(task.final(r.response) for r in g.rollouts) for g in groups)
@@ -45,7 +47,7 @@ def answer_problems(
         else ()
     )
     evaluation = Evaluation(tuple(groups), finals)
-    if evaluation.failed == len(problems) * samples:
+    if evaluation.failed == sum(len(g.rollouts) for g in groups):
         raise UserError(f"no answer could be scored: {groups[0].rollouts[0].score.failure}")
     return evaluation
 
@@ -94,6 +96,7 @@ class EvaluateStage(Stage):
             lambda: load_policy(self.reference, context, self.alphabet()),
             context.seed,
             context.threads,
+            context.workers,
         )
         context.announce(
             self.name,
@@ -110,7 +113,12 @@ class EvaluateStage(Stage):
         return {"model": self.model, **result}
 
     def measure(
-        self, policy: Policy, reference: Callable[[], Policy], seed: int, threads: int = 0
+        self,
+        policy: Policy,
+        reference: Callable[[], Policy],
+        seed: int,
+        threads: int = 0,
+        workers: WorkerPool | None = None,
     ) -> tuple[Evaluation, dict[str, JSON]]:
         """Every figure asked for; the reference is opened only where there is one."""
         held_out = self.task.problems("test")
@@ -125,6 +133,7 @@ class EvaluateStage(Stage):
             self.samples,
             self.sampling,
             seed,
+            workers,
         )
         result = summarise(evaluation)
         if self.reference:

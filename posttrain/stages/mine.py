@@ -108,7 +108,7 @@ def read_problems(path: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Chosen(Task):
-    """A task with other training problems; all else is its own."""
+    """The training problems that replace those of a task. Episodes and scores stay with the task itself."""
 
     task: Task
     chosen: tuple[Problem, ...]
@@ -127,20 +127,3 @@ class Chosen(Task):
 
     def score(self, problem: Problem, response: str) -> Score:
         return self.task.score(problem, response)
-
-    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
-        return self.task.score_group(problem, responses)
-
-    def ready(self) -> tuple[str, ...]:
-        return self.task.ready()
-
-    @property
-    def isolated(self) -> bool:
-        return self.task.isolated
-
-    def isolates(self, problem: Problem) -> bool:
-        return self.task.isolates(problem)
-
-    @property
-    def seconds(self) -> float:
-        return self.task.seconds

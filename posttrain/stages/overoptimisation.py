@@ -113,9 +113,9 @@ class OveroptimisationStage(Stage):
         return curves
 
     def answers(self, context: Context, policy: object) -> list[Group]:
-        from posttrain.collect import rollout_groups
         from posttrain.data.text import Decoder
         from posttrain.engine.random import derive
+        from posttrain.episodes import rollout_groups
         from posttrain.models.policy import Policy
 
         assert isinstance(policy, Policy)
@@ -123,17 +123,15 @@ class OveroptimisationStage(Stage):
         problems, groups = self.task.problems("test")[: self.problems], []
         for first in range(0, len(problems), BATCH):
             seed, part = derive(context.seed, 64, first) >> 1, problems[first : first + BATCH]
-            seconds = {"generate": 0.0, "score": 0.0}
             groups += rollout_groups(
                 self.task,
                 sampler,
-                policy.tokenizer,
                 decoder,
                 part,
                 self.samples,
                 self.sampling,
                 seed,
-                seconds,
+                context.workers,
             )
         return groups
 

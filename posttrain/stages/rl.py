@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
-from posttrain.collect import Examples, Rollouts, rate_groups, rollout_groups
+from posttrain.collect import Examples, Rollouts, rate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
+from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, Whole, require
 from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.lora import Lora, add_adapters, share_weights
@@ -155,14 +156,14 @@ class RLStage(Stage):
     def run(self, context: Context) -> dict[str, JSON]:
         from posttrain.train.trainer import Trainer
 
-        task = (
+        source = (
             Chosen(self.task, tuple(read_problems(data_place(self.problems, context))))
             if self.problems
             else self.task
         )
         text = placed(self.pretraining, context)
         guard_training(
-            context, self.name, self.model, (task,), text, measures=self.evaluate_every > 0
+            context, self.name, self.model, (source,), text, measures=self.evaluate_every > 0
         )
         policy = load_policy(self.model, context, self.alphabet())
         reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
@@ -171,8 +172,10 @@ class RLStage(Stage):
         if self.lora is not None:
             add_adapters(policy.model, self.lora, context.seed)
         sampler = context.sampler(policy, self.rows(policy.device.type))
-        sizes = [len(task.problems("train", level)) for level in task.levels]
-        curriculum_state = CurriculumState(task.levels, sizes, self.curriculum, context.seed)
+        problems = {level: source.problems("train", level) for level in source.levels}
+        curriculum_state = CurriculumState(
+            source.levels, [*map(len, problems.values())], self.curriculum, context.seed
+        )
         loop = Loop(
             stage=self.name,
             schedule=LoopSchedule(
@@ -192,7 +195,7 @@ class RLStage(Stage):
                 context.events,
             ),
             source=Rollouts(
-                task,
+                self.task,
                 sampler,
                 policy.tokenizer,
                 curriculum_state,
@@ -202,6 +205,8 @@ class RLStage(Stage):
                 policy.device,
                 rating,
                 context.events,
+                context.workers,
+                problems,
             ),
             writer=context.writer,
             checkpoints=context.checkpoints(self.name),
@@ -209,8 +214,8 @@ class RLStage(Stage):
             trackers=context.trackers,
             sampler=sampler,
             evaluate=lambda: {
-                **self.evaluate(sampler, policy.tokenizer, context.seed),
-                **self.measure(sampler, policy.tokenizer, context.seed, rating, reference),
+                **self.evaluate(sampler, policy.tokenizer, context),
+                **self.measure(sampler, policy.tokenizer, context, rating, reference),
             },
             pretraining=self.make_pretraining(context, policy),
             release=sampler.release if self.release_cache else None,
@@ -297,14 +302,16 @@ class RLStage(Stage):
             material.sets, material.weights, self.pretraining_batch, context.seed, policy.device
         )
 
-    def evaluate(self, sampler: Sampler, tokenizer: object, seed: int) -> Mapping[str, float]:
+    def evaluate(
+        self, sampler: Sampler, tokenizer: object, context: Context
+    ) -> Mapping[str, float]:
         """Held-out accuracy by argmax, with its interval; nothing where `evaluate_problems` is 0."""
         if not self.evaluate_problems:
             return {}
         problems = self.task.problems("test")[: self.evaluate_problems]
         greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
         accuracy = answer_problems(
-            self.task, sampler, tokenizer, problems, 1, greedy, seed
+            self.task, sampler, tokenizer, problems, 1, greedy, context.seed, context.workers
         ).accuracy
         return accuracy.figures("accuracy/test")
 
@@ -312,7 +319,7 @@ class RLStage(Stage):
         self,
         sampler: Sampler,
         tokenizer: object,
-        seed: int,
+        context: Context,
         rating: Rating | None,
         reference: Policy | None,
     ) -> Mapping[str, float]:
@@ -321,7 +328,14 @@ class RLStage(Stage):
             return {}
         problems = self.task.problems("test")[: self.measure_problems]
         groups = rollout_groups(
-            self.task, sampler, tokenizer, Decoder(tokenizer), problems, 1, self.sampling, seed
+            self.task,
+            sampler,
+            Decoder(tokenizer),
+            problems,
+            1,
+            self.sampling,
+            context.seed,
+            context.workers,
         )
         found = proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
         return {

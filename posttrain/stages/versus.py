@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from posttrain.collect import group_metrics, rate_groups, rollout_groups
+from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
+from posttrain.episodes import rollout_groups
 from posttrain.errors import Range, Whole, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import (
@@ -24,7 +25,7 @@ from posttrain.evals.statistics import (
 from posttrain.monitor.alarms import ADVICE, GOLD, SYMPTOMS, Alarms, Change, change
 from posttrain.monitor.guards import rollout_figures
 from posttrain.rewards.judge import Verdict
-from posttrain.runs.metrics import merge
+from posttrain.runs.metrics import group_metrics, merge
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
 from posttrain.stages.agreement import check_judging, open_judge
@@ -159,7 +160,14 @@ class VersusStage(Stage):
         problems = self.task.problems("test")[: self.problems]
         sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
         groups = rollout_groups(
-            self.task, sampler, policy.tokenizer, decoder, problems, 1, self.sampling, context.seed
+            self.task,
+            sampler,
+            decoder,
+            problems,
+            1,
+            self.sampling,
+            context.seed,
+            context.workers,
         )
         if not self.reward_model:
             return groups

@@ -48,12 +48,13 @@ def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
         os._exit(code)
 
 
-def end(pid: int, into: int, out: int, whole_group: bool = False) -> None:
-    """End a child, and with `whole_group` whatever it has started."""
-    os.close(into)
+def end(pid: int, into: int | None, out: int) -> None:
+    """End a child and close its pipes."""
+    if into is not None:
+        os.close(into)
     os.close(out)
     with suppress(ProcessLookupError, PermissionError):
-        (os.killpg if whole_group else os.kill)(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
 

@@ -1,11 +1,43 @@
-"""What a task is: problems, a prompt for each, and a score for a response. It imports no torch."""
+"""What a task is: problems, an episode for each, and a score for what the policy wrote. It imports no torch."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import isawaitable
+from typing import Any, Protocol
 
-from posttrain.types import Message, Problem, Score
+from posttrain.errors import GuardStop, UserError
+from posttrain.rewards.compose import as_score
+from posttrain.types import Message, Problem, Rollout, Score, Segment
+
+MAX_FAILURE = 500  # characters of an error in reward code that are kept
+# errors that end the run: a missing option, a judge that prefers a canary
+STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}
+
+Given = Sequence[Message] | str | Sequence[int]  # what the policy reads before a turn
+
+
+class Generate(Protocol):
+    """What a task's `run` is given: one conversation with the policy. Awaiting it samples a turn."""
+
+    async def __call__(self, given: Given | None = None, last: bool = False) -> Segment:
+        """Append what is given, which carries no loss, and return the turn that the policy samples after it.
+
+        Messages are rendered with the chat template, after the first turn as the template continues a conversation; text and ids are
+        appended as they are. None is the task's own prompt. `last` says that no turn follows: nothing is kept for one.
+        """
+        ...
+
+    def rollout(self, score: Score | None = None, outcome: str = "") -> Rollout:
+        """The conversation so far as a rollout. Without a score the task's `score` or `score_group` gives it one, named `outcome`."""
+        ...
+
+    def session(self, role: str) -> Generate:
+        """Another conversation of the same episode; its rollouts are compared with those of the same role."""
+        ...
 
 
 class Task(ABC):
@@ -23,6 +55,13 @@ class Task(ABC):
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
         """The conversation so far, ready to be answered."""
         return (Message("user", problem.question),)
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
+        """One episode; several are run at once. A task of several turns, with tools or with several roles writes its own. What it
+        raises is a named failure: not scored and counted. An episode that the policy brought to its end (a limit of turns, a malformed
+        call) is scored, with an outcome that says so."""
+        await generate(last=True)
+        return generate.rollout()
 
     @abstractmethod
     def score(self, problem: Problem, response: str) -> Score:
@@ -51,12 +90,61 @@ class Task(ABC):
         return 10.0
 
     def ready(self) -> tuple[str, ...]:
-        """Make ready what scoring needs, in the process that starts the workers, or refuse in words; lines for a person to read."""
+        """Prepare what scoring needs, before workers are started, or refuse in words; returns lines to show."""
         return ()
 
     def demonstration(self, problem: Problem) -> str:
         """A worked response that scores 1, for supervised training."""
         return problem.answer
+
+
+@contextmanager
+def no_running_loop() -> Iterator[None]:
+    """Lets code that is not a coroutine run an event loop of its own, though it is called from within one."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+
+
+async def score_one(task: Task, problem: Problem, response: str) -> Score:
+    """A task's score; what it raises becomes a named failure, which is counted and never a 0."""
+    try:
+        with no_running_loop():
+            found: Any = task.score(problem, response)
+        # a user's reward may be a coroutine
+        return as_score(await found if isawaitable(found) else found)
+    except tuple(STOPS.values()):
+        raise
+    except (Exception, SystemExit) as error:  # reward code is not ours
+        return failed(error)
+
+
+def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score] | None:
+    """The scores of all responses to a problem, where the task compares them; None where it scores each by itself."""
+    try:
+        with no_running_loop():
+            given = task.score_group(problem, responses)
+        found = None if given is None else [as_score(score) for score in given]
+    except tuple(STOPS.values()):
+        raise
+    except (Exception, SystemExit) as error:
+        return [failed(error)] * len(responses)
+    if found is None or len(found) == len(responses):
+        return found
+    text = f"score_group returned {len(found)} scores for {len(responses)} responses"
+    return [Score.failed(text)] * len(responses)
+
+
+def failed(error: BaseException) -> Score:
+    """The failure that an error of a task's code is counted as."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # its text is the user's code too
+        text = type(error).__name__
+    return Score.failed(text[:MAX_FAILURE])
 
 
 def validate(task: Task, split: str = "test", count: int = 50) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from posttrain.errors import require
 from posttrain.rewards.compose import as_score
 from posttrain.tasks._procedural import Procedural, require_split
-from posttrain.tasks.base import Task
-from posttrain.types import Message, Problem, Score
+from posttrain.tasks.base import Generate, Task
+from posttrain.types import Message, Problem, Rollout, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,12 @@ class Mixed(Task):
     def demonstration(self, problem: Problem) -> str:
         source, own = self.source(problem)
         return source.task.demonstration(own)
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
+        source, own = self.source(problem)
+        made = await source.task.run(own, generate)
+        rollouts = [made] if isinstance(made, Rollout) else made
+        return [replace(r, score=_named(source.name, r.score)) for r in rollouts]
 
     def score(self, problem: Problem, response: str) -> Score:
         source, own = self.source(problem)

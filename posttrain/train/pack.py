@@ -29,7 +29,7 @@ def pack_groups(
         for rollout in one.rollouts:
             ids.append(rollout.ids)
             parts = rollout.segments
-            mask.append(np.concatenate([np.full(len(s.ids), s.sampled) for s in parts]))
+            mask.append(rollout.mask)
             zero = [
                 s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32)
                 for s in parts

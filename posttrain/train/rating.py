@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from posttrain.data.steps import Step, response_of, steps_of
+from posttrain.data.steps import Step, steps_of, turns_of
 from posttrain.errors import require
 from posttrain.models.scorer import Scorer
 from posttrain.rewards import _models as ensemble
@@ -149,21 +149,20 @@ def token_id(tokenizer: Any, text: str) -> int:
 
 
 def marked_steps(rollout: Rollout, token: int) -> list[Step]:
-    """The steps of a rollout that end in a token, and what follows the last of them."""
-    response = response_of(rollout)
-    assert response.offsets is not None
-    before, text = len(rollout.ids) - len(response.ids), response.text
-    marks = [int(n) for n in np.flatnonzero(response.ids == token)]
-    steps = [
-        Step(int(response.offsets[n]), before + n, before + n)
-        for n in marks
-        if response.offsets[n] > 0
-    ]
-    rest = text[steps[-1].position :] if steps else text
-    if rest.strip():
-        end = int(np.searchsorted(response.offsets, len(text)))
-        steps.append(Step(len(text), before + end, len(rollout.ids) - 1))
-    return steps
+    """The steps of a rollout that end in a token, and of each turn what follows the last of them."""
+    found = []
+    for turn in turns_of(rollout):
+        steps = [
+            Step(turn.written + int(turn.offsets[n]), turn.tokens + n, turn.tokens + n)
+            for n in np.flatnonzero(turn.ids == token).tolist()
+            if turn.offsets[n] > 0
+        ]
+        rest = turn.text[steps[-1].position - turn.written :] if steps else turn.text
+        if rest.strip():
+            end = int(np.searchsorted(turn.offsets, len(turn.text)))
+            steps.append(Step(turn.written + len(turn.text), turn.tokens + end, turn.last))
+        found += steps
+    return found
 
 
 @torch.no_grad()

@@ -59,9 +59,7 @@ class Draws:
     def __init__(self, teach: list[bool]):
         self.teach, self.asked = teach, []
 
-    def __call__(
-        self, task: object, sampler: object, tokenizer: object, decoder: object, problems: Sequence[Problem], *_: object
-    ):
+    def __call__(self, task: object, sampler: object, decoder: object, problems: Sequence[Problem], *_: object):
         self.asked.append(len(problems))
         taken, self.teach = self.teach[: len(problems)], self.teach[len(problems) :]
         return [scored(1, 0) if teaches else scored(1, 1) for teaches in taken]
@@ -77,7 +75,7 @@ def collected(algorithm: Algorithm, prompts: int, teach: list[bool], monkeypatch
             return [(0, 0)] * count
 
     source = object.__new__(rollouts.Rollouts)
-    source.task = source.sampler = source.tokenizer = source.decoder = source.rating = None
+    source.task = source.sampler = source.workers = source.decoder = source.rating = None
     source.curriculum_state, source.prompts, source.problems, source.seed = (
         CurriculumState(),
         prompts,

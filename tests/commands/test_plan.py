@@ -131,7 +131,9 @@ def test_reward_models_by_stage_and_by_directory(tmp_path: Path) -> None:
 
 def test_the_plan_of_a_recipe_names_everyone() -> None:
     lines = "\n".join(
-        plan.describe(config.parse("quickstart", ["rl.algorithm=ppo", "rl.reward=models", "rl.reward.models=[sft]", "sft.lora.rank=2"]))
+        plan.describe(
+            config.parse("quickstart", ["rl.algorithm=ppo", "rl.reward=models", "rl.reward.models=[sft]", "sft.lora.rank=2"])
+        )
     )
     assert (
         "critic " in lines and "reward models " in lines and "to save memory on a GPU: rl.reference_device=cpu saves" in lines

@@ -128,7 +128,14 @@ def settings(kind: str, directory: Path) -> Any:
         # the reward model of one stage is what the next learns from, and where its critic starts
         "pipeline": (
             replace(reward, steps=3, members=1),
-            replace(rl, steps=3, algorithm=ppo, task=letters(workers=False), reward=RewardModels(models=("reward",)), critic="reward"),
+            replace(
+                rl,
+                steps=3,
+                algorithm=ppo,
+                task=letters(workers=False),
+                reward=RewardModels(models=("reward",)),
+                critic="reward",
+            ),
         ),
     }[kind]
     keep = 1 if kind == "sft" else 2  # so that a save also removes one
@@ -190,6 +197,7 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
     from posttrain import collect as rollouts
     from posttrain import loop
     from posttrain.engine.engine import Engine
+    from posttrain.episodes import _Episodes
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context
     from posttrain.system import files
@@ -223,7 +231,7 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
         setattr(owner, name, outer)
 
     for owner, name in (
-        (Engine, "generate"), (rollouts, "score_group"), (Trainer, "forward_backward"), (Trainer, "update"),
+        (Engine, "generate"), (_Episodes, "submit"), (rollouts, "rollout_groups"), (Trainer, "forward_backward"), (Trainer, "update"),
         (checkpoint, "save_file"), (files, "sync"), (checkpoint, "_digest"), (checkpoint, "_write_json"),
         (checkpoint, "prune"), (loop.Loop, "save"), (RunWriter, "metrics"), (RunWriter, "event"), (RunWriter, "rollouts"),
         (Context, "finish"), (Context, "save_model"), (Path, "rename"),

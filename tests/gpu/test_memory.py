@@ -17,12 +17,13 @@ from events_for_tests import Emitted
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.sft import SFT
-from posttrain.collect import Collected, Prompt, generate_groups, group_metrics
+from posttrain.collect import Collected, Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.engine.pager import Pager
 from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule
 from posttrain.models.policy import Policy, wrap_model
+from posttrain.runs.metrics import group_metrics
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.memory import activation_bytes
@@ -155,7 +156,7 @@ class Sampled:
             answers = next(iter(generate_groups(self.engine, [request])))
             parts = [(prompt, Segment(c.ids, "", True, c.logprobs)) for c in answers]
             groups.append(Group(problem, tuple(Rollout(problem, n, p, Score(float(n % 2))) for n, p in enumerate(parts))))
-        return Collected(pack_groups(groups, 1.0, self.engine.policy.device), tuple(groups), group_metrics(groups), {})
+        return Collected(pack_groups(groups, 1.0, self.engine.policy.device), tuple(groups), group_metrics(groups))
 
     def observe(self, groups: Sequence[Group]) -> None:
         pass

@@ -1,12 +1,13 @@
 """Each guard fires on a synthetic fault, and none on a healthy run.
 
 What is not here: guards at work in a run are in tests/test_loop.py; rewards that raise, hang or kill their process, and
-workers that are killed in tests/test_scoring.py; full disks and trackers that fail in tests/runs/test_write.py and
+workers that are killed in tests/system/test_workers.py; full disks and trackers that fail in tests/runs/test_write.py and
 test_trackers.py; waits without a limit in tests/test_waits.py; exit codes in tests/cli/test_exit_codes.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from posttrain import config
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import UserError
 from posttrain.monitor.guards import GUARDS, STOPS, Alarm, Guards, Watch, repetition, rollout_figures
-from posttrain.scoring import score_one
+from posttrain.tasks.base import score_one
 from posttrain.train.pack import pack_groups
 from posttrain.types import Group, Problem, Score
 
@@ -203,7 +204,7 @@ class Gives:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", [1.0, 2.0]])
 def test_a_reward_that_is_no_number_is_a_failure_and_never_a_vote(value: Any) -> None:
-    score = score_one(Gives(value), Problem("p", ""), "")
+    score = asyncio.run(score_one(Gives(value), Problem("p", ""), ""))
     assert not score.valid and score.failure
     members = group([text([5, 6], 1.0), replace(text([5, 7]), score=score), text([5, 8], 0.0)])
     assert members.rewards == [1.0, 0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from posttrain.engine.forked import Crew
 from posttrain.engine.work import Work
 from posttrain.monitor import watchdog as watchdog_module
 from posttrain.monitor.watchdog import WRITING, Watchdog, forks
-from posttrain.scoring import Workers
+from posttrain.system.workers import WorkerPool
+from posttrain.tasks.base import Task
 from posttrain.types import Completion, Problem, Sampling, Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux shows them")
@@ -39,8 +41,11 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "WRITING", 0.5)
 
 
-class Hanging:
+class Hanging(Task):
     """A reward that waits for a file."""
+
+    isolated = True  # type: ignore[assignment]
+    seconds = 30.0  # type: ignore[assignment]
 
     def __init__(self, gate: Path):
         self.gate = gate
@@ -52,19 +57,24 @@ class Hanging:
     def wait_for_the_gate(self) -> None:
         assert until(self.gate.exists)
 
-    def score_group(self, problem: Problem, responses: object) -> None:
-        return None
+    def problems(self, split: str, level: int | None = None) -> list[Problem]:
+        return []
 
 
 @pytest.mark.usefixtures("apart")
 def test_a_step_that_hangs_shows_its_threads_and_its_workers(tmp_path: Path) -> None:
     path, gate = tmp_path / "alarms" / "rl-stacks.txt", tmp_path / "gate"
-    with closing(Watchdog(path)) as watchdog, Workers(Hanging(gate), count=2, seconds=30.0) as workers:
-        workers.submit(Problem("p", ""), ["a", "b"])
-        with watchdog.step(0.2):
-            assert until(lambda: path.read_text().count("in wait_for_the_gate") == 2), path.read_text()
-        gate.touch()
-        assert [score.value for score in workers.results()] == [1.0, 1.0], "they go on as if nothing had been asked"
+    with WorkerPool([Hanging(gate)], count=2) as workers, closing(Watchdog(path)) as watchdog:
+
+        async def scored() -> list[Score]:
+            jobs = [asyncio.create_task(workers.score(workers.tasks[0], Problem("p", ""), r)) for r in "ab"]
+            await asyncio.sleep(0.1)
+            with watchdog.step(0.2):
+                assert until(lambda: path.read_text().count("in wait_for_the_gate") == 2), path.read_text()
+            gate.touch()
+            return await asyncio.gather(*jobs)
+
+        assert [score.value for score in asyncio.run(scored())] == [1.0, 1.0], "they go on as before"
         pids = [worker.pid for worker in workers.workers]
     said = path.read_text()
     assert "in until" in said and "test_watchdog.py" in said

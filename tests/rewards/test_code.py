@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -26,7 +27,7 @@ from posttrain.rewards.code import CallTest, CheckTest, StdioTest, extract, grad
 from posttrain.rewards.sandbox import isolation, mechanisms, pool, seccomp, session, wire
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
-from posttrain.scoring import Workers
+from posttrain.system.workers import WorkerPool
 from posttrain.tasks.jsonl import Jsonl
 from tests.rewards.hostile_programs import CONTROLS, ESCAPE, GAIN, GREED, HONEST, HONEST_STDIO, HOSTILE, Case, strangers
 
@@ -528,9 +529,13 @@ def test_a_task_chooses_the_wall_before_its_workers_start(tmp_path: Path, monkey
     tested: list[int] = []
     choose = isolation._choose
     monkeypatch.setattr(isolation, "_choose", lambda name: tested.append(os.getpid()) or choose(name))
-    with Workers(task, 2, seconds=30.0) as workers:
-        workers.submit(task.problems("train")[0], [fenced(HONEST), fenced("def double(n): return n"), fenced(HONEST)])
-        assert [score.outcome for score in workers.results()] == ["pass", "fail", "pass"]
+    with WorkerPool([task], 2) as workers:
+
+        async def scores(*responses: str) -> list[str]:
+            problem = task.problems("train")[0]
+            return [s.outcome for s in await asyncio.gather(*(workers.score(task, problem, fenced(r)) for r in responses))]
+
+        assert asyncio.run(scores(HONEST, "def double(n): return n", HONEST)) == ["pass", "fail", "pass"]
     assert tested == [os.getpid()]
     assert task.ready() == (isolation.describe(),)
     mixed = {"parts": [{"reward": "format"}, {"reward": "code", "options": {"sandbox": "podman:nothing"}}]}

@@ -24,10 +24,10 @@ from posttrain.rewards import _endpoint
 from posttrain.rewards import judge as judge_module
 from posttrain.rewards._endpoint import Endpoint
 from posttrain.rewards.judge import CANARIES, Judge, Verdict, agreement, judge, judged
-from posttrain.scoring import score_group
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.base import score_group
 from posttrain.tasks.jsonl import Jsonl
 from posttrain.types import Group, Problem, Rollout, Sampling, Score, Segment
 

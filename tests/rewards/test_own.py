@@ -8,8 +8,8 @@ import pytest
 
 from posttrain import config, pipeline
 from posttrain.algorithms.grpo import GRPO
-from posttrain.collect import failure_kind
 from posttrain.recipes.base import Recipe
+from posttrain.runs.metrics import failure_kind
 from posttrain.runs.read import Run
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.jsonl import Jsonl

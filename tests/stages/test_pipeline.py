@@ -170,14 +170,18 @@ def test_control_c_stops_at_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["resume"], ["run", "quickstart", "again=true"], ["run", "quickstart", "only=sft"]])
-def test_a_run_of_another_format_is_not_continued(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_another_format_is_not_continued(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As the first edition left it: a configuration without a number."""
     directory = tmp_path / "old"
     with RunWriter.create(directory, {"name": "old", "seed": 0, "stages": []}):
         pass
     command = [*arguments, str(directory)] if arguments[0] == "resume" else [*arguments, f"out={directory}"]
     assert cli.main(command) == 2
-    assert f"{directory} was written by another version of posttrain (format 1; this one continues 2)" in capsys.readouterr().err
+    assert (
+        f"{directory} was written by another version of posttrain (format 1; this one continues 2)" in capsys.readouterr().err
+    )
     assert Run(directory).config["name"] == "old", "but it can be read"
 
 

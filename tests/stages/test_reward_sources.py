@@ -92,7 +92,10 @@ def test_a_part_without_a_score_leaves_the_mix_without_one() -> None:
 
 def test_a_run_on_a_mix_reports_every_part_and_resumes(tmp_path: Path) -> None:
     saved = reward_model(tmp_path / "rm", 1)
-    parts = (Weighted(reward=TaskReward(), weight=0.5), Weighted(reward=RewardModels(models=(saved,), device="cpu"), weight=2.0))
+    parts = (
+        Weighted(reward=TaskReward(), weight=0.5),
+        Weighted(reward=RewardModels(models=(saved,), device="cpu"), weight=2.0),
+    )
     figures = Run(run(tmp_path / "run", stage(reward=MixedReward(parts=parts), steps=1))).metrics("rl")[0].figures
     assert figures["reward"] == pytest.approx(0.5 * figures["reward/task"] + 2.0 * figures["reward/models"], rel=1e-5)
 

@@ -223,8 +223,14 @@ def test_a_missing_reward_model_is_one_line(tmp_path: Path) -> None:
 
 def test_keys_of_the_command_line() -> None:
     """Another algorithm's own keys work at once; an optional group of settings is made when one of its keys is given."""
-    keys = ["rl.algorithm=ppo", "rl.lam=0.9", "rl.critic_optimizer.lr=1e-5", "rl.lora.rank=4", "rl.reward=models",
-            "rl.reward.models=[a, b]"]
+    keys = [
+        "rl.algorithm=ppo",
+        "rl.lam=0.9",
+        "rl.critic_optimizer.lr=1e-5",
+        "rl.lora.rank=4",
+        "rl.reward=models",
+        "rl.reward.models=[a, b]",
+    ]
     settings = config.parse("quickstart", keys)
     one = next(s for s in settings.recipe.stages if s.name == "rl")
     assert isinstance(one, RLStage) and one.algorithm == PPO(lam=0.9)
@@ -272,6 +278,10 @@ def test_process_reward_models_give_steps_and_tuned_models_an_implicit_reward(ju
     assert all(0 < row["reward"] < 1 and "reward/disagreement" in row for row in found["process"])
     for row in found["implicit"]:
         assert row["reward"] == pytest.approx(0.5 * (row["reward/logprob"] - row["reward/reference"]), rel=1e-5)
-    for reward in (RewardModels(models=judges), JudgeReward(model=tuned), MixedReward(parts=(Weighted(reward=process.reward),))):
+    for reward in (
+        RewardModels(models=judges),
+        JudgeReward(model=tuned),
+        MixedReward(parts=(Weighted(reward=process.reward),)),
+    ):
         with pytest.raises(UserError, match=rf"^rl: supervision=process learns .*the reward '{reward.name}' gives none"):
             stage(reward=reward, algorithm=PPO(supervision="process"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from posttrain import config
 from posttrain.errors import UserError
-from posttrain.scoring import Workers
+from posttrain.system.workers import WorkerPool
 from posttrain.tasks import _questions
 from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks.jsonl import Jsonl
@@ -153,9 +154,8 @@ def test_a_reward_of_the_users_own(file: str, tmp_path: Path) -> None:
     assert [task.score(problem, r).value for r in ("abc", "abcd")] == [1.0, 0.0]
     for name, expected in (("later", 0.5), ("hang", None)):
         task = gsm(file, reward=f"{mine}:{name}", score_seconds=0.5)
-        with Workers(task, 1, task.seconds) as workers:
-            workers.submit(problem, ["x"])
-            assert workers.results()[0].value == expected
+        with WorkerPool([task], 1) as workers:
+            assert asyncio.run(workers.score(task, problem, "x")).value == expected
 
 
 def test_code_in_a_configuration_needs_leave(file: str, tmp_path: Path) -> None:

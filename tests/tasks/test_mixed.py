@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,10 @@ from sampler_for_tests import ScriptedSampler, completion
 
 from posttrain import config
 from posttrain.errors import UserError
+from posttrain.models.tiny import character_tokenizer
+from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.tasks.base import Task, validate
+from posttrain.tasks.base import Task, score_one, validate
 from posttrain.tasks.mixed import Mixed, Source
 from posttrain.tasks.reviews import Reviews
 from posttrain.types import Message, Problem, Sampling, Score
@@ -111,13 +114,12 @@ class Here(Longest):
 
 
 def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
-    from posttrain.collect import rollout_groups
-    from posttrain.scoring import score_one
+    from posttrain.episodes import rollout_groups
 
     mixture = Mixed((Source(name="code", task=SUMS), Source(name="judge", task=Here()), Source(name="later", task=Later())))
     problems = [mixture.problems("train")[n] for n in range(6)]
     assert [mixture.isolates(p) for p in problems] == [False] * 6
-    assert score_one(mixture, problems[2], "abc") == Score(3.0, {"later": 3.0})
+    assert asyncio.run(score_one(mixture, problems[2], "abc")) == Score(3.0, {"later": 3.0})
 
     class Apart(Arithmetic):
         isolated = True  # type: ignore[assignment]
@@ -130,14 +132,12 @@ def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
     sampler = ScriptedSampler(lambda request: completion(np.arange(1 + request.session % 2)))
 
     class Letters:
+        tokenizer = character_tokenizer("0123456789+=?x/train ")
+
         def decode(self, ids: Sequence[int]) -> tuple[str, np.ndarray]:
             return "x" * len(ids), np.arange(len(ids) + 1)
 
-    from posttrain.models.tiny import character_tokenizer
-
-    groups = rollout_groups(
-        mixture, sampler, character_tokenizer("0123456789+=?x/train "), Letters(), problems, 2, Sampling(2), 0,
-        {"generate": 0.0, "score": 0.0},
-    )  # type: ignore[arg-type]  # fmt: skip
+    with WorkerPool([mixture], 1) as workers:
+        groups = rollout_groups(mixture, sampler, Letters(), problems, 2, Sampling(2), 0, workers)  # type: ignore[arg-type]
     assert [[r.score.parts.get("judge") for r in g.rollouts] for g in groups[1::2]] == [[0.0, 1.0]] * 2
     assert [[r.score.value for r in g.rollouts] for g in groups[::2]] == [[0.0, 0.0]] * 2

@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain import config, pipeline
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
-from posttrain.collect import failure_kind
 from posttrain.errors import GuardStop, UserError
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
@@ -23,6 +22,7 @@ from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.rewards._asking import Form
 from posttrain.rewards.judge import CANARIES, SCORE, VERDICT, Judge, Verdict
+from posttrain.runs.metrics import failure_kind
 from posttrain.runs.read import Run
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.reward_sources import JudgeReward

@@ -74,7 +74,7 @@ def test_a_score_that_is_not_finite_is_a_failure(bad: float) -> None:
 
 
 def test_the_tasks_own_score_stays_beside_it() -> None:
-    (rated,) = rate_groups(ModelRating(scorers(1)), [group(rollouts())], {"score": 0.0})
+    (rated,) = rate_groups(ModelRating(scorers(1)), [group(rollouts())])
     assert [r.score.parts["task"] for r in rated.rollouts] == [0.5] * 3
     assert rated.rollouts[0].score.value != 0.5
 

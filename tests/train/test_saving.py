@@ -44,7 +44,9 @@ def made(step: int, value: float = 1.0) -> Checkpoint:
     return Checkpoint(step, {"w": torch.full((4, 3), value)}, {"m": torch.full((2,), value)}, {"stage": "rl", "list": [step]})
 
 
-def test_what_changes_after_save_returns_does_not_enter_the_file(tmp_path: Path, events: Emitted, slow: threading.Event) -> None:
+def test_what_changes_after_save_returns_does_not_enter_the_file(
+    tmp_path: Path, events: Emitted, slow: threading.Event
+) -> None:
     store, one = Store(tmp_path, events=events), made(1, 1.0)
     began = time.monotonic()
     store.save(one)

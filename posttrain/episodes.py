@@ -1,0 +1,422 @@
+"""Runs episodes, the coroutines `Task.run`, against a sampler, and scores what they sampled.
+
+Episodes run together. Turns that they await are submitted to the sampler; while it decodes, finished turns are decoded to text, tools
+run, and rollouts are scored: in this process between two bursts, in the event loop where the reward is a coroutine, in worker processes
+where the task is isolated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
+from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+
+from posttrain.data.chat import render_prompt, render_turn
+from posttrain.data.text import Decoder
+from posttrain.engine.random import derive
+from posttrain.errors import UserError, require
+from posttrain.system.workers import WorkerPool
+from posttrain.tasks.base import STOPS, Given, Task, failed, no_running_loop, score_group, score_one
+from posttrain.types import (
+    UNSCORED,
+    Completion,
+    Group,
+    Message,
+    Metric,
+    Problem,
+    Request,
+    Rollout,
+    Sampler,
+    Sampling,
+    Score,
+    Segment,
+)
+
+POLL_SECONDS = 0.02  # that a sampler elsewhere may wait for a completion while others score
+EPISODE_FAILED = "episode failed"  # the outcome of an episode whose task raised an error
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Where the time of collecting went. Only `overlapped` runs at the same time as the others."""
+
+    generate: float = 0.0  # in the sampler, and rendering prompts
+    score: float = (
+        0.0  # decoding to text and scoring that generation waited for, or that came after it
+    )
+    tools: float = 0.0  # waiting for episodes that did not await `generate`
+    overlapped: float = 0.0  # scoring in workers and in the event loop while generation went on
+
+    def metrics(self) -> tuple[Metric, ...]:
+        used = zip(fields(self), astuple(self), strict=True)
+        always = ("generate", "score")
+        return tuple(Metric(f"seconds/{f.name}", s, None) for f, s in used if s or f.name in always)
+
+
+def rollout_groups(
+    task: Task,
+    sampler: Sampler,
+    decoder: Decoder,
+    problems: Sequence[Problem],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    workers: WorkerPool | None = None,
+    seconds: Seconds | None = None,
+    ordered: bool = True,
+) -> list[Group]:
+    """Run `samples` episodes of each problem and score them: a group for each problem, in their order, and for each role of its
+    episodes. Randomness belongs to (seed, the problem's place, sample, turn). The time it took is added to `seconds`.
+
+    With `ordered` (deterministic) the batches that the sampler decodes depend on the requests alone, never on how long a tool or a
+    reward took: later turns are submitted when every live episode awaits one.
+    """
+    given = list(problems)  # a lazy sequence would make each of them anew
+    isolated = any(task.isolates(problem) for problem in given)
+    require(
+        workers is not None or not isolated,
+        "this task is scored in worker processes; give rollout_groups a WorkerPool that knows it",
+    )
+    episodes = _Episodes(
+        task,
+        sampler,
+        decoder,
+        given,
+        samples,
+        sampling,
+        seed,
+        workers,
+        seconds or Seconds(),
+        ordered,
+    )
+    return _run_to_end(episodes.run())
+
+
+def _run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in an event loop of its own, also inside of another, as in a notebook."""
+    with no_running_loop():
+        return asyncio.run(coroutine)
+
+
+class ContextFull(Exception):
+    """A later turn would not fit into the positions of the model. An episode that does not catch it ends there and is scored."""
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One conversation of an episode with the policy: what `Task.run` calls `generate`; see tasks/base.py."""
+
+    episodes: _Episodes
+    draw: int  # the problem's place
+    sample: int
+    number: int  # unique among all conversations: the sampler's session
+    seed: int
+    role: str = ""
+    siblings: list[Episode] = field(default_factory=list)  # all conversations of the episode
+    segments: list[Segment] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)  # as far as they are known
+    kept: bool = False  # the sampler keeps the cache for another turn
+
+    def __post_init__(self) -> None:
+        self.siblings.append(self)
+
+    @property
+    def problem(self) -> Problem:
+        return self.episodes.problems[self.draw]
+
+    @property
+    def turn(self) -> int:
+        return sum(s.sampled for s in self.segments)
+
+    async def __call__(self, given: Given | None = None, last: bool = False) -> Segment:
+        episodes, turn = self.episodes, self.turn
+        segment, messages = episodes.given(self, given)
+        request = Request(
+            tuple(segment.ids.tolist()),
+            derive(self.seed, turn) if turn else self.seed,
+            episodes.sampling,
+            self.number,
+            turn,
+            keep=not last,
+        )
+        completion = await episodes.ask(self, request)
+        self.kept = not last
+        text, offsets = episodes.decoder.decode(completion.ids)
+        reply = Segment(
+            completion.ids,
+            text,
+            True,
+            completion.logprobs,
+            offsets,
+            completion.versions,
+            completion.finish,
+        )
+        self.segments += [segment, reply]
+        self.messages += [*messages, Message("assistant", text)]
+        return reply
+
+    def rollout(self, score: Score | None = None, outcome: str = "") -> Rollout:
+        if not self.segments:
+            raise ValueError("a rollout needs a turn that the policy has sampled")
+        found = Score.pending(outcome) if score is None else score
+        return Rollout(self.problem, self.sample, tuple(self.segments), found, self.role)
+
+    def session(self, role: str) -> Episode:
+        seed, number = (
+            derive(self.siblings[0].seed, 0, len(self.siblings)),
+            next(self.episodes.sessions),
+        )
+        return Episode(self.episodes, self.draw, self.sample, number, seed, role, self.siblings)
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A request whose episode awaits it."""
+
+    request: Request
+    draw: int
+    sample: int
+    completion: asyncio.Future[Completion]
+
+
+class _Episodes:
+    """The episodes of one call of `rollout_groups`, run together until all have ended and are scored."""
+
+    def __init__(
+        self,
+        task: Task,
+        sampler: Sampler,
+        decoder: Decoder,
+        problems: Sequence[Problem],
+        samples: int,
+        sampling: Sampling,
+        seed: int,
+        workers: WorkerPool | None,
+        seconds: Seconds,
+        ordered: bool,
+    ):
+        self.task, self.sampler, self.decoder, self.problems = task, sampler, decoder, problems
+        self.samples, self.sampling, self.seed = samples, sampling, seed
+        self.workers, self.seconds, self.ordered = workers, seconds, ordered
+        self.prompts: dict[int, tuple[Segment, tuple[Message, ...]]] = {}  # by the problem's place
+        self.sessions, self.groups = count(), count()
+        self.asked: list[_Turn] = []  # not submitted yet
+        self.submitted: dict[tuple[int, int], _Turn] = {}  # by session and turn, in their order
+        self.completed: dict[tuple[int, int], Completion] = {}  # not delivered yet
+        self.running = len(problems) * samples  # episodes that neither await a turn nor have ended
+        self.ended: set[int] = set()  # sessions whose caches can go
+        self.polls, self.polled = 0, 0.0  # how often the sampler was polled, and when last
+        self.together = type(task).score_group is not Task.score_group
+
+    async def run(self) -> list[Group]:
+        """Alternate between the sampler and the coroutines until every group is complete."""
+        began, before = time.perf_counter(), self.seconds.generate + self.seconds.tools
+        self.changed = asyncio.Event()
+        everything = asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))
+        everything.add_done_callback(lambda _: self.changed.set())
+        for _ in range(2):  # groups start their episodes, and these ask for their first turns
+            await asyncio.sleep(0)
+        try:
+            while not everything.done():
+                await asyncio.sleep(0)  # coroutines go on as far as they can
+                round_over = not self.submitted and not self.running
+                if self.asked and (round_over or not self.ordered):
+                    self.submit()
+                if self.submitted:
+                    self.poll()
+                else:
+                    await self.idle()
+            found = await everything
+        finally:
+            open_sessions = {turn.request.session for turn in self.submitted.values()}
+            self.sampler.cancel(self.ended | open_sessions)
+        total = time.perf_counter() - began
+        self.seconds.score += total - (self.seconds.generate + self.seconds.tools - before)
+        return [group for groups in found for group in groups]
+
+    def submit(self) -> None:
+        """Hand the asked turns to the sampler, in the order of (draw, sample, session)."""
+        now = time.perf_counter()
+        self.sampler.cancel(self.ended)
+        self.ended = set()
+        turns = sorted(self.asked, key=lambda t: (t.draw, t.sample, t.request.session))
+        self.asked, before = [], None
+        first: list[Request] = []
+        for turn in turns:
+            request = turn.request
+            if not request.turn:  # neighbours with the same prompt are prefilled once
+                same = before is not None and before[0] == turn.draw and before[1] == request.ids
+                group = first[-1].group if same else next(self.groups)
+                request, before = replace(request, group=group), (turn.draw, request.ids)
+                first.append(request)
+            else:
+                try:
+                    self.sampler.submit([request])
+                except UserError as error:  # what the policy and its tools wrote is too long
+                    self.deliver(turn, ContextFull(str(error)))
+                    continue
+            self.submitted[request.session, request.turn] = turn
+        if first:
+            self.sampler.submit(first)
+        self.seconds.generate += time.perf_counter() - now
+
+    def poll(self) -> None:
+        """Let the sampler go on for a burst; deliver what is finished, in the order of the requests where that counts."""
+        now = time.perf_counter()
+        for request, completion in self.sampler.poll(POLL_SECONDS):
+            self.completed[request.session, request.turn] = completion
+        self.polls, self.polled = self.polls + 1, time.perf_counter()
+        self.seconds.generate += self.polled - now
+        for key in list(self.submitted if self.ordered else self.completed):
+            if key not in self.completed:
+                return
+            self.deliver(self.submitted.pop(key), self.completed.pop(key))
+
+    def deliver(self, turn: _Turn, found: Completion | ContextFull) -> None:
+        self.running += 1
+        if turn.completion.done():  # its episode was given up
+            return
+        if isinstance(found, ContextFull):
+            turn.completion.set_exception(found)
+        else:
+            turn.completion.set_result(found)
+
+    async def idle(self) -> None:
+        """Nothing is being generated: until an episode asks for a turn or everything is scored."""
+        now, tools = time.perf_counter(), self.running > 0
+        await self.changed.wait()
+        self.changed.clear()
+        if tools:
+            self.seconds.tools += time.perf_counter() - now
+
+    async def ask(self, episode: Episode, request: Request) -> Completion:
+        """Wait for a turn of an episode."""
+        turn = _Turn(
+            request, episode.draw, episode.sample, asyncio.get_running_loop().create_future()
+        )
+        self.asked.append(turn)
+        self.rest()
+        return await turn.completion
+
+    def rest(self) -> None:
+        """An episode awaits a turn or has ended."""
+        self.running -= 1
+        self.changed.set()
+
+    def given(self, episode: Episode, given: Given | None) -> tuple[Segment, tuple[Message, ...]]:
+        """What the policy reads before a turn, as ids that are appended to the history, and as messages where it is any."""
+        where, first = f"problem {episode.problem.id}", not episode.segments
+        tokenizer = self.decoder.tokenizer
+        if given is None and first:
+            return self.prompt(episode.draw)
+        if isinstance(given, str):
+            return self.segment(tokenizer(given, add_special_tokens=first)["input_ids"]), ()
+        items = () if given is None else tuple(given)
+        ids = [int(item) for item in items if isinstance(item, int | np.integer)]
+        if items and len(ids) == len(items):
+            return self.segment(ids), ()
+        messages = tuple(item for item in items if isinstance(item, Message))
+        if not messages or len(messages) < len(items):
+            raise TypeError("generate takes messages, text or ids")
+        if first:
+            return self.segment(render_prompt(tokenizer, messages, where)), messages
+        last = episode.segments[-1]
+        stop = int(last.ids[-1]) if last.finish == "stop" else None
+        rendered = render_turn(tokenizer, episode.messages[:-1], messages, stop, where)
+        return self.segment(rendered), messages
+
+    def prompt(self, draw: int) -> tuple[Segment, tuple[Message, ...]]:
+        """The task's prompt, rendered once for all episodes of a problem."""
+        if draw not in self.prompts:
+            now, problem = time.perf_counter(), self.problems[draw]
+            messages = tuple(self.task.prompt(problem))
+            ids = render_prompt(self.decoder.tokenizer, messages, f"problem {problem.id}")
+            self.prompts[draw] = self.segment(ids), messages
+            self.seconds.generate += time.perf_counter() - now
+        return self.prompts[draw]
+
+    def segment(self, ids: Sequence[int]) -> Segment:
+        text, offsets = self.decoder.decode(ids)
+        return Segment(np.array(ids, dtype=np.int64), text, sampled=False, offsets=offsets)
+
+    async def draw(self, draw: int) -> list[Group]:
+        """All episodes of a problem as groups, one of each role, in the order in which roles first come."""
+        problem = self.problems[draw]
+        made = await asyncio.gather(*(self.episode(draw, n) for n in range(self.samples)))
+        roles: dict[str, list[Rollout]] = {}
+        for rollout in (r for rollouts in made for r in rollouts):
+            roles.setdefault(rollout.role, []).append(rollout)
+        return [
+            Group(problem, tuple(await self.score_together(problem, members)), role)
+            for role, members in roles.items()
+        ]
+
+    async def episode(self, draw: int, sample: int) -> list[Rollout]:
+        """One episode to its end. What the task's code raises is a named failure of what was sampled so far."""
+        seed = derive(derive(self.seed, draw), sample)
+        generate = Episode(self, draw, sample, next(self.sessions), seed)
+        problem = self.problems[draw]
+        try:
+            rollouts = _as_rollouts(await self.task.run(problem, generate))
+        except tuple(STOPS.values()):
+            raise
+        except ContextFull:
+            rollouts = [e.rollout(outcome="context full") for e in generate.siblings if e.segments]
+        except (Exception, SystemExit) as error:
+            score = replace(failed(error), outcome=EPISODE_FAILED)
+            rollouts = [e.rollout(score) for e in generate.siblings if e.segments] or [
+                Rollout(problem, sample, (self.prompt(draw)[0],), score)
+            ]
+        finally:
+            self.ended |= {e.number for e in generate.siblings if e.kept}
+            self.rest()
+        if self.together and not self.task.isolates(problem):
+            return rollouts  # scored when the group is complete
+        return list(await asyncio.gather(*(self.score(problem, r) for r in rollouts)))
+
+    async def score_together(self, problem: Problem, members: list[Rollout]) -> list[Rollout]:
+        """Scores of the rollouts of a group that have none: together where the task compares them, else one by one."""
+        waiting = [n for n, r in enumerate(members) if r.score.failure == UNSCORED]
+        if not waiting:
+            return members
+        together = score_group(self.task, problem, [members[n].response for n in waiting])
+        if together is None:
+            return list(await asyncio.gather(*(self.score(problem, r) for r in members)))
+        for n, score in zip(waiting, together, strict=True):
+            members[n] = _with_score(members[n], score)
+        return members
+
+    async def score(self, problem: Problem, rollout: Rollout) -> Rollout:
+        """A rollout with its score: in a worker for an isolated task, else in this process."""
+        if rollout.score.failure != UNSCORED:
+            return rollout
+        began, polls = time.perf_counter(), self.polls
+        if self.task.isolates(problem):
+            assert self.workers is not None
+            score = await self.workers.score(self.task, problem, rollout.response)
+        else:
+            score = await score_one(self.task, problem, rollout.response)
+        if self.polls > polls:  # generation went on meanwhile, to its end or still
+            self.seconds.overlapped += (
+                time.perf_counter() if self.submitted else self.polled
+            ) - began
+        return _with_score(rollout, score)
+
+
+def _with_score(rollout: Rollout, score: Score) -> Rollout:
+    """The rollout with its score, whose outcome is the one that the episode named."""
+    outcome = rollout.score.outcome or score.outcome
+    return replace(rollout, score=replace(score, outcome=outcome))
+
+
+def _as_rollouts(made: Rollout | Sequence[Rollout]) -> list[Rollout]:
+    rollouts = [made] if isinstance(made, Rollout) else list(made)
+    if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
+        raise TypeError("run must return rollouts, as generate.rollout() makes them")
+    return rollouts

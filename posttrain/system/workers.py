@@ -1,0 +1,333 @@
+"""Worker processes for isolated tasks: a reward that is slow, hangs, crashes or leaks costs its own time limit and nothing else.
+
+One pool serves a whole run. A fork server starts with it, before CUDA is initialised and before threads, and inherits the tasks of the
+run as they are, also a user's own objects; workers are forked from it. Problems and responses go to them and scores come back as JSON
+lines. A worker whose score does not come in time is killed and replaced, and the response gets a named failure: it is not the policy's
+fault, so it is masked, counted and never a 0. A UserError or GuardStop of the reward ends the run. Workers end with the fork server,
+and that ends with this process, even on SIGKILL. Where processes cannot be forked, rewards are computed in this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import cache
+from time import monotonic
+from typing import BinaryIO
+
+from posttrain.errors import GuardStop, UserError, require
+from posttrain.system import machine, processes
+from posttrain.tasks.base import STOPS, Task, score_one
+from posttrain.types import JSON, Problem, Score
+
+RETRIES = 1  # a score whose worker died is tried once more
+START_SECONDS = 60.0  # for a new worker
+END_SECONDS = 10.0  # for the fork server to end its workers
+
+
+@cache
+def stacks() -> BinaryIO:
+    """Where workers write the stacks of their threads when they get SIGUSR1; read by monitor/watchdog.py."""
+    return tempfile.TemporaryFile(buffering=0)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A response that waits for a score or is being scored."""
+
+    line: bytes
+    seconds: float
+    score: asyncio.Future[Score]
+    attempts: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A process that scores one response at a time."""
+
+    pid: int
+    requests: int  # a pipe
+    scores: int  # a pipe
+    job: _Job | None = None
+    timer: asyncio.TimerHandle | None = None
+    received: bytearray = field(default_factory=bytearray)
+
+
+class WorkerPool:
+    """Scores responses to problems of `tasks` in up to `count` processes. Close it, or use it as a context manager.
+
+    `score` belongs to a running event loop, the pool to none: it outlives the loop of a step.
+    """
+
+    def __init__(self, tasks: Iterable[Task] = (), count: int = 0):
+        distinct = {id(task): task for task in tasks if task.isolated}
+        self.tasks = list(distinct.values())
+        self.count = count or machine.cores()
+        self.workers: list[_Worker] = []
+        self._waiting: deque[_Job] = deque()
+        self._encoded: tuple[Problem, list[JSON]] | None = None  # the last one
+        self._server: _ForkServer | None = None
+        for task in self.tasks:
+            task.ready()  # what scoring needs is made once, and inherited by all workers
+        if self.tasks and sys.platform == "linux":
+            self._server = _ForkServer(self.tasks)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers and what they have started, then the fork server."""
+        for worker in [*self.workers]:
+            self._end(worker)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def score(self, task: Task, problem: Problem, response: str) -> Score:
+        """The score of one response, or a named failure after `task.seconds`."""
+        if self._server is None:
+            return await score_one(task, problem, response)
+        number = self._number(task)
+        line = _encode([number, *self._fields(problem), response])
+        job = _Job(line, task.seconds, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._assign()
+        try:
+            return await job.score
+        finally:
+            if not job.score.done() or job.score.cancelled():  # the step was given up
+                self._abandon(job)
+
+    def _number(self, task: Task) -> int:
+        same = [n for n, known in enumerate(self.tasks) if known is task]
+        same = same or [n for n, known in enumerate(self.tasks) if known == task]
+        require(bool(same), f"the worker processes were started without the task {task}")
+        return same[0]
+
+    def _fields(self, problem: Problem) -> list[JSON]:
+        """A problem as JSON; refused where a worker would get another one."""
+        if self._encoded is None or self._encoded[0] is not problem:
+            tree = {f.name: getattr(problem, f.name) for f in fields(problem)}
+            changed = _changed_by_json(tree)
+            if type(problem) is not Problem:
+                changed = f"it is a {type(problem).__qualname__}"
+            require(
+                not changed,
+                f"problem {problem.id}: {changed}, which JSON cannot carry to a worker process as it is; "
+                "use text, numbers, lists and dictionaries with text as keys, or a task that is not isolated",
+            )
+            self._encoded = problem, list(tree.values())
+        return self._encoded[1]
+
+    def _assign(self) -> None:
+        """Give waiting jobs to free workers; there are at most `count`."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            free = next((w for w in self.workers if w.job is None), None)
+            if free is None and len(self.workers) < self.count:
+                assert self._server is not None
+                free = self._server.fork()
+                self.workers.append(free)
+            if free is None:
+                return
+            free.job = job = self._waiting.popleft()
+            job.attempts += 1
+            loop.add_reader(free.scores, self._read, free)
+            free.timer = loop.call_later(job.seconds, self._timeout, free)
+            try:
+                processes.write_all(free.requests, job.line, monotonic() + job.seconds)
+            except OSError:  # it died while idle, or was stopped
+                self._died(free)
+
+    def _read(self, worker: _Worker) -> None:
+        piece = os.read(worker.scores, 1 << 16)
+        if not piece:
+            self._died(worker)
+            return
+        worker.received += piece
+        if worker.received.endswith(b"\n"):
+            found = _decode(worker.received)
+            worker.received.clear()
+            job = self._release(worker)
+            if not job.score.done():
+                if isinstance(found, dict):
+                    job.score.set_exception(STOPS[found["stop"]](found["text"]))
+                else:
+                    job.score.set_result(Score(*found))
+            self._assign()
+
+    def _timeout(self, worker: _Worker) -> None:
+        """The time of a score is over, unless it came while this process was busy."""
+        if select.select([worker.scores], [], [], 0)[0]:
+            self._read(worker)
+        if worker.job is not None:
+            job = self._release(worker)
+            self._end(worker)
+            failure = Score.failed(f"timeout: no score within {job.seconds:g} s")
+            if not job.score.done():
+                job.score.set_result(failure)
+            self._assign()
+
+    def _died(self, worker: _Worker) -> None:
+        job = self._release(worker)
+        self._end(worker)
+        if job.attempts <= RETRIES:
+            self._waiting.appendleft(job)
+        elif not job.score.done():
+            job.score.set_result(Score.failed("the process that computed the reward died"))
+        self._assign()
+
+    def _abandon(self, job: _Job) -> None:
+        with suppress(ValueError):
+            self._waiting.remove(job)
+        for worker in [w for w in self.workers if w.job is job]:
+            self._release(worker)
+            self._end(worker)
+
+    def _release(self, worker: _Worker) -> _Job:
+        """Take the job from a worker."""
+        job, worker.job = worker.job, None
+        assert job is not None and worker.timer is not None
+        worker.timer.cancel()
+        job.score.get_loop().remove_reader(worker.scores)
+        return job
+
+    def _end(self, worker: _Worker) -> None:
+        self.workers.remove(worker)
+        os.close(worker.requests)
+        os.close(worker.scores)
+        if self._server is not None:
+            self._server.end(worker.pid)
+
+
+class _ForkServer:
+    """A process that was forked while this one was small, and from which workers are forked."""
+
+    def __init__(self, tasks: Sequence[Task]):
+        stacks()  # opened here: workers inherit it
+        self._channel, theirs = socket.socketpair()  # pipes of a new worker come through it
+
+        def live(commands: int, output: int) -> None:
+            self._channel.close()
+            _serve_forks(tasks, commands, output, theirs)
+
+        self._pid, self._commands, self._output = processes.fork(live)
+        theirs.close()
+        self._channel.settimeout(START_SECONDS)
+
+    def fork(self) -> _Worker:
+        """A new worker."""
+        self._command(0)
+        try:
+            data, pipes, _, _ = socket.recv_fds(self._channel, 64, 2)
+        except OSError:
+            data, pipes = b"", []
+        if not data:
+            raise UserError("the process that starts reward workers died; resume the run")
+        requests, scores = pipes
+        return _Worker(int(data), requests, scores)
+
+    def end(self, pid: int) -> None:
+        """End a worker and what it has started."""
+        with suppress(UserError):  # the workers of a dead fork server are dead
+            self._command(pid)
+
+    def _command(self, number: int) -> None:
+        try:
+            processes.write_all(self._commands, b"%d\n" % number, monotonic() + END_SECONDS)
+        except OSError:
+            raise UserError("the process that starts reward workers died; resume the run") from None
+
+    def close(self) -> None:
+        """Let it end what it was asked to end, then itself."""
+        os.close(self._commands)
+        select.select([self._output], [], [], END_SECONDS)  # closed when it has ended
+        processes.end(self._pid, None, self._output)
+        self._channel.close()
+
+
+def _serve_forks(tasks: Sequence[Task], commands: int, output: int, channel: socket.socket) -> None:
+    """The life of the fork server: 0 asks for a new worker, another number ends the worker of that process id."""
+    with os.fdopen(commands, "rb", buffering=0) as lines:
+
+        def live(requests: int, scores: int) -> None:
+            os.setpgid(0, 0)
+            lines.close()
+            os.close(output)
+            channel.close()
+            _work(tasks, requests, scores)
+
+        for line in lines:
+            ended = int(line)
+            if ended:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(ended, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(ended, 0)
+                continue
+            pid, into, out = processes.fork(live)
+            with suppress(OSError):
+                os.setpgid(pid, pid)
+            socket.send_fds(channel, [b"%d" % pid], [into, out])
+            os.close(into)
+            os.close(out)
+
+
+def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
+    """The life of a worker: a line in, a line out, until the pipe closes."""
+    faulthandler.register(signal.SIGUSR1, file=stacks(), all_threads=True)
+    with os.fdopen(requests, "rb") as lines, asyncio.Runner() as runner:
+        for line in lines:
+            number, *parts, response = _decode(line)
+            answer: JSON
+            try:
+                score = runner.run(score_one(tasks[number], Problem(*parts), response))
+                answer = [score.value, score.parts, score.steps, score.outcome, score.failure]
+            except (UserError, GuardStop) as error:
+                kind = next(name for name, kind in STOPS.items() if isinstance(error, kind))
+                answer = {"stop": kind, "text": str(error)}
+            processes.write_all(scores, _encode(answer))
+
+
+def _encode(value: JSON) -> bytes:
+    """One line. Half a surrogate pair stays as it is, which \\u escapes would join with its neighbour."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _decode(line: bytes | bytearray) -> JSON:
+    return json.loads(bytes(line).decode("utf-8", "surrogatepass"))
+
+
+def _changed_by_json(value: object, place: str = "") -> str:
+    """What in a tree would arrive as something else, in words; "" where nothing would.
+
+    >>> _changed_by_json({"facts": {"grades": {1: 0.5}}}), _changed_by_json({"facts": {"pair": (1, 2)}})
+    ('facts.grades has the key 1 (int)', 'facts.pair is a tuple')
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return ""
+    if type(value) is list:
+        items = enumerate(value)
+        return next(filter(None, (_changed_by_json(v, f"{place}[{n}]") for n, v in items)), "")
+    if type(value) is not dict:
+        return f"{place} is a {type(value).__qualname__}"
+    for key, item in value.items():
+        if type(key) is not str:
+            return f"{place} has the key {key!r} ({type(key).__qualname__})"
+        if changed := _changed_by_json(item, f"{place}.{key}" if place else key):
+            return changed
+    return ""
