@@ -1,4 +1,4 @@
-"""What this machine has for posttrain, in about ten lines, and what to fix. `broken` stops training; `note` costs something."""
+"""Checks this machine: versions, GPU, threads, memory, disk, locks, sandbox. `broken` stops training; `note` costs something."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,25 +52,14 @@ class Finding:
 
 
 def examine(folder: Path | None = None) -> list[Finding]:
-    """Look at everything; `folder` is where runs will be written."""
+    """Run all checks; `folder` is where runs will be written."""
     folder = folder or Path.cwd()
-    checks: tuple[Callable[[], Finding], ...] = (
-        python,
-        packages,
-        accelerator,
-        threads,
-        memory,
-        lambda: disk(folder),
-        lambda: writing(folder),
-        sandbox,
-        extras,
-        hub,
-    )
-    return [check() for check in checks]
+    here = [python(), packages(), accelerator(), threads(), memory(), disk(folder), writing(folder)]
+    return [*here, sandbox(), extras(), hub()]
 
 
 def lines(findings: list[Finding]) -> list[str]:
-    """For people: a line each, then what to fix."""
+    """A line for each finding, then what to fix."""
     width = max(len(f.name) for f in findings)
     shown = [f"{f.state:<6} {f.name:<{width}}  {f.text}" for f in findings]
     fixes = [f"  {f.name}: {f.fix}" for f in findings if f.fix]
@@ -98,80 +86,63 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
+def installed(name: str) -> str:
+    """The version of a package; "" where it is absent."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def packages() -> Finding:
-    found, wrong = [], []
-    for name, least in NEEDED.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{name} is missing")
-            continue
-        found.append(f"{name} {version}")
-        if numbers(version) < numbers(least):
-            wrong.append(f"{name} {version} is older than {least}")
-    text = ", ".join(found[:3]) + f" and {max(0, len(found) - 3)} more"
-    if wrong:
-        return Finding(
-            "packages", BROKEN, f"{text}; {', '.join(wrong)}", "pip install --upgrade posttrain"
-        )
-    return Finding("packages", OK, text)
+    versions = {name: installed(name) for name in NEEDED}
+    found = [f"{name} {version}" for name, version in versions.items() if version]
+    wrong = [f"{name} is missing" for name, version in versions.items() if not version]
+    wrong += [
+        f"{name} {version} is older than {NEEDED[name]}"
+        for name, version in versions.items()
+        if version and numbers(version) < numbers(NEEDED[name])
+    ]
+    text = f"{', '.join(found[:3])} and {max(0, len(found) - 3)} more"
+    if not wrong:
+        return Finding("packages", OK, text)
+    text = f"{text}; {', '.join(wrong)}"
+    return Finding("packages", BROKEN, text, "pip install --upgrade posttrain")
 
 
 def accelerator() -> Finding:
     try:
         import torch
-    except (
-        ImportError,
-        OSError,
-    ) as error:  # a torch that cannot be loaded is what this is here to find
-        return Finding(
-            "gpu",
-            BROKEN,
-            f"torch cannot be imported: {error}",
-            "reinstall torch; see pytorch.org for your system",
-        )
+    except (ImportError, OSError) as error:
+        fix = "reinstall torch; see pytorch.org for your system"
+        return Finding("gpu", BROKEN, f"torch cannot be imported: {error}", fix)
     if not torch.cuda.is_available():
-        seen = shutil.which("nvidia-smi") is not None
-        fix = (
-            "the driver is there, but this torch does not use it; install a torch for CUDA"
-            if seen
-            else ""
-        )
-        return Finding(
-            "gpu", NOTE if seen else OK, "none that torch sees: small models train on the CPU", fix
-        )
+        text = "none that torch can use: small models train on the CPU"
+        if shutil.which("nvidia-smi") is None:
+            return Finding("gpu", OK, text)
+        fix = "the driver is there, but this torch does not use it; install a torch for CUDA"
+        return Finding("gpu", NOTE, text, fix)
     index = torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(index)
-    facts = torch.cuda.get_device_properties(index)
-    text = f"{torch.cuda.device_count()} x {facts.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, CUDA {torch.version.cuda}"
+    name = torch.cuda.get_device_properties(index).name
+    room = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+    text = f"{torch.cuda.device_count()} x {name}, {room}, CUDA {torch.version.cuda}"
     if not torch.cuda.is_bf16_supported():
-        return Finding(
-            "gpu",
-            NOTE,
-            f"{text}, no bfloat16",
-            "training uses bfloat16 on CUDA: use a newer GPU, or device=cpu",
-        )
+        fix = "training uses bfloat16 on CUDA: use a newer GPU, or device=cpu"
+        return Finding("gpu", NOTE, f"{text}, no bfloat16", fix)
     if free < 0.5 * total:
-        return Finding(
-            "gpu",
-            NOTE,
-            text,
-            "another process holds more than half of the GPU's memory; see nvidia-smi",
-        )
+        fix = "another process holds more than half of the GPU's memory; see nvidia-smi"
+        return Finding("gpu", NOTE, text, fix)
     return Finding("gpu", OK, text)
 
 
 def threads() -> Finding:
     cores, asked = machine.cores(), os.environ.get("OMP_NUM_THREADS", "")
     text = f"{cores} cores" + (f", OMP_NUM_THREADS={asked}" if asked else "")
-    if machine.requested_threads() > cores:
-        return Finding(
-            "threads",
-            NOTE,
-            text,
-            f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it",
-        )
-    return Finding("threads", OK, text)
+    if machine.requested_threads() <= cores:
+        return Finding("threads", OK, text)
+    fix = f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it"
+    return Finding("threads", NOTE, text, fix)
 
 
 def memory() -> Finding:
@@ -181,47 +152,33 @@ def memory() -> Finding:
     except (OSError, KeyError, ValueError):
         return Finding("memory", OK, "not known on this system")
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    return (
-        Finding("memory", NOTE, text, "close something: training needs about 2 GiB")
-        if free < MIN_MEMORY
-        else Finding("memory", OK, text)
-    )
+    if free >= MIN_MEMORY:
+        return Finding("memory", OK, text)
+    return Finding("memory", NOTE, text, "close something: training needs about 2 GiB")
 
 
 def disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     text = f"{free / 2**30:.1f} GiB free in {folder}"
-    if free < MIN_DISK:
-        return Finding(
-            "disk",
-            NOTE,
-            text,
-            "checkpoints of anything but a tiny model will not fit: free some space, or set out= elsewhere",
-        )
-    return Finding("disk", OK, text)
+    if free >= MIN_DISK:
+        return Finding("disk", OK, text)
+    fix = "checkpoints of all but a tiny model will not fit: free some space, or set out= elsewhere"
+    return Finding("disk", NOTE, text, fix)
 
 
 def writing(folder: Path) -> Finding:
     """A run directory needs files that can be locked, renamed over each other and synced."""
     from posttrain.runs.lock import Lock
+    from posttrain.system.files import atomic_write
 
     try:
         with tempfile.TemporaryDirectory(prefix=".posttrain-doctor-", dir=folder) as made:
-            lock = Lock(Path(made) / "lock")
-            lock.release()
-            one, two = Path(made) / "one", Path(made) / "two"
-            one.write_text("1")
-            os.replace(one, two)
-            with two.open("rb") as file:
-                os.fsync(file.fileno())
+            Lock(Path(made) / "lock").release()
+            atomic_write(Path(made) / "file", "text")
     except (OSError, UserError) as error:
-        reason = getattr(error, "strerror", None) or error
-        return Finding(
-            "writing",
-            BROKEN,
-            f"cannot write runs in {folder}: {reason}",
-            "go to a directory you may write to, or set out=",
-        )
+        text = f"cannot write runs in {folder}: {getattr(error, 'strerror', None) or error}"
+        fix = "go to a directory you may write to, or set out="
+        return Finding("writing", BROKEN, text, fix)
     return Finding("writing", OK, "files can be written, locked and replaced here")
 
 
@@ -233,23 +190,15 @@ def sandbox() -> Finding:
     except UserError as error:
         return Finding("sandbox", NOTE, "none: rewards that run programs are refused", str(error))
     except (ImportError, OSError) as error:
-        return Finding(
-            "sandbox",
-            NOTE,
-            f"cannot be tried: {error}",
-            "rewards that run programs need Linux and a sandbox",
-        )
+        fix = "rewards that run programs need Linux and a sandbox"
+        return Finding("sandbox", NOTE, f"cannot be tried: {error}", fix)
 
 
 def extras() -> Finding:
-    there, absent = [], []
-    for name, purpose in EXTRAS.items():
-        try:
-            there.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            absent.append(f"{name} ({purpose})")
-    text = f"{', '.join(there) or 'none'}" + (f"; absent: {', '.join(absent)}" if absent else "")
-    return Finding("extras", OK, text)
+    versions = {name: installed(name) for name in EXTRAS}
+    there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    absent = ", ".join(f"{name} ({EXTRAS[name]})" for name, found in versions.items() if not found)
+    return Finding("extras", OK, (there or "none") + (f"; absent: {absent}" if absent else ""))
 
 
 def hub() -> Finding:
@@ -257,8 +206,7 @@ def hub() -> Finding:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     place = next((p for p in (home, *home.parents) if p.exists()), home)
     text = f"{'offline' if offline else 'online'}, models are kept in {home}"
-    if not os.access(place, os.W_OK):
-        return Finding(
-            "hub", NOTE, text, f"{place} cannot be written: set HF_HOME to a directory of yours"
-        )
-    return Finding("hub", OK, text)
+    if os.access(place, os.W_OK):
+        return Finding("hub", OK, text)
+    fix = f"{place} cannot be written: set HF_HOME to a directory of yours"
+    return Finding("hub", NOTE, text, fix)

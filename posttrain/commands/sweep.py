@@ -14,55 +14,24 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from posttrain import config, pipeline
 from posttrain.errors import Interrupted, require
+from posttrain.evals.statistics import student
 from posttrain.events import printable
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG, encode
 from posttrain.runs.read import Run
+from posttrain.system.files import atomic_write
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
 WHOLE = ("out", "only", "trackers", "checkpoint_hook")  # keys whose commas are their own
 VALUE = re.compile(r"[A-Za-z0-9_.:/+-]+")
 CLOCKS = ("seconds", "attempts", "train_seconds")
-# t such that P[|T| < t] = 0.95, for 1, 2, ... degrees of freedom; from 31 on 1.96 + 2.5 / n is right to two digits
-STUDENT = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-    2.086,
-    2.080,
-    2.074,
-    2.069,
-    2.064,
-    2.060,
-    2.056,
-    2.052,
-    2.048,
-    2.045,
-    2.042,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +47,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One run of a sweep: its settings beside the common ones, its seed, its directory, and how it ended ("" while it has not)."""
+    """One run of a sweep: the settings that are its own, its seed, its directory, and how it ended ("" while it has not)."""
 
     setting: tuple[str, ...]
     seed: int | None
@@ -97,13 +66,12 @@ def axes(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     >>> axes(["seeds=0,1", "rl.lr=1e-6,3e-6", "only=rl,after", "rl.levels=[1,2]", "x=a, b"])
     (['only=rl,after', 'rl.levels=[1,2]', 'x=a, b'], {'seed': ['0', '1'], 'rl.lr': ['1e-6', '3e-6']})
     """
-    plain, found = [], {}
+    plain: list[str] = []
+    found: dict[str, list[str]] = {}
     for argument in arguments:
         key, _, text = argument.partition("=")
         values = text.split(",")
-        several = (
-            len(values) > 1 and key not in WHOLE and all(VALUE.fullmatch(value) for value in values)
-        )
+        several = len(values) > 1 and key not in WHOLE and all(map(VALUE.fullmatch, values))
         if key == "seeds" or several:
             key = "seed" if key == "seeds" else key
             require(all(values) and bool(text), f"{argument!r}: give values with commas between")
@@ -117,56 +85,45 @@ def axes(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]:
     """Every combination, seeds innermost."""
-    settings = [
-        [f"{key}={value}" for value in values] for key, values in found.items() if key != "seed"
-    ]
-    seeds: list[int | None] = [None]
-    if "seed" in found:
-        whole = all(re.fullmatch(r"\d+", value) for value in found["seed"])
-        require(whole, f"seeds={','.join(found['seed'])}: seeds are whole numbers, 0 or more")
-        seeds = [int(value) for value in found["seed"]]
+    settings = [[f"{key}={v}" for v in values] for key, values in found.items() if key != "seed"]
+    given = found.get("seed", [])
+    whole = all(re.fullmatch(r"\d+", value) for value in given)
+    require(whole, f"seeds={','.join(given)}: seeds are whole numbers, 0 or more")
+    seeds: list[int | None] = [int(value) for value in given] or [None]
     made = []
-    for setting in itertools.product(*settings):
-        for seed in seeds:
-            words = [*setting, *([] if seed is None else [f"seed={seed}"])]
-            name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(words))
-            made.append(Member(setting, seed, str(directory / name)))
+    for setting, seed in itertools.product(itertools.product(*settings), seeds):
+        member = Member(setting, seed, "")
+        name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(member.arguments))
+        made.append(replace(member, directory=str(directory / name)))
     return made
 
 
 def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source: str = "") -> int:
-    """Run a sweep, or go on with one; the number of members that failed. `source` is the file that all this comes from, where nobody
-    typed it."""
+    """Run a sweep, or go on with one; the number of members that failed. `source` is the file that the settings come from, where they
+    were not typed."""
     plain, found = axes(arguments)
-    pairs = dict(config.pair(argument) for argument in plain)
-    settings = config.parse(
-        recipe, [a for a in plain if not a.startswith("out=")], allow_code, source
-    )
+    common = [argument for argument in plain if not argument.startswith("out=")]
+    settings = config.parse(recipe, common, allow_code, source)
     require(
         not settings.only and not settings.again,
         "a sweep runs whole pipelines: leave out only and again",
     )
-    directory = Path(
-        str(pairs.get("out") or pipeline.fresh(Path("runs"), f"{settings.name}-sweep"))
-    )
+    out = dict(config.pair(argument) for argument in plain).get("out")
+    directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     settings.trust.require_links(directory)
-    common = [a for a in plain if not a.startswith("out=")]
     planned = members(directory, found)
     for member in planned:  # every mistake in a setting is found before the first run
         config.parse(recipe, [*common, *member.arguments], allow_code, source)
-    record = {
-        "recipe": recipe,
-        "arguments": [*common, *(a for a in arguments if a.partition("=")[0] in ("seeds", *found))],
-    }
+    several = [a for a in arguments if a.partition("=")[0] in ("seeds", *found)]
+    record = Record(recipe, (*common, *several))
     _check_same(directory, record)
     done: list[Member] = []
     _write(directory, record, planned)
     for number, member in enumerate(planned):
-        write_text(
-            f"\nsweep {number + 1}/{len(planned)}: {', '.join(member.arguments)}\n", sys.stdout
-        )
+        place = f"sweep {number + 1}/{len(planned)}"
+        write_text(f"\n{place}: {', '.join(member.arguments)}\n", sys.stdout)
         try:
-            done.append(_run_member(recipe, common, member, allow_code, source))
+            done.append(_run_member(record.recipe, common, member, allow_code, source))
         except Interrupted as error:
             error.directory = directory
             raise
@@ -177,55 +134,50 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
 
 def resume(directory: Path, allow_code: bool = False) -> int:
     """Go on with a sweep."""
-    tree = _record(directory / RECORD)
-    return run(
-        tree["recipe"],
-        [*tree["arguments"], f"out={directory}"],
-        allow_code,
-        str(directory / RECORD),
-    )
-
-
-def _record(path: Path) -> dict[str, JSON]:
-    try:
-        tree = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        tree = None
-    whole = (
-        isinstance(tree, dict)
-        and isinstance(tree.get("recipe"), str)
-        and isinstance(tree.get("arguments"), list)
-    )
-    require(
-        whole and all(isinstance(word, str) for word in tree["arguments"]),
-        f"{path} is damaged: no recipe and arguments in it",
-    )
-    return dict(tree)
-
-
-def _check_same(directory: Path, record: Mapping[str, JSON]) -> None:
     path = directory / RECORD
-    if path.is_file():
-        before = _record(path)
-        same = before["recipe"] == record["recipe"] and sorted(before["arguments"]) == sorted(
-            record["arguments"]
-        )
-        said = " ".join([before["recipe"], *before["arguments"]])
+    record = Record.read(path)
+    return run(record.recipe, [*record.arguments, f"out={directory}"], allow_code, str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The command of a sweep, as sweep.json keeps it."""
+
+    recipe: str
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        try:
+            tree = json.loads(path.read_text("utf-8"))
+            recipe, arguments = tree["recipe"], tree["arguments"]
+            whole = isinstance(recipe, str) and isinstance(arguments, list)
+            whole = whole and all(isinstance(word, str) for word in arguments)
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            whole = False
+        require(whole, f"{path} is damaged: no recipe and arguments in it")
+        return cls(recipe, tuple(arguments))
+
+    def __str__(self) -> str:
+        return " ".join([self.recipe, *self.arguments])
+
+
+def _check_same(directory: Path, record: Record) -> None:
+    if (directory / RECORD).is_file():
+        before = Record.read(directory / RECORD)
+        same = before.recipe == record.recipe
         require(
-            same,
-            f"{directory} holds another sweep ({said}); continue that with 'posttrain resume {directory}', or choose another out=",
+            same and sorted(before.arguments) == sorted(record.arguments),
+            f"{directory} holds another sweep ({before}); continue that with 'posttrain resume {directory}', or choose another out=",
         )
-    else:
-        used = (directory / CONFIG).exists()
-        require(
-            not used, f"{directory} already holds a run; choose another directory for the sweep"
-        )
+    used = (directory / CONFIG).exists()
+    require(not used, f"{directory} already holds a run; choose another directory for the sweep")
 
 
 def _run_member(
     recipe: str, common: Sequence[str], member: Member, allow_code: bool, source: str
 ) -> Member:
-    """Run, resume or skip one member. Whatever goes wrong in it is its own affair, but for the user's wish to stop."""
+    """Run, resume or skip one member. An error in it does not stop the others; an interrupt does."""
     directory = Path(member.directory)
     try:
         if (directory / CONFIG).is_file() and Run(directory).summary is not None:
@@ -258,11 +210,7 @@ def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
             for key, inner in value.items():
                 if key not in CLOCKS:
                     walk(f"{name}.{key}" if name else str(key), inner)
-        elif (
-            isinstance(value, list)
-            and len(value) == 3
-            and all(isinstance(v, int | float | str) for v in value)
-        ):
+        elif is_interval(value):
             walk(name, value[0])
         elif (
             isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -273,21 +221,26 @@ def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
     return found
 
 
+def is_interval(value: JSON) -> bool:
+    """Whether a result is an estimate with its bounds; a number that is not finite is text in JSON."""
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(isinstance(v, int | float | str) for v in value)
+    )
+
+
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of a figure over seeds with its spread.
 
     >>> estimate([1.0, 2.0, 3.0])
-    Estimate(mean=2.0, deviation=1.0, low=-0.4843..., high=4.4843..., count=3)
+    Estimate(mean=2.0, deviation=1.0, low=-0.4841..., high=4.4841..., count=3)
     """
     count, mean = len(values), math.fsum(values) / len(values)
     if count < 2:
         return Estimate(mean, None, None, None, count)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
-    half = (
-        (STUDENT[count - 2] if count - 1 <= len(STUDENT) else 1.96 + 2.5 / (count - 1))
-        * deviation
-        / math.sqrt(count)
-    )
+    half = student(count - 1) * deviation / math.sqrt(count)
     return Estimate(mean, deviation, mean - half, mean + half, count)
 
 
@@ -305,70 +258,49 @@ def aggregate(
     }
 
 
-def _write(directory: Path, record: Mapping[str, JSON], made: Sequence[Member]) -> None:
+def _write(directory: Path, record: Record, made: Sequence[Member]) -> None:
     done = [member for member in made if member.outcome == "done"]
     summaries = [(member.setting, Run(member.directory).summary or {}) for member in done]
     found = aggregate(summaries)
-    table = {
-        setting: {name: asdict(value) for name, value in of.items()}
-        for setting, of in found.items()
-    }
-    tree = {**record, "members": [asdict(member) for member in made], "aggregate": table}
+    table = {s: {name: asdict(value) for name, value in of.items()} for s, of in found.items()}
+    members = [asdict(member) for member in made]
+    tree = {**asdict(record), "members": members, "aggregate": table}
     directory.mkdir(parents=True, exist_ok=True)
-    main = {name for _, summary in summaries for name in _measured(summary)}
-    for name, text in (
-        (TABLE, markdown(record, made, found, main)),
-        (RECORD, json.dumps(encode(tree), indent=2) + "\n"),
-    ):
-        temporary = directory / f".{name}.tmp"
-        temporary.write_text(text)
-        temporary.replace(directory / name)
-
-
-def _measured(summary: Mapping[str, JSON]) -> list[str]:
-    """Figures that come with an interval: what evaluations measured."""
-    stages = summary.get("stages", {})
-    found = [
+    measured = {
         f"{name}.{key}"
-        for name, result in stages.items()
+        for _, summary in summaries
+        for name, result in summary.get("stages", {}).items()
         for key, value in result.items()
-        if isinstance(value, list) and len(value) == 3
-    ]
-    return found
+        if is_interval(value)
+    }
+    atomic_write(directory / TABLE, markdown(record, made, found, measured))
+    atomic_write(directory / RECORD, json.dumps(encode(tree), indent=2) + "\n")
 
 
 def markdown(
-    record: Mapping[str, JSON],
+    record: Record,
     made: Sequence[Member],
     found: Mapping[str, Mapping[str, Estimate]],
-    main: set[str],
+    measured: Collection[str],
 ) -> str:
-    """What was measured, as a table; how each member ended."""
-    lines = [f"# posttrain run {record['recipe']} {' '.join(record['arguments'])}", ""]
-    shown = [
-        (setting, name, value)
-        for setting, of in found.items()
-        for name, value in of.items()
-        if name in main or not main
-    ]
-    if shown:
-        lines += [
-            "| setting | figure | mean | standard deviation | 95% interval | seeds |",
-            "|---|---|---|---|---|---|",
-        ]
-    for setting, name, value in shown:
-        spread = (
-            f"{value.deviation:.4g} | [{value.low:.4g}, {value.high:.4g}]"
-            if value.deviation is not None
-            else "- | -"
-        )
-        lines.append(f"| {setting} | {name} | {value.mean:.4g} | {spread} | {value.count} |")
+    """The figures that were measured with an interval (all, where none was), and how each member ended."""
+    lines = [f"# posttrain run {record}", ""]
+    rows = []
+    for setting, of in found.items():
+        for name, value in of.items():
+            if name in measured or not measured:
+                spread = "- | -"
+                if value.deviation is not None:
+                    spread = f"{value.deviation:.4g} | [{value.low:.4g}, {value.high:.4g}]"
+                rows.append(f"| {setting} | {name} | {value.mean:.4g} | {spread} | {value.count} |")
+    if rows:
+        heads = "| setting | figure | mean | standard deviation | 95% interval | seeds |"
+        lines += [heads, "|---|---|---|---|---|---|", *rows]
     lines += ["", "| run | outcome |", "|---|---|"]
     for member in made:
         reason = f": {printable(member.reason)}".replace("|", "/") if member.reason else ""
-        lines.append(
-            f"| {Path(member.directory).name} | {member.outcome or 'not run yet'}{reason} |"
-        )
+        name = Path(member.directory).name
+        lines.append(f"| {name} | {member.outcome or 'not run yet'}{reason} |")
     return "\n".join(lines) + "\n"
 
 
