@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "models": f"{LEAVES} ops data.safe_readers system.files",
     "engine": f"{MODELS} system",
     "train": f"{MODELS} system.files algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking rewards._models",
-    "evals": f"{LEAVES} collect tasks runs ops.sampling data.steps data.stream data.text engine.sampler",
+    "evals": f"{LEAVES} collect tasks runs ops.kl data.steps data.stream data.text engine.sampler",
     "episodes": f"{LEAVES} system rewards tasks data engine.random",
     "collect": f"{BELOW_COLLECT} episodes runs.metrics",
     "monitor": f"{LOOP} collect",

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import require
-from posttrain.ops.sampling import best_of_n_kl
+from posttrain.ops.kl import best_of_n_kl
 from posttrain.ops.weights import reduction
 from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Term, Terms
 
@@ -20,7 +20,7 @@ class BestOfN(Algorithm):
         y* = argmax_(y_1 .. y_N ~ pi) r(x, y),    L = - sum_t w_t log pi(y*_t | x, y*_<t),    w_t = 1 / T (token_mean)
 
     What one round aims at is close to where it starts, whatever the reward: KL(best-of-N || pi) <= log N - (N - 1) / N
-    (`ops/sampling.py`), so how far a round can move is known before the run. The first of
+    (`ops/kl.py`), so how far a round can move is known before the run. The first of
     several equal bests is kept, which favours none; a group without any score is left out. It has no critic, no reference and no
     way to push a bad response down. A step on a task that nobody solves learns a wrong answer: use raft with a threshold there.
     Use it to make permanent what sampling N times and picking the best gives at every answer.

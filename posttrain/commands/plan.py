@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.errors import require
-from posttrain.models.load import check_device
+from posttrain.models.load import Reader, check_device, same_vocabulary
 from posttrain.models.lora import Lora
 from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
@@ -21,7 +21,7 @@ from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.mine import MineStage
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
-from posttrain.stages.rl import RLStage, same_vocabulary
+from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.train.memory import (
     activation_bytes,
@@ -299,14 +299,6 @@ def load_priced(name: str, context: Context, alphabet: str) -> Policy:
         return load_policy(name, context, alphabet)
     policy = load_policy(name, context, alphabet, place="cpu")
     return Elsewhere(policy.model, policy.tokenizer, policy.stop_ids, policy.source)
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """What is asked of a model that is not loaded: how it reads."""
-
-    tokenizer: Any
-    source: str
 
 
 def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Policy]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Interval, mean_interval, score_interval
-from posttrain.ops.sampling import best_of_n_kl
+from posttrain.ops.kl import best_of_n_kl
 from posttrain.types import Group
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from posttrain.models.policy import Network
+
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # What is fetched from the hub: no pickles and no Python, so that neither can be read by mistake.
 HUB_FILES = [
@@ -195,6 +197,43 @@ def check_vocabulary(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How a model reads: what is asked of one that is not loaded."""
+
+    tokenizer: Any
+    source: str
+
+
+def same_vocabulary(
+    where: str,
+    own: Reader | Network,
+    other: Reader | Network,
+    advice: str = "use models of one family",
+) -> None:
+    """Refuse a model that reads other text from the same ids: its log-probs, values and scores would be about something else. Where
+    one has no tokenizer, loaded models must have as many ids."""
+    detail = ""
+    if own.tokenizer is None or other.tokenizer is None:
+        models = [network.model for network in (own, other) if not isinstance(network, Reader)]
+        sizes = [model.config.get_text_config().vocab_size for model in models]
+        if len(set(sizes)) == 2:
+            detail = f"{sizes[1]} tokens against {sizes[0]}"
+    elif own.tokenizer is not other.tokenizer:
+        mine, theirs = own.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        differ = {token for token, _ in mine.items() ^ theirs.items()}
+        if differ:
+            token = min(
+                differ, key=lambda t: (min(mine.get(t, len(mine)), theirs.get(t, len(theirs))), t)
+            )
+            detail = f"{len(differ)} tokens differ, such as {token!r}: id {theirs.get(token)} against {mine.get(token)}"
+    require(
+        not detail,
+        f"{where}: {other.source or 'a model'} has another vocabulary than {own.source or 'the policy'} ({detail}), and would "
+        f"read other text from the same ids; {advice}",
+    )
+
+
 def stop_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str = "the model"
 ) -> tuple[int, ...]:
@@ -260,12 +299,3 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
         ) from error
     except Exception:  # a template may insist on a system message or refuse roles: then it says nothing about its end
         return ""
-
-
-def require_chat_template(tokenizer: PreTrainedTokenizerFast, source: str) -> None:
-    """Refuse a tokenizer that cannot render a conversation, as those of base models often cannot."""
-    require(
-        bool(tokenizer.chat_template),
-        f"{source}: the tokenizer has no chat template; add a chat_template.jinja file to the model directory, or use an "
-        "instruction-tuned model",
-    )

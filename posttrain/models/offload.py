@@ -1,4 +1,4 @@
-"""Who is on stage, and when: a model that is only asked now and then need not hold the accelerator's memory in between."""
+"""Models that are on the device only while they are asked: a reward model need not hold the GPU's memory between two calls."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from posttrain.types import Rating, Rollout, Score
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model on `device` within the block, and back where it lives after it, also if the block fails. Nothing moves where it
-    lives there."""
-    home = next(model.parameters()).device
-    if home == device:
+    """Move the model to `device` for the block, and back after it, also if the block fails."""
+    before = next(model.parameters()).device
+    if before == device:
         yield
         return
     model.to(device)
     try:
         yield
     finally:
-        model.to(home)
+        model.to(before)
 
 
 class OffloadedRating:
-    """A rating whose models come to `device` for each call and go home after it."""
+    """A rating whose models are moved to `device` for each call and back after it."""
 
     def __init__(self, rating: Rating, models: Sequence[nn.Module], device: torch.device):
         self.rating, self.models, self.device = rating, tuple(models), device
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
-        with ExitStack() as stage:
+        with ExitStack() as moved:
             for model in self.models:
-                stage.enter_context(on_device(model, self.device))
+                moved.enter_context(on_device(model, self.device))
             return self.rating.rate(rollouts)

@@ -20,6 +20,7 @@ class Network:
 
     model: Any
     body: Any
+    tokenizer: Any
     source: str
 
     @property

@@ -12,11 +12,14 @@ p = q). As a *loss* their gradients differ, and this is where libraries go wrong
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from torch import Tensor
 
+from posttrain.ops.policy import LIMIT, importance_ratio
+
 KINDS = ("k1", "k2", "k3", "corrected")
-LIMIT = 20.0  # log-ratios are clamped here before exp: e^20 is far outside any trust region and still finite
 
 
 def kl_estimate(
@@ -35,5 +38,20 @@ def kl_estimate(
     if kind == "corrected":
         if behaviour_T is None:
             raise ValueError("the corrected estimator needs the behaviour log-probs")
-        return (logprob_T - behaviour_T).clamp(-LIMIT, LIMIT).exp() * k3
+        return importance_ratio(logprob_T, behaviour_T) * k3
     raise ValueError(f"unknown KL estimator {kind!r}: one of {', '.join(KINDS)}")
+
+
+def best_of_n_kl(n: int) -> float:
+    """KL(best-of-n || reference) <= log n - (n - 1) / n, for any reference and any reward.
+
+    With equality where no two responses have the same reward and none has much probability of its own: then the best of n has the
+    density n F^(n-1) in terms of its quantile F, and E[log(n F^(n-1))] = log n - (n - 1) / n. Ties and likely responses
+    bring the best of n closer to the reference than that (Beirami et al. 2024, arXiv:2401.01879).
+
+    >>> best_of_n_kl(1), round(best_of_n_kl(2), 4), round(best_of_n_kl(16), 4)
+    (0.0, 0.1931, 1.8351)
+    """
+    if n < 1:
+        raise ValueError(f"the best of {n} samples does not exist")
+    return log(n) - (n - 1) / n

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posttrain.ops.weights import sequence_means, sequence_sums
 
-LIMIT = 20.0  # log-ratios are clamped here before exp, so that neither value nor gradient can become NaN
+LIMIT = 20.0  # log-ratios are clamped here before exp: e^20 is outside any trust region, and no value or gradient is NaN
 
 
 def importance_ratio(logprob_T: Tensor, behaviour_T: Tensor) -> Tensor:

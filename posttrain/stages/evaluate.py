@@ -137,7 +137,7 @@ class EvaluateStage(Stage):
         )
         result = summarise(evaluation)
         if self.reference:
-            from posttrain.stages.rl import same_vocabulary
+            from posttrain.models.load import same_vocabulary
 
             other = reference()
             same_vocabulary(self.name, policy, other)

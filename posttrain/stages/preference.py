@@ -17,6 +17,7 @@ from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
 from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.loop import Loop
+from posttrain.models.load import same_vocabulary
 from posttrain.runs.metrics import Figures, merge
 from posttrain.stages._preferences import (
     PreferenceLearner,
@@ -25,7 +26,6 @@ from posttrain.stages._preferences import (
     split_by_prompt,
 )
 from posttrain.stages.base import Context, load_policy
-from posttrain.stages.rl import same_vocabulary
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples, with_loss
 from posttrain.types import JSON, Metric, Outputs

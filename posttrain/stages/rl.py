@@ -15,6 +15,7 @@ from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, Whole, require
 from posttrain.loop import Loop, LoopSchedule
+from posttrain.models.load import same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.monitor.alarms import AlarmSettings
 from posttrain.monitor.guards import Guards
@@ -343,18 +344,3 @@ class RLStage(Stage):
             for name, one in found.items()
             for key, value in one.figures(f"{name}/test").items()
         }
-
-
-def same_vocabulary(stage: str, policy: Policy, other: Policy | Scorer) -> None:
-    """Refuse a model that reads other text from the same ids: its log-probs, values and scores would be about something else."""
-    if policy.tokenizer is None or other.tokenizer is None:
-        return
-    own, theirs = policy.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-    differ = sorted(
-        token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)
-    )
-    require(
-        not differ,
-        f"{stage}: {other.source} has another vocabulary than {policy.source} ({len(differ)} tokens differ, such as "
-        f"{differ[:1]}); use models of one family",
-    )

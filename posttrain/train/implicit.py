@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.errors import require
+from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.ops.weights import sequence_sums
 from posttrain.rewards._models import implicit_reward
@@ -26,12 +27,8 @@ class ImplicitRating:
 
     def __init__(self, policy: Policy, reference: Policy, beta: float, token_budget: int = 8192):
         require(beta > 0, f"implicit reward: beta must be positive, not {beta}")
-        sizes = [model.model.config.get_text_config().vocab_size for model in (policy, reference)]
-        require(
-            sizes[0] == sizes[1],
-            f"implicit reward: the models have vocabularies of {sizes[0]} and {sizes[1]} tokens; the reference must be the model that "
-            "the policy was trained from",
-        )
+        advice = "the reference must be the model that the policy was trained from"
+        same_vocabulary("implicit reward", policy, reference, advice)
         self.policy, self.reference, self.beta, self.token_budget = (
             policy,
             reference,

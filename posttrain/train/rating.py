@@ -14,6 +14,7 @@ from torch import nn
 
 from posttrain.data.steps import Step, steps_of, turns_of
 from posttrain.errors import require
+from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.scorer import Scorer
 from posttrain.rewards import _models as ensemble
 from posttrain.train.forward import scores
@@ -46,10 +47,12 @@ class ModelRating:
             f"a rating's token_budget must be positive, not {self.token_budget}",
         )
         ensemble.check(self.combine, self.k)
-        for scorer in self.scorers[1:]:
-            check_vocabulary(self.scorers[0].tokenizer, scorer, "another member of the ensemble")
+        policy = Reader(self.tokenizer, "the policy")
+        member = Reader(self.scorers[0].tokenizer, "another member of the ensemble")
+        advice = "train the reward model from the same model"
         for scorer in self.scorers:
-            check_vocabulary(self.tokenizer, scorer, "the policy")
+            for own in (member, policy):
+                same_vocabulary("reward model", own, scorer, advice)
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -209,22 +212,4 @@ def check_fits(scorer: Scorer, sequences: Sequence[np.ndarray]) -> None:
         limit is None or longest <= limit,
         f"a rollout of {longest} tokens is too long for {where}, which has {limit} positions; "
         "lower max_new_tokens",
-    )
-
-
-def check_vocabulary(tokenizer: Any, scorer: Scorer, whose: str) -> None:
-    """Refuse a scorer that reads other text from the same ids. One without a tokenizer of its own cannot be checked."""
-    if tokenizer is None or scorer.tokenizer is None or tokenizer is scorer.tokenizer:
-        return
-    theirs, own = tokenizer.get_vocab(), scorer.tokenizer.get_vocab()
-    others = [
-        (number, token)
-        for token, number in (*theirs.items(), *own.items())
-        if own.get(token) != theirs.get(token)
-    ]
-    differ = min(others)[1] if others else None
-    require(
-        differ is None,
-        f"{scorer.source or 'the reward model'}: its vocabulary is not that of {whose} (token {differ!r} is {own.get(differ)} here and "
-        f"{theirs.get(differ)} there); the ids of a rollout would be other text to it; train the reward model from the same model",
     )

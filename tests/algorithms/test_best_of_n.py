@@ -12,7 +12,7 @@ from posttrain.algorithms.best_of_n import BestOfN
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
-from posttrain.ops.sampling import best_of_n_kl
+from posttrain.ops.kl import best_of_n_kl
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_groups
 from posttrain.train.trainer import Trainer

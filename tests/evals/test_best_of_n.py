@@ -9,7 +9,7 @@ import pytest
 from material_for_tests import segment
 
 from posttrain.evals.best_of_n import chances, expected_best, frontier
-from posttrain.ops.sampling import best_of_n_kl
+from posttrain.ops.kl import best_of_n_kl
 from posttrain.types import Group, Problem, Rollout, Score
 
 

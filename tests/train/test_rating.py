@@ -15,7 +15,7 @@ from posttrain.errors import UserError
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.models.tiny import character_tokenizer
 from posttrain.train.pack import step_rewards
-from posttrain.train.rating import ModelRating, ProcessRating, check_vocabulary
+from posttrain.train.rating import ModelRating, ProcessRating
 from posttrain.types import Problem, Rollout, Score, Segment
 
 PROMPT = [3, 4, 5, 6, 7]
@@ -73,7 +73,7 @@ def test_a_score_that_is_not_finite_is_a_failure(bad: float) -> None:
     assert found[0].failure is not None and "reward model 1: " in found[0].failure and "not a finite score" in found[0].failure
 
 
-def test_the_tasks_own_score_stays_beside_it() -> None:
+def test_the_tasks_own_score_is_kept_as_a_part() -> None:
     (rated,) = rate_groups(ModelRating(scorers(1)), [group(rollouts())])
     assert [r.score.parts["task"] for r in rated.rollouts] == [0.5] * 3
     assert rated.rollouts[0].score.value != 0.5
@@ -88,17 +88,18 @@ def test_another_vocabulary_is_refused_in_words() -> None:
     (scorer,) = scorers(1)
     scorer.tokenizer, scorer.source = other, "runs/reward"
     with pytest.raises(
-        UserError, match="^runs/reward: its vocabulary is not that of the policy .token '0' is 15 here and 6 there"
+        UserError,
+        match="^reward model: runs/reward has another vocabulary than the policy .10 tokens differ, such as '0': id 15 against 6",
     ):
         ModelRating([scorer], tokenizer=one)
-    twin = from_policy(small_policy())
-    twin.tokenizer = one
+    member = from_policy(small_policy())
+    member.tokenizer = one
     with pytest.raises(UserError, match="another member of the ensemble"):
-        ModelRating([scorer, twin])
+        ModelRating([scorer, member])
     longer = character_tokenizer("01234567890abc")
     scorer.tokenizer = longer
-    with pytest.raises(UserError, match="token 'a' is 16 here and None there"):
-        check_vocabulary(one, scorer, "the policy")
+    with pytest.raises(UserError, match="3 tokens differ, such as 'a': id 16 against None"):
+        ModelRating([scorer], tokenizer=one)
     scorer.tokenizer = character_tokenizer("0123456789")
     ModelRating([scorer], tokenizer=one)
 

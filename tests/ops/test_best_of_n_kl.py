@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posttrain.ops.sampling import best_of_n_kl
+from posttrain.ops.kl import best_of_n_kl
 
 
 def best_of_n_distribution(p: np.ndarray, reward: np.ndarray, n: int) -> np.ndarray:
