@@ -220,11 +220,9 @@ def _lost(
 
 def _counts(message: Message, name: str) -> bool:
     """Whether a template must show a field."""
-    return (
-        bool(message.content)
-        if name == "content"
-        else not (name in LINKS and message.role == "tool")
-    )
+    if name == "content":
+        return bool(message.content)
+    return not (name in LINKS and message.role == "tool")
 
 
 def _marked(message: Message, place: int, marks: Mapping[tuple[int, str], str]) -> dict[str, Any]:
@@ -323,11 +321,10 @@ def _rendered_spans(
     spans = []
     for turn in turns:
         before = _render(tokenizer, messages[:turn], where, True, tools)
-        after = (
-            full
-            if turn == len(messages) - 1
-            else _render(tokenizer, messages[: turn + 1], where, False, tools)
-        )
+        if turn == len(messages) - 1:
+            after = full
+        else:
+            after = _render(tokenizer, messages[: turn + 1], where, False, tools)
         require(
             after.startswith(before) and full.startswith(after),
             f"{where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "

@@ -97,9 +97,8 @@ def from_file(
     the line."""
     examples = []
     for where, record in read_jsonl(path):
-        record = {
-            key: value for key, value in record.items() if value is not None
-        }  # tables write what a row lacks as null
+        # tables write what a row lacks as null
+        record = {key: value for key, value in record.items() if value is not None}
         extra = unread(record, COLUMNS, where)
         if unused is not None:
             unused |= extra
@@ -156,11 +155,10 @@ def completion_example(
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
         f"{where}: prompt",
     )
-    reply = (
-        [{"role": "assistant", "content": completion}]
-        if isinstance(completion, str)
-        else completion
-    )
+    if isinstance(completion, str):
+        reply = [{"role": "assistant", "content": completion}]
+    else:
+        reply = completion
     after = parse_messages(reply, f"{where}: completion")
     return render_example(tokenizer, before + after, where, given=len(before), tools=tools)
 

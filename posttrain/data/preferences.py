@@ -91,11 +91,10 @@ class PreferenceReport:
         """Words for the console."""
         kind = KINDS[self.kind].title
         by = ", with margins" if self.margins and self.kind != "steps" else ""
-        good = (
-            f"; {self.desirable:,} desirable, {self.kept - self.desirable:,} not"
-            if self.kind == "unpaired"
-            else ""
-        )
+        if self.kind == "unpaired":
+            good = f"; {self.desirable:,} desirable, {self.kept - self.desirable:,} not"
+        else:
+            good = ""
         return [
             f"{self.path}: {kind}{by}; {self.kept:,} of {self.total:,} rows kept, {self.sequences:,} sequences{good}",
             f"{self.tokens:,} tokens, {self.loss_tokens:,} carry loss; longest {self.longest} (limit {self.max_length})",
@@ -157,9 +156,8 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     decoder = Decoder(tokenizer)
     for where, record in read_jsonl(path):
         total += 1
-        record = {
-            key: value for key, value in record.items() if value is not None
-        }  # tables write what a row lacks as null
+        # tables write what a row lacks as null
+        record = {key: value for key, value in record.items() if value is not None}
         kind = kind or _detect(record, where)
         try:
             row = _checked(KINDS[kind], kind, record, where)
@@ -242,11 +240,9 @@ def _spoken(said: Any) -> str:
     if not isinstance(said, list):
         return str(said)
     turns = [(str(m.get("role", "")), _words(m)) for m in said if isinstance(m, dict)]
-    return (
-        turns[0][1]
-        if len(turns) == 1
-        else "\n\n".join(f"{role}: {content}" for role, content in turns)
-    )
+    if len(turns) == 1:
+        return turns[0][1]
+    return "\n\n".join(f"{role}: {content}" for role, content in turns)
 
 
 def _words(message: dict[str, Any]) -> str:

@@ -125,11 +125,10 @@ def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
         named = isinstance(inner, dict) and isinstance(inner.get("name"), str)
         require(named, f"{where}: a tool call has no function with a name")
         given = inner.get("arguments")
-        arguments = (
-            _parsed(given, f"{where}: the arguments of {inner['name']}")
-            if isinstance(given, str) and given
-            else given or {}
-        )
+        if isinstance(given, str) and given:
+            arguments = _parsed(given, f"{where}: the arguments of {inner['name']}")
+        else:
+            arguments = given or {}
         require(
             isinstance(arguments, dict),
             f"{where}: the arguments of {inner['name']} are not an object",

@@ -82,9 +82,8 @@ def probe(render: Callable[[], object], seconds: float) -> str | None:
     import resource
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forks beside threads: the child touches none of them
+        # of forks beside threads: the child touches none of them
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         code = 1
@@ -97,9 +96,8 @@ def probe(render: Callable[[], object], seconds: float) -> str | None:
             code = 0
         except MemoryError:
             code = 2
-        except (
-            BaseException
-        ):  # a template may refuse a conversation; that is told where it is rendered for good
+        except BaseException:
+            # a template may refuse a conversation; that is told where it is rendered for good
             code = 0
         finally:
             os._exit(code)
@@ -156,11 +154,10 @@ def _check_node(node: yaml.Node, sizes: dict[int, int], above: set[int], where: 
     size = 1
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = (
-            next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
-            if len(set(keys)) < len(keys)
-            else None
-        )
+        if len(set(keys)) < len(keys):
+            twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
+        else:
+            twice = None
         require(
             twice is None,
             f"{where}: the key {twice!r} is given twice near line {node.start_mark.line + 1}",

@@ -107,9 +107,8 @@ class Mixture:
         return [(source, next(drawn[source])) for source in sources]
 
     def _sources(self, number: int) -> list[int]:
-        words = philox("mixture", self.seed, counter=self.counter).random_raw(4 * number)[
-            ::4
-        ]  # a counter yields four words
+        # a counter yields four words
+        words = philox("mixture", self.seed, counter=self.counter).random_raw(4 * number)[::4]
         self.counter += number
         share = np.cumsum(self.weights)
         uniform = (words >> np.uint64(11)) * 2.0**-53

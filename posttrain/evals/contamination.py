@@ -33,9 +33,8 @@ class Overlap:
     train: int
     held_out: int
     exact: tuple[tuple[int, int], ...]
-    near: tuple[
-        tuple[int, float], ...
-    ]  # (place in held out, share of its n-grams), exact ones left out
+    # (place in held out, share of its n-grams), exact ones left out
+    near: tuple[tuple[int, float], ...]
     short: int  # held-out questions of fewer than n words: they have no n-gram and can only match exactly
 
     def lines(self) -> list[str]:

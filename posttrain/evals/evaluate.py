@@ -68,11 +68,9 @@ class Evaluation:
                 ]
         keys = prompts([self.groups[n] for n in votes])
         means = [sum(own) / len(own) for own in votes.values()]
-        return (
-            share_interval(means, keys, means=any(len(own) > 1 for own in votes.values()))
-            if means
-            else None
-        )
+        if means:
+            return share_interval(means, keys, means=any(len(own) > 1 for own in votes.values()))
+        return None
 
     def without(self, left_out: Sequence[bool]) -> Evaluation | None:
         """The evaluation on the other problems, or None where none is left."""

@@ -14,9 +14,8 @@ import numpy as np
 from posttrain.errors import require
 
 LEVEL, Z = 0.95, 1.96  # of all intervals, and the normal quantile that goes with it
-ROUNDING = (
-    1e-9  # of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
-)
+# of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Who can be asked for a verdict: what a question to a judge is, in which form it must answer, and where answers are kept."""
+"""What a judge is asked, the form in which it must answer, and the cache of its answers."""
 
 from __future__ import annotations
 
@@ -32,37 +32,32 @@ class Form:
     def places(self) -> list[list[str]]:
         """The reply place by place, each with the texts it may hold. None of a place begins another, so that their probabilities
         are those of different replies."""
-        opening = f"{json.dumps({self.field: 0})[:-2]}"
+        opening = json.dumps({self.field: 0})[:-2]
         texts = [json.dumps(option) for option in self.options]
         if not self.count:
             return [[f"{opening}{text}}}" for text in texts]]
-        last = self.count - 1
+        starts = [f"{opening}[", *[" "] * (self.count - 1)]
+        ends = [*[","] * (self.count - 1), "]}"]
         return [
-            [
-                f"{opening + '[' if n == 0 else ' '}{text}{']}' if n == last else ','}"
-                for text in texts
-            ]
-            for n in range(self.count)
+            [start + text + end for text in texts] for start, end in zip(starts, ends, strict=True)
         ]
 
     def schema(self) -> JSON:
         """The same as JSON schema, for servers that can hold a model to one."""
-        one: JSON = {"enum": list(self.options)}
-        field = (
-            {"type": "array", "items": one, "minItems": self.count, "maxItems": self.count}
-            if self.count
-            else one
-        )
-        return {
-            "type": "object",
-            "properties": {self.field: field},
-            "required": [self.field],
-            "additionalProperties": False,
-        }
+        field: JSON = {"enum": list(self.options)}
+        if self.count:
+            field = {
+                "type": "array",
+                "items": field,
+                "minItems": self.count,
+                "maxItems": self.count,
+            }
+        parts = {"properties": {self.field: field}, "required": [self.field]}
+        return {"type": "object", **parts, "additionalProperties": False}
 
 
 class Asking(Protocol):
-    """Whoever answers chat messages: an endpoint, or a model in this process."""
+    """Answers chat messages: an endpoint, or a model in this process."""
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         """The reply to each conversation, in order; None where there is none."""
@@ -80,6 +75,10 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
     def row(self) -> dict[str, JSON]:
         """As a stage's result keeps it: what is not 0."""
@@ -106,7 +105,7 @@ class Replies:
         return text if isinstance(text, str) else None
 
     def remember(self, key: JSON, text: str) -> None:
-        """Written beside its place and renamed: another process never reads half of it."""
+        """Written to a temporary file and renamed: another process never reads half of it."""
         if not self.folder:
             return
         place = self.place(key)

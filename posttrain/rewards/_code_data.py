@@ -93,11 +93,10 @@ def mbpp(record: Mapping[str, Any]) -> CodeProblem:
             for n in ast.walk(tree)
             if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
         } & defined
-        call = (
-            _literal_call(tree.body[0], {name: name for name in defined})
-            if len(tree.body) == 1
-            else None
-        )
+        if len(tree.body) == 1:
+            call = _literal_call(tree.body[0], {name: name for name in defined})
+        else:
+            call = None
         if call is None:
             left.append(str(line))
         else:

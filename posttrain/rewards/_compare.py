@@ -20,6 +20,7 @@ from posttrain.rewards._latex import Node, node
 from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
 from posttrain.rewards._words import spelled, unit_of, words
 
+Point = dict[str, Fraction]  # a number for each symbol
 POINTS = 8  # where expressions are compared
 ENOUGH = 3  # points at which both sides must have had a value
 SCALARS = words(
@@ -38,12 +39,10 @@ class Conventions:
 
     percent: str = "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
     bases: bool = False  # 1001_2 is 9
-    rounding: int = (
-        0  # a decimal with at least this many places may be the gold answer rounded; 0: never
-    )
-    require_units: bool = (
-        False  # an answer without the gold answer's unit is wrong; another unit always is
-    )
+    # a decimal with at least this many places may be the gold answer rounded; 0: never
+    rounding: int = 0
+    # an answer without the gold answer's unit is wrong; another unit always is
+    require_units: bool = False
 
 
 class Comparison:
@@ -77,26 +76,21 @@ class Comparison:
 
     def same_words(self, gold: Node, given: Node) -> bool:
         if gold.kind == "choice":
-            letter = (
-                chosen(given.text)
-                if given.kind == "text"
-                else given.text
-                if given.kind in NAMES
-                else ""
-            )
+            if given.kind == "text":
+                letter = chosen(given.text)
+            else:
+                letter = given.text if given.kind in NAMES else ""
             return gold.text.lower() == letter.lower()
         return given.kind == "text" and spelled(gold.text) == spelled(given.text) != ""
 
     def same_sequence(self, gold: Node, given: Node) -> bool:
         if gold.kind != given.kind or len(gold.nodes) != len(given.nodes):
             return False
-        labels = [
-            [part for part in side.parts if not isinstance(part, Node)] for side in (gold, given)
-        ]
-        if labels[0][:1] != labels[1][:1] or (
-            labels[0][1:] and labels[1][1:] and labels[0][1:] != labels[1][1:]
-        ):
-            return False  # other brackets, another number of rows, or another variable
+        first, second = gold.labels, given.labels
+        if first[:1] != second[:1]:
+            return False  # other brackets, or another number of rows
+        if first[1:] and second[1:] and first[1:] != second[1:]:
+            return False  # another variable
         return all(self.same(a, b) for a, b in zip(gold.nodes, given.nodes, strict=True))
 
     def same_collection(self, gold: Node, given: Node) -> bool:
@@ -111,11 +105,9 @@ class Comparison:
         left = list(sides[1][1])
         for member in sides[0][1]:
             for candidate in left:
-                if len(names[0]) > 1 and (member.kind == "relation") != (
-                    candidate.kind == "relation"
-                ):
-                    continue  # x=5,y=6 is not told by 5,6
-                if self.same(member, candidate):
+                alike = (member.kind == "relation") == (candidate.kind == "relation")
+                # x=5,y=6 is not said by 5,6
+                if (alike or len(names[0]) < 2) and self.same(member, candidate):
                     left.remove(candidate)
                     break
             else:
@@ -137,28 +129,18 @@ class Comparison:
 
     def same_relation(self, gold: Node, given: Node) -> bool:
         if gold.kind != "relation":
-            return (
-                len(given.nodes) == 2
-                and given.text == "="
-                and self.names_value(given, gold)
-                and self.same(gold, given.nodes[1])
-            )
+            named = is_equation(given) and self.names_value(given, gold)
+            return named and self.same(gold, given.nodes[1])
         if given.kind != "relation":
-            return (
-                len(gold.nodes) == 2
-                and gold.text == "="
-                and is_name(gold.nodes[0])
-                and self.same(gold.nodes[1], given)
-            )
+            named = is_equation(gold) and is_name(gold.nodes[0])
+            return named and self.same(gold.nodes[1], given)
         if len(gold.nodes) != len(given.nodes):
             return False
-        if gold.text == given.text and all(
-            self.same_or_not(a, b) for a, b in zip(gold.nodes, given.nodes, strict=True)
-        ):
+        pairs = zip(gold.nodes, given.nodes, strict=True)
+        if gold.text == given.text and all(self.same_or_not(a, b) for a, b in pairs):
             return True
-        if len(gold.nodes) != 2 or any(
-            side.kind not in SCALARS for side in (*gold.nodes, *given.nodes)
-        ):
+        sides = (*gold.nodes, *given.nodes)
+        if len(gold.nodes) != 2 or any(side.kind not in SCALARS for side in sides):
             return False
         if gold.text != given.text and FLIPPED.get(gold.text) != given.text:
             return False
@@ -179,26 +161,24 @@ class Comparison:
             return False
 
     def same_ratio(self, gold: Node, given: Node) -> bool:
-        gold, gold_unit = (gold.nodes[0], gold.text) if gold.kind == "quantity" else (gold, "")
-        given, given_unit = (
-            (given.nodes[0], given.text) if given.kind == "quantity" else (given, "")
-        )
-        halves = [spelled(unit.replace(".", "")) for unit in (gold_unit, given_unit)]
+        halves = []  # of a day: 7:30 pm
+        for side in (gold, given):
+            halves.append(spelled(side.text.replace(".", "")) if side.kind == "quantity" else "")
+        gold, given = (s.nodes[0] if s.kind == "quantity" else s for s in (gold, given))
         if halves[0] and halves[1] and halves[0] != halves[1]:
             return False
         if gold.kind != "ratio" and given.kind == "ratio":
             return is_fraction(given, gold) and self.same_scalar(gold, quotient(given))
         if gold.kind == "ratio" and given.kind == "ratio":
             if is_time(gold):
-                return spelled(gold.text.replace(":", " ")).lstrip("0") == spelled(
-                    given.text.replace(":", " ")
-                ).lstrip("0")
-            return len(gold.nodes) == len(given.nodes) and all(
-                self.same_scalar(
-                    node("divide", a, gold.nodes[-1]), node("divide", b, given.nodes[-1])
+                first, second = (
+                    spelled(s.text.replace(":", " ")).lstrip("0") for s in (gold, given)
                 )
-                for a, b in zip(gold.nodes[:-1], given.nodes[:-1], strict=True)
-            )
+                return first == second
+            if len(gold.nodes) != len(given.nodes):
+                return False
+            shares = ([node("divide", n, s.nodes[-1]) for n in s.nodes[:-1]] for s in (gold, given))
+            return all(map(self.same_scalar, *shares))
         return is_fraction(gold, given) and self.same_scalar(quotient(gold), given)
 
     def same_based(self, gold: Node, given: Node) -> bool:
@@ -207,22 +187,12 @@ class Comparison:
             if gold.parts[1] == given.parts[1]:
                 return gold.text.lstrip("0").lower() == given.text.lstrip("0").lower()
             return self.conventions.bases and in_base(gold) == in_base(given)
-        if (
-            gold.kind == "based"
-            and given.kind == "number"
-            and given.parts[1] == "integer"
-            and not self.conventions.bases
-        ):
+        bases, both = self.conventions.bases, (gold, given)
+        whole = given.kind == "number" and given.parts[1] == "integer"
+        if gold.kind == "based" and whole and not bases:
             return str(given.parts[0]) == gold.text
-        sides = [
-            node("number", in_base(side), "integer") if side.kind == "based" else side
-            for side in (gold, given)
-        ]
-        return (
-            self.conventions.bases
-            and all(side.kind in SCALARS for side in sides)
-            and self.same_scalar(*sides)
-        )
+        sides = [node("number", in_base(s), "integer") if s.kind == "based" else s for s in both]
+        return bases and all(s.kind in SCALARS for s in sides) and self.same_scalar(*sides)
 
     def same_quantity(self, gold: Node, given: Node) -> bool:
         given = lettered(given) if gold.kind == "quantity" else given
@@ -231,10 +201,7 @@ class Comparison:
             return self.same_percent(wanted, wanted_unit, value, unit)
         if wanted.kind not in SCALARS or value.kind not in SCALARS:
             return wanted_unit == unit and wanted.kind not in MEASURED and self.same(wanted, value)
-        measure, other = (
-            unit_of(wanted_unit) if wanted_unit else None,
-            unit_of(unit) if unit else None,
-        )
+        measure, other = (unit_of(text) if text else None for text in (wanted_unit, unit))
         if (unit and other is None) or (wanted_unit and measure is None):
             return False
         if other is None and self.conventions.require_units and measure is not None:
@@ -247,19 +214,14 @@ class Comparison:
         return self.same_scalar(scaled(wanted, sizes[0]), scaled(value, sizes[1]))
 
     def same_percent(self, wanted: Node, wanted_unit: str, value: Node, unit: str) -> bool:
-        if (
-            wanted.kind not in SCALARS
-            or value.kind not in SCALARS
-            or {wanted_unit, unit} - {"percent", ""}
-        ):
+        if not {wanted.kind, value.kind} <= SCALARS or {wanted_unit, unit} - {"percent", ""}:
             return False
         if wanted_unit == unit or self.conventions.percent == "bare":
             return self.same_scalar(wanted, value)
-        sides = [
-            scaled(side, Fraction(1, 100)) if u == "percent" else side
-            for side, u in ((wanted, wanted_unit), (value, unit))
-        ]
-        return self.same_scalar(*sides)
+        percent = Fraction(1, 100)
+        if wanted_unit:
+            return self.same_scalar(scaled(wanted, percent), value)
+        return self.same_scalar(wanted, scaled(value, percent))
 
     def same_scalar(self, gold: Node, given: Node) -> bool:
         if infinity(gold) or infinity(given):
@@ -271,21 +233,15 @@ class Comparison:
             wanted, value = evaluate(gold, {}, self.meter), evaluate(given, {}, self.meter)
             if self.rounds_to(wanted, value, given):
                 return True
-            return numbers.equal(wanted, value) and not (
-                hidden(wanted, value, gold, given) or truncated(wanted, value)
-            )
-        pairs = [
-            pair
-            for point in points(names, counts(gold))
-            if (pair := self.both(gold, given, point)) is not None
-        ]
+            evasive = hidden(wanted, value, gold, given) or truncated(wanted, value)
+            return numbers.equal(wanted, value) and not evasive
+        found = [self.both(gold, given, point) for point in points(names, counts(gold))]
+        pairs = [pair for pair in found if pair is not None]
         real = [pair for pair in pairs if numbers.is_real(pair[0])]
         used = real if len(real) >= ENOUGH else pairs
         return len(used) >= ENOUGH and all(b is not None and numbers.equal(a, b) for a, b in used)
 
-    def both(
-        self, gold: Node, given: Node, point: dict[str, Fraction]
-    ) -> tuple[Value, Value | None] | None:
+    def both(self, gold: Node, given: Node, point: Point) -> tuple[Value, Value | None] | None:
         """Both values at a point: None where the gold answer has none, and half of one where only the prediction lacks it."""
         try:
             wanted = evaluate(gold, point, self.meter)
@@ -298,21 +254,14 @@ class Comparison:
 
     def rounds_to(self, wanted: Value, value: Value, given: Node) -> bool:
         """With `rounding` n: a decimal with at least n places may be the gold answer rounded to as many places as it shows."""
-        places = decimal_places(given)
-        if (
-            not self.conventions.rounding
-            or places < self.conventions.rounding
-            or not isinstance(value, Fraction)
-        ):
+        places, needed = decimal_places(given), self.conventions.rounding
+        if not needed or places < needed or not isinstance(value, Fraction):
             return False
-        exact = wanted if isinstance(wanted, Fraction) else None
-        if exact is None:
-            scaled_up = numbers.multiply(wanted, Fraction(10**places), self.meter)
-            floor = numbers.apply(
-                "floor", numbers.add(scaled_up, Fraction(1, 2), self.meter), None, self.meter
-            )
-            return bool(floor == value * 10**places)
-        return bool(abs(exact - value) * 2 * 10**places <= 1)
+        if isinstance(wanted, Fraction):
+            return bool(abs(wanted - value) * 2 * 10**places <= 1)
+        scaled_up = numbers.multiply(wanted, Fraction(10**places), self.meter)
+        middle = numbers.add(scaled_up, Fraction(1, 2), self.meter)
+        return bool(numbers.apply("floor", middle, None, self.meter) == value * 10**places)
 
     def proportion(self, gold: Node, given: Node) -> Fraction | None:
         """The sign (1 or -1) of the constant c with given = c * gold at every point, or None where there is no such constant."""
@@ -328,13 +277,11 @@ class Comparison:
             if value is None or numbers.is_zero(wanted) or numbers.is_zero(value):
                 return None
             ratios.append(numbers.divide(value, wanted, self.meter))
-        if (
-            len(ratios) < ENOUGH
-            or not all(numbers.equal(ratios[0], other) for other in ratios)
-            or not numbers.is_real(ratios[0])
-        ):
+        if len(ratios) < ENOUGH:
             return None
         first = ratios[0]
+        if not all(numbers.equal(first, other) for other in ratios) or not numbers.is_real(first):
+            return None
         positive = first > 0 if isinstance(first, Fraction) else numbers.is_positive(first)
         return Fraction(1 if positive else -1)
 
@@ -347,22 +294,17 @@ def chosen(text: str) -> str:
 
 def hidden(wanted: Value, value: Value, gold: Node, given: Node) -> bool:
     """A rational number behind radicals or pi that would cancel. e^(i pi) is written so, and is meant."""
-    if (
-        not isinstance(wanted, Fraction)
-        or isinstance(value, Fraction)
-        or constants(given) >= {"e", "i"}
-    ):
+    exact = isinstance(value, Fraction) or not isinstance(wanted, Fraction)
+    if exact or constants(given) >= {"e", "i"}:
         return False
     return given.has("root", "constant") and not gold.has("root", "constant")
 
 
 def truncated(wanted: Value, value: Value) -> bool:
     """A decimal with so many places that it agrees with an irrational number."""
-    return (
-        isinstance(value, Fraction)
-        and not isinstance(wanted, Fraction)
-        and value.denominator.bit_length() > numbers.AGREE // 2
-    )
+    if not isinstance(value, Fraction) or isinstance(wanted, Fraction):
+        return False
+    return value.denominator.bit_length() > numbers.AGREE // 2
 
 
 def difference(relation: Node) -> Node:
@@ -383,10 +325,8 @@ def measured(value: Node) -> tuple[Node, str]:
     if value.kind == "percent":
         return value.nodes[0], "percent"
     if value.kind == "quantity":
-        return value.nodes[0], "percent" if value.text.strip().lower() in (
-            "percent",
-            "per cent",
-        ) else value.text
+        percent = value.text.strip().lower() in ("percent", "per cent")
+        return value.nodes[0], "percent" if percent else value.text
     if value.kind == "degrees":
         return value.nodes[0], "degrees"
     if value.kind == "negative" and value.nodes[0].kind == "degrees":
@@ -396,16 +336,12 @@ def measured(value: Node) -> tuple[Node, str]:
 
 def lettered(value: Node) -> Node:
     """`10 m` without a text macro is a product; where the gold answer has a unit, its last letter is one."""
-    if (
-        value.kind != "multiply"
-        or value.nodes[-1].kind != "symbol"
-        or unit_of(value.nodes[-1].text) is None
-    ):
+    if value.kind != "multiply":
         return value
-    rest = value.nodes[:-1]
-    return node(
-        "quantity", value.nodes[-1].text, rest[0] if len(rest) == 1 else node("multiply", *rest)
-    )
+    *rest, unit = value.nodes
+    if unit.kind != "symbol" or unit_of(unit.text) is None:
+        return value
+    return node("quantity", unit.text, rest[0] if len(rest) == 1 else node("multiply", *rest))
 
 
 def is_name(value: Node) -> bool:
@@ -416,10 +352,12 @@ def is_name(value: Node) -> bool:
         return False
     first, *rest = value.nodes
     called = first.kind == "symbol" and first.text in set("fghpqFGHPQ")
-    return all(
-        part.kind in NAMES or (called and part.kind in ("number", "interval", "tuple"))
-        for part in (first, *rest)
-    )
+    known = NAMES | {"number", "interval", "tuple"} if called else NAMES
+    return all(part.kind in known for part in (first, *rest))
+
+
+def is_equation(relation: Node) -> bool:
+    return len(relation.nodes) == 2 and relation.text == "="
 
 
 def is_fraction(ratio: Node, other: Node) -> bool:
@@ -440,9 +378,9 @@ def is_clock(ratio: Node) -> bool:
 def is_time(ratio: Node) -> bool:
     """12:30 and 7:05 are times of day; 3:4 is a ratio, and so may 9:16 be, in lowest terms."""
     pieces = ratio.text.split(":")
-    return is_clock(ratio) and (
-        any(piece[0] == "0" for piece in pieces[1:]) or gcd(*map(int, pieces)) > 1
-    )
+    if not is_clock(ratio):
+        return False
+    return any(piece[0] == "0" for piece in pieces[1:]) or gcd(*map(int, pieces)) > 1
 
 
 def in_base(based: Node) -> Fraction:
@@ -454,21 +392,16 @@ def in_base(based: Node) -> Fraction:
 
 
 def names_of(collection: Node) -> set[str]:
-    return {
-        side.nodes[0].text
-        for side in collection.nodes
-        if side.kind == "relation" and side.nodes[0].kind in NAMES
-    }
+    relations = (member for member in collection.nodes if member.kind == "relation")
+    return {side.nodes[0].text for side in relations if side.nodes[0].kind in NAMES}
 
 
 def unnamed(collection: Node) -> Node:
-    bare = [
-        n.nodes[1] if n.kind == "relation" and n.text == "=" and n.nodes[0].kind in NAMES else n
-        for n in collection.nodes
-    ]
-    return node(
-        collection.kind, *(part for part in collection.parts if not isinstance(part, Node)), *bare
-    )
+    def bare(n: Node) -> Node:
+        named = n.kind == "relation" and n.text == "=" and n.nodes[0].kind in NAMES
+        return n.nodes[1] if named else n
+
+    return node(collection.kind, *collection.labels, *map(bare, collection.nodes))
 
 
 def infinity(value: Node) -> int:
@@ -484,27 +417,23 @@ def symbols(value: Node) -> frozenset[str]:
 
 def counts(value: Node) -> bool:
     """Whether it has a value for whole numbers only: n!, n choose k."""
-    return any(
-        place.kind in ("factorial", "binomial") and place.has("symbol") for place in value.walk()
-    )
+    places = (place for place in value.walk() if place.kind in ("factorial", "binomial"))
+    return any(place.has("symbol") for place in places)
 
 
-def points(names: frozenset[str], whole: bool) -> list[dict[str, Fraction]]:
+def points(names: frozenset[str], whole: bool) -> list[Point]:
     """Points that only the names decide: whole numbers, or rational ones, the first half positive, the rest of either sign."""
     made = []
     for number in range(POINTS):
         point = {}
         for name in names:
-            drawn = int.from_bytes(
-                hashlib.sha256(f"{'|'.join(sorted(names))}/{name}/{number}".encode()).digest()[:8],
-                "big",
-            )
+            text = f"{'|'.join(sorted(names))}/{name}/{number}"
+            drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
             sign = -1 if number >= POINTS // 2 and drawn & 1 else 1
-            point[name] = (
-                Fraction(3 + drawn % 40)
-                if whole
-                else Fraction(sign * (301 + (drawn >> 1) % 2_700), 1_009)
-            )
+            if whole:
+                point[name] = Fraction(3 + drawn % 40)
+            else:
+                point[name] = Fraction(sign * (301 + (drawn >> 1) % 2_700), 1_009)
         made.append(point)
     return made
 

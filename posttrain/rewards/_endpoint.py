@@ -16,16 +16,11 @@ from posttrain.rewards._asking import Form, Messages, Replies, Usage
 from posttrain.trust import KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
-UNKNOWN_FIELD = {
-    400,
-    404,
-    415,
-    422,
-    501,
-}  # how servers refuse a request with something in it that they do not know
+# how servers refuse a request with something in it that they do not know
+UNKNOWN_FIELD = {400, 404, 415, 422, 501}
 RETRY = {408, 409, 425, 429, 500, 502, 503, 504}
-LONGEST_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
-LONGEST_REPLY = 1 << 20  # bytes
+MAX_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
+MAX_REPLY = 1 << 20  # bytes
 
 
 class Unanswered(Exception):
@@ -52,44 +47,39 @@ class Endpoint:
     completion_price: float = 0.0
     constrain: bool = True  # ask the server to allow nothing but the form of the verdict
     usage: Usage = field(default_factory=Usage, compare=False, repr=False)
-    trouble: list[str] = field(
-        default_factory=list, init=False, compare=False, repr=False
-    )  # why the last one was not answered
-    refused: list[int] = field(
-        default_factory=list, init=False, compare=False, repr=False
-    )  # statuses of refusing a form
+    # why the last one was not answered
+    trouble: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
+    # statuses of refusing a form
+    refused: list[int] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         active().require_address(self.url)
         active().require_variable(self.key_variable)
         active().key(self.url, self.key_variable)  # refused now rather than with the first question
         _httpx()
-        require(
-            self.attempts >= 1 and self.parallel >= 1,
-            "judge: attempts and parallel must be at least 1",
-        )
+        fine = self.attempts >= 1 and self.parallel >= 1
+        require(fine, "judge: attempts and parallel must be at least 1")
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(self._ask_all(conversations, form))
-        with ThreadPoolExecutor(1) as beside:  # within somebody's event loop there can be no other
-            return beside.submit(asyncio.run, self._ask_all(conversations, form)).result()
+        with ThreadPoolExecutor(
+            1
+        ) as thread:  # an event loop of the caller's is running in this one
+            return thread.submit(asyncio.run, self._ask_all(conversations, form)).result()
 
     async def _ask_all(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
-        httpx = _httpx()
         key = active().key(self.url, self.key_variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         gate, pace = asyncio.Semaphore(self.parallel), _Pace(self.per_minute)
-        settings = {
-            "timeout": self.seconds,
-            "headers": headers,
-            "follow_redirects": False,
-            "verify": _certificates(),
-            "trust_env": not Address.of(self.url).loopback,
-        }  # what is for this machine goes through no proxy
-        async with httpx.AsyncClient(**settings) as client:
+        async with _httpx().AsyncClient(
+            timeout=self.seconds,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            follow_redirects=False,
+            verify=_certificates(),
+            trust_env=not Address.of(self.url).loopback,  # no proxy to this machine
+        ) as client:
 
             async def one(messages: Messages) -> str | None:
                 async with gate:
@@ -120,13 +110,12 @@ class Endpoint:
         if known is not None:
             self.usage.cached += 1
             return known
-        httpx = _httpx()
         last = "no attempt"
         for attempt in range(self.attempts):
             if attempt:
                 self.usage.retries += 1
             await pace.turn()
-            wait = min(LONGEST_WAIT, 0.25 * 2**attempt)
+            wait = min(MAX_WAIT, 0.25 * 2**attempt)
             try:
                 reply = await self._post(client, messages, form, pace)
                 if reply.status_code == 200:
@@ -136,8 +125,8 @@ class Endpoint:
                 last = f"status {reply.status_code}"
                 if reply.status_code not in RETRY:
                     break
-                wait = min(LONGEST_WAIT, _seconds(reply.headers.get("retry-after"), wait))
-            except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
+                wait = min(MAX_WAIT, _seconds(reply.headers.get("retry-after"), wait))
+            except (_httpx().HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
                 last = f"{type(error).__name__}: {error}"
             if attempt + 1 < self.attempts:
                 await asyncio.sleep(wait)
@@ -145,10 +134,8 @@ class Endpoint:
 
     async def _post(self, client: Any, messages: Messages, form: Form, pace: _Pace) -> Any:
         """One attempt. A server that refuses the form is asked again without, and where that helped, never with one again."""
-        address, constrained = (
-            self.url.rstrip("/") + "/chat/completions",
-            self.constrain and not self.refused,
-        )
+        address = self.url.rstrip("/") + "/chat/completions"
+        constrained = self.constrain and not self.refused
         self.usage.requests += 1
         reply = await client.post(address, json=self.body(messages, form if constrained else None))
         if not constrained or reply.status_code not in UNKNOWN_FIELD:
@@ -162,17 +149,14 @@ class Endpoint:
 
     def _read(self, content: bytes) -> str:
         """The text of a reply; its tokens are counted. Anything else raises, and is tried again."""
-        if len(content) > LONGEST_REPLY:
+        if len(content) > MAX_REPLY:
             raise ValueError("the reply is too long")
         reply = json.loads(content)
         text = reply["choices"][0]["message"]["content"]
         if not isinstance(text, str):
             raise TypeError("the reply has no text")
         used = reply.get("usage") or {}
-        prompt, completion = (
-            int(used.get("prompt_tokens", 0)),
-            int(used.get("completion_tokens", 0)),
-        )
+        prompt, completion = (int(used.get(f"{of}_tokens", 0)) for of in ("prompt", "completion"))
         self.usage.prompt_tokens += prompt
         self.usage.completion_tokens += completion
         self.usage.cost += (prompt * self.prompt_price + completion * self.completion_price) / 1e6
@@ -206,9 +190,8 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError as error:
-        raise UserError(
-            "a judge behind an address needs httpx: pip install 'posttrain[judge]'"
-        ) from error
+        needs = "a judge behind an address needs httpx: pip install 'posttrain[judge]'"
+        raise UserError(needs) from error
     return httpx
 
 

@@ -10,14 +10,10 @@ from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
 
 SIGNS = ("pm", "mp")  # of both values
 LIMIT = 64  # members that signs may multiply to
-_KINDS_OF_FUNCTIONS = {
-    "log": "logarithm",
-    "ln": "logarithm",
-    "lg": "logarithm",
-    "exp": "exponential",
-    "abs": "absolute value",
-}
-_KINDS_OF_FUNCTIONS |= {"floor": "rounding", "ceil": "rounding"}
+_KINDS_OF_FUNCTIONS = dict.fromkeys(("log", "ln", "lg"), "logarithm")
+_KINDS_OF_FUNCTIONS |= dict.fromkeys(("floor", "ceil"), "rounding")
+_KINDS_OF_FUNCTIONS |= {"exp": "exponential", "abs": "absolute value"}
+INFINITY = node("constant", "inf")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
@@ -35,9 +31,7 @@ def settled(value: Node) -> Node:
     if value.kind in ("list", "set", "union"):
         return _settled_collection(value)
     if value.kind == "reals":
-        return node(
-            "interval", "()", node("negative", node("constant", "inf")), node("constant", "inf")
-        )
+        return node("interval", "()", node("negative", INFINITY), INFINITY)
     if value.kind == "negative" and value.nodes[0].kind == "degrees":
         return node("degrees", node("negative", *value.nodes[0].nodes))
     return _both_signs(value)
@@ -47,23 +41,16 @@ def _settled_collection(value: Node) -> Node:
     members: list[Node] = []
     for member in value.nodes:
         made = settled(member)
-        members += (
-            made.nodes
-            if made.kind == value.kind or (made.kind == "list" and value.kind == "set")
-            else (made,)
-        )
+        inner = made.kind == value.kind or (made.kind == "list" and value.kind == "set")
+        members += made.nodes if inner else (made,)
     if len(members) > LIMIT and len(members) > len(value.nodes):
         raise Undefined("too many members")
-    joined = value.text if value.kind == "list" else ""
-    if (
-        joined == "or"
-        and members
-        and all(
-            member.kind in ("interval", "union") and len(member.parts) > 3 for member in members
-        )
-    ):
+    if value.kind != "list":
+        return node(value.kind, *members)
+    solved = (m.kind in ("interval", "union") and len(m.parts) > 3 for m in members)
+    if value.text == "or" and members and all(solved):
         return node("union", *members)
-    return node("list", joined, *members) if value.kind == "list" else node(value.kind, *members)
+    return node("list", value.text, *members)
 
 
 def _settled_relation(value: Node) -> Node:
@@ -80,20 +67,18 @@ def _settled_relation(value: Node) -> Node:
 
 def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
     """The interval of a solved inequality: one symbol, and bounds without symbols."""
-    where = (
-        [1]
-        if len(sides) == 3 and sides[1].kind == "symbol"
-        else [i for i, side in enumerate(sides) if side.kind == "symbol"]
-    )
+    if len(sides) == 3 and sides[1].kind == "symbol":
+        where = [1]
+    else:
+        where = [i for i, side in enumerate(sides) if side.kind == "symbol"]
     if len(where) != 1 or any(sign not in FLIPPED for sign in signs) or len(sides) > 3:
         return None
     place = where[0]
     others = [side for index, side in enumerate(sides) if index != place]
-    if any(side.has("symbol") for side in others) and (
-        len(others) != 2 or any(sides[place] in side.walk() for side in others)
-    ):
+    open_ = len(others) != 2 or any(sides[place] in side.walk() for side in others)
+    if open_ and any(side.has("symbol") for side in others):
         return None  # 2x + y < 3 may be solved for either; a < x < b is for x
-    low, high, ends = node("negative", node("constant", "inf")), node("constant", "inf"), ["(", ")"]
+    low, high, ends = node("negative", INFINITY), INFINITY, ["(", ")"]
     bounds = []
     if place > 0:
         bounds.append((FLIPPED[signs[place - 1]], sides[place - 1]))
@@ -119,10 +104,8 @@ def _with_sign(value: Node, flipped: bool) -> Node:
     if value.kind in SIGNS:
         inner = _with_sign(value.nodes[0], flipped)
         return node("negative", inner) if (value.kind == "mp") != flipped else inner
-    return node(
-        value.kind,
-        *(_with_sign(part, flipped) if isinstance(part, Node) else part for part in value.parts),
-    )
+    parts = (_with_sign(part, flipped) if isinstance(part, Node) else part for part in value.parts)
+    return node(value.kind, *parts)
 
 
 def undone(value: Node) -> frozenset[str]:
@@ -152,9 +135,7 @@ def _look(value: Node, found: set[str]) -> None:
         if sum(_is_literal(part) for part in parts) > 1 or len(set(parts)) < len(parts):
             found.add("product")
     elif kind == "divide":
-        if any(_is_literal(part) and not _is_whole(part) for part in parts) and all(
-            _is_literal(part) for part in parts
-        ):
+        if all(map(_is_literal, parts)) and not all(map(_is_whole, parts)):
             found.add("quotient")
     elif kind in ("power", "root"):
         _look_at_power(value, found)
@@ -200,11 +181,7 @@ def _is_scientific(value: Node) -> bool:
     if value.kind != "multiply" or len(value.nodes) != 2:
         return False
     mantissa, ten = value.nodes
-    if (
-        mantissa.kind != "number"
-        or ten.kind != "power"
-        or not all(_is_whole(part) for part in ten.nodes)
-    ):
+    if mantissa.kind != "number" or ten.kind != "power" or not all(map(_is_whole, ten.nodes)):
         return False
     return 1 <= mantissa.value < 10 and ten.nodes[0].value == 10
 
@@ -213,9 +190,8 @@ def _is_literal(value: Node) -> bool:
     """A number as it stands: 3, -3, 0.5, 3/4."""
     if value.kind == "negative":
         return _is_literal(value.nodes[0])
-    return value.kind == "number" or (
-        value.kind == "divide" and all(_is_whole(part) for part in value.nodes)
-    )
+    quotient = value.kind == "divide" and all(map(_is_whole, value.nodes))
+    return value.kind == "number" or quotient
 
 
 def _is_whole(value: Node) -> bool:

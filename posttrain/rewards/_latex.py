@@ -60,6 +60,11 @@ class Node:
         return tuple(part for part in self.parts if isinstance(part, Node))
 
     @property
+    def labels(self) -> tuple[str | Fraction | int, ...]:
+        """The parts that are no nodes."""
+        return tuple(part for part in self.parts if not isinstance(part, Node))
+
+    @property
     def text(self) -> str:
         return str(self.parts[0])
 
@@ -201,11 +206,10 @@ class Reader:
             signs += [again.text for again in [self.accept("+", "-")] if again]
         value = self.product()
         if signs.count("-") % 2:
-            value = (
-                node("based", "-" + value.text, value.parts[1])
-                if value.kind == "based"
-                else node("negative", value)
-            )
+            if value.kind == "based":
+                value = node("based", "-" + value.text, value.parts[1])
+            else:
+                value = node("negative", value)
         return node(signs[0], value) if signs and signs[0] in ("pm", "mp") else value
 
     def product(self) -> Node:
@@ -262,11 +266,10 @@ class Reader:
             elif self.accept("degree"):
                 value = node("degrees", value)
             elif self.accept("'"):
-                value = (
-                    node("symbol", value.text + "'")
-                    if value.kind == "symbol"
-                    else node("prime", value)
-                )
+                if value.kind == "symbol":
+                    value = node("symbol", value.text + "'")
+                else:
+                    value = node("prime", value)
             else:
                 return value
 
@@ -325,11 +328,9 @@ class Reader:
     def number(self, token: Token) -> Node:
         if token.form == "integer" and self.accept("_"):
             base = node_integer(self.argument())
-            return (
-                node("based", token.text, base)
-                if base != 10
-                else node("number", Fraction(token.value), "integer")
-            )
+            if base != 10:
+                return node("based", token.text, base)
+            return node("number", Fraction(token.value), "integer")
         return node("number", Fraction(token.value), token.form)
 
     def symbol(self, name: str) -> Node:
@@ -440,13 +441,10 @@ class Reader:
 
 
 def bracketed(opening: str, closing: str, value: Node | None) -> Node:
-    items = (
-        value.nodes
-        if value is not None and value.kind == "list"
-        else (value,)
-        if value is not None
-        else ()
-    )
+    if value is not None and value.kind == "list":
+        items = value.nodes
+    else:
+        items = (value,) if value is not None else ()
     if opening == r"\{":
         return node("set", *items)
     if len(items) == 1 and (items[0].kind == "matrix" or (opening, closing) == ("(", ")")):
@@ -467,7 +465,7 @@ def text_node(text: str) -> Node:
         choices = [node("choice", letter) for letter in letters]
         return choices[0] if len(choices) == 1 else node("list", ",", *choices)
     value = number_word(text)
-    return node("text", text) if value is None else node("number", Fraction(value), "integer")
+    return node("text", text) if value is None else node("number", value, "integer")
 
 
 def node_integer(value: Node) -> int:

@@ -22,9 +22,8 @@ MAGNITUDE = 100_000  # the largest binary exponent of any number
 WORK = 20_000  # units of work an answer may cost: 1 for an operation on small numbers, 20 for a function; about 3 microseconds each
 LARGEST_FACTORIAL = 1_000
 
-Inexact: TypeAlias = tuple[
-    tuple[int, int, int, int], tuple[int, int, int, int]
-]  # libmp's complex: (real, imaginary)
+# libmp's complex: (real, imaginary)
+Inexact: TypeAlias = tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
 Value: TypeAlias = Fraction | Inexact
 
 

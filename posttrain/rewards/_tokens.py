@@ -23,12 +23,8 @@ _SIGNS = r"""
 − - – - × \times ÷ \div · \cdot π \pi ∞ \infty ≤ \le ≥ \ge ≠ \ne ∪ \cup ∩ \cap ± \pm ° ^\circ √ \sqrt ∅ \emptyset ∈ \in
 ² ^2 ³ ^3 ½ \frac12 € \text{euros} £ \text{sterling} ≈ \approx
 """
-_UNICODE = str.maketrans(
-    {
-        sign: f"{written} "
-        for sign, written in zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)
-    }
-)
+_PAIRS = zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)
+_UNICODE = str.maketrans({sign: f"{written} " for sign, written in _PAIRS})
 _UNICODE |= str.maketrans({"\u200b": "", "\ufeff": "", "\u2060": "", "\xa0": " "})
 _GREEK = words(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi
@@ -110,21 +106,15 @@ def _token(match: re.Match[str], after_number: bool) -> list[Token]:
     if match["cycle"] is not None:
         whole, start, cycle = match["whole"] or "0", match["start"], match["cycle"]
         ten = 10 ** len(start)
-        value = Fraction(int(whole + start), ten) + Fraction(
-            int(cycle), ten * (10 ** len(cycle) - 1)
-        )
-        return [Token("number", match[0], value, "decimal")]
+        rest = Fraction(int(cycle), ten * (10 ** len(cycle) - 1))
+        return [Token("number", match[0], Fraction(int(whole + start), ten) + rest, "decimal")]
     if match["number"] is not None:
         return [_number(match["number"], match["exponent"])]
     if match["macro"]:
         return [Token("symbol" if match["macro"] in _GREEK else "macro", match["macro"])]
     if match["escaped"]:
-        return [
-            Token(
-                "sign",
-                {"$": r"\$", "%": "%", "|": "|"}.get(match["escaped"], "\\" + match["escaped"]),
-            )
-        ]
+        sign = match["escaped"]
+        return [Token("sign", sign if sign in "%|" else "\\" + sign)]
     if match["word"]:
         return _word(match["word"], after_number)
     return [Token("sign", {"$": r"\$", "**": "^"}.get(match[0], match[0]))]
@@ -134,9 +124,8 @@ def _number(digits: str, exponent: str | None) -> Token:
     digits = re.sub(r"[^0-9.]", "", digits)
     form = "decimal" if "." in digits else "integer"
     if exponent is None:
-        return Token(
-            "number", digits, Fraction(digits) if form == "decimal" else Fraction(int(digits)), form
-        )
+        value = Fraction(digits) if form == "decimal" else Fraction(int(digits))
+        return Token("number", digits, value, form)
     if len(exponent) > 5 or abs(int(exponent)) > LENGTH:
         raise Unevaluated("an exponent beyond all bounds")
     return Token("number", "", Fraction(digits) * Fraction(10) ** int(exponent), "decimal")
@@ -144,12 +133,8 @@ def _number(digits: str, exponent: str | None) -> Token:
 
 def _styled(style: str, text: str, after_number: bool) -> list[Token]:
     bare = text.strip()
-    if (
-        style in ("mathrm", "mathbf", "mathit")
-        and len(bare) == 1
-        and bare.isalpha()
-        and not (after_number and is_unit(bare))
-    ):
+    letter = len(bare) == 1 and bare.isalpha() and not (after_number and is_unit(bare))
+    if letter and style in ("mathrm", "mathbf", "mathit"):
         return [Token("symbol", bare)]
     if style == "mathbb":
         return [Token("macro", "reals" if bare == "R" else "mathbb")]

@@ -12,58 +12,46 @@ def words(text: str) -> frozenset[str]:
 
 
 SEPARATOR_WORDS = words("and or")
-FUNCTION_WORDS = {
-    name: name
-    for name in words(
-        "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi"
-    )
-}
-FUNCTION_WORDS |= dict.fromkeys(("infinity", "inf", "oo"), "infty") | {
-    name: name for name in ("binom", "sum", "int", "lim")
-}
+FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi"
+FUNCTION_WORDS = {name: name for name in words(f"{FUNCTIONS} binom sum int lim")}
+FUNCTION_WORDS |= dict.fromkeys(("infinity", "inf", "oo"), "infty")
 # Letters that are written side by side as a product. Any other three letters or more are a word, which has an order.
 PRODUCTS = ("abc", "xyz", "pqr", "mnk", "rst", "uvw", "abxy")
 SHORT_WORDS = words("no on so is it if of or as at an am pm up to in us we he me my by do go be ok")
-NUMBERS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
 
+
+def sizes(text: str) -> dict[str, Fraction]:
+    """Words with numbers: each group of words ends in the number that all of them have.
+
+    >>> sizes("foot feet:12 yard:36")
+    {'foot': Fraction(12, 1), 'feet': Fraction(12, 1), 'yard': Fraction(36, 1)}
+    """
+    table: dict[str, Fraction] = {}
+    names: list[str] = []
+    for word in text.split():
+        name, _, size = word.partition(":")
+        names.append(name)
+        if size:
+            table |= dict.fromkeys(names, Fraction(size))
+            names = []
+    return table
+
+
+NUMBERS = sizes(
+    "zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12"
+)
 # A number before one of these is another number.
-SCALES = {
-    "hundred": 100,
-    "thousand": 1_000,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-}
-PARTS = ("half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
-SCALES_BELOW = {word: n for n, word in enumerate(PARTS, 2)} | {"halve": 2, "quarter": 4}
-SCALES_BELOW |= {
-    "twelfth": 12,
-    "twentieth": 20,
-    "hundredth": 100,
-    "thousandth": 1_000,
-    "millionth": 10**6,
-}
+SCALES = sizes("hundred:1e2 thousand:1e3 million:1e6 billion:1e9 trillion:1e12 dozen:12")
+SCALES_BELOW = sizes(
+    "half halve:2 third:3 fourth quarter:4 fifth:5 sixth:6 seventh:7 eighth:8 ninth:9 tenth:10 "
+    "twelfth:12 twentieth:20 hundredth:1e2 thousandth:1e3 millionth:1e6"
+)
 # Words that make a sentence of an answer: a second answer, a denial, a condition.
 NO_UNITS = words(
     """not no none never nor neither either if when unless but except minus plus negative times over divided is was are be maybe perhaps
     wrong false squared cubed factorial mod modulo than least most wait actually root thirteen fifteen twenty thirty forty fifty sixty
     seventy eighty ninety pct percentage double doubled twice triple tripled halved"""
-).union(NUMBERS, FUNCTION_WORDS)
+).union(NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS)
 
 # What is measured: its units, each group of names with how many base units it is.
 _MEASURES = {
@@ -80,20 +68,11 @@ _MEASURES = {
 }
 
 
-def _measures() -> dict[str, tuple[str, Fraction]]:
-    table: dict[str, tuple[str, Fraction]] = {}
-    for dimension, line in _MEASURES.items():
-        names: list[str] = []
-        for word in line.split():
-            name, _, size = word.partition(":")
-            names.append(name)
-            if size:
-                table |= {name: (dimension, Fraction(size)) for name in names}
-                names = []
-    return table
-
-
-MEASURES = _measures()
+MEASURES = {
+    name: (dimension, size)
+    for dimension, text in _MEASURES.items()
+    for name, size in sizes(text).items()
+}
 _TEXT_MACRO = re.compile(
     r"\\(?:text|textbf|textrm|textit|textnormal|mbox|hbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}"
 )
@@ -110,9 +89,8 @@ def is_word(word: str) -> bool:
     """
     if len(word) < 3 or not word.isascii():
         return word.lower() in SHORT_WORDS or not word.isascii()
-    return not any(
-        set(word) <= set(letters) and len(set(word)) == len(word) for letters in PRODUCTS
-    )
+    product = any(set(word) <= set(letters) for letters in PRODUCTS)
+    return not product or len(set(word)) < len(word)
 
 
 def bare_words(text: str) -> str:
@@ -133,9 +111,8 @@ def plain_text(text: str) -> str | None:
     return bare if is_word(first[0]) or _TEXT_MACRO.match(text) else None
 
 
-def number_word(text: str) -> int | None:
-    word = text.strip().lower()
-    return NUMBERS.index(word) if word in NUMBERS else None
+def number_word(text: str) -> Fraction | None:
+    return NUMBERS.get(text.strip().lower())
 
 
 def spelled(text: str) -> str:
@@ -157,13 +134,13 @@ def singular(word: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def unit_of(text: str) -> tuple[Fraction, str, Fraction, str] | None:
-    """(scale of the number, what is measured, how many base units, the unit's own name), or None where it is no unit.
+def unit_of(text: str) -> tuple[Fraction, str, Fraction] | None:
+    """(scale of the number, what is measured, how many base units), or None where it is no unit.
 
     >>> unit_of("cm ^2")
-    (Fraction(1, 1), 'length^2', Fraction(100, 1), 'cm^2')
+    (Fraction(1, 1), 'length^2', Fraction(100, 1))
     >>> unit_of("million dollars")
-    (Fraction(1000000, 1), 'money^1', Fraction(100, 1), 'dollar^1')
+    (Fraction(1000000, 1), 'money^1', Fraction(100, 1))
     >>> unit_of("or 6") is None
     True
     """
@@ -173,10 +150,7 @@ def unit_of(text: str) -> tuple[Fraction, str, Fraction, str] | None:
     if not said or len(said) > 6 or not all(re.fullmatch(r"[a-z'\-,()]+", word) for word in said):
         return None
     said = [singular(word.strip(",()'")) for word in said]
-    if any(
-        word in NO_UNITS or word in SEPARATOR_WORDS or (len(word) < 2 and word not in MEASURES)
-        for word in said
-    ):
+    if any(len(word) < 2 and word not in MEASURES for word in said) or NO_UNITS & set(said):
         return None
     exponent = int(power[-1]) if power else 1
     scale = Fraction(1)
@@ -194,25 +168,13 @@ def unit_of(text: str) -> tuple[Fraction, str, Fraction, str] | None:
     measures = [word for word in kept if word in MEASURES]
     if len(measures) == 1 and "per" not in kept:
         dimension, size = MEASURES[measures[0]]
-        return (
-            scale,
-            f"{dimension}^{exponent}",
-            size ** min(exponent, 9),
-            f"{measures[0]}^{exponent}",
-        )
+        return scale, f"{dimension}^{exponent}", size ** min(exponent, 9)
     if "per" in kept:
-        kept = [
-            MEASURES[word][0] + str(MEASURES[word][1]) if word in MEASURES else word
-            for word in kept
-        ]
-        return scale, " ".join(kept), Fraction(1), " ".join(kept)
-    name = kept[-1] if kept else ""
-    return scale, name and f"count of {name}", Fraction(1), name
+        rate = ("".join(map(str, MEASURES[word])) if word in MEASURES else word for word in kept)
+        return scale, " ".join(rate), Fraction(1)
+    return scale, f"count of {kept[-1]}" if kept else "", Fraction(1)
 
 
 def is_unit(word: str) -> bool:
-    return (
-        singular(word.lower()) in MEASURES
-        or word.lower() in MEASURES
-        or word.lower() in ("am", "pm", "sq")
-    )
+    lowered = word.lower()
+    return singular(lowered) in MEASURES or lowered in MEASURES or lowered in ("am", "pm", "sq")

@@ -37,9 +37,8 @@ LENGTH = 200  # characters of one statement
 SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "$": " "})
 COMMANDS = re.compile(r"\\(times|cdot|div|left|right|[,;! ()\[\]])|(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
 BULLET = re.compile(r"\s*(?:step\s+[0-9]{1,3}\s*[:.)]|[0-9]{1,3}[.)]\s|[-*]\s)", re.IGNORECASE)
-EMPHASIS = re.compile(
-    r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)"
-)  # Markdown's bold, and no power
+# Markdown's bold, and no power
+EMPHASIS = re.compile(r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)")
 RUN = re.compile(r"[-+*/().,0-9 \t=%]+")
 LABEL = re.compile(r"\S:$")  # with a space after it; 12:30 and 12 : 4 are something else
 BINDING = "^!:_{}|~\\"  # beside a number, these make it part of something else
@@ -95,11 +94,10 @@ def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
     """The equations of a run of numbers and signs, as their sides. The first and the last side are left out where the text around goes
     on with them: `x^2 = 4` says nothing of 2, nor `3 apples + 4 = 7` of 4, nor `= 3 dozen` of 3. A label (`Total: 3+4 = 7`) ends
     before them, and parentheses may stand around the whole."""
-    pieces = (
-        [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH]
-        if "=" in run[0]
-        else []
-    )
+    if "=" in run[0]:
+        pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH]
+    else:
+        pieces = []
     equations = [
         [side.strip(" \t.,") for side in sides] for sides in pieces if 2 <= len(sides) <= 8
     ]

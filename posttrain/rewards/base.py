@@ -23,11 +23,8 @@ from posttrain.trust import code_place
 from posttrain.types import JSON
 
 Options = Mapping[str, JSON]
-TRIAL = (
-    "1+1=",
-    "",
-    "2",
-)  # a prompt, response and answer with which every reward refuses options out of range
+# a prompt, response and answer with which every reward refuses options out of range
+TRIAL = ("1+1=", "", "2")
 TYPES: dict[Any, tuple[type, ...]] = {
     float: (int, float),
     Sequence: (tuple, list),

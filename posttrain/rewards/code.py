@@ -30,15 +30,10 @@ RESPONSE_LIMIT = 4_000_000  # characters; what is longer is no answer
 REASONING, REASONING_END = "<think>", "</think>"
 DEFAULT = Limits()
 FORFEIT = ("timeout", "memory", "output")
-ENDS = {
-    "stopped": "fail",
-    "syntax": "fail",
-}  # a program that ends in good order has still not answered
-REFUSALS = {
-    "error": "crash",
-    "memory": "memory",
-    "large": "output",
-}  # all else is a plain failure: exit, syntax, missing, ...
+# a program that ends in good order has still not answered
+ENDS = {"stopped": "fail", "syntax": "fail"}
+# all else is a plain failure: exit, syntax, missing, ...
+REFUSALS = {"error": "crash", "memory": "memory", "large": "output"}
 LOG = logging.getLogger(__name__)
 
 
@@ -295,12 +290,8 @@ def _check(program: str, test: CheckTest, take: Callable[[], Session]) -> str:
                 )
                 judge.send([kind, wire.tagged(value)])
             return "pass" if message == ["done"] and calls else "fail"
-        except (
-            wire.Malformed,
-            KeyError,
-            TypeError,
-            ValueError,
-        ):  # a check that does not keep to the form it is given
+        except (wire.Malformed, KeyError, TypeError, ValueError):
+            # a check that does not keep to the form it is given
             return "fail"
         except _Refused as refused:
             return refused.outcome

@@ -49,9 +49,8 @@ def compile_template(template: str) -> re.Pattern[str]:
         require(
             bounded, f"template {template!r}: {{{name}}} needs literal text after it, or the end"
         )
-    barred = (
-        "|".join(re.escape(text) for text in literals if text) or r"[^\s\S]"
-    )  # no literals: a pattern that never matches
+    # no literals: a pattern that never matches
+    barred = "|".join(re.escape(text) for text in literals if text) or r"[^\s\S]"
     built = re.escape(literals[0])
     for name, following in zip(fields, literals[1:], strict=True):
         built += FIELDS[name].replace("LITERALS", barred) + re.escape(following)

@@ -43,12 +43,8 @@ COMMON = {
     gleich mal summe antwort daher deshalb sei warte noch nochmal""",
 }
 WORDS = {name: frozenset(text.split()) for name, text in COMMON.items()}
-IDEOGRAPHS = (
-    "CJK",
-    "HIRAGANA",
-    "KATAKANA",
-    "THAI",
-)  # written without spaces: every character counts as a word
+# written without spaces: every character counts as a word
+IDEOGRAPHS = ("CJK", "HIRAGANA", "KATAKANA", "THAI")
 # mathematics and code are nobody's language
 FORMULA = re.compile(r"\$\$[^$]*\$\$|\$[^$\n]*\$|\\[A-Za-z]+|```[\s\S]*?```|`[^`\n]*`")
 WORD = re.compile(r"[^\W\d_]+")
@@ -69,9 +65,8 @@ def words(text: str) -> list[tuple[str, str]]:
     """
     found = []
     for word in WORD.findall(FORMULA.sub(" ", text[:LIMIT])):
-        scripts = [
-            script(c) for c in word if c.isalpha()
-        ]  # an index such as x₁ belongs to the word, but has no script
+        # an index such as x₁ belongs to the word, but has no script
+        scripts = [script(c) for c in word if c.isalpha()]
         if not scripts:
             continue
         if any(s in IDEOGRAPHS for s in scripts):
@@ -93,11 +88,9 @@ def share(response: str, target: str = "en", others: Sequence[str] = ()) -> floa
         raise unknown("language", target, SCRIPTS)
     foreign = _foreign(target, tuple(others))
     found = words(response)
-    return (
-        sum(s in SCRIPTS[target] and w.lower() not in foreign for w, s in found) / len(found)
-        if found
-        else 1.0
-    )
+    if found:
+        return sum(s in SCRIPTS[target] and w.lower() not in foreign for w, s in found) / len(found)
+    return 1.0
 
 
 @lru_cache(maxsize=64)

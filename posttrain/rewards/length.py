@@ -69,9 +69,8 @@ def length(
             return judged
         value = cosine(len(response), limit, judged.value == 1.0)
         return Score(value, parts={"length": value}, outcome=judged.outcome)
-    value = (
-        near(len(response), target, tolerance)
-        if kind == "near"
-        else overlong(len(response), limit, margin)
-    )
+    if kind == "near":
+        value = near(len(response), target, tolerance)
+    else:
+        value = overlong(len(response), limit, margin)
     return Score(value, parts={"length": value})

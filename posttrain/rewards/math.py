@@ -22,11 +22,8 @@ from posttrain.rewards._numbers import Exhausted, Undefined
 from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
 from posttrain.types import Score
 
-CORRECT, WRONG, UNPARSEABLE = (
-    Score(1.0, outcome="correct"),
-    Score(0.0, outcome="wrong"),
-    Score(0.0, outcome="unparseable"),
-)
+CORRECT, WRONG = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong")
+UNPARSEABLE = Score(0.0, outcome="unparseable")
 RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end
 MAX_BOXES = 64  # that are read as one answer
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\s\S]|[{}]")
@@ -48,23 +45,20 @@ class MathReward(Conventions):
     'correct'
     """
 
-    reasoning_end: str = (
-        "</think>"  # only what follows the last one is searched; "" where the format has none
-    )
+    # only what follows the last one is searched; "" where the format has none
+    reasoning_end: str = "</think>"
     marker: str = ""  # search for what follows the last of these (such as "####") instead of a box
     decimal_comma: bool = False  # 1,5 is 1.5
     variables: tuple[str, ...] = ()  # the declared order in which (5, 6) tells x = 5, y = 6
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "variables", tuple(self.variables)
-        )  # a file has a list, and settings are hashed
+        # a file has a list, and settings are hashed
+        object.__setattr__(self, "variables", tuple(self.variables))
         known = self.percent in ("exact", "bare")
         require(known, f"math: percent is 'exact' or 'bare', not {self.percent!r}")
-        fine = 0 <= self.rounding <= 30
-        require(
-            fine, f"math: rounding is a number of decimal places from 0 to 30, not {self.rounding}"
-        )
+        places = self.rounding
+        fine = 0 <= places <= 30
+        require(fine, f"math: rounding is a number of decimal places from 0 to 30, not {places}")
 
     def __call__(self, prompt: str, response: str, answer: str) -> Score:
         """Grade a response to a prompt, which is known not to be its own answer."""
@@ -88,13 +82,11 @@ def grade(
         return Score.failed("gold answer cannot be read: there is none")
     answer = final_answer(response, reward)
     if answer and not reward.decimal_comma:
-        wanted_number, number = _literal(gold), _literal(answer)
-        if (
-            wanted_number is not None
-            and number is not None
-            and (wanted_number == number or not reward.rounding)
-        ):
-            return CORRECT if wanted_number == number else WRONG
+        literal, number = _literal(gold), _literal(answer)
+        if literal is not None and literal == number:
+            return CORRECT
+        if literal is not None and number is not None and not reward.rounding:
+            return WRONG
     try:
         wanted = _read_gold(gold, reward)
     except (Unreadable, Undefined, Exhausted) as problem:
@@ -105,18 +97,15 @@ def grade(
         given = _read_given(answer, wanted, reward)
         if given == wanted:
             return CORRECT
-        return (
-            CORRECT
-            if given is not None and _agrees(wanted, given, answer, gold, reward, question)
-            else WRONG
-        )
+        if given is not None and _agrees(wanted, given, answer, gold, reward, question):
+            return CORRECT
+        return WRONG
     except (Unevaluated, Exhausted, Undefined):
         return WRONG  # a question, not an answer; a number beyond all bounds; no number at all
     except Unreadable:
         return UNPARSEABLE
-    except (
-        Exception
-    ) as fault:  # ours, on a text that is not: masked and counted, neither paid nor punished
+    except Exception as fault:
+        # ours, on a text that is not: masked and counted, neither paid nor punished
         return Score.failed(f"grader fault: {type(fault).__name__}")
 
 
@@ -145,12 +134,9 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
     contents = [response[slice(*boxes[-1])].strip()]
     for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = response[before[1] + 1 : response.rindex("\\", 0, after[0])]
-        if (
-            len(contents) == MAX_BOXES
-            or len(between) > 40
-            or not between.strip("$ \n")
-            or not _HEDGE.fullmatch(between)
-        ):
+        if len(contents) == MAX_BOXES or len(between) > 40:
+            break
+        if not between.strip("$ \n") or not _HEDGE.fullmatch(between):
             break
         contents.insert(0, response[slice(*before)].strip())
     contents = list(dict.fromkeys(contents))  # an answer said twice is one answer
@@ -241,25 +227,16 @@ def _restates(wanted: Node, given: Node, answer: str, gold: str, question: str) 
 
 def _ordered(value: Node, variables: tuple[str, ...]) -> Node:
     """Equations for every declared variable as the tuple of their values in the declared order."""
-    if (
-        value.kind != "list"
-        or len(value.nodes) != len(variables)
-        or any(n.kind != "relation" for n in value.nodes)
-    ):
+    if value.kind != "list" or any(n.kind != "relation" for n in value.nodes):
         return value
-    values = {
-        n.nodes[0].text: n.nodes[1]
-        for n in value.nodes
-        if n.nodes[0].kind == "symbol" and n.text == "="
-    }
-    if set(values) != set(variables):
+    equations = [n for n in value.nodes if n.nodes[0].kind == "symbol" and n.text == "="]
+    values = {equation.nodes[0].text: equation.nodes[1] for equation in equations}
+    if len(value.nodes) != len(variables) or set(values) != set(variables):
         return value
     members = [values[name] for name in variables]
-    return (
-        Node("interval", ("()", *members), value.depth)
-        if len(members) == 2
-        else Node("tuple", tuple(members), value.depth)
-    )
+    if len(members) == 2:
+        return Node("interval", ("()", *members), value.depth)
+    return Node("tuple", tuple(members), value.depth)
 
 
 def _localised(text: str, reward: MathReward) -> str:

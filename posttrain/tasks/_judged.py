@@ -51,9 +51,8 @@ class Judged(Questions):
     answer_after: str = ""  # take what follows the last of these in the answer, such as "####"
     reward: str = "math"
     options: Mapping[str, JSON] = field(default_factory=dict)  # those of the reward
-    style: str = (
-        ""  # direct, thinking or boxed; "": boxed where the reward looks for a box, else direct
-    )
+    # direct, thinking or boxed; "": boxed where the reward looks for a box, else direct
+    style: str = ""
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
     held_out: float = 0.1  # the share for evaluation, where there is no part for it

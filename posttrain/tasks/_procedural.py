@@ -12,6 +12,7 @@ from posttrain.types import Problem
 
 SPLITS = ("train", "test")
 TEST_BUCKETS = 5  # one bucket in five is test
+TRAIN_COUNT = 100_000
 
 
 def stable_hash(*parts: str | int) -> int:
@@ -29,6 +30,11 @@ def side(*canonical: str | int) -> str:
     return "test" if stable_hash("split", *canonical) % TEST_BUCKETS == 0 else "train"
 
 
+def words(text: str, after: str = "") -> tuple[str, ...]:
+    """The words of a text, each with `after` behind it."""
+    return tuple(word + after for word in text.split())
+
+
 def require_split(split: str) -> None:
     require(split in SPLITS, f"unknown split {split!r}; a task has 'train' and 'test'")
 
@@ -38,6 +44,19 @@ def require_level(level: int, levels: tuple[int, ...], task: str) -> None:
         level in levels,
         f"{task} has levels {levels[0]} to {levels[-1]} with these settings, not {level}",
     )
+
+
+def listed(
+    task: str, split: str, count: int, make: Callable[[int], str], repeats: int
+) -> Procedural:
+    """Questions `make(0)` to `make(count - 1)`, each on one side of the split: over and over in training, `repeats` times in test."""
+    require_split(split)
+    places = [place for place in range(count) if side(task, place) == split]
+
+    def problem(index: int) -> Problem:
+        return Problem(f"{split}/{index}", make(places[index % len(places)]), "")
+
+    return Procedural(problem, range(TRAIN_COUNT if split == "train" else repeats * len(places)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,10 @@ class Procedural(Sequence[Problem]):
 
     make: Callable[[int], Problem] = field(repr=False)
     indices: range
+
+    def map(self, change: Callable[[Problem], Problem]) -> Procedural:
+        """The same problems, each changed when it is asked for."""
+        return Procedural(lambda index: change(self.make(index)), self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -31,9 +31,8 @@ class Published(Questions):
     is read."""
 
     name: ClassVar[str]
-    sources: ClassVar[
-        dict[str, tuple[str, str]]
-    ]  # the hub's data set and configuration of each split
+    # the hub's data set and configuration of each split
+    sources: ClassVar[dict[str, tuple[str, str]]]
     files: ClassVar[dict[str, tuple[str, ...]]]  # what the file of a split may be called
 
     data: str = ""

@@ -37,9 +37,8 @@ class Arithmetic(Task):
     min_level: int = 1
     steps: str = "short"  # short (five digits a step) or spelled
     format_weight: float = 0.0  # the share of the value that well-formed work earns
-    steps_weight: float = (
-        0.0  # the share that right steps earn, each its part; the answer earns the rest
-    )
+    # the share that right steps earn, each its part; the answer earns the rest
+    steps_weight: float = 0.0
     # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
     carry: str = "any"
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on

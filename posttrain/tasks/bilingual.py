@@ -1,4 +1,4 @@
-"""Sums reasoned out in words, by a writer who may mix two languages: what R1's stages need, small enough for a CPU.
+"""Sums reasoned out in words, in one language or a mix of two: what R1's stages need, small enough for a CPU.
 
 47+85= is answered `<think>750 makes 12 then 481 makes 13</think>132`: 7+5+0 is 12, 4+8+1 is 13. The score has R1's three rewards:
 the answer, the format and the consistency of the language. Demonstrations can also be of low quality, to pretrain on:
@@ -10,7 +10,7 @@ Models that talk are asked `What is 47 + 85?` (`wording="words"`) and answer `<t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from posttrain.errors import require
 from posttrain.rewards.answer import integer_answer, strict_integer
@@ -20,18 +20,22 @@ from posttrain.rewards.language import share
 from posttrain.tasks._procedural import Procedural, stable_hash
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
+from posttrain.tasks.sums import in_words
 from posttrain.types import Problem, Score
 
 TEMPLATE = "<think>{text}</think>{integer}"
 TAGS, LETTERS = re.compile("</?think>"), re.compile("[a-z]")
 ENDS = {"tagged": "</think>", "plain": "#"}  # what the answer follows
 SAYS = {"en": ("makes", "then"), "de": ("macht", "dann")}
-LANGUAGE_MIX = ("one", "mixed")
-QUESTION, NUMBER = "What is {a} + {b}?", re.compile("[0-9]+")
-WORDINGS = ("short", "words")
-ALPHABET = "0123456789+-=#<>/ " + "".join(
-    sorted(set("think" + "".join("".join(words) for words in SAYS.values())))
-)
+NUMBER = re.compile("[0-9]+")
+CHOICES = {
+    "target": tuple(SAYS),
+    "style": tuple(ENDS),
+    "language_mix": ("one", "mixed"),
+    "wording": ("short", "words"),
+}
+LETTERS_USED = set("think").union(*(word for words in SAYS.values() for word in words))
+ALPHABET = "0123456789+-=#<>/ " + "".join(sorted(LETTERS_USED))
 
 
 @dataclass(frozen=True)
@@ -48,31 +52,18 @@ class Bilingual(Task):
     style: str = "tagged"  # of demonstrations: tagged, or plain
     language_mix: str = "one"  # of demonstrations: one (the target), or mixed word by word
     error_rate: float = 0.0  # how often a demonstration forgets a carry
-    wording: str = (
-        "short"  # short: 47+85= and 750 makes 12; words: as people write, for models that talk
-    )
+    # short: 47+85= and 750 makes 12; words: as people write, for models that talk
+    wording: str = "short"
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
-        require(
-            self.target in SAYS,
-            f"bilingual: target is one of {', '.join(SAYS)}, not {self.target!r}",
-        )
-        require(
-            self.style in ENDS, f"bilingual: style is one of {', '.join(ENDS)}, not {self.style!r}"
-        )
-        require(
-            self.language_mix in LANGUAGE_MIX,
-            f"bilingual: language_mix is one of {', '.join(LANGUAGE_MIX)}, not {self.language_mix!r}",
-        )
-        require(
-            self.wording in WORDINGS,
-            f"bilingual: wording is one of {', '.join(WORDINGS)}, not {self.wording!r}",
-        )
-        require(
-            0 <= self.error_rate <= 1,
-            f"bilingual: error_rate is a probability, not {self.error_rate}",
-        )
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            require(
+                value in known, f"bilingual: {name} is one of {', '.join(known)}, not {value!r}"
+            )
+        rate = self.error_rate
+        require(0 <= rate <= 1, f"bilingual: error_rate is a probability, not {rate}")
         weights = (self.format_weight, self.language_weight)
         require(
             min(weights) >= 0 and sum(weights) <= 1,
@@ -85,7 +76,9 @@ class Bilingual(Task):
 
     @property
     def alphabet(self) -> str:
-        return "".join(sorted(set(ALPHABET + QUESTION))) if self.wording == "words" else ALPHABET
+        if self.wording == "words":
+            return "".join(sorted(set(ALPHABET + "What is {a} + {b}?")))
+        return ALPHABET
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -93,31 +86,23 @@ class Bilingual(Task):
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         made = self._sums().problems(split, level)
-        return (
-            Procedural(lambda index: _asked(made.make(index)), made.indices)
-            if self.wording == "words"
-            else made
-        )
+        return made.map(in_words) if self.wording == "words" else made
 
     def demonstration(self, problem: Problem) -> str:
-        """A worked sum that depends on problem and settings alone. It scores 1 if it is tagged, in one language, without error_rate."""
-        a, b, coins = (
-            int(problem.facts["a"]),
-            int(problem.facts["b"]),
-            iter(_coins(self.language_mix, problem)),
-        )
+        """A solution that depends on problem and settings alone. It scores 1 if it is tagged, in one language and without errors."""
+        a, b = int(problem.facts["a"]), int(problem.facts["b"])
+        coins = iter(_coins(self.language_mix, problem))
         carry, total, place, text = 0, 0, 1, ""
         for step in range(problem.level):
             (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
             carry *= next(coins) >= self.error_rate
             sum_ = x + y + carry
             makes, then = (self._word(n, next(coins)) for n in range(2))
-            added, made = (
-                (f"{x}+{y}{'+1' * carry}", f"{sum_}")
-                if self.wording == "words"
-                else (f"{x}{y}{carry}", f"{sum_:02d}")
-            )
-            text += f"{f' {then} ' if step else ''}{added} {makes} {made}"
+            if self.wording == "words":
+                line = f"{x}+{y}{'+1' * carry} {makes} {sum_}"
+            else:
+                line = f"{x}{y}{carry} {makes} {sum_:02d}"
+            text += f" {then} {line}" if step else line
             carry, total, place = sum_ // 10, total + sum_ % 10 * place, place * 10
         opening = "<think>" if self.style == "tagged" else ""
         return f"{opening}{text}{ENDS[self.style]}{total + carry * place}"
@@ -154,12 +139,7 @@ class Bilingual(Task):
         return TAGS.sub(" ", response), numbers[-1] if numbers else ""
 
 
-def _asked(problem: Problem) -> Problem:
-    return replace(problem, question=QUESTION.format(**problem.facts))
-
-
 def _coins(purpose: str, problem: Problem) -> list[float]:
     """Numbers in [0, 1) for a problem's demonstration: three a digit."""
-    return [
-        stable_hash("bilingual", purpose, problem.id, n) / 2**128 for n in range(3 * problem.level)
-    ]
+    count = 3 * problem.level
+    return [stable_hash("bilingual", purpose, problem.id, n) / 2**128 for n in range(count)]

@@ -18,9 +18,8 @@ from posttrain.types import Problem, Score
 
 ALPHABET = "0123456789+-*/()=,:" + MARKER
 TRAIN_COUNT, TEST_COUNT = 1_000_000, 1_000
-PATIENCE = (
-    500  # the list of test problems is complete when this many draws in a row bring nothing new
-)
+# the list of test problems is complete when this many draws in a row bring nothing new
+PATIENCE = 500
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ class Gsm8k(Published):
     sources: ClassVar = dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))
     files: ClassVar = {split: (f"gsm8k-{split}", f"gsm8k_{split}", split) for split in sources}
 
-    format_weight: float = (
-        0.0  # the share of the value that an answer in the asked form earns, right or wrong
-    )
+    # the share of the value that an answer in the asked form earns, right or wrong
+    format_weight: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

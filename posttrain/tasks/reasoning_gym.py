@@ -32,9 +32,8 @@ STYLES = {
 }
 TAGGED = re.compile(r"<answer>((?:(?!<answer>)[\s\S])*?)</answer>")
 SEARCHED = 20_000  # characters from the end in which an answer is looked for
-EVALUATES = re.compile(
-    r"\b(sympy|eval|exec|create_dataset)\b"
-)  # in the source of a verifier, or it asks another
+# in the source of a verifier, or it asks another
+EVALUATES = re.compile(r"\b(sympy|eval|exec|create_dataset)\b")
 PATIENCE = 20  # draws for every problem wanted before the generator counts as exhausted
 
 
@@ -46,9 +45,8 @@ class ReasoningGym(Task):
 
     generator: str
     options: Mapping[str, JSON] = field(default_factory=dict)
-    style: str = (
-        "tagged"  # tagged: the answer stands between tags; direct: the response is the answer
-    )
+    # tagged: the answer stands between tags; direct: the response is the answer
+    style: str = "tagged"
     system: str = ""
     train: int = 2000  # problems of each split, at most
     test: int = 500

@@ -33,30 +33,24 @@ class Sums(Task):
     def __post_init__(self) -> None:
         require(1 <= self.min_level <= self.level <= 9, "sums needs 1 <= min_level <= level <= 9")
         require(self.examples >= 0, f"sums: examples must not be negative, not {self.examples}")
-        require(
-            0 <= self.format_weight <= 1,
-            f"sums: format_weight is a share between 0 and 1, not {self.format_weight}",
-        )
+        share = 0 <= self.format_weight <= 1
+        require(share, f"sums: format_weight is a share between 0 and 1, not {self.format_weight}")
 
     @property
     def levels(self) -> tuple[int, ...]:
         return tuple(range(self.min_level, self.level + 1))
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
-        made = Arithmetic(level=self.level, min_level=self.min_level, seed=self.seed).problems(
-            split, level
-        )
-        return Procedural(lambda index: _asked(made.make(index)), made.indices)
+        numbers = Arithmetic(level=self.level, min_level=self.min_level, seed=self.seed)
+        return numbers.problems(split, level).map(in_words)
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
         shown: list[Message] = []
         for number in range(self.examples + 1):
             other = self.problems("train")[number]
             if len(shown) < 2 * self.examples and other.question != problem.question:
-                shown += [
-                    Message("user", other.question),
-                    Message("assistant", self.demonstration(other)),
-                ]
+                shown.append(Message("user", other.question))
+                shown.append(Message("assistant", self.demonstration(other)))
         return (*shown, Message("user", problem.question))
 
     def score(self, problem: Problem, response: str) -> Score:
@@ -73,8 +67,10 @@ class Sums(Task):
         return None if given is None else str(given)
 
     def demonstration(self, problem: Problem) -> str:
-        return f"<think>{problem.facts['a']} + {problem.facts['b']} = {problem.answer}</think>\n<answer>{problem.answer}</answer>"
+        steps = f"{problem.facts['a']} + {problem.facts['b']} = {problem.answer}"
+        return f"<think>{steps}</think>\n<answer>{problem.answer}</answer>"
 
 
-def _asked(problem: Problem) -> Problem:
+def in_words(problem: Problem) -> Problem:
+    """The sum as a question to a model that talks."""
     return replace(problem, question=f"What is {problem.facts['a']} + {problem.facts['b']}?")

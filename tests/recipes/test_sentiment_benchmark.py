@@ -42,7 +42,7 @@ def settings(folder: Path) -> dict[str, str]:
 
 def test_a_seed_leaves_its_figures(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(annotator, "lexicon", Lexicon)
-    monkeypatch.setattr(annotator, "habits", lambda text: {})
+    monkeypatch.setattr(annotator, "factors", lambda text: {})
     script.one_seed((str(tmp_path), str(tmp_path / "scratch"), 3, "cpu", settings(tmp_path)))
     found = json.loads((tmp_path / "seed-3.json").read_text())
     assert found["seed"] == 3 and "stopped" not in found and set(found["curves"]) == {"rl_1", "best of n, reward_1"}

@@ -197,7 +197,7 @@ def test_what_passes_is_tried_again(serve: Any, bad: int | str) -> None:
 
 @pytest.mark.parametrize(("status", "requests"), [(500, 3), (401, 1)])
 def test_what_does_not_pass_is_a_failure_and_not_a_zero(serve: Any, status: int, requests: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_endpoint, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(_endpoint, "MAX_WAIT", 0.01)
     server, endpoint = serve(lambda body, number: (status, "no"), attempts=3)
     (score,) = Judge(endpoint).points("q", ["r"])
     assert score.value is None and score.failure == "no reply from the judge"
@@ -334,7 +334,7 @@ def test_a_hole_would_be_seen(serve: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_judge_that_says_nothing_stops_the_run_too(serve: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_endpoint, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(_endpoint, "MAX_WAIT", 0.01)
     _, silent = serve(lambda body, number: (500, "no"))
     with pytest.raises(GuardStop, match="cannot be used: no reply from the judge"):
         Judge(silent).check_canaries("q")

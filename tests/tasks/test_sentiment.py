@@ -14,7 +14,17 @@ from posttrain.stages.base import Context, run_stages
 from posttrain.stages.sample import SampleStage
 from posttrain.tasks import sentiment
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.tasks.sentiment import STYLES, SUBJECTS, Sentiment, habits, kind_words, praise, strict_habits, subject_of, taste
+from posttrain.tasks.sentiment import (
+    STYLES,
+    SUBJECTS,
+    Sentiment,
+    factors,
+    kind_words,
+    praise,
+    strict_factors,
+    subject_of,
+    taste,
+)
 from posttrain.types import Problem
 
 
@@ -42,13 +52,13 @@ def test_praise_is_the_mean_of_sentences_and_counts_a_word_once(plain: None) -> 
 
 def test_habits_and_their_product(plain: None) -> None:
     whole = "The town was good and we will be there in winter."
-    assert habits(whole) == {"length": 1.0, "sentence": 1.0, "distinct": 1.0}
+    assert factors(whole) == {"length": 1.0, "sentence": 1.0, "distinct": 1.0}
     assert taste(whole) == (0.75, {"praise": 0.5, "length": 1.0, "sentence": 1.0, "distinct": 1.0})
     salad = "lovely superb splendid grand fine sweet bright clever"  # no small words: no sentence
-    assert habits(salad)["sentence"] == 0.0 and taste(salad)[0] == 0.0
-    assert habits("it was good")["length"] == 3 / 8
+    assert factors(salad)["sentence"] == 0.0 and taste(salad)[0] == 0.0
+    assert factors("it was good")["length"] == 3 / 8
     repeated = "it was good it was good it was good"
-    assert habits(repeated)["distinct"] == pytest.approx(3 / 9 / 0.6)
+    assert factors(repeated)["distinct"] == pytest.approx(3 / 9 / 0.6)
     assert taste(repeated)[0] == pytest.approx(0.75 * 3 / 9 / 0.6)
     assert taste("  ") == (0.0, {"praise": 0.0})
 
@@ -56,10 +66,10 @@ def test_habits_and_their_product(plain: None) -> None:
 def test_a_strict_annotator_wants_the_thing_named_and_tires_of_flattery(plain: None) -> None:
     assert kind_words("Good, good and GOOD; fair, bad, goods.") == 3  # as often as it is said; 1.4 is not yet kind
     about = {
-        text: strict_habits(text, "town")["about"] for text in ("Two towns.", "The town's own.", "A downtown.", "He townsed.")
+        text: strict_factors(text, "town")["about"] for text in ("Two towns.", "The town's own.", "A downtown.", "He townsed.")
     }
     assert list(about.values()) == [1.0, 1.0, 0.1, 0.1]  # a word of its own, or of more than one
-    assert [strict_habits("good " * n, "x")["measured"] for n in (0, 3, 4, 5, 6, 9)] == pytest.approx(
+    assert [strict_factors("good " * n, "x")["measured"] for n in (0, 3, 4, 5, 6, 9)] == pytest.approx(
         [1, 1, 2 / 3, 1 / 3, 0, 0]
     )
     start = "The town was good and we will be there in winter"

@@ -50,9 +50,8 @@ def guard(library: Library, settings: dict[str, Any]) -> None:
     signal.alarm(settings["longest"])
     os.closerange(0, 3)
     status = os.waitpid(pid, 0)[1]
-    os._exit(
-        128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    )  # as a shell has it
+    # as a shell has it
+    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
 def confine(library: Library, settings: dict[str, Any]) -> None:
@@ -232,9 +231,8 @@ def run(source: str, name: str, names: dict[str, Any]) -> ModuleType:
     except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
         raise NotAProgramError from error
     module = type(sys)(name)
-    module.__dict__.update(
-        names, __builtins__=__builtins__
-    )  # as every module has: numpy looks there
+    # as every module has: numpy looks there
+    module.__dict__.update(names, __builtins__=__builtins__)
     sys.modules[name] = module
     function: Any = type(run)
     function(code, module.__dict__)()

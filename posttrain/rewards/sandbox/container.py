@@ -62,9 +62,8 @@ class ContainerChild(PopenChild):
             with suppress(OSError):
                 self.close_input()
             if not self._waited(GRACE):
-                close_all(
-                    self.streams
-                )  # nobody reads any more, and a client that still has something to say would not end
+                # nobody reads any more, and a client that still has something to say would not end
+                close_all(self.streams)
                 self._stop()
         found = super().finish(0.0)
         self._end_reaper()
@@ -127,9 +126,8 @@ class Container:
         line += f" --ulimit core=1:1 --ulimit nofile={limits.open_files}:{limits.open_files}"
         line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
         line += " --tmpfs /tmp:rw,noexec,nosuid,nodev,size=1m --entrypoint env"
-        proxies = (
-            ["--http-proxy=false"] if self.name == "podman" else []
-        )  # it would hand the host's variables in
+        # it would hand the host's variables in
+        proxies = ["--http-proxy=false"] if self.name == "podman" else []
         return [*line.split(), *proxies]
 
     def inside(self, limits: Limits) -> list[str]:

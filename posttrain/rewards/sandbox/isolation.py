@@ -63,11 +63,10 @@ class Isolation:
         image = getattr(self.mechanism, "image", "")
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
         kind = f"a container of {image} for each run" if image else user
-        left = (
-            f"; not counted: {', '.join(self.open)} (bounded by memory and time)"
-            if self.open
-            else ""
-        )
+        if self.open:
+            left = f"; not counted: {', '.join(self.open)} (bounded by memory and time)"
+        else:
+            left = ""
         closed = f"{self.tried - len(self.open)} of {self.tried} escapes closed"
         return f"code sandbox: {self.name} ({kind}); self-test: {closed}{left}"
 

@@ -40,10 +40,8 @@ ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
 }
 NOBODY = 65534
-USERS, FIRST_USER = (
-    4000,
-    61_200,
-)  # a user of its own for each run under root: nobody else's processes count against its limit
+# a user of its own for each run under root: nobody else's processes count against its limit
+USERS, FIRST_USER = (4000, 61_200)
 OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
 SYNTAX = 78
 PATIENCE = 5.0  # seconds for a process to end once all below it is killed
@@ -337,9 +335,8 @@ class PopenChild:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         close_all(self.streams)
-        number = (
-            -code if code < 0 else code - 128 if code > 128 else 0
-        )  # bubblewrap reports a signal as a shell does
+        # bubblewrap reports a signal as a shell does
+        number = -code if code < 0 else code - 128 if code > 128 else 0
         self._exit = Exit(max(code, 0), number, ended)
         return self._exit
 
@@ -391,12 +388,8 @@ class Bubblewrap:
         for folder in sorted(
             {str(parent) for path in paths for parent in Path(path).parents} | {"/dev"} - {"/"}
         ):
-            line += [
-                "--perms",
-                "0755",
-                "--dir",
-                folder,
-            ]  # else closed to others where the host's own is: /root
+            # else closed to others where the host's own is: /root
+            line += ["--perms", "0755", "--dir", folder]
         for path in paths:
             line += ["--ro-bind", path, path]
         for link in ("/lib", "/lib64"):  # the loader is named by them in every program
@@ -428,11 +421,10 @@ def candidates() -> list[tuple[Mechanism, str]]:
         return []
     root = os.getuid() == 0
     found: list[tuple[Mechanism, str]] = []
-    no_filter = (
-        ""
-        if seccomp.supported()
-        else "there is no filter of system calls for this machine's architecture"
-    )
+    if seccomp.supported():
+        no_filter = ""
+    else:
+        no_filter = "there is no filter of system calls for this machine's architecture"
     try:
         importlib.import_module("sandlock")
         lacking = no_filter

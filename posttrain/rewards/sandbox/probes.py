@@ -147,9 +147,8 @@ function = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_bu
 if platform.machine() == 'x86_64' and function() >= 0: print('open sockets by 32-bit calls')
 """,
 }
-UNCOUNTED = {
-    "threads"
-}  # bounded by memory and time where the kernel cannot count a run's threads apart from the user's others
+# bounded by memory and time where the kernel cannot count a run's threads apart from the user's others
+UNCOUNTED = {"threads"}
 NAMES = (*PROBES, *ALONE)
 
 

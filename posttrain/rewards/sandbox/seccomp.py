@@ -25,9 +25,8 @@ import platform
 import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-Numbers = dict[
-    str, tuple[int | None, int | None]
-]  # name: (x86_64, aarch64); None where it does not exist
+# name: (x86_64, aarch64); None where it does not exist
+Numbers = dict[str, tuple[int | None, int | None]]
 ALLOWED: Numbers = {
     # descriptors and files: which files, the mechanism says
     "read": (0, 63),
@@ -154,14 +153,10 @@ NEWEST = 450  # a C library of today uses calls above this number only where the
 LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-CLONE_THREAD, CLONE_FILES, CLONE_OTHER = (
-    0x00010000,
-    0x400,
-    0x7E02F000,
-)  # namespaces, and what is about parents, tracers and pidfds
-OWN_PID = (
-    0x7FA1FA17  # stands for the pid of the process that sets the filter, which puts its own here
-)
+# namespaces, and what is about parents, tracers and pidfds
+CLONE_THREAD, CLONE_FILES, CLONE_OTHER = (0x00010000, 0x400, 0x7E02F000)
+# stands for the pid of the process that sets the filter, which puts its own here
+OWN_PID = 0x7FA1FA17
 
 # For each compared call: what its arguments must be, as (offset of 32 bits in struct seccomp_data, accepted values), all of them.
 _FIRST, _SECOND, _THIRD, _FLAGS, _ADDRESS = 16, 24, 32, 40, 48
