@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from posttrain.rewards._code_data import CodeProblem, fenced, humaneval, mbpp
+from posttrain.tasks._code_data import CodeProblem, fenced, humaneval, mbpp
 from posttrain.rewards.code import grade
 from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.limits import Limits

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.rewards._code_data import fenced
+from posttrain.tasks._code_data import fenced
 from posttrain.rewards.code import CallTest, CheckTest, StdioTest, Test, grade
 from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.mechanisms import interpreter

@@ -1,4 +1,4 @@
-"""Examples to imitate: from a task's own worked answers, or from JSONL files.
+"""Examples to imitate: from a task's own demonstrations, or from JSONL files.
 
 A line of a file is one of
     {"messages": [{"role": "user", "content": ...}, ...]}     loss on every assistant turn
@@ -19,32 +19,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.data.chat import Tokenizer, render_example
-from posttrain.data.records import Tools, parse_messages, parse_tools, read_jsonl
+from posttrain.data.records import Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
 from posttrain.errors import UserError, require
 from posttrain.types import Example, Message, Problem
 
 COLUMNS = frozenset({"messages", "prompt", "completion", "text", "tools"})
 # of other conventions: the model would learn to answer without what they hold
-NEEDED = frozenset(
-    {
-        "system",
-        "functions",
-        "function_call",
-        "image",
-        "images",
-        "video",
-        "videos",
-        "audio",
-        "audios",
-        "weight",
-        "chat_template_kwargs",
-    }
-)
+_MEDIA = {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
+NEEDED = _MEDIA | {"system", "functions", "function_call", "weight", "chat_template_kwargs"}
 
 
 class Teaching(Protocol):
-    """The part of a task that is needed here: this room does not import tasks."""
+    """The part of a task that is needed here: this package does not import tasks."""
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]: ...
     def prompt(self, problem: Problem) -> tuple[Message, ...]: ...
@@ -58,15 +45,13 @@ def from_task(
     seed: int = 0,
     split: str = "train",
 ) -> list[Example]:
-    """Worked answers to `counts[level]` problems of each level, shuffled together. Problems have different indices, though in a
+    """Demonstrations of `counts[level]` problems of each level, shuffled together. Problems have different indices, though in a
     small level not always different texts."""
     drawn: list[Problem] = []
     for level, count in sorted(counts.items()):
         problems = task.problems(split, level)
-        require(
-            count <= len(problems),
-            f"level {level} has {len(problems)} {split} problems, not {count}",
-        )
+        size = len(problems)
+        require(count <= size, f"level {level} has {size} {split} problems, not {count}")
         drawn += [problems[i] for i in _distinct(len(problems), count, seed, level)]
     order = permutation(len(drawn), "demonstrations", seed)
     return [_demonstration_example(task, tokenizer, drawn[i]) for i in order]
@@ -74,9 +59,8 @@ def from_task(
 
 def _demonstration_example(task: Teaching, tokenizer: Tokenizer, problem: Problem) -> Example:
     messages = (*task.prompt(problem), Message("assistant", task.demonstration(problem)))
-    return render_example(
-        tokenizer, messages, f"the demonstration of {problem.id}", given=len(messages) - 1
-    )
+    where = f"the demonstration of {problem.id}"
+    return render_example(tokenizer, messages, where, given=len(messages) - 1)
 
 
 def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
@@ -96,9 +80,7 @@ def from_file(
     """Every line of a JSONL file as an Example; the names of columns that are not read go into `unused`. An error names the file and
     the line."""
     examples = []
-    for where, record in read_jsonl(path):
-        # tables write what a row lacks as null
-        record = {key: value for key, value in record.items() if value is not None}
+    for where, record in read_rows(path):
         extra = unread(record, COLUMNS, where)
         if unused is not None:
             unused |= extra
@@ -110,19 +92,16 @@ def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set
     """The columns of a row that are not read. Those that the model would be shown elsewhere are refused."""
     extra = record.keys() - set(known)
     for name in sorted(extra & NEEDED):
-        require(
-            not record[name],
-            f"{where}: the column {name} would be lost; write it into the messages or remove it",
-        )
+        hint = "write it into the messages or remove it"
+        require(not record[name], f"{where}: the column {name} would be lost; {hint}")
     return extra
 
 
 def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:
     tools = parse_tools(record.get("tools"), where)
     if "messages" in record:
-        return render_example(
-            tokenizer, parse_messages(record["messages"], f"{where}: messages"), where, tools=tools
-        )
+        messages = parse_messages(record["messages"], f"{where}: messages")
+        return render_example(tokenizer, messages, where, tools=tools)
     if "prompt" in record and "completion" in record:
         return completion_example(record["prompt"], record["completion"], tokenizer, where, tools)
     if "text" in record:
@@ -146,20 +125,14 @@ def completion_example(
         ids = list(tokenizer(prompt)["input_ids"])
         if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
             ids.pop()
-        return plain_example(
-            ids + list(tokenizer(completion, add_special_tokens=False)["input_ids"]),
-            len(ids),
-            tokenizer,
-        )
-    before = parse_messages(
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-        f"{where}: prompt",
-    )
-    if isinstance(completion, str):
-        reply = [{"role": "assistant", "content": completion}]
-    else:
-        reply = completion
-    after = parse_messages(reply, f"{where}: completion")
+        rest = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+        return plain_example(ids + rest, len(ids), tokenizer)
+
+    def turns(said: Any, role: str, name: str) -> tuple[Message, ...]:
+        given = [{"role": role, "content": said}] if isinstance(said, str) else said
+        return parse_messages(given, f"{where}: {name}")
+
+    before, after = turns(prompt, "user", "prompt"), turns(completion, "assistant", "completion")
     return render_example(tokenizer, before + after, where, given=len(before), tools=tools)
 
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from posttrain.data.chat import Tokenizer
 from posttrain.data.demonstrations import completion_example, unread
-from posttrain.data.records import Tools, parse_tools, read_jsonl
+from posttrain.data.records import Tools, parse_tools, read_rows
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
 from posttrain.types import Example
@@ -129,16 +129,16 @@ class _Kind:
     title: str
     reveals: frozenset[str]  # a first row with all of these keys is of this kind
     fields: tuple[str, ...]  # "a|b" is one of the two
-    read: Callable[[dict[str, Any], str], _Row]
+    read: Callable[[dict[str, Any]], _Row]
     optional: tuple[str, ...] = ("prompt",)
 
     @property
     def columns(self) -> set[str]:
-        return {
-            "tools",
-            *self.optional,
-            *(choice for field in self.fields for choice in field.split("|")),
-        }
+        return {"tools", *self.optional, *self.choices}
+
+    @property
+    def choices(self) -> list[str]:
+        return [choice for field in self.fields for choice in field.split("|")]
 
 
 class _Skip(Exception):
@@ -154,10 +154,8 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     refused: list[str] = []
     unused: set[str] = set()
     decoder = Decoder(tokenizer)
-    for where, record in read_jsonl(path):
+    for where, record in read_rows(path):
         total += 1
-        # tables write what a row lacks as null
-        record = {key: value for key, value in record.items() if value is not None}
         kind = kind or _detect(record, where)
         try:
             row = _checked(KINDS[kind], kind, record, where)
@@ -174,11 +172,8 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     if refused:
         more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0]}{more}")
-    left_out = tuple(
-        Skipped(name, len(skipped[name]), tuple(skipped[name][:SHOWN]))
-        for name in REASONS
-        if name in skipped
-    )
+    reasons = [(name, skipped[name]) for name in REASONS if name in skipped]
+    left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
     require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     examples = [e for unit in units for e in unit]
     report = PreferenceReport(
@@ -203,8 +198,7 @@ def count_labels(path: str | Path) -> tuple[int, int]:
     """(good, bad): how many responses of a file are called so; of a pair one is each. Rows that are wrong are left to
     `read_preferences`, which names them."""
     good, bad, kind = 0, 0, ""
-    for where, record in read_jsonl(path):
-        record = {key: value for key, value in record.items() if value is not None}
+    for where, record in read_rows(path):
         kind = kind or _detect(record, where)
         with suppress(_Skip, UserError):
             rewards = _checked(KINDS[kind], kind, record, where).rewards
@@ -217,12 +211,10 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
     """(prompt, the preferred response, the other) of every pair of a file, as text: for whoever judges them anew. Turns of a
     conversation are written one below the other. Rows that training would skip (equal or empty responses) are left out."""
     found: list[tuple[str, str, str]] = []
-    for where, record in read_jsonl(path):
-        record = {key: value for key, value in record.items() if value is not None}
+    for where, record in read_rows(path):
         kind = _detect(record, where)
-        require(
-            kind in ("pair", "openai"), f"{where}: a row of {KINDS[kind].title}; pairs are needed"
-        )
+        pair = kind in ("pair", "openai")
+        require(pair, f"{where}: a row of {KINDS[kind].title}; pairs are needed")
         try:
             row = _checked(KINDS[kind], kind, record, where)
         except _Skip:
@@ -247,15 +239,12 @@ def _spoken(said: Any) -> str:
 
 def _words(message: dict[str, Any]) -> str:
     """What a message says, and what it holds beside that."""
-    more = {
-        key: value
-        for key, value in message.items()
-        if key not in ("role", "content") and value not in (None, "", [], {})
-    }
-    spoken = [str(message["content"])] if message.get("content") else []
-    return "\n".join(
-        [*spoken, *([json.dumps(more, ensure_ascii=False, sort_keys=True)] if more else [])]
-    )
+    rest = {key: value for key, value in message.items() if key not in ("role", "content")}
+    more = {key: value for key, value in rest.items() if value not in (None, "", [], {})}
+    said = [str(message["content"])] if message.get("content") else []
+    if more:
+        said.append(json.dumps(more, ensure_ascii=False, sort_keys=True))
+    return "\n".join(said)
 
 
 def _detect(record: dict[str, Any], where: str) -> str:
@@ -264,11 +253,7 @@ def _detect(record: dict[str, Any], where: str) -> str:
             return name
     # not whole, then: the kind that it has a key of, whose reader says what is missing
     for name, kind in KINDS.items():
-        known = {f for field in kind.fields for f in field.split("|")} - {
-            "prompt",
-            "completions",
-            "completion",
-        }
+        known = set(kind.choices) - {"prompt", "completions", "completion"}
         if known & record.keys():
             return name
     if "completion" in record or "messages" in record:
@@ -286,16 +271,19 @@ def _checked(kind: _Kind, name: str, record: dict[str, Any], where: str) -> _Row
     """Read a row of the file's kind; a missing field is named, and so is a row that is of another kind."""
     for field in kind.fields:
         if not any(choice in record for choice in field.split("|")):
-            other = next(
-                (k.title for n, k in KINDS.items() if n != name and k.reveals <= record.keys()), ""
+            others = [k.title for n, k in KINDS.items() if n != name and k.reveals <= record.keys()]
+            hint = (
+                f"; it looks like a row of {others[0]}, and a file holds one kind" if others else ""
             )
-            mixed = f"; it looks like a row of {other}, and a file holds one kind" if other else ""
-            raise UserError(
-                f"{where}: no {field.replace('|', ' or ')} in a row of {kind.title}{mixed}"
-            )
+            missing = field.replace("|", " or ")
+            raise UserError(f"{where}: no {missing} in a row of {kind.title}{hint}")
     given = record.get("input")
     tools = record.get("tools") or (given.get("tools") if isinstance(given, dict) else None)
-    return replace(kind.read(record, where), tools=parse_tools(tools, where))
+    try:
+        row = kind.read(record)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return replace(row, tools=parse_tools(tools, where))
 
 
 def _unit(
@@ -309,32 +297,23 @@ def _unit(
         raise _Skip("equal")
     if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
         raise _Skip("tied")
-    examples = [
-        replace(
-            completion_example(row.prompt, response, tokenizer, where, row.tools), reward=reward
-        )
-        for response, reward in zip(row.responses, row.rewards, strict=True)
-    ]
+    examples = []
+    for response, reward in zip(row.responses, row.rewards, strict=True):
+        made = completion_example(row.prompt, response, tokenizer, where, row.tools)
+        examples.append(replace(made, reward=reward))
     if not all(e.mask.any() for e in examples):
         raise _Skip("empty")
     if any(len(e.ids) > max_length for e in examples):
         raise _Skip("overlong")
-    begins = [int(e.mask.argmax()) for e in examples]
-    if any(
-        b != begins[0] or (e.ids[:b] != examples[0].ids[:b]).any()
-        for b, e in zip(begins, examples, strict=True)
-    ):
+    prompts = {e.ids[: int(e.mask.argmax())].tobytes() for e in examples}
+    if len(prompts) > 1:
         raise _Skip("boundary")
-    if len({e.ids.tobytes() for e in examples}) < len(
-        examples
-    ):  # texts that the tokenizer reads as the same
+    # texts that the tokenizer reads as the same
+    if len({e.ids.tobytes() for e in examples}) < len(examples):
         raise _Skip("equal")
     if row.steps is not None and row.labels is not None:
-        return (
-            replace(
-                examples[0], steps=_step_labels(examples[0], row.steps, row.labels, decoder, where)
-            ),
-        )
+        labels = _step_labels(examples[0], row.steps, row.labels, decoder, where)
+        return (replace(examples[0], steps=labels),)
     return tuple(examples)
 
 
@@ -346,158 +325,123 @@ def _step_labels(
     text, offsets = decoder.decode(example.ids[at])
     joined = JOINT.join(steps)
     begin = text.find(joined)
-    require(
-        begin >= 0, f"{where}: the steps are not found in the text that the tokenizer makes of them"
-    )
+    lost = f"{where}: the steps are not found in the text that the tokenizer makes of them"
+    require(begin >= 0, lost)
     label_T = np.full(len(example.ids), np.nan, np.float32)
     end = begin - len(JOINT)
     for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
         end += len(JOINT) + len(step)
         token = at[int(np.searchsorted(offsets, end))]  # the first token that reaches this far
-        require(
-            bool(np.isnan(label_T[token])),
-            f"{where}: steps {number} and {number + 1} end in the same token",
-        )
+        free = bool(np.isnan(label_T[token]))
+        require(free, f"{where}: steps {number} and {number + 1} end in the same token")
         label_T[token] = label
     return label_T
 
 
-def _read_pair(record: dict[str, Any], where: str) -> _Row:
-    prompt, chosen, rejected = _prompt_of_pair(record, where)
+def _read_pair(record: dict[str, Any]) -> _Row:
+    prompt, chosen, rejected = _prompt_of_pair(record)
     rewards, given = [1.0, 0.0], False
     for better, worse in (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")):
         if better in record and worse in record:
-            rewards, given = (
-                [_number(record[name], f"{where}: {name}") for name in (better, worse)],
-                True,
-            )
+            rewards, given = [_number(record[name], name) for name in (better, worse)], True
     if "margin" in record:
-        rewards, given = [_number(record["margin"], f"{where}: margin"), 0.0], True
+        rewards, given = [_number(record["margin"], "margin"), 0.0], True
     if rewards[0] < rewards[1]:
         raise _Skip("contradictory")
     return _Row(prompt, [chosen, rejected], rewards, given)
 
 
-def _prompt_of_pair(record: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
+def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The prompt and the two responses, wherever the row keeps the prompt: apart, inside both conversations, or both."""
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
-    require(
-        type(chosen) is type(rejected),
-        f"{where}: chosen and rejected must both be text, or both be messages",
-    )
+    same = type(chosen) is type(rejected)
+    require(same, "chosen and rejected must both be text, or both be messages")
     if prompt is None and isinstance(chosen, str):
-        chosen, rejected = _dialogue(chosen, where), _dialogue(rejected, where)
+        chosen, rejected = _dialogue(chosen), _dialogue(rejected)
     if not isinstance(chosen, list):
-        return _given_prompt(prompt, where), chosen, rejected
+        return _given_prompt(prompt), chosen, rejected
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     if isinstance(prompt, list) and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
         return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
-    inside = (
-        bool(shared) and isinstance(chosen[0], dict) and chosen[0].get("role") in ("system", "user")
-    )
+    first = chosen[0] if shared and isinstance(chosen[0], dict) else {}
+    inside = first.get("role") in ("system", "user")
     if prompt is None or (isinstance(prompt, str) and inside):
-        require(
-            inside,
-            f"{where}: no prompt: chosen and rejected are not conversations that begin alike",
-        )
+        require(inside, "no prompt: chosen and rejected are not conversations that begin alike")
         if shared == len(chosen) == len(rejected):
             raise _Skip("equal")
         last = chosen[shared - 1].get("content") if isinstance(chosen[shared - 1], dict) else None
-        agrees = prompt is None or any(
-            isinstance(m, dict) and m.get("content") == prompt for m in chosen[:shared]
-        )
+        said = [m.get("content") for m in chosen[:shared] if isinstance(m, dict)]
         require(
-            agrees,
-            f"{where}: the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(last)[:40]!r}",
+            prompt is None or prompt in said,
+            f"the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(last)[:40]!r}",
         )
         return chosen[:shared], chosen[shared:], rejected[shared:]
-    return _given_prompt(prompt, where), chosen, rejected
+    return _given_prompt(prompt), chosen, rejected
 
 
-def _dialogue(text: str, where: str) -> list[dict[str, str]]:
+def _dialogue(text: str) -> list[dict[str, str]]:
     """Anthropic's way to write a conversation as one text."""
     parts = DIALOGUE.split(text)
-    require(
-        not parts[0].strip() and len(parts) > 3,
-        f"{where}: no prompt, and chosen or rejected is text without turns",
-    )
+    turns = not parts[0].strip() and len(parts) > 3
+    require(turns, "no prompt, and chosen or rejected is text without turns")
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [
-        {"role": roles[who], "content": said}
-        for who, said in zip(parts[1::2], parts[2::2], strict=True)
-    ]
+    said = zip(parts[1::2], parts[2::2], strict=True)
+    return [{"role": roles[who], "content": text} for who, text in said]
 
 
-def _read_openai(record: dict[str, Any], where: str) -> _Row:
+def _read_openai(record: dict[str, Any]) -> _Row:
     given = record["input"]
-    require(isinstance(given, dict) and "messages" in given, f"{where}: input has no messages")
-    return _Row(
-        given["messages"], [record["preferred_output"], record["non_preferred_output"]], [1.0, 0.0]
-    )
+    require(isinstance(given, dict) and "messages" in given, "input has no messages")
+    responses = [record["preferred_output"], record["non_preferred_output"]]
+    return _Row(given["messages"], responses, [1.0, 0.0])
 
 
-def _read_ranking(record: dict[str, Any], where: str) -> _Row:
+def _read_ranking(record: dict[str, Any]) -> _Row:
     responses = record.get("responses", record.get("completions"))
-    require(isinstance(responses, list), f"{where}: responses must be a list")
+    require(isinstance(responses, list), "responses must be a list")
     assert isinstance(responses, list)
     name = "scores" if "scores" in record else "ranking"
     values = record[name]
-    require(isinstance(values, list), f"{where}: {name} must be a list of numbers")
-    require(
-        len(values) == len(responses),
-        f"{where}: {len(values)} {name} for {len(responses)} responses",
-    )
-    rewards = [_number(v, f"{where}: {name}") for v in values]
+    require(isinstance(values, list), f"{name} must be a list of numbers")
+    count = len(responses)
+    require(len(values) == count, f"{len(values)} {name} for {count} responses")
+    rewards = [_number(v, f"{name}") for v in values]
     if len(responses) < 2:
         raise _Skip("single")
     if name == "ranking":
-        proper = all(r == int(r) and 1 <= r <= len(rewards) for r in rewards)
-        require(
-            proper,
-            f"{where}: a ranking gives each response its place, 1 (the best) to {len(rewards)}, not {values}",
-        )
-        rewards = [len(rewards) - place for place in rewards]
-    return _Row(
-        _given_prompt(record["prompt"], where), responses, rewards, margins=name == "scores"
-    )
+        proper = all(r == int(r) and 1 <= r <= count for r in rewards)
+        places = f"a ranking gives each response its place, 1 (the best) to {count}, not {values}"
+        require(proper, places)
+        rewards = [count - place for place in rewards]
+    return _Row(_given_prompt(record["prompt"]), responses, rewards, margins=name == "scores")
 
 
-def _read_unpaired(record: dict[str, Any], where: str) -> _Row:
+def _read_unpaired(record: dict[str, Any]) -> _Row:
     label = record["label"]
-    require(
-        label in (0, 1) and isinstance(label, bool | int | float),
-        f"{where}: label must be true or false, not {label!r}",
-    )
-    return _Row(_given_prompt(record["prompt"], where), [record["completion"]], [float(label)])
+    known = isinstance(label, bool | int | float) and label in (0, 1)
+    require(known, f"label must be true or false, not {label!r}")
+    return _Row(_given_prompt(record["prompt"]), [record["completion"]], [float(label)])
 
 
-def _read_steps(record: dict[str, Any], where: str) -> _Row:
+def _read_steps(record: dict[str, Any]) -> _Row:
     steps, labels = record["completions"], record["labels"]
-    require(
-        isinstance(steps, list) and all(isinstance(s, str) for s in steps),
-        f"{where}: completions must be a list of texts",
-    )
-    require(isinstance(labels, list), f"{where}: labels must be a list")
-    require(len(steps) == len(labels), f"{where}: {len(labels)} labels for {len(steps)} steps")
-    values = [float(v) if isinstance(v, bool) else _number(v, f"{where}: labels") for v in labels]
-    require(
-        all(0 <= v <= 1 for v in values),
-        f"{where}: labels of steps lie between 0 and 1, unlike {labels}",
-    )
+    texts = isinstance(steps, list) and all(isinstance(s, str) for s in steps)
+    require(texts, "completions must be a list of texts")
+    require(isinstance(labels, list), "labels must be a list")
+    require(len(steps) == len(labels), f"{len(labels)} labels for {len(steps)} steps")
+    values = [float(v) if isinstance(v, bool) else _number(v, "labels") for v in labels]
+    inside = all(0 <= v <= 1 for v in values)
+    require(inside, f"labels of steps lie between 0 and 1, unlike {labels}")
     if not all(step.strip() for step in steps) or not steps:
         raise _Skip("empty")
-    response = JOINT.join(steps)
-    return _Row(
-        _given_prompt(record["prompt"], where), [response], [math.nan], steps=steps, labels=values
-    )
+    prompt, response = _given_prompt(record["prompt"]), JOINT.join(steps)
+    return _Row(prompt, [response], [math.nan], steps=steps, labels=values)
 
 
-def _given_prompt(prompt: Any, where: str) -> Any:
-    require(
-        prompt is not None and prompt != "" and prompt != [], f"{where}: no prompt, or an empty one"
-    )
+def _given_prompt(prompt: Any) -> Any:
+    require(prompt not in (None, "", []), "no prompt, or an empty one")
     return prompt
 
 
@@ -511,11 +455,8 @@ def _text(response: Any) -> str:
     """What a response says, to tell empty and equal ones. The type is checked where it is rendered."""
     if isinstance(response, list):
         said = [(m.get("role"), _words(m)) if isinstance(m, dict) else m for m in response]
-        spoken = any(
-            isinstance(m, dict) and m.get("role") == "assistant" and _words(m).strip()
-            for m in response
-        )
-        return repr(said) if spoken else ""
+        turns = [m for m in response if isinstance(m, dict) and m.get("role") == "assistant"]
+        return repr(said) if any(_words(m).strip() for m in turns) else ""
     return response if isinstance(response, str) else repr(response)
 
 

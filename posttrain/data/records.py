@@ -42,6 +42,12 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[tuple[str, dic
     require(found, f"{file} is empty: expected one JSON object a line")
 
 
+def read_rows(file: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same without the fields that are null: tables write what a row lacks so."""
+    for where, record in read_jsonl(file):
+        yield where, {key: value for key, value in record.items() if value is not None}
+
+
 def _lines(path: Path, file: str) -> Iterator[tuple[str, str]]:
     """Lines that are not blank, one at a time and within limits: a few packed bytes may stand for a thousand times as many."""
     number, size = 0, 0

@@ -23,16 +23,16 @@ class DataReport:
     tokens: int  # of what is kept
     loss_tokens: int
     max_length: int
-    percentiles: tuple[int, int, int, int]  # length at 50, 90, 99 and 100 percent of what is kept
+    percentiles: tuple[int, ...]  # length at 50, 90, 99 and 100 percent of what is kept
     unused: tuple[str, ...] = ()  # columns of the file that were not read
 
     def lines(self) -> list[str]:
         """Words for the console."""
         share = f"{100 * self.loss_tokens / self.tokens:.0f}%" if self.tokens else "none"
-        half, most, nearly, longest = self.percentiles
+        half, ninety, ninety_nine, longest = self.percentiles
         said = [
             f"{self.kept:,} of {self.total:,} examples kept; {self.tokens:,} tokens, {self.loss_tokens:,} ({share}) carry loss",
-            f"lengths: median {half}, 90% up to {most}, 99% up to {nearly}, longest {longest} (limit {self.max_length})",
+            f"lengths: median {half}, 90% up to {ninety}, 99% up to {ninety_nine}, longest {longest} (limit {self.max_length})",
         ]
         reasons = (
             (self.overlong, f"dropped for being longer than {self.max_length} tokens"),
@@ -61,20 +61,17 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
     if not kept:
         raise UserError(_nothing_left(counts, max_length))
     lengths = np.array([len(example.ids) for example in kept])
-    half, most, nearly, longest = (
-        int(v) for v in np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")
-    )
-    loss_tokens = sum(int(example.mask.sum()) for example in kept)
+    quantiles = np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")
     report = DataReport(
         total=counts["total"],
+        kept=len(kept),
         overlong=counts["overlong"],
         masked=counts["masked"],
         empty=counts["empty"],
-        kept=len(kept),
         tokens=int(lengths.sum()),
-        loss_tokens=loss_tokens,
+        loss_tokens=sum(int(example.mask.sum()) for example in kept),
         max_length=max_length,
-        percentiles=(half, most, nearly, longest),
+        percentiles=tuple(int(length) for length in quantiles),
     )
     return kept, report
 

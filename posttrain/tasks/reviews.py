@@ -2,8 +2,8 @@
 
 Asked `a film:`, a response is a sentence such as `the plot was dull but the cast was very warm.` The annotator is a set of rules:
 praise earns reward, each word of praise once however often it is repeated; a sentence outside the grammar earns nothing; clauses
-beyond three cost. `score` is that reward. A reward model that was fitted to ordinary reviews knows the praise but has never seen the rest,
-so that a policy can learn to please the model and not the annotator.
+beyond three cost. `score` is that reward. A reward model that was fitted to ordinary reviews knows the praise but not the
+rest, so that a policy can learn to please the model and not the annotator.
 """
 
 from __future__ import annotations

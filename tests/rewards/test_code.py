@@ -22,7 +22,7 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.rewards import code
-from posttrain.rewards._code_data import fenced, humaneval, mbpp
+from posttrain.tasks._code_data import fenced, humaneval, mbpp
 from posttrain.rewards.code import CallTest, CheckTest, StdioTest, extract, grade, read_tests
 from posttrain.rewards.sandbox import isolation, mechanisms, pool, seccomp, session, wire
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits

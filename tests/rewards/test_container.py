@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.rewards._code_data import fenced
+from posttrain.tasks._code_data import fenced
 from posttrain.rewards.code import CallTest, StdioTest, grade
 from posttrain.rewards.sandbox import container, isolation, mechanisms, pool, probes
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from posttrain.commands import doctor
 from posttrain.errors import UserError
-from posttrain.rewards._code_data import fenced
+from posttrain.tasks._code_data import fenced
 from posttrain.rewards.code import CallTest, StdioTest, grade
 from posttrain.rewards.sandbox import isolation, mechanisms, pool, probes, seccomp, wire
 from posttrain.rewards.sandbox.limits import Limits
