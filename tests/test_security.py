@@ -340,7 +340,7 @@ def test_a_configuration_is_data(place: str, name: str, tmp_path: Path) -> None:
     text = text.replace("MARK", str(tmp_path / "mark"))
     began = time.monotonic()
     RunWriter.create(tmp_path / "run", {}).close()
-    (tmp_path / "run" / "config.yaml").write_text(text)
+    (tmp_path / "run" / "config.yaml").write_text(f"format: {layout.FORMAT}\n{text}")
     (tmp_path / "evil.yaml").write_text(text)
     with pytest.raises(UserError, match=line) as caught:
         config.parse(str(tmp_path / "evil.yaml"), []) if place == "recipe" else pipeline.resume(tmp_path / "run")
@@ -368,7 +368,7 @@ def test_code_and_programs_named_by_a_run_directory_do_not_run(change: dict[str,
     mark = tmp_path / "mark"
     (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass Evil: ...\n")
     RunWriter.create(tmp_path / "run", {}).close()
-    tree = json.loads(json.dumps({"seed": 0, **change}).replace("MARK.py", str(tmp_path / "evil.py")))
+    tree = json.loads(json.dumps({"format": layout.FORMAT, "seed": 0, **change}).replace("MARK.py", str(tmp_path / "evil.py")))
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match="pass --allow-code if you trust it"):
         pipeline.resume(tmp_path / "run")
@@ -376,7 +376,10 @@ def test_code_and_programs_named_by_a_run_directory_do_not_run(change: dict[str,
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize(("reward", "options"), [("code", {"sandbox": "unsafe"}), ("judge", {"key_variable": "AWS_SECRET"})])
+@pytest.mark.parametrize(
+    ("reward", "options"),
+    [("code", {"sandbox": "unsafe"}), ("judge", {"url": "http://127.0.0.1:1/v1", "model": "m", "key_variable": "AWS_SECRET"})],
+)
 def test_a_file_does_not_weaken_the_sandbox_or_choose_a_secret(
     reward: str, options: dict[str, str], depth: int, tmp_path: Path
 ) -> None:

@@ -22,12 +22,12 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.rewards import code
-from posttrain.tasks._code_data import fenced, humaneval, mbpp
 from posttrain.rewards.code import CallTest, CheckTest, StdioTest, extract, grade, read_tests
 from posttrain.rewards.sandbox import isolation, mechanisms, pool, seccomp, session, wire
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.system.workers import WorkerPool
+from posttrain.tasks._code_data import fenced, humaneval, mbpp
 from posttrain.tasks.jsonl import Jsonl
 from tests.rewards.hostile_programs import CONTROLS, ESCAPE, GAIN, GREED, HONEST, HONEST_STDIO, HOSTILE, Case, strangers
 

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.tasks._code_data import fenced
 from posttrain.rewards.code import CallTest, StdioTest, grade
 from posttrain.rewards.sandbox import container, isolation, mechanisms, pool, probes
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import Bubblewrap
 from posttrain.rewards.sandbox.session import Ended
+from posttrain.tasks._code_data import fenced
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sandboxes are for Linux")
 LIMITS = Limits(wall=0.6, memory=256 * MEGABYTE)

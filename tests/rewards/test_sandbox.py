@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 
 from posttrain.commands import doctor
 from posttrain.errors import UserError
-from posttrain.tasks._code_data import fenced
 from posttrain.rewards.code import CallTest, StdioTest, grade
 from posttrain.rewards.sandbox import isolation, mechanisms, pool, probes, seccomp, wire
 from posttrain.rewards.sandbox.limits import Limits
 from posttrain.rewards.sandbox.mechanisms import Bubblewrap, Infrastructure, Sandlock, Unsafe
 from posttrain.rewards.sandbox.pool import Pool
 from posttrain.rewards.sandbox.session import Ended
+from posttrain.tasks._code_data import fenced
 from tests.rewards.hostile_programs import strangers
 
 READABLE = mechanisms.readable()

@@ -134,12 +134,12 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, fatal: int, left: int, mo
 
     taken, whole_step = 0, Loop.one_step
 
-    def dying(self: Loop, console: object) -> dict[str, float]:
+    def dying(self: Loop) -> dict[str, float]:
         nonlocal taken
         taken += 1
         if taken == fatal:
             raise Interrupted("the plug was pulled")
-        return whole_step(self, console)  # type: ignore[arg-type]
+        return whole_step(self)
 
     monkeypatch.setattr(Loop, "one_step", dying)
     first = context(tmp_path / "cut")
