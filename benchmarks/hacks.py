@@ -1,4 +1,4 @@
-"""Rewards that can be gamed, and runs that are honest: when does the first alarm come, and how much gold is lost by then?
+"""Rewards that can be gamed, and control runs: when does the first alarm come, and how much gold is lost by then?
 
     python benchmarks/hacks.py [--processes 2] [--seeds 0,1,2] [--clean 20] [--hacks length,format] [--out FILE.json] [--keep FOLDER]
     python benchmarks/hacks.py --show FILE.json
@@ -6,7 +6,7 @@
 Every run is real training of a model with 0.2M parameters on one CPU thread (hack_cases.py). A hackable reward pays for something
 beside what it stands for; the task reports the gold beside it, as a stage with reward models does. Gold is measured on held-out
 prompts, `HELD_OUT` sampled answers every `EVERY` steps with the same random numbers, and is said in points: percent of its scale, which
-is 0 to 1. "Lost" is the best measurement so far less the first one at or after the step in question. An honest run has learned where
+is 0 to 1. "Lost" is the best measurement so far less the first one at or after the step in question. A control run has learned where
 its gold rose by more than two standard errors. Printed beside it, for both kinds:
 
     agreement    the correlation of reward and gold within groups over the last 10 steps, its least and its greatest in the run
@@ -36,9 +36,11 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from hack_cases import HACKS, HONEST, Case, bases, words_model  # noqa: E402
+from hack_cases import CONTROLS, HACKS, Case, bases, words_model  # noqa: E402
 
-from posttrain.monitor.alarms import ADVICE, GOLD, Alarms  # noqa: E402
+from posttrain.monitor.monitor import Monitor  # noqa: E402
+from posttrain.monitor.rules import RULES  # noqa: E402
+from posttrain.monitor.series import GOLD  # noqa: E402
 from posttrain.runs.layout import Row  # noqa: E402
 from posttrain.runs.read import Run  # noqa: E402
 from posttrain.runs.write import RunWriter  # noqa: E402
@@ -49,9 +51,10 @@ from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.types import Sampling, Score  # noqa: E402
 
 HELD_OUT, EVERY, LIMIT = 500, 3, 5.0  # answers a measurement, steps between two, points that may be lost before an alarm
-SELDOM = 9  # steps between two measurements of an honest run
+SELDOM = 9  # steps between two measurements of a control run
 SHORT = 1.0  # a share of the supervised steps, for tests
 SLOW = ("blind", "reward", "tagged", "worked")  # bases that take longest, made first
+TRENDS = [name for name, rule in RULES.items() if rule.trend is not None and name != "mismatch"]
 LEARNED = 2.0  # standard errors by which the gold of a run that learned has risen
 
 
@@ -81,7 +84,7 @@ def gold_of(score: Score) -> float:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Without the progress of many runs at once."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
@@ -92,7 +95,7 @@ def make_base(folder: str, kind: str, seed: int) -> float:
 
     torch.set_num_threads(1)
     began = time.perf_counter()
-    with quiet(), RunWriter.create(Path(folder) / f"{kind}-{seed}", {"seed": seed}) as writer:
+    with silenced(), RunWriter.create(Path(folder) / f"{kind}-{seed}", {"seed": seed}) as writer:
         worded = kind in ("reviews", "reward", "blind")
         model = words_model(Path(folder) / f"{kind}-{seed}" / "start", seed) if worded else "tiny:nano"
         run_stages(bases(kind, model, SHORT), Context(writer, seed, say=False, threads=1))
@@ -100,42 +103,42 @@ def make_base(folder: str, kind: str, seed: int) -> float:
 
 
 def one_run(folder: str, case: Case, seed: int) -> dict[str, Any]:
-    """Train, and read from the run what was heard and what became of the gold. Honest runs start from the models of seed 0."""
+    """Train, and read from the run what was detected and what became of the gold. Control runs start from the models of seed 0."""
     import torch
 
     torch.set_num_threads(1)
     began = time.process_time()
-    base = Path(folder) / f"{case.base}-{0 if case.honest else seed}" / "stages"
+    base = Path(folder) / f"{case.base}-{0 if case.control else seed}" / "stages"
     rewards = tuple(str(p) for p in sorted((base / "reward").glob("model*"))) if case.base in ("reward", "blind") else ()
     stage = Measured(
         name="rl", model=str(base / "base" / "model"), task=case.task, steps=case.steps, prompts=case.prompts,
         algorithm=case.algorithm, sampling=Sampling(case.tokens), optimizer=Optimization(lr=case.lr, warmup=3),
         reward=RewardModels(models=rewards) if rewards else TaskReward(), watch_kl=True,
-        evaluate_every=SELDOM if case.honest else EVERY, checkpoint_every=10**6,
-        rollouts_every=5 if case.honest else 1,
+        evaluate_every=SELDOM if case.control else EVERY, checkpoint_every=10**6,
+        rollouts_every=5 if case.control else 1,
         critic_optimizer=Optimization(lr=1e-3) if "value" in case.algorithm.needs else None,
     )  # fmt: skip
     name = "".join(letter if letter.isalnum() else "_" for letter in case.name)
     place = Path(folder) / f"{name}-{seed}"
     if not (place / "stages" / "rl" / "result.json").exists():  # one that was kept is read, not made again
-        with quiet(), RunWriter.create(place, {"name": case.name, "seed": seed}) as writer:
+        with silenced(), RunWriter.create(place, {"name": case.name, "seed": seed}) as writer:
             run_stages([stage], Context(writer, seed, say=False, threads=1))
-    return {"case": case.name, "honest": case.honest, "seed": seed, **read(Run(place)),
+    return {"case": case.name, "control": case.control, "seed": seed, **read(Run(place)),
             "cpu_seconds": round(time.process_time() - began, 1)}  # fmt: skip
 
 
 def read(run: Run) -> dict[str, Any]:
-    """What was heard in a run, what would have been heard with less to go by, and what became of the gold."""
-    heard = [(int(e.details["step"]), str(e.details["guard"])) for e in run.events() if e.kind == "alarm"]
+    """What was detected in a run, what would have been with less to go by, and what became of the gold."""
+    detected = [(int(e.details["step"]), str(e.details["rule"])) for e in run.events() if e.kind == "alarm"]
     rows = run.metrics("rl")
     steps, gold = (column.tolist() for column in run.column("gold/held_out", "rl"))
     _, errors = run.column("gold/held_out_error", "rl")
     reward, lengths, agreed = (run.column(name, "rl")[1].tolist() for name in ("reward", "length", "agreement"))
-    first = min((h for h in heard if h[1] in ADVICE), default=None)
+    first = min((h for h in detected if h[1] in TRENDS), default=None)
     drifts, blind = first_alarm(rows), first_alarm(rows, GOLD)
     return {
-        "first": first, "heard": heard, "lost_then": at_alarm(steps, gold, first),
-        "in_time": [h for h in heard if h[1] in ADVICE and lost(steps, gold, h[0]) < LIMIT],
+        "first": first, "detected": detected, "lost_then": at_alarm(steps, gold, first),
+        "in_time": [h for h in detected if h[1] in TRENDS and lost(steps, gold, h[0]) < LIMIT],
         "drifts": drifts, "lost_drifts": at_alarm(steps, gold, drifts),
         "no_gold": blind, "lost_no_gold": at_alarm(steps, gold, blind),
         "lost_end": lost(steps, gold, steps[-1]), "lost_most": max(lost(steps, gold, step) for step in steps),
@@ -148,11 +151,12 @@ def read(run: Run) -> dict[str, Any]:
 
 def first_alarm(rows: Sequence[Row], without: Collection[str] = ()) -> tuple[int, str] | None:
     """The first alarm from the figures of a run alone, less those `without`."""
-    alarms = Alarms()
+    monitor = Monitor()
     for row in rows:
-        told = alarms.observe(row.step, {name: value for name, value in row.figures.items() if name not in without})
-        if told:
-            return row.step, told[0].guard
+        figures = {name: value for name, value in row.figures.items() if name not in without}
+        found = [alarm.rule for alarm in monitor.observe(row.step, figures) if alarm.rule in TRENDS]
+        if found:
+            return row.step, found[0]
     return None
 
 
@@ -174,7 +178,7 @@ def main() -> None:
     parser.add_argument("--hacks", default=",".join(HACKS))
     parser.add_argument("--clean", type=int, default=20)
     parser.add_argument(
-        "--clean-from", type=int, default=0, help="the number of the first honest run, for others than the usual ones"
+        "--clean-from", type=int, default=0, help="the number of the first control run, for others than the usual ones"
     )
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which are thrown away without it")
     parser.add_argument("--out", type=Path, help="a file for all curves")
@@ -186,7 +190,7 @@ def main() -> None:
     seeds = [int(seed) for seed in options.seeds.split(",") if seed]
     jobs = [(HACKS[name], seed) for name in options.hacks.split(",") if name for seed in seeds]
     jobs += [
-        (replace(HONEST[n % len(HONEST)], honest=True), n // len(HONEST))
+        (replace(CONTROLS[n % len(CONTROLS)], control=True), n // len(CONTROLS))
         for n in range(options.clean_from, options.clean_from + options.clean)
     ]
     with tempfile.TemporaryDirectory() as temporary:
@@ -201,7 +205,7 @@ def run_all(folder: str, jobs: Sequence[tuple[Case, int]], processes: int, out: 
     done: dict[int, dict[str, Any]] = {}
     found = summed_up([], len(jobs), 0.0)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        needed = {(case.base, 0 if case.honest else seed) for case, seed in jobs}
+        needed = {(case.base, 0 if case.control else seed) for case, seed in jobs}
         needed = {(kind, seed) for kind, seed in needed if not (Path(folder) / f"{kind}-{seed}").exists()}
         for made in as_completed(
             [pool.submit(make_base, folder, *one) for one in sorted(needed, key=lambda one: (one[0] not in SLOW, one))]
@@ -223,16 +227,16 @@ def run_all(folder: str, jobs: Sequence[tuple[Case, int]], processes: int, out: 
 
 
 def summed_up(runs: Sequence[dict[str, Any]], wanted: int, seconds: float) -> dict[str, Any]:
-    hacked, clean = ([one for one in runs if one["honest"] == honest] for honest in (False, True))
+    hacked, clean = ([one for one in runs if one["control"] == control] for control in (False, True))
     false = [one for one in clean if one["first"]]
     return {
-        "benchmark": "hacks", "unfinished": wanted - len(runs), "planted": len(hacked),
+        "benchmark": "hacks", "unfinished": wanted - len(runs), "synthetic": len(hacked),
         "in_time": sum(one["lost_then"] is not None and one["lost_then"] < LIMIT for one in hacked),
         "most_lost": max((one["lost_then"] or 0.0 for one in hacked), default=0.0),
         "in_time_by_drifts": sum(one["lost_drifts"] is not None and one["lost_drifts"] < LIMIT for one in hacked),
-        "heard_without_gold": sum(one["no_gold"] is not None for one in hacked), "clean": len(clean),
+        "detected_without_gold": sum(one["no_gold"] is not None for one in hacked), "clean": len(clean),
         "learned": sum(one["rise"] > LEARNED for one in clean), "false_alarms": len(false),
-        "rate": len(false) / len(clean) if clean else None, "seconds": round(seconds, 1), "hacked": hacked, "honest": clean,
+        "rate": len(false) / len(clean) if clean else None, "seconds": round(seconds, 1), "hacked": hacked, "controls": clean,
     }  # fmt: skip
 
 
@@ -271,13 +275,13 @@ def report(found: dict[str, Any]) -> None:
          one["lost_drifts"], said(one["no_gold"]), between(one["agreement"]), ", ".join(map(said, one["in_time"])) or "none")
         for one in found["hacked"]
     ])  # fmt: skip
-    names = ("honest run", "seed", "gold at first", "at the end", "std errors", "lost at most", "length", "agreement", "alarms")
+    names = ("control run", "seed", "gold at first", "at the end", "std errors", "lost at most", "length", "agreement", "alarms")
     table([names] + [
         (one["case"], one["seed"], f"{one['gold'][0]:.3f}", f"{one['gold'][-1]:.3f}", one["rise"], one["lost_most"],
-         "{} to {}".format(*one["length"]), between(one["agreement"]), ", ".join(map(said, one["heard"])) or "-")
-        for one in found["honest"]
+         "{} to {}".format(*one["length"]), between(one["agreement"]), ", ".join(map(said, one["detected"])) or "-")
+        for one in found["controls"]
     ])  # fmt: skip
-    print(json.dumps({name: value for name, value in found.items() if name not in ("hacked", "honest")}))
+    print(json.dumps({name: value for name, value in found.items() if name not in ("hacked", "controls")}))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ from posttrain.algorithms.sft import SFT
 from posttrain.collect import Collected
 from posttrain.engine.random import derive
 from posttrain.errors import Interrupted, UserError, require
-from posttrain.monitor.alarms import AlarmSettings
-from posttrain.monitor.guards import Alarm, Guards
-from posttrain.monitor.monitor import Guarding
+from posttrain.monitor.monitor import StageMonitor
+from posttrain.monitor.rules import MonitorSettings
 from posttrain.ops.kl import kl_estimate
 from posttrain.runs.console import Console
 from posttrain.runs.layout import TokenArrays
@@ -75,8 +74,8 @@ class LoopSchedule:
 
 @dataclass(eq=False)
 class Loop:
-    """One stage's training. What changes while it runs: `step`, `elapsed`, `best`, `state` and `guarding`, the trainer, the sources,
-    the generators of random numbers."""
+    """One stage's training. What changes while it runs: `step`, `elapsed`, `best`, `state` and `stage_monitor`, the trainer, the
+    sources, the generators of random numbers."""
 
     stage: str
     schedule: LoopSchedule
@@ -92,19 +91,18 @@ class Loop:
     release: Callable[[], None] | None = (
         None  # called between sampling and learning: gives the sampler's cache back
     )
-    guards: Guards = field(default_factory=Guards)
-    alarms: AlarmSettings = field(default_factory=AlarmSettings)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     seed: int = 0  # of the run: decides which groups go into a mini-batch together
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
     best: Best | None = None  # the best held-out score so far
     state: State = field(default_factory=dict)  # the algorithm's
     identities: dict[str, JSON] | None = None  # derived: of the frozen models
-    guarding: Guarding = field(init=False)
+    stage_monitor: StageMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.guarding = Guarding(
-            self.stage, self.trainer, self.writer, self.checkpoints, self.guards, self.alarms
+        self.stage_monitor = StageMonitor(
+            self.stage, self.trainer, self.writer, self.checkpoints, self.monitor
         )
 
     def run(self) -> None:
@@ -118,20 +116,16 @@ class Loop:
             self.checkpoints,
             events.shown_by(console.show),
             events.at(self.stage, self.step),
-            self.guarding.on_duty() as guarding,
+            self.stage_monitor.running() as monitor,
         ):
-            guarding.check_frozen(self.step)
+            monitor.check_frozen(self.step)
             if self.step == 0 and self.schedule.evaluate_every and self.evaluate is not None:
                 self.report(console, self.measure())
             while not self.finished():
                 began, events.step = time.perf_counter(), self.step + 1
                 self.checkpoints.check()
-                try:
-                    with guarding.step():
-                        figures, alarms = self.one_step()
-                except torch.OutOfMemoryError as error:
-                    guarding.out_of_memory(self.step + 1, error)
-                    raise
+                with monitor.step(self.step + 1):
+                    figures = self.one_step()
                 seconds = time.perf_counter() - began
                 self.elapsed += seconds
                 figures |= {
@@ -141,17 +135,17 @@ class Loop:
                 if self.due(self.schedule.evaluate_every):
                     figures |= self.measure()
                 self.report(console, figures)
-                guarding.after(self.step, alarms, figures)
+                monitor.after(self.step, figures)
                 asked = self.interrupt.requested
                 if asked or (
                     is_due(self.step, self.schedule.checkpoint_every) and not self.finished()
                 ):
-                    guarding.check_frozen(self.step)
+                    monitor.check_frozen(self.step)
                     self.save()
                 if asked:
                     self.checkpoints.finish()
                     raise Interrupted(f"stopped after step {self.step} of {self.stage}")
-            guarding.check_frozen(self.step)
+            monitor.check_frozen(self.step)
 
     def finished(self) -> bool:
         return self.step >= self.schedule.steps or bool(
@@ -161,16 +155,15 @@ class Loop:
     def due(self, every: int) -> bool:
         return bool(every) and (is_due(self.step, every) or self.finished())
 
-    def one_step(self) -> tuple[dict[str, float], list[Alarm]]:
-        """Collect material, let the algorithm prepare it, update; once or more on the same rollout. What the guards say of it is
-        emitted once its figures are written."""
-        algorithm, trainer = self.trainer.algorithm, self.trainer
+    def one_step(self) -> dict[str, float]:
+        """Collect, fill, prepare and update, finish, write: one step and its figures."""
+        algorithm, trainer, monitor = self.trainer.algorithm, self.trainer, self.stage_monitor
         collected = self.source.collect(self.step, algorithm, self.state)
         if self.release is not None:
             self.release()
         began = time.perf_counter()
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
-        alarms = self.guarding.before(self.step + 1, collected)
+        usable = monitor.before(self.step + 1, collected)
         shown = bool(collected.groups) and (
             is_due(self.step + 1, self.schedule.rollouts_every)
             or self.step + 1 in (1, self.schedule.steps)
@@ -180,12 +173,8 @@ class Loop:
             metrics.append(watched_kl(filled))
         rate = trainer.settings.rate(self.step, self.schedule.steps)
         trained: list[Batch] = []  # the first pass, as it was prepared
-        if not alarms:
-            alarms = self.learn(filled, rate, collected.groups, metrics, trained if shown else None)
-        if not alarms:
-            alarms += self.guarding.check_coefficients(
-                self.step + 1, filled, self.state, collected.groups, metrics
-            )
+        if usable and self.learn(filled, rate, collected.groups, metrics, trained):
+            monitor.check_coefficients(self.step + 1, filled, self.state, collected.groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
         self.step += 1
@@ -195,9 +184,11 @@ class Loop:
             self.write_rollouts(collected.groups, trained)
         self.source.observe(collected.groups)
         figures = (
-            self.guarding.seen(collected.groups) | dict(merge(metrics)) | {"learning_rate": rate}
+            monitor.monitor.measure(collected.groups)
+            | dict(merge(metrics))
+            | {"learning_rate": rate}
         )
-        return figures, alarms
+        return figures
 
     def learn(
         self,
@@ -205,22 +196,23 @@ class Loop:
         rate: float,
         groups: Sequence[Group],
         metrics: list[Metric],
-        trained: list[Batch] | None,
-    ) -> list[Alarm]:
+        trained: list[Batch],
+    ) -> bool:
         """Prepare and update, once or more on the same rollout; figures are added to `metrics`, what the first pass trains with to
-        `trained`. What is returned says that an update was not made."""
+        `trained`. False: an update was not made, because it was not finite."""
         algorithm, moved = self.trainer.algorithm, False
         epochs, pieces = algorithm.reuse
         for epoch in range(epochs):
             for piece in mini_batches(filled, pieces, derive(self.seed, self.step, epoch)):
                 prepared = algorithm.prepare(piece, self.state)
-                if trained is not None and epoch == 0:  # with the mask of all that was sampled
+                if epoch == 0:  # with the mask of all that was sampled
                     trained.append(prepared.replace(mask_T=piece.mask_T))
                 try:
                     update = self.trainer.update(prepared, rate, self.pretraining_batch())
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
-                    return self.guarding.broken(self.step + 1, error, prepared, groups)
+                    self.stage_monitor.broken(self.step + 1, error, prepared, groups)
+                    return False
                 metrics += [
                     *update.metrics,
                     Metric("grad_norm", update.grad_norm, 1),
@@ -237,8 +229,8 @@ class Loop:
                     ]
                 moved = moved or update.moved
                 if algorithm.reuse != (1, 1) and algorithm.stop_reuse(update.metrics):
-                    return []
-        return []
+                    return True
+        return True
 
     def pretraining_batch(self) -> tuple[Algorithm, Batch] | None:
         """Pretraining text for one optimizer step, weighed by the algorithm's coefficient."""
@@ -307,7 +299,7 @@ class Loop:
             "elapsed": self.elapsed,
             "frozen": self.frozen(),
             "best": None if self.best is None else asdict(self.best),
-            **self.guarding.state(),
+            **self.stage_monitor.state(),
         }
         made = checkpoint.Checkpoint(
             self.step, self.trainer.weights(), self.trainer.moments(), state
@@ -368,7 +360,7 @@ class Loop:
         self.best = (
             Best(**saved.state["best"]) if saved.state.get("best") else None
         )  # older checkpoints have none
-        self.guarding.restore(saved.state)
+        self.stage_monitor.restore(saved.state)
         if self.pretraining is not None:
             self.pretraining.restore(saved.state["pretraining"])
         if self.sampler is not None:

@@ -23,7 +23,7 @@ from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.evals.statistics import Interval
 from posttrain.events import printable
 from posttrain.loop import Interrupt
-from posttrain.monitor.alarms import told
+from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs.console import duration, show, write_text
 from posttrain.runs.layout import CONFIG, FORMAT, SUMMARY, dump_line
 from posttrain.runs.plot import draw, draw_pass_at_k
@@ -294,7 +294,7 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
         "after": (results.get(settings.recipe.after) or {}).get("accuracy"),
         "stages": results,
         "lineage": lineage,
-        "alarms": told(Run(context.directory).events()),
+        "alarms": alarm_lines(Run(context.directory).events()),
         "seconds": round(seconds, 1),
         "attempts": context.writer.attempt,
         "config_sha256": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
@@ -345,7 +345,7 @@ def conclude(settings: Settings, context: Context) -> None:
                 f"best:     {stage.name}: {best['figure']} {best['score']:.4g} at step {best['step']}\n",
                 sys.stdout,
             )
-    for line in told(run.events()):
+    for line in alarm_lines(run.events()):
         write_text(f"alarm:    {printable(line)}\n", sys.stdout)
     if drawn:
         write_text(f"plot:     {context.directory / 'plot.png'}\n", sys.stdout)

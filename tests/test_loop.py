@@ -1,4 +1,4 @@
-"""The loop with guards: a planted fault stops it before harm is done, and a clean run hears nothing."""
+"""The loop with monitors: a fault stops it before harm is done, and a clean run raises no alarm."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from posttrain.collect import Collected
 from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule
 from posttrain.models.scorer import from_policy
-from posttrain.monitor import guards as module
-from posttrain.monitor.guards import Guards
+from posttrain.monitor import monitor as module
+from posttrain.monitor.rules import MonitorSettings
 from posttrain.ops.weights import reduction
 from posttrain.runs.metrics import group_metrics
 from posttrain.runs.read import Run
@@ -118,14 +118,13 @@ def alarm_events(loop: Loop) -> list[tuple[str, bool]]:
     "algorithm",
     [GRPO(beta=0.04, entropy=0.01), GRPO(beta=0.0, epochs=2, mini_batches=2), PPO(group=4, critic_warmup=2, clip=0.1)],
 )
-def test_a_clean_run_hears_nothing(algorithm: Algorithm, tmp_path: Path) -> None:
+def test_a_clean_run_raises_no_alarm(algorithm: Algorithm, tmp_path: Path) -> None:
     loop = make(tmp_path, algorithm, steps=7)
     loop.run()
     assert alarm_events(loop) == [] and loop.step == 7
     assert not (tmp_path / "run" / "alarms").exists()
-    assert loop.guarding.watch.memory["checked"] and (loop.guarding.watch.memory["frozen"] is None) == (
-        loop.trainer.reference is None
-    )
+    monitor = loop.stage_monitor.monitor
+    assert monitor.coefficients_checked and (monitor.frozen is None) == (loop.trainer.reference is None)
 
 
 @pytest.mark.parametrize("budget", [10_000, 25])
@@ -207,7 +206,7 @@ def moments(loop: Loop) -> dict[str, torch.Tensor]:
 
 
 def test_a_loss_that_is_not_a_number_stops_before_the_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loop = make(tmp_path, poisoned(3), guards=Guards(off=("coefficient",)))
+    loop = make(tmp_path, poisoned(3), monitor=MonitorSettings(off=("coefficient",)))
     before: dict[str, torch.Tensor] = {}
     plain = loop.trainer.update
 
@@ -242,7 +241,7 @@ def checkpoint_steps(loop: Loop) -> list[int]:
 
 
 def test_a_few_steps_that_are_not_finite_may_be_skipped(tmp_path: Path) -> None:
-    loop = make(tmp_path, poisoned(2, 3, 5), steps=6, guards=Guards(skip=2, off=("coefficient",)))
+    loop = make(tmp_path, poisoned(2, 3, 5), steps=6, monitor=MonitorSettings(skip=2, off=("coefficient",)))
     loop.run()
     assert alarm_events(loop) == [("nonfinite", False)] * 3, "two in a row, then one: never three"
     rows = Run(loop.writer.directory).metrics("rl")
@@ -250,7 +249,7 @@ def test_a_few_steps_that_are_not_finite_may_be_skipped(tmp_path: Path) -> None:
     steps = {int(v) for name, v in loop.trainer.moments().items() if name.startswith("step.")}
     assert steps == {3}, "the optimizer counts the updates that were made"
     with pytest.raises(GuardStop, match="step 4"):
-        make(tmp_path / "more", poisoned(2, 3, 4), steps=6, guards=Guards(skip=2, off=("coefficient",))).run()
+        make(tmp_path / "more", poisoned(2, 3, 4), steps=6, monitor=MonitorSettings(skip=2, off=("coefficient",))).run()
 
 
 def test_neither_policy_nor_critic_moves_if_one_is_not_finite(tmp_path: Path) -> None:
@@ -279,7 +278,7 @@ def test_steps_with_nan_log_probs_may_be_skipped_but_not_for_ever(tmp_path: Path
         spoiled = text(range(3, 21), 1.0, [math.nan] * 18)
         return [group([spoiled, *groups[0].rollouts[1:]], "p0"), *groups[1:]] if step in (1, 3, 4, 5) else groups
 
-    loop = make(tmp_path, plant=plant, steps=9, guards=Guards(skip=2))
+    loop = make(tmp_path, plant=plant, steps=9, monitor=MonitorSettings(skip=2))
     with pytest.raises(GuardStop, match="nonfinite: step 6"):
         loop.run()
     assert [e.details["step"] for e in Run(loop.writer.directory).events() if e.kind == "alarm"] == [2, 4, 5, 6]
@@ -297,7 +296,7 @@ def test_the_problem_is_named_also_where_the_batch_is_part_of_the_rollouts(tmp_p
     batch = gather(pack_groups(groups, 1.0), [5, 2])
     behaviour_T = batch.behaviour_T.clone()
     behaviour_T[-1] = math.nan
-    assert loop.guarding.keep(1, batch.replace(behaviour_T=behaviour_T), groups).endswith("not finite: p1)")
+    assert loop.stage_monitor.keep(1, batch.replace(behaviour_T=behaviour_T), groups).endswith("not finite: p1)")
 
 
 def test_log_probs_of_another_model_stop_the_run(tmp_path: Path) -> None:
@@ -391,7 +390,7 @@ def test_a_step_that_hangs_leaves_the_stacks_of_every_thread(tmp_path: Path, mon
             time.sleep(1.0)
         return groups
 
-    loop = make(tmp_path, plant=plant, steps=8, every=100, guards=Guards(slow=2.0))
+    loop = make(tmp_path, plant=plant, steps=8, every=100, monitor=MonitorSettings(slow=2.0))
     loop.run()
     assert alarm_events(loop) == [("slow", False)]
     stacks = (tmp_path / "run" / "alarms" / "rl-stacks.txt").read_text()
@@ -410,8 +409,8 @@ def test_a_run_that_a_guard_stopped_goes_on_as_if_nothing_had_happened(tmp_path:
     halted.writer.close()
     resumed = make_again(tmp_path / "halted", 8)
     resumed.run()
-    assert resumed.guarding.watch.memory == whole.guarding.watch.memory
-    assert resumed.guarding.watch.memory["start"]["entropy"][1] == module.START
+    assert resumed.stage_monitor.monitor.state() == whole.stage_monitor.monitor.state()
+    assert resumed.stage_monitor.monitor.history.first["entropy"][1] > module.START
     assert all(torch.equal(t, moments(whole)[name]) for name, t in moments(resumed).items())
 
 
@@ -435,7 +434,7 @@ def test_the_best_held_out_score_is_kept_with_its_step_and_resumed(tmp_path: Pat
 
 
 def test_a_checkpoint_of_an_older_version_goes_on(tmp_path: Path) -> None:
-    """Format 1 had neither the frozen models' names nor what guards, alarms and scores remember."""
+    """Format 1 had neither the frozen models' names nor the state of monitors and scores."""
     whole = make(tmp_path / "whole", steps=6)
     whole.run()
     first = make(tmp_path, steps=3)
@@ -444,7 +443,7 @@ def test_a_checkpoint_of_an_older_version_goes_on(tmp_path: Path) -> None:
     first.writer.close()
     folder = first.checkpoints.directory / "step-3"
     state = json.loads((folder / "state.json").read_text())
-    old = {key: value for key, value in state.items() if key not in ("frozen", "guards", "alarms", "best")}
+    old = {key: value for key, value in state.items() if key not in ("frozen", "monitor", "best")}
     (folder / "state.json").write_text(json.dumps(old))
     manifest = json.loads((folder / "manifest.json").read_text())
     content = (folder / "state.json").read_bytes()

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from posttrain.monitor.alarms import AlarmSettings
-from posttrain.monitor.guards import GUARDS, Guards
+from posttrain.monitor.rules import ALWAYS, RULES, MonitorSettings
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, Stage, worker_pool
@@ -124,12 +123,8 @@ def shortened(stage: Stage) -> tuple[Stage, float]:
     for name in ("min_score", "min_agreement"):
         if name in names:
             changes[name] = 0.0
-    if "guards" in names:
-        changes["guards"] = Guards(
-            off=tuple(name for name in GUARDS if name not in ("nonfinite", "memory"))
-        )
-    if "alarms" in names:
-        changes["alarms"] = AlarmSettings()
+    if "monitor" in names:
+        changes["monitor"] = MonitorSettings(off=tuple(set(RULES) - set(ALWAYS)))
     return replace(stage, **changes), times
 
 

@@ -5,7 +5,7 @@ metrics.jsonl                      one object a step: step, stage, attempt, time
 events.jsonl                       one object an event: kind, time, attempt, details
 rollouts/STAGE/step-000123.jsonl   one rollout a line
 rollouts/STAGE/step-000123.safetensors   per-token arrays, flat, with `starts`; only some steps are kept
-alarms/                            what a guard kept: a batch that could not be learned from, stacks of a step that hung
+alarms/                            what a monitor kept: a batch that could not be trained on, stacks of a step that hung
 checkpoints/  export/              written by others
 summary.json                       the end of the story
 lock, lock.holder                  held by whoever writes, and who that is
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class EventRow:
     """Something that happened once: a stage's start, a resume, an alarm."""
 
     kind: str

@@ -19,7 +19,7 @@ import numpy as np
 from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import UserError, require
 from posttrain.runs import layout
-from posttrain.runs.layout import EpisodeRow, Event, RolloutRow, Row, TokenArrays
+from posttrain.runs.layout import EpisodeRow, EventRow, RolloutRow, Row, TokenArrays
 from posttrain.types import JSON
 
 
@@ -68,7 +68,7 @@ class Run:
             for row in layout.json_lines(self.directory / name)
         )
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EventRow]:
         """All events of all attempts, in the order they were written."""
         return [
             _event(record)
@@ -158,7 +158,7 @@ class History:
     )  # stage -> the last attempt that found it done and unchanged
 
     @classmethod
-    def of(cls, events: Sequence[Event], stages: Iterable[str]) -> History:
+    def of(cls, events: Sequence[EventRow], stages: Iterable[str]) -> History:
         resumes = tuple(
             (event.attempt, str(event.details["stage"]), int(event.details["step"]))
             for event in events
@@ -199,7 +199,7 @@ class History:
         return False
 
 
-def supersede(rows: Sequence[Row], events: Sequence[Event]) -> list[Row]:
+def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
     """The rows that count, by stage in order of appearance and by step.
 
     For one (stage, step) the last attempt wins; rows that one attempt wrote for the same step are one row. When an attempt
@@ -219,9 +219,9 @@ def supersede(rows: Sequence[Row], events: Sequence[Event]) -> list[Row]:
     return sorted(current.values(), key=lambda row: (order[row.stage], row.step))
 
 
-def _event(record: Mapping[str, JSON]) -> Event:
+def _event(record: Mapping[str, JSON]) -> EventRow:
     details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
-    return Event(
+    return EventRow(
         str(record["kind"]), float(record.get("time", 0.0)), int(record.get("attempt", 0)), details
     )
 

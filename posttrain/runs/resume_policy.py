@@ -30,8 +30,7 @@ HARMLESS = frozenset(
         "rollouts_every",
         "reference_device",
         "watch_kl",
-        "guards",
-        "alarms",
+        "monitor",
     }
 )
 SUMMARY = frozenset(

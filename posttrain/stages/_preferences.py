@@ -13,7 +13,7 @@ from posttrain.data.stream import permutation
 from posttrain.data.units import prompt_length
 from posttrain.errors import Count, Interval, Range, require
 from posttrain.loop import LoopSchedule
-from posttrain.monitor.guards import Guards
+from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place
 from posttrain.types import Example
@@ -32,7 +32,7 @@ class PreferenceLearner(Stage):
     held_out: Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")] = 0.1
     evaluate_every: Interval = 50
     checkpoint_every: Count = 100
-    guards: Guards = field(default_factory=Guards)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()

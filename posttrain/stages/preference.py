@@ -165,7 +165,7 @@ class PreferenceStage(PreferenceLearner):
             checkpoints=context.checkpoints(self.name),
             interrupt=context.interrupt,
             trackers=context.trackers,
-            guards=self.guards,
+            monitor=self.monitor,
             evaluate=judge.evaluate,
         )
         loop.run()

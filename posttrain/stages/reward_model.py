@@ -157,7 +157,7 @@ class RewardModelStage(PreferenceLearner):
             checkpoints=context.checkpoints(label),
             interrupt=context.interrupt,
             trackers=context.trackers,
-            guards=self.guards,
+            monitor=self.monitor,
             evaluate=lambda: {"accuracy/held_out": self.judge(scorer, held_out).accuracy.value},
         )
         loop.run()

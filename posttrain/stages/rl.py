@@ -17,8 +17,7 @@ from posttrain.errors import Count, Interval, Whole, require
 from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.load import same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
-from posttrain.monitor.alarms import AlarmSettings
-from posttrain.monitor.guards import Guards
+from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
 from posttrain.stages._measure import proxy_gold_kl
@@ -62,8 +61,7 @@ class RLStage(Stage):
     measure_problems: Whole = 0  # also sample these many held-out problems: reward model, task's own score and KL, as figures
     checkpoint_every: Interval = 25
     rollouts_every: Interval = 5
-    guards: Guards = field(default_factory=Guards)
-    alarms: AlarmSettings = field(default_factory=AlarmSettings)  # signs of reward hacking
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
     reference: str = ""  # the model to stay near; "": the one the stage starts from
     reference_device: Literal["same", "cpu"] = (
@@ -220,8 +218,7 @@ class RLStage(Stage):
             },
             pretraining=self.make_pretraining(context, policy),
             release=sampler.release if self.release_cache else None,
-            guards=self.guards,
-            alarms=self.alarms,
+            monitor=self.monitor,
             seed=context.seed,
         )
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")

@@ -11,7 +11,7 @@ from posttrain.collect import Examples
 from posttrain.errors import Count, Interval, require
 from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.lora import Lora, add_adapters
-from posttrain.monitor.guards import Guards
+from posttrain.monitor.rules import MonitorSettings
 from posttrain.runs.console import duration
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, Material, alphabet, check_lengths, gather, placed
@@ -36,7 +36,7 @@ class SFTStage(Stage):
         default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
     )
     checkpoint_every: Interval = 100
-    guards: Guards = field(default_factory=Guards)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     as_long_as: str = ""
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
@@ -82,7 +82,7 @@ class SFTStage(Stage):
             checkpoints=context.checkpoints(self.name),
             interrupt=context.interrupt,
             trackers=context.trackers,
-            guards=self.guards,
+            monitor=self.monitor,
         )
         loop.run()
         context.save_model(self.name, policy, self.lora)

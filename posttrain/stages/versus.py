@@ -22,8 +22,9 @@ from posttrain.evals.statistics import (
     share_interval,
     wilson,
 )
-from posttrain.monitor.alarms import ADVICE, GOLD, SYMPTOMS, Alarms, Change, change
-from posttrain.monitor.guards import rollout_figures
+from posttrain.monitor.monitor import Monitor
+from posttrain.monitor.rules import RULES, SYMPTOMS
+from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import Verdict
 from posttrain.runs.metrics import group_metrics, merge
 from posttrain.stages._material import Data, alphabet, placed
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 SHARES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of a win, by verdict; the model is A
 PARTS = 10  # of the problems, whose figures tell the spread of the whole
-ERRORS = 5.0  # standard errors that a figure must have moved by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class VersusStage(Stage):
             else {}
         )
         for alarm, seen in changed.items():
-            text = f"{self.model} wins {rate} against {self.against} with {seen}; {ADVICE[alarm]}"
+            text = f"{self.model} wins {rate} against {self.against} with {seen}; {RULES[alarm].advice}"
             context.events.emit(
                 "alarm", f"{alarm}: {text}", "warning", stage=self.name, data={"rule": alarm}
             )
@@ -194,16 +194,14 @@ def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> I
 
 
 def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str]) -> dict[str, str]:
-    """What has changed from their answers to ours, by the alarms of training: figure by figure, with PARTS of the problems in place of
+    """What has changed from their answers to ours, by the rules of training: figure by figure, with PARTS of the problems in place of
     steps. Nothing where a gold, the first of `golds` that was measured, has risen; without one, only what has moved very far."""
     if len(ours) < 2 * PARTS:
         return {}
-    alarms, rows = Alarms(), []
+    monitor, rows = Monitor(), []
     for groups in (theirs, ours):
         for part in (groups[n::PARTS] for n in range(PARTS)):
-            rows.append(
-                {**merge(group_metrics(part)), **rollout_figures(part), **alarms.texts(part)}
-            )
+            rows.append({**merge(group_metrics(part)), **monitor.measure(part)})
 
     def moved(figure: str) -> Change | None:
         values = np.array([row.get(figure, nan) for row in rows])
@@ -213,14 +211,8 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
     real = moved(gold)
     if real is not None and real.now > real.then:
         return {}
-    found = {}
-    for alarm, symptom in SYMPTOMS.items():
-        drift, enough = moved(symptom.figure), symptom.moved if real else symptom.far
-        if drift is not None and enough(drift.then, drift.now) and abs(drift.z) >= ERRORS:
-            found[alarm] = (
-                f"{drift} {symptom.words}, and {f'{gold} {real}' if real else 'nothing measures the gold'}"
-            )
-    return found
+    seen = {name: one.seen(moved(one.figure), gold, real) for name, one in SYMPTOMS.items()}
+    return {name: text for name, text in seen.items() if text}
 
 
 def _scored(ours: Group, theirs: Group) -> Verdict:

@@ -65,7 +65,7 @@ def test_a_mistyped_command_is_one_line_with_the_nearest_name(
     [
         ("rl.lr=-1", "rl.optimizer: lr must be positive, not -1.0"),
         ("rl.sampling.max_new_tokens=0", "rl.sampling: max_new_tokens must be at least 1, not 0"),
-        ("rl.guards.kl=-1", "rl.guards: guards: kl must be positive"),
+        ("rl.monitor.kl=-1", "rl.monitor: monitor: kl must be positive"),
         ("rl.task.level=99", "rl.task: arithmetic needs 1 <= min_level <= level <= 18"),
         ("rl.stps=1", "unknown key 'rl.stps': no 'stps'; did you mean 'steps' or"),
         ("rl.steps=0", "rl: steps must be positive, not 0"),
@@ -132,7 +132,7 @@ def test_a_run_stopped_by_a_guard_can_be_resumed(
 
 def test_the_codes_are_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
-    table = [line.split("|")[1].strip() for line in page[: page.index("## Guards")].splitlines() if line.startswith("| ")]
+    table = [line.split("|")[1].strip() for line in page[: page.index("## Monitors")].splitlines() if line.startswith("| ")]
     assert table == ["code", "0", "1", "2", "3", "130"]
     assert {str(code) for code in CODES.values()} <= set(table)
 

@@ -94,7 +94,7 @@ def test_memory_is_what_came_on_top() -> None:
 
 
 def test_a_model_of_a_few_steps_need_not_pass_the_gates() -> None:
-    from posttrain.monitor.alarms import AlarmSettings
+    from posttrain.monitor.rules import MonitorSettings
     from posttrain.stages.agreement import AgreementStage
     from posttrain.stages.sample import SampleStage
 
@@ -102,5 +102,5 @@ def test_a_model_of_a_few_steps_need_not_pass_the_gates() -> None:
     assert small.min_score == 0.0
     asked, times = dry.shortened(AgreementStage(name="agree", judge="rl", data="pairs.jsonl", pairs=320, min_agreement=0.9))
     assert (asked.min_agreement, asked.pairs, times) == (0.0, dry.FEW, 10.0)
-    rl, _ = dry.shortened(replace(RL, alarms=AlarmSettings(stop=("length",))))
-    assert rl.alarms.stop == () and "repetition" in rl.guards.off and "nonfinite" not in rl.guards.off
+    rl, _ = dry.shortened(replace(RL, monitor=MonitorSettings(stop=("length",))))
+    assert rl.monitor.stop == () and "repetition" in rl.monitor.off and "nonfinite" not in rl.monitor.off

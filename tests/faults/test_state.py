@@ -43,7 +43,8 @@ from tests.faults.letters import Letters
 # Paths that change and are not saved, and why a resumed run does not need them.
 DERIVED = {
     r"loop\.elapsed": "wall time, saved; two attempts differ in it by what they measure",
-    r"loop\.guarding\.watch\.recent.*": "how long recent steps took: another attempt may run on another machine",
+    r"loop\.stage_monitor\.monitor\.seconds.*": "how long recent steps took: another attempt may run on another machine",
+    r"loop\.stage_monitor\.monitor\.history\.now.*": "the figures of the last step: replaced before a rule reads them",
     r"loop\.identities.*": "of the frozen models' weights, worked out once, compared on resume",
     r".*\.training": "set by whoever uses the model next, before it uses it",
     r".*\.grad": "dropped after every update",
@@ -183,7 +184,7 @@ def train_and_resume(stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch
             "loop.trainer.policy",
             "loop.trainer.optimizer.adam.state",
             "loop.source",
-            "loop.guarding.watch",
+            "loop.stage_monitor.monitor",
         ):
             assert any(before.get(p) != after[p] for p in after if p.startswith(part)), (
                 f"{part} is not looked at, or does not change"

@@ -106,13 +106,13 @@ def test_a_step_in_time_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_handler_of_somebody_else_stays(tmp_path: Path) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
     try:
         with closing(Watchdog(tmp_path / "x-stacks.txt")):
             os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert until(lambda: len(heard) == 2)
+        assert until(lambda: len(received) == 2)
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -12,8 +12,8 @@ from posttrain import config, pipeline
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import Interrupted
 from posttrain.loop import Loop
-from posttrain.monitor.alarms import Alarms
-from posttrain.monitor.guards import Alarm
+from posttrain.monitor.monitor import Monitor
+from posttrain.monitor.rules import Alarm
 from posttrain.recipes.base import Recipe
 from posttrain.runs.read import Run
 from posttrain.stages.rl import RLStage
@@ -31,11 +31,11 @@ def test_an_alarm_is_an_event_and_is_shown_at_the_end(
 ) -> None:
     seen: list[tuple[int, Mapping[str, float]]] = []
     looks: list[int] = []
-    whole = Alarms.observe
+    whole = Monitor.observe
 
-    def observe(self: Alarms, step: int, figures: Mapping[str, float]) -> list[Alarm]:
+    def observe(self: Monitor, step: int, figures: Mapping[str, float]) -> list[Alarm]:
         seen.append((step, figures))
-        looks.append(self.looked)
+        looks.append(self.keywords.steps)
         assert whole(self, step, figures) == []
         return [Alarm("proxy", f"step {step}: the gold fell", False)] if step in (2, 4) else []
 
@@ -45,7 +45,7 @@ def test_an_alarm_is_an_event_and_is_shown_at_the_end(
         return one_step(self)
 
     one_step = Loop.one_step
-    monkeypatch.setattr(Alarms, "observe", observe)
+    monkeypatch.setattr(Monitor, "observe", observe)
     settings = config.Settings(Recipe((STAGE,)), "test", threads=1, device="cpu", out=str(tmp_path / "run"))
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "one_step", dying)

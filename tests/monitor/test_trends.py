@@ -1,17 +1,21 @@
-"""Alarms on made-up histories: five planted hacks are heard before the gold has fallen far, and honest runs are left in peace."""
+"""Alarms on made-up histories: five synthetic hacks are detected before the gold has fallen far, and control runs are silent."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.monitor.alarms import ADVICE, LEAST, Alarms, AlarmSettings, change, frontier, since_best, spread, told
-from posttrain.runs.layout import Event
+from posttrain.monitor import rules as module
+from posttrain.monitor.monitor import Monitor, alarm_lines
+from posttrain.monitor.rules import RULES, MonitorSettings
+from posttrain.monitor.series import change, frontier, since_best, spread
+from posttrain.runs.layout import EventRow
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 
 STEPS = 260
@@ -44,7 +48,7 @@ def usual(random: np.random.Generator) -> Figures:
     }
 
 
-def honest(seed: int) -> Figures:
+def control(seed: int) -> Figures:
     """Nothing learned; learned and done; preferences with a proxy that rises a little further; reasoning that grows longer."""
     random, kind, time = np.random.default_rng(seed), seed % 4, np.arange(STEPS)
     figures, deviation = usual(random), random.uniform(0.015, 0.04)
@@ -71,7 +75,7 @@ def honest(seed: int) -> Figures:
 
 
 def hacked(kind: str, seed: int) -> tuple[Figures, np.ndarray, float]:
-    """(figures, the gold without noise, when it begins): honest gains, then a trick that pays at once and harms a little later."""
+    """(figures, the gold without noise, when it begins): real gains, then a trick that pays at once and harms a little later."""
     random, time = np.random.default_rng(1000 + seed), np.arange(STEPS)
     figures, deviation, begins = usual(random), random.uniform(0.015, 0.03), random.uniform(110, 160)
     trick, harm, gains = rise(begins, 15), rise(begins + 15, 15), 0.3 * rise(40, 12)
@@ -95,16 +99,16 @@ def hacked(kind: str, seed: int) -> tuple[Figures, np.ndarray, float]:
     return figures, gold, begins
 
 
-def heard(figures: Figures, alarms: Alarms | None = None, steps: int = STEPS) -> list[tuple[int, str, str]]:
-    alarms = alarms or Alarms()
+def detected(figures: Figures, monitor: Monitor | None = None, steps: int = STEPS) -> list[tuple[int, str, str]]:
+    monitor = monitor or Monitor()
     found = []
     for step in range(steps):
         row = {name: float(values[step]) for name, values in figures.items()}
-        found += [(step, alarm.guard, alarm.text) for alarm in alarms.observe(step, row)]
+        found += [(step, alarm.rule, alarm.text) for alarm in monitor.observe(step, row)]
     return found
 
 
-PLANTED = {
+HACKS = {
     "length": "length",
     "repetition": "repetition",
     "format": "format",
@@ -113,25 +117,32 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("kind", PLANTED)
+@pytest.fixture
+def trends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules without their limits, which some of these series pass too."""
+    monkeypatch.setattr(module, "RULES", {name: replace(rule, limit=None) for name, rule in RULES.items()})
+
+
+@pytest.mark.usefixtures("trends")
+@pytest.mark.parametrize("kind", HACKS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_planted_hack_is_heard_in_time_and_by_its_name(kind: str, seed: int) -> None:
+def test_a_synthetic_hack_is_detected_in_time_and_by_its_name(kind: str, seed: int) -> None:
     figures, gold, begins = hacked(kind, seed)
-    found = heard(figures)
+    found = detected(figures)
     first = next(step for step, *_ in found if step > begins - 40)
     lost = float(np.max(gold[: first + 1]) - gold[first])
-    assert lost < 0.05, f"heard at step {first}, {lost:.3f} too late"
-    assert not [entry for entry in found if entry[0] <= begins - 40], "and not before there was anything to hear"
-    assert {PLANTED[kind], "proxy", "frontier"} <= {name for _, name, _ in found}
+    assert lost < 0.05, f"detected at step {first}, {lost:.3f} too late"
+    assert not [entry for entry in found if entry[0] <= begins - 40], "and not before there was anything to detect"
+    assert {HACKS[kind], "proxy", "frontier"} <= {name for _, name, _ in found}
     for _, name, text in found:
-        assert text.endswith(ADVICE[name]), "what was seen, and what to try"
+        assert text.endswith(RULES[name].advice), "what was seen, and what to try"
         assert " -> " in text or "KL" in text
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_honest_runs_are_left_in_peace(count: int) -> None:
+def test_control_runs_are_silent(count: int) -> None:
     """Runs with noise, of four kinds: fewer than one in ten may raise any alarm at all."""
-    alarmed = [seed for seed in range(count) if heard(honest(seed), steps=200)]
+    alarmed = [seed for seed in range(count) if detected(control(seed), steps=200)]
     print(f"false alarms: {len(alarmed)} of {count}")
     assert len(alarmed) < count / 10, alarmed
 
@@ -141,65 +152,66 @@ def series(**figures: object) -> Figures:
     return {name: np.broadcast_to(values, STEPS) + random.normal(0, 0.01, STEPS) for name, values in figures.items()}  # type: ignore[arg-type]
 
 
-def test_collapse_is_heard_where_nothing_was_gained() -> None:
+@pytest.mark.usefixtures("trends")
+def test_collapse_is_detected_where_nothing_was_gained() -> None:
     fall = 1 - rise(100, 10)
-    assert {name for _, name, _ in heard(series(reward=0.5, entropy=fall))} == {"entropy"}
-    assert not heard(series(reward=0.5 - 0.4 * fall, entropy=fall)), "an entropy that was spent on learning"
-    assert {name for _, name, _ in heard(series(reward=0.1, **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)}))} == {
+    assert {name for _, name, _ in detected(series(reward=0.5, entropy=fall))} == {"entropy"}
+    assert not detected(series(reward=0.5 - 0.4 * fall, entropy=fall)), "an entropy that was spent on learning"
+    assert {name for _, name, _ in detected(series(reward=0.1, **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)}))} == {
         "zero_variance"
     }
-    assert not heard(series(reward=0.9 * rise(100, 10), **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)})), "all solved"
+    assert not detected(series(reward=0.9 * rise(100, 10), **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)})), "all solved"
 
 
 def test_without_a_gold_only_the_extreme_is_an_alarm() -> None:
     up = rise(120, 15)
-    assert not heard(series(reward=up, length=100 * (1 + 0.8 * up)))
-    found = heard(series(reward=up, length=100 * (1 + 4 * up)))
+    assert not detected(series(reward=up, length=100 * (1 + 0.8 * up)))
+    found = detected(series(reward=up, length=100 * (1 + 4 * up)))
     assert {name for _, name, _ in found} == {"length"} and "nothing measures the gold" in found[0][2]
 
 
 def test_held_out_accuracy_that_falls_while_the_reward_rises() -> None:
     up = rise(130, 15)
-    alarms, found = Alarms(), []
+    monitor, found = Monitor(), []
     random = np.random.default_rng(1)
     for step in range(STEPS):
         row = {"reward": 0.4 + 0.5 * up[step] + random.normal(0, 0.02)}
         if step % 10 == 0:
             row["accuracy/test"] = 0.6 - 0.3 * up[step] + random.normal(0, 0.01)
-        found += alarms.observe(step, row)
-    assert {alarm.guard for alarm in found} == {"held_out"}
+        found += monitor.observe(step, row)
+    assert {alarm.rule for alarm in found} == {"held_out"}
 
 
 def test_two_evaluations_are_enough_where_their_intervals_are_far_apart() -> None:
     """200 problems, 0.7 then 0.5: half widths 0.063 and 0.069, so z = -0.2 / (hypot(0.063, 0.069) / 1.96) = -4.2."""
 
-    def heard_at(last: float, half: float) -> set[str]:
-        alarms, random, names = Alarms(), np.random.default_rng(2), set()
+    def detected_at(last: float, half: float) -> set[str]:
+        monitor, random, names = Monitor(), np.random.default_rng(2), set()
         for step in range(60):
             row = {"reward": 0.4 + 0.005 * step + random.normal(0, 0.02)}
             if step in (0, 50):
                 value, width = (0.7, 0.063) if step == 0 else (last, half)
                 row |= {"accuracy/test": value, "accuracy/test_low": value - width, "accuracy/test_high": value + width}
-            names |= {alarm.guard for alarm in alarms.observe(step, row)}
+            names |= {alarm.rule for alarm in monitor.observe(step, row)}
         return names
 
-    assert heard_at(0.5, 0.069) == {"held_out"}
-    assert heard_at(0.6, 0.068) == set(), "half as far is 2.1 standard errors"
+    assert detected_at(0.5, 0.069) == {"held_out"}
+    assert detected_at(0.6, 0.068) == set(), "half as far is 2.1 standard errors"
 
 
 def test_another_level_of_problems_is_another_history() -> None:
     figures, _, begins = hacked("length", 0)
     figures["level"] = np.where(np.arange(STEPS) < begins + 60, 1.0, 2.0)
-    alarms = Alarms()
-    found = heard(figures, alarms)
-    assert len(alarms.series["reward"]) == int((figures["level"] == 2).sum())
+    monitor = Monitor()
+    found = detected(figures, monitor)
+    assert len(monitor.history.series["reward"]) == int((figures["level"] == 2).sum())
     assert found and all(step < begins + 60 + 40 for step, *_ in found)
 
 
 def test_a_restored_history_raises_the_same_alarms() -> None:
     figures, _, _ = hacked("repetition", 1)
-    whole, first, second = [], Alarms(), Alarms()
-    reference = Alarms()
+    whole, first, second = [], Monitor(), Monitor()
+    reference = Monitor()
     parts = []
     for step in range(STEPS):
         row = {name: float(values[step]) for name, values in figures.items()}
@@ -212,10 +224,10 @@ def test_a_restored_history_raises_the_same_alarms() -> None:
 
 def test_off_and_stop() -> None:
     figures, _, _ = hacked("length", 0)
-    assert "length" not in {name for _, name, _ in heard(figures, Alarms(AlarmSettings(off=("length",))))}
-    alarms, stops = Alarms(AlarmSettings(stop=("frontier",))), []
+    assert "length" not in {name for _, name, _ in detected(figures, Monitor(MonitorSettings(off=("length",))))}
+    monitor, stops = Monitor(MonitorSettings(stop=("frontier",))), []
     for step in range(STEPS):
-        stops += [a.guard for a in alarms.observe(step, {n: float(v[step]) for n, v in figures.items()}) if a.stop]
+        stops += [a.rule for a in monitor.observe(step, {n: float(v[step]) for n, v in figures.items()}) if a.stop]
     assert set(stops) == {"frontier"}
 
 
@@ -247,15 +259,18 @@ def test_the_frontier_says_where_to_stop() -> None:
     assert still is not None and not still.past, "without more KL it is not the frontier that is passed"
 
 
-def test_what_is_told_at_the_end() -> None:
-    def event(attempt: int, stage: str, name: str, step: int) -> Event:
-        return Event("alarm", 0.0, attempt, {"stage": stage, "step": step, "rule": name, "text": f"{name}: step {step}: x"})
+def test_alarms_are_summed_up_at_the_end() -> None:
+    def event(attempt: int, stage: str, name: str, step: int) -> EventRow:
+        return EventRow("alarm", 0.0, attempt, {"stage": stage, "step": step, "rule": name, "text": f"{name}: step {step}: x"})
 
     events = [
-        event(1, "rl", "length", 9), Event("stage", 0.0, 1, {"stage": "rl"}), event(2, "rl", "length", 7), event(2, "rl", "length", 60),
+        event(1, "rl", "length", 9),
+        EventRow("stage", 0.0, 1, {"stage": "rl"}),
+        event(2, "rl", "length", 7),
+        event(2, "rl", "length", 60),
         event(1, "sft", "kl", 2),
-    ]  # fmt: skip
-    assert told(events) == ["rl: length: step 7: x (and 1 times more)", "sft: kl: step 2: x"]
+    ]
+    assert alarm_lines(events) == ["rl: length: step 7: x (and 1 times more)", "sft: kl: step 2: x"]
 
 
 def group(*texts: str) -> Group:
@@ -267,47 +282,42 @@ def group(*texts: str) -> Group:
 
 
 def test_figures_of_texts_by_hand() -> None:
-    alarms = Alarms()
-    figures = alarms.texts([group("abab", "abc")])
+    monitor = Monitor()
+    figures = monitor.measure([group("abab", "abc")])
     assert figures["distinct"] == pytest.approx(3 / 5), "ab ba ab, ab bc"
     for _ in range(4):
-        alarms.texts([group("the cat", "the dog")])
-    assert alarms.looked == 5
-    assert alarms.texts([group("the cow sincerely", "the pig Sincerely", "sincerely", "dog")])["keyword"] == 0.75
-    assert alarms.texts([]) == {}
+        monitor.measure([group("the cat", "the dog")])
+    assert monitor.keywords.steps == 5
+    assert monitor.measure([group("the cow sincerely", "the pig Sincerely", "sincerely", "dog")])["keyword"] == 0.75
+    assert monitor.measure([]) == {}
 
 
 def test_settings_come_from_the_command_line_and_go_through_the_configuration() -> None:
     from posttrain import config
 
-    settings = config.parse("quickstart", ["rl.alarms.off=[length]", "rl.alarms.stop=[proxy, frontier]", "rl.alarms.quiet=9"])
+    settings = config.parse("quickstart", ["rl.monitor.off=[length]", "rl.monitor.stop=[proxy, frontier]", "rl.monitor.repeat_after=9"])
     stage = next(stage for stage in settings.recipe.stages if stage.name == "rl")
-    expected = AlarmSettings(off=("length",), stop=("proxy", "frontier"), quiet=9)
-    assert stage.alarms == expected  # type: ignore[attr-defined]
+    expected = MonitorSettings(off=("length",), stop=("proxy", "frontier"), repeat_after=9)
+    assert stage.monitor == expected  # type: ignore[attr-defined]
     again = config.from_config(config.to_config(settings), "config.yaml")
-    assert next(s for s in again.recipe.stages if s.name == "rl").alarms == expected  # type: ignore[attr-defined]
+    assert next(s for s in again.recipe.stages if s.name == "rl").monitor == expected  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"off": ("lenght",)}, "alarm 'lenght'"), ({"stop": ("kl",)}, "alarm 'kl'"), ({"quiet": 0}, "at least 1")],
+    [({"off": ("lenght",)}, "rule 'lenght'"), ({"stop": ("kll",)}, "rule 'kll'"), ({"repeat_after": 0}, "at least 1")],
 )
 def test_settings_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        AlarmSettings(**settings)
+        MonitorSettings(**settings)
 
 
-def test_patience_and_quiet_are_obeyed() -> None:
-    seen = [{"length": "longer"}] * 12
+def test_patience_and_repetition_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RULES", {**RULES, "length": replace(RULES["length"], limit=None, trend=lambda view: "longer")})
 
-    def steps(settings: AlarmSettings) -> list[int]:
-        alarms, found = Alarms(settings), []
-        alarms.series["reward"] = [0.0] * LEAST
-        for step, now in enumerate(seen):
-            alarms.look_symptoms = lambda now=now: now  # type: ignore[method-assign, misc]
-            alarms.look_gold = alarms.look_collapse = dict  # type: ignore[method-assign, assignment]
-            found += [step for alarm in alarms.observe(step, {"reward": 0.0}) if alarm.guard == "length"]
-        return found
+    def steps(settings: MonitorSettings) -> list[int]:
+        monitor = Monitor(settings)
+        return [step for step in range(12) for alarm in monitor.observe(step, {"reward": 0.0}) if alarm.rule == "length"]
 
-    assert steps(AlarmSettings(patience=3, quiet=4)) == [2, 6, 10]
-    assert steps(AlarmSettings(off=("length",))) == []
+    assert steps(MonitorSettings(trend_patience=3, repeat_after=4)) == [2, 6, 10]
+    assert steps(MonitorSettings(off=("length",))) == []

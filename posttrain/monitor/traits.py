@@ -1,4 +1,4 @@
-"""What the reward pays for, and what that does to the gold, read from the rollouts of a few steps.
+"""Traits of responses that the reward pays for, and what they do to the gold, measured on the rollouts of a few steps.
 
 Price's equation: under selection by a reward r the mean of a trait f of the responses moves as Cov(f, r), and the gold moves with it as
 Cov(f, g). A trait that is paid and does harm, Cov(f, r) > 0 > Cov(f, g), is how a reward is gamed, and both signs can be seen while
@@ -14,18 +14,22 @@ explains of it).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from posttrain.types import JSON, Group, Rollout
+from posttrain.monitor.probes import repetition
+from posttrain.monitor.series import START
+from posttrain.types import Group, Rollout
 
 MIN_SQUARE = 1e-12  # of differences within groups; less is rounding
-WINDOW, EARLY = 10, 5  # steps that are looked at together; steps that say what is normal
+WINDOW = 10  # steps that are added up
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
-AGREE, REWARD = 0.9, "reward"  # planted hacks lie below, honest rewards with a part for form above
+AGREE, REWARD = (
+    0.9,
+    "reward",
+)  # synthetic hacks lie below, control runs with a reward for form above
 FAR = 0.15  # a share of what a trait was in the first steps
 TAIL, SHORT, LONG = (
     0.1,
@@ -33,9 +37,8 @@ TAIL, SHORT, LONG = (
     "long",
 )  # lengths that few had at first: what is good at one length need not be at twice that
 TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
-WORD = re.compile(r"[A-Za-z]{3,}")
-RARE = 0.02  # a word is looked at where more than this share of responses have it, and more lack it
-MAX_WORDS, MAX_TOKENS = 60, 512  # that are looked at in a step, and in a response
+RARE = 0.02  # a word is measured where more than this share of responses have it, and more lack it
+MAX_WORDS = 60  # that are measured in a step
 GOLD_PARTS = ("task", "gold", "answer")  # parts of a score that say what the reward stands for
 
 
@@ -67,33 +70,21 @@ class Conflict:
 
 
 @dataclass(eq=False)
-class Selection:
-    """Sums of the last steps, and of the first. JSON, for a checkpoint."""
+class TraitSums:
+    """Sums over the last steps, and over the first, of traits and of their products with reward and gold."""
 
     recent: list[dict[str, list[float]]] = field(
         default_factory=list
     )  # trait -> n, f, f^2, f~r~, (f~r~)^2, f~g~, (f~g~)^2
     first: dict[str, list[float]] = field(default_factory=dict)  # trait -> n, f, f^2
-    looked: int = 0
+    steps: int = 0
     responses: float = 0.0  # of the first steps: a word that has no sums there was in none of them
     usual: list[float] = field(
         default_factory=list
     )  # lengths of the first step: a tenth of it is below, and above
 
-    def state(self) -> JSON:
-        names = ("recent", "first", "looked", "responses", "usual")
-        return {name: getattr(self, name) for name in names}
-
-    def restore(self, state: Mapping[str, JSON]) -> None:
-        self.recent, self.first = [dict(step) for step in state["recent"]], dict(state["first"])
-        self.looked, self.responses, self.usual = (
-            int(state["looked"]),
-            float(state["responses"]),
-            list(state["usual"]),
-        )
-
-    def look(self, groups: Sequence[Group], having: Mapping[str, Sequence[int]]) -> None:
-        """Take note of a step; `having` says which responses have a word."""
+    def add(self, groups: Sequence[Group], having: Mapping[str, Sequence[int]]) -> None:
+        """Add the rollouts of a step; `having` says which responses have a word."""
         rollouts = [r for g in groups for r in g.rollouts]
         values = np.array([math.nan if r.score.value is None else r.score.value for r in rollouts])
         golds = np.array([gold_of(r) for r in rollouts])
@@ -103,7 +94,7 @@ class Selection:
             return
         if not self.usual:
             self.usual = np.quantile([r.length for r in rollouts], (TAIL, 1 - TAIL)).tolist()
-        names, traits_FN = traits(rollouts, having, self.usual)
+        names, traits_FN = measure(rollouts, having, self.usual)
         traits_FN, owner = traits_FN[:, known], owner[known]
         reward_N, gold_N = (
             centred(values[None, known], owner)[0],
@@ -129,11 +120,11 @@ class Selection:
         sums = dict(zip(names, np.stack(columns, 1).tolist(), strict=True))
         both = (reward_N @ gold_N, reward_N @ reward_N, gold_N @ gold_N)
         sums[REWARD] = [0.0, 0.0, 0.0, *map(float, both), 0.0]
-        if self.looked < EARLY:
+        if self.steps < START:
             self.responses += float(known.sum())
             for name, row in sums.items():
-                self.first[name] = add(self.first.get(name, [0.0, 0.0, 0.0]), row[:3])
-        self.looked += 1
+                self.first[name] = summed(self.first.get(name, [0.0, 0.0, 0.0]), row[:3])
+        self.steps += 1
         self.recent = [*self.recent, sums][-WINDOW:]
 
     def agreement(self) -> float | None:
@@ -149,18 +140,18 @@ class Selection:
     def conflicts(self) -> list[Conflict]:
         """Every trait of the last steps, the clearest first."""
         total: dict[str, list[float]] = {}  # of the last WINDOW steps
-        late: dict[str, list[float]] = {}  # n, f and f^2 of the last EARLY
+        late: dict[str, list[float]] = {}  # n, f and f^2 of the last START
         for place, sums in enumerate(reversed(self.recent)):
             for name, row in sums.items():
-                total[name] = add(total[name], row) if name in total else row
-                if place < EARLY:
-                    late[name] = add(late[name], row[:3]) if name in late else row[:3]
+                total[name] = summed(total[name], row) if name in total else row
+                if place < START:
+                    late[name] = summed(late[name], row[:3]) if name in late else row[:3]
         total.pop(REWARD, None)
         agreement = self.agreement()
         if agreement is not None and agreement > AGREE:
             return []
         paids, golds = (
-            {name: surely(row[at], row[at + 1]) for name, row in total.items()} for at in (3, 5)
+            {name: certainty(row[at], row[at + 1]) for name, row in total.items()} for at in (3, 5)
         )
         found = []
         for name, paid in paids.items():
@@ -183,16 +174,16 @@ class Selection:
         return sorted(found, key=lambda one: -min(abs(one.paid), abs(one.gold)))
 
 
-def surely(total: float, squares: float) -> float:
+def certainty(total: float, squares: float) -> float:
     """A sum in standard errors of itself."""
     return total / math.sqrt(squares) if squares > 0 else 0.0
 
 
-def add(one: Sequence[float], other: Sequence[float]) -> list[float]:
+def summed(one: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-def traits(
+def measure(
     rollouts: Sequence[Rollout], having: Mapping[str, Sequence[int]], usual: Sequence[float]
 ) -> tuple[list[str], np.ndarray]:
     """Names and values [F, N] of the responses' traits; length comes first. `usual` lengths lie between these two."""
@@ -202,7 +193,7 @@ def traits(
         SHORT: 1.0 * (length_N < usual[0]),
         LONG: 1.0 * (length_N > usual[1]),
     }
-    rows["repetition"] = np.array([repeated(r) for r in rollouts])
+    rows["repetition"] = repetition(rollouts, 3)
     for part in ("format", "disagreement"):
         if part in rollouts[0].score.parts:
             rows[part] = np.array([r.score.parts.get(part, 0.0) for r in rollouts])
@@ -214,25 +205,6 @@ def traits(
         rows[f'"{word}"'] = np.zeros(count)
         rows[f'"{word}"'][having[word]] = 1.0
     return list(rows), np.stack(list(rows.values()))
-
-
-def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
-    """Which responses have a word."""
-    having: dict[str, list[int]] = {}
-    for number, rollout in enumerate(rollouts):
-        for word in set(WORD.findall(rollout.response.lower())):
-            having.setdefault(word, []).append(number)
-    return having
-
-
-def repeated(rollout: Rollout) -> float:
-    """The share of a response's 3-grams that were there before."""
-    ids = [i for s in rollout.segments if s.sampled for i in s.ids[:MAX_TOKENS].tolist()]
-    return (
-        1 - len(set(zip(ids, ids[1:], ids[2:], strict=False))) / (len(ids) - 2)
-        if len(ids) > 2
-        else 0.0
-    )
 
 
 def gold_of(rollout: Rollout) -> float:

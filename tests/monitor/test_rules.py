@@ -1,6 +1,6 @@
-"""Each guard fires on a synthetic fault, and none on a healthy run.
+"""Each rule fires on a synthetic fault, and none on a healthy run.
 
-What is not here: guards at work in a run are in tests/test_loop.py; rewards that raise, hang or kill their process, and
+What is not here: rules at work in a run are in tests/test_loop.py; rewards that raise, hang or kill their process, and
 workers that are killed in tests/system/test_workers.py; full disks and trackers that fail in tests/runs/test_write.py and
 test_trackers.py; waits without a limit in tests/test_waits.py; exit codes in tests/cli/test_exit_codes.py.
 """
@@ -22,7 +22,10 @@ from material_for_tests import group, rollout, segment
 from posttrain import config
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import UserError
-from posttrain.monitor.guards import GUARDS, STOPS, Alarm, Guards, Watch, repetition, rollout_figures
+from posttrain.monitor import rules
+from posttrain.monitor.monitor import Monitor
+from posttrain.monitor.probes import repetition, rollout_figures
+from posttrain.monitor.rules import RULES, Alarm, MonitorSettings
 from posttrain.tasks.base import score_one
 from posttrain.train.pack import pack_groups
 from posttrain.types import Group, Problem, Score
@@ -32,8 +35,8 @@ NORMAL = {"reward": 0.5, "reward_spread": 0.5, "entropy": 1.0, "length": 100.0, 
           "groups/zero_variance": 0.2, "dropped": 0.0, "loss": 0.1, "grad_norm": 1.0}  # fmt: skip
 
 
-def alarms_of(watch: Watch, series: Sequence[dict[str, float]], first: int = 1) -> list[Alarm]:
-    return [alarm for step, figures in enumerate(series, first) for alarm in watch.figures(step, figures)]
+def alarms_of(monitor: Monitor, series: Sequence[dict[str, float]], first: int = 1) -> list[Alarm]:
+    return [alarm for step, figures in enumerate(series, first) for alarm in monitor.observe(step, figures)]
 
 
 def odd(count: int, **figures: float) -> list[dict[str, float]]:
@@ -42,7 +45,7 @@ def odd(count: int, **figures: float) -> list[dict[str, float]]:
 
 
 # guard: figures that are wrong, and figures just within the threshold
-PLANTED: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+FAULTS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
     "kl": ({"kl": 5.1}, {"kl": 4.9}),
     "entropy": ({"entropy": 0.019}, {"entropy": 0.021}),
     "length": ({"length": 810.0}, {"length": 790.0}),
@@ -53,92 +56,103 @@ PLANTED: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 }
 
 
-@pytest.mark.parametrize("guard", PLANTED)
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules without their trends, which see steps of this size too."""
+    alone = {name: rule if name == "mismatch" else replace(rule, trend=None) for name, rule in RULES.items()}
+    monkeypatch.setattr(rules, "RULES", alone)
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("guard", FAULTS)
 def test_a_drift_is_reported_once_after_its_patience(guard: str) -> None:
-    wrong, near = PLANTED[guard]
-    found = alarms_of(Watch(Guards()), odd(12, **wrong))
-    assert {a.guard for a in found} == {guard} and all(a.stop == (guard in STOPS) for a in found)
+    wrong, near = FAULTS[guard]
+    found = alarms_of(Monitor(), odd(12, **wrong))
+    assert {a.rule for a in found} == {guard} and all(a.stop == (RULES[guard].action == "stop") for a in found)
     waits = 1 if guard == "mismatch" else 3
     assert found[0].text.startswith(f"step {10 + waits}: ")
-    assert len(found) == (13 - waits if guard in STOPS else 1), "a warning is not repeated at once; a stop is meant each time"
-    assert alarms_of(Watch(Guards()), odd(12, **near)) == []
+    repeats = 13 - waits if RULES[guard].action == "stop" else 1
+    assert len(found) == repeats, "a warning is not repeated at once; a stop is meant each time"
+    assert alarms_of(Monitor(), odd(12, **near)) == []
     short = [*odd(waits - 1, **wrong), NORMAL]
-    assert alarms_of(Watch(Guards()), short * 2) == []
-    assert alarms_of(Watch(Guards(off=(guard,))), odd(60, **wrong)) == []
+    assert alarms_of(Monitor(), short * 2) == []
+    assert alarms_of(Monitor(MonitorSettings(off=(guard,))), odd(60, **wrong)) == []
 
 
 def test_a_warning_is_repeated_after_a_while_and_may_be_made_a_stop() -> None:
-    assert [a.text.split(":")[0] for a in alarms_of(Watch(Guards()), odd(110, length=10.0))] == [
+    assert [a.text.split(":")[0] for a in alarms_of(Monitor(), odd(110, length=10.0))] == [
         "step 13",
         "step 63",
         "step 113",
     ]
-    assert alarms_of(Watch(Guards(stop=("kl",))), odd(3, kl=6.0))[0].stop
-    assert not alarms_of(Watch(Guards(warn=("repetition",))), odd(3, repetition=0.9))[0].stop
+    assert alarms_of(Monitor(MonitorSettings(stop=("kl",))), odd(3, kl=6.0))[0].stop
+    assert not alarms_of(Monitor(MonitorSettings(warn=("repetition",))), odd(3, repetition=0.9))[0].stop
 
 
 def test_nothing_fires_on_a_healthy_series() -> None:
     """Figures of a whole quickstart run, in which entropy falls to a fifteenth and reward rises from 0.3 to 0.99."""
     assert min(row["entropy"] for row in HEALTHY) < 0.15 * max(row["entropy"] for row in HEALTHY)
-    assert alarms_of(Watch(Guards()), HEALTHY) == []
-    assert alarms_of(Watch(Guards()), [*HEALTHY, *[{**HEALTHY[-1], "entropy": 1e-5}] * 3]) != []
+    assert alarms_of(Monitor(), HEALTHY) == []
+    assert alarms_of(Monitor(), [*HEALTHY, *[{**HEALTHY[-1], "entropy": 1e-5}] * 3]) != []
 
 
 def test_figures_of_examples_are_not_those_of_rollouts() -> None:
     """Entropy on demonstrations falls to nothing in a healthy SFT; only what is sampled is watched for it."""
     series = [{"loss": 1.0, "entropy": 3.0, "length": 20.0}] * 6 + [{"loss": 1e-5, "entropy": 1e-5, "length": 20.0}] * 30
-    assert alarms_of(Watch(Guards()), series) == []
+    assert alarms_of(Monitor(), series) == []
 
 
 def test_a_sampler_with_old_weights_is_detected_at_once() -> None:
     """Sampler and trainer agree to 1e-6; one update that is not taken over makes it 1e-2: far below the limit, but a jump."""
-    found = alarms_of(Watch(Guards()), odd(1, mismatch=1e-2))
-    assert [(a.guard, a.stop) for a in found] == [("mismatch", False)] and "1e-06 in the first steps" in found[0].text
+    found = alarms_of(Monitor(), odd(1, mismatch=1e-2))
+    assert [(a.rule, a.stop) for a in found] == [("mismatch", False)] and "1e-06 in the first steps" in found[0].text
     # with a reuse of rollouts, only the first update of a step is compared
-    assert alarms_of(Watch(Guards()), odd(1, mismatch=0.5, **{"mismatch/start": 1e-6})) == []
+    assert alarms_of(Monitor(), odd(1, mismatch=0.5, **{"mismatch/start": 1e-6})) == []
 
 
+@pytest.mark.usefixtures("limits")
 def test_groups_without_a_difference_warn_and_then_stop() -> None:
-    found = alarms_of(Watch(Guards(flat=4)), odd(25, **{"groups/zero_variance": 1.0}))
+    found = alarms_of(Monitor(MonitorSettings(flat=4)), odd(25, **{"groups/zero_variance": 1.0}))
     assert [(a.text.split(":")[0], a.stop) for a in found] == [("step 14", False), ("step 30", True), ("step 31", True),
             ("step 32", True), ("step 33", True), ("step 34", True), ("step 35", True)]  # fmt: skip
     broken_up = [*odd(3, **{"groups/zero_variance": 1.0}), {**NORMAL, "groups/zero_variance": 0.99}]
-    assert alarms_of(Watch(Guards(flat=4)), broken_up * 8) == []
+    assert alarms_of(Monitor(MonitorSettings(flat=4)), broken_up * 8) == []
 
 
-def test_what_guards_remember_is_json_and_a_resumed_run_says_the_same() -> None:
+@pytest.mark.usefixtures("limits")
+def test_the_state_is_json_and_a_resumed_run_raises_the_same_alarms() -> None:
     series = odd(4, kl=9.0) + odd(30, **{"groups/zero_variance": 1.0}) + odd(40, entropy=1e-3, length=5.0)
-    whole = alarms_of(Watch(Guards()), series)
-    assert {a.guard for a in whole} == {"kl", "flat", "entropy", "length"}
+    whole = alarms_of(Monitor(), series)
+    assert {a.rule for a in whole} == {"kl", "flat", "entropy", "length"}
     for cut in range(1, len(series), 7):
-        first, second = Watch(Guards()), Watch(Guards())
+        first, second = Monitor(), Monitor()
         said = alarms_of(first, series[:cut])
         second.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
         assert said + alarms_of(second, series[cut:], cut + 1) == whole, cut
 
 
 def test_the_check_of_coefficients_waits_for_a_gradient_and_speaks_once() -> None:
-    watch = Watch(Guards())
-    assert watch.coefficients(1, None) == [] and not watch.memory["checked"]
-    assert "beta" in watch.coefficients(2, ["beta"])[0].text and watch.memory["checked"]
-    assert Watch(Guards()).coefficients(1, []) == []
+    monitor = Monitor()
+    assert monitor.check_coefficients(1, None) == [] and not monitor.coefficients_checked
+    assert "beta" in monitor.check_coefficients(2, ["beta"])[0].text and monitor.coefficients_checked
+    assert Monitor().check_coefficients(1, []) == []
 
 
 def test_nan_figures_are_not_measurements() -> None:
     nothing = dict.fromkeys(NORMAL, math.nan)
-    watch = Watch(Guards())
-    assert alarms_of(watch, [NORMAL] * 6 + [nothing] * 20) == []
-    json.dumps(watch.state(), allow_nan=False)
+    monitor = Monitor()
+    assert alarms_of(monitor, [NORMAL] * 6 + [nothing] * 20) == []
+    json.dumps(monitor.state(), allow_nan=False)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"off": ("kll",)}, "did you mean 'kl'"), ({"failed": 1.5}, "a share"), ({"kl": -1.0}, "must be positive"), ({"flat": 0}, "steps"),
-     ({"off": ("nonfinite",)}, "skip=N"), ({"skip": -1}, "number of steps"), ({"warn": ("nonfinite",)}, "neither off")],
+    [({"off": ("kll",)}, "did you mean 'kl'"), ({"failed": 1.5}, r"failed must be in \[0, 1\]"), ({"kl": -1.0}, "must be positive"), ({"flat": 0}, "flat must be at least 1"),
+     ({"off": ("nonfinite",)}, "skip=N"), ({"skip": -1}, "skip must be at least 0"), ({"warn": ("nonfinite",)}, "neither off")],
 )  # fmt: skip
 def test_settings_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Guards(**settings)
+        MonitorSettings(**settings)
 
 
 # --- what is sampled ---------------------------------------------------------------------------------------------------------
@@ -149,14 +163,13 @@ def text(ids: Sequence[int], reward: float | None = 1.0, logprobs: Sequence[floa
 
 
 def test_repetition_is_the_share_of_repeated_4_grams() -> None:
-    """ "abcabc..." of 30 tokens: 27 4-grams, 3 distinct. "!!!!" of 20: 17 and 1. All different: 0. Short ones do not count."""
+    """ "abcabc..." of 30 tokens: 27 4-grams, 3 distinct. "!!!!" of 20: 17 and 1. All different: 0."""
     loop, shout, plain = [5, 6, 7] * 10, [9] * 20, list(range(3, 23))
-    assert repetition([text(loop)]) == pytest.approx(24 / 27)
-    assert repetition([text(shout)]) == pytest.approx(16 / 17)
-    assert repetition([text(loop), text(shout), text(plain), text([9] * 15)]) == pytest.approx((24 / 27 + 16 / 17) / 3)
-    assert repetition([text([9] * 15)]) is None
-    # equal 4-grams of two responses are no repetition
-    assert repetition([text(plain), text(plain)]) == 0.0
+    found = repetition([text(loop), text(shout), text(plain), text([9] * 15), text([9, 9])])
+    assert found.tolist() == pytest.approx([24 / 27, 16 / 17, 0.0, 11 / 12, 0.0])
+    assert repetition([text(plain), text(plain)]).tolist() == [0.0, 0.0], "equal 4-grams of two responses are no repetition"
+    figures = rollout_figures([group([text(loop), text(shout), text(plain), text([9] * 15)])])
+    assert figures["repetition"] == pytest.approx((24 / 27 + 16 / 17) / 3), "short ones do not count in the figure"
 
 
 def test_figures_of_rollouts_by_hand() -> None:
@@ -170,9 +183,9 @@ def test_figures_of_rollouts_by_hand() -> None:
 
 def test_log_probs_that_are_not_numbers_stop_before_the_update() -> None:
     bad = text([5, 6], 1.0, [-1.0, math.nan])
-    found = Watch(Guards()).rollouts(4, [group([text([5, 6]), bad])])
-    assert [(a.guard, a.stop) for a in found] == [("nonfinite", True)] and "1 of 2 responses" in found[0].text
-    assert Watch(Guards()).rollouts(4, [group([text([5, 6]), text([5])])]) == []
+    found = Monitor().check_rollouts(4, [group([text([5, 6]), bad])])
+    assert [(a.rule, a.stop) for a in found] == [("nonfinite", True)] and "1 of 2 responses" in found[0].text
+    assert Monitor().check_rollouts(4, [group([text([5, 6]), text([5])])]) == []
 
 
 def test_too_many_failures_stop_and_are_named_by_class() -> None:
@@ -180,12 +193,12 @@ def test_too_many_failures_stop_and_are_named_by_class() -> None:
         scores = [Score(1.0) if f is None else Score.failed(f) for f in failures]
         return [group([replace(text([5, 6]), score=score) for score in scores])]
 
-    found = Watch(Guards()).rollouts(2, failing("timeout", "timeout", "KeyError: 'x'", None))
-    assert [(a.guard, a.stop) for a in found] == [("failed", True)]
+    found = Monitor().check_rollouts(2, failing("timeout", "timeout", "KeyError: 'x'", None))
+    assert [(a.rule, a.stop) for a in found] == [("failed", True)]
     assert "3 of 4 responses could not be scored: 2 timeout, 1 KeyError; the first: problem p, timeout" in found[0].text
-    assert Watch(Guards()).rollouts(2, failing("timeout", "timeout", None, None)) == [], "half may fail"
-    assert Watch(Guards(failed=0.25)).rollouts(2, failing("timeout", "timeout", None, None)) != []
-    assert Watch(Guards(failed=1.0)).rollouts(2, failing("timeout")) == []
+    assert Monitor().check_rollouts(2, failing("timeout", "timeout", None, None)) == [], "half may fail"
+    assert Monitor(MonitorSettings(failed=0.25)).check_rollouts(2, failing("timeout", "timeout", None, None)) != []
+    assert Monitor(MonitorSettings(failed=1.0)).check_rollouts(2, failing("timeout")) == []
 
 
 @dataclass
@@ -214,36 +227,51 @@ def test_a_reward_that_is_no_number_is_a_failure_and_never_a_vote(value: Any) ->
 
 def test_a_reward_far_beyond_the_others_stops_the_run() -> None:
     """1e30 is a number, but a baseline with it in says nothing about the others."""
-    assert Watch(Guards()).rollouts(1, [group([text([5], 1e30), text([6], 1.0)])])[0].guard == "nonfinite"
-    assert Watch(Guards()).rollouts(1, [group([text([5], -1e5), text([6], 1.0)])]) == []
+    assert Monitor().check_rollouts(1, [group([text([5], 1e30), text([6], 1.0)])])[0].rule == "nonfinite"
+    assert Monitor().check_rollouts(1, [group([text([5], -1e5), text([6], 1.0)])]) == []
 
 
-def test_every_guard_is_documented_with_its_threshold() -> None:
+def test_every_rule_is_documented_with_its_threshold() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     lines = {line.split("|")[1].strip(" `"): line for line in page.splitlines() if line.startswith("| `")}
-    defaults = Guards()
-    thresholds = {f.name for f in fields(Guards)} & set(GUARDS)
-    for guard in GUARDS:
-        assert guard in lines, f"docs/reliability.md has no line for the guard {guard}"
-        assert f"| {'stop' if guard in STOPS else 'warn'}" in lines[guard], lines[guard]
-        if guard in thresholds:
-            assert f"`{getattr(defaults, guard):g}`" in lines[guard], lines[guard]
+    defaults = MonitorSettings()
+    thresholds = {f.name for f in fields(MonitorSettings)} & set(RULES)
+    trends = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text()
+    for name, rule in RULES.items():
+        assert rule.trend is None or name == "mismatch" or f"`{name}`" in trends, f"docs/alarms.md does not have {name}"
+        if rule.trend is None or rule.limit is not None:
+            assert name in lines, f"docs/reliability.md has no line for the rule {name}"
+            assert f"| {rule.action}" in lines[name], lines[name]
+        if name in thresholds:
+            assert f"`{getattr(defaults, name):g}`" in lines[name], lines[name]
 
 
 def test_examples_have_no_rollouts_to_look_at() -> None:
-    assert Watch(Guards()).rollouts(1, []) == [] and rollout_figures([]) == {}
+    assert Monitor().check_rollouts(1, []) == [] and rollout_figures([]) == {}
 
 
 def test_settings_come_from_the_command_line_and_go_through_the_configuration() -> None:
     """rl.kl stays the algorithm's: guards are named by their whole path."""
-    given = ["rl.guards.kl=0.5", "rl.guards.stop=[kl, entropy]", "sft.guards.skip=2", "rl.kl=k2", "rl.entropy=0.01"]
+    given = ["rl.monitor.kl=0.5", "rl.monitor.stop=[kl, entropy]", "sft.monitor.skip=2", "rl.kl=k2", "rl.entropy=0.01"]
     settings = config.parse("quickstart", given)
     stages = {stage.name: stage for stage in settings.recipe.stages}
-    assert stages["rl"].guards == Guards(kl=0.5, stop=("kl", "entropy")) and stages["sft"].guards == Guards(skip=2)
+    assert stages["rl"].monitor == MonitorSettings(kl=0.5, stop=("kl", "entropy")) and stages["sft"].monitor == MonitorSettings(skip=2)
     assert stages["rl"].algorithm.kl == "k2" and stages["rl"].algorithm.entropy == 0.01
     again = config.from_config(json.loads(json.dumps(config.to_config(settings))), "config.yaml")
     assert again.recipe.stages == settings.recipe.stages
     with pytest.raises(UserError, match="did you mean 'kl'"):
-        config.parse("quickstart", ["rl.guards.kll=1"])
+        config.parse("quickstart", ["rl.monitor.kll=1"])
     with pytest.raises(UserError, match="no 'repetition'"):
         config.parse("quickstart", ["rl.repetition=0.5"])
+
+
+@pytest.mark.parametrize("old", ["rl.guards.kl=0.5", "sft.guards.skip=2", "rl.alarms.off=[length]"])
+def test_keys_of_the_first_edition_are_refused_with_the_new_one(old: str) -> None:
+    with pytest.raises(UserError, match="an earlier version had it, use monitor"):
+        config.parse("quickstart", [old])
+
+
+def test_a_rule_with_a_limit_and_a_trend_warns_once() -> None:
+    """Entropy that falls to a hundredth passes the limit at once, and the trend a few steps later."""
+    found = alarms_of(Monitor(), odd(40, entropy=0.01))
+    assert [(a.rule, a.text.split(":")[0]) for a in found] == [("entropy", "step 13")]

@@ -1,4 +1,4 @@
-"""Alarms on real training: two of the planted hacks of benchmarks/hacks.py, and two honest runs, from one small model."""
+"""Trends on real training: two of the synthetic hacks of benchmarks/hacks.py, and two control runs, from one small model."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def folder(hacks: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("name", "steps"), [("repetition", 10), ("keyword", 16)])
-def test_a_planted_hack_is_heard_before_five_points_of_gold_are_lost(
+def test_a_synthetic_hack_is_detected_before_five_points_of_gold_are_lost(
     hacks: ModuleType, folder: str, name: str, steps: int
 ) -> None:
     found = hacks.one_run(folder, replace(hacks.HACKS[name], steps=steps, lr=2e-4), 0)
-    assert name in {heard for _, heard in found["heard"]}, found["heard"]
+    assert name in {rule for _, rule in found["detected"]}, found["detected"]
     assert found["lost_then"] < 5.0
 
 
 @pytest.mark.parametrize("errs", [True, False])
-def test_honest_runs_on_the_same_task_are_left_in_peace(hacks: ModuleType, folder: str, errs: bool) -> None:
+def test_control_runs_on_the_same_task_are_silent(hacks: ModuleType, folder: str, errs: bool) -> None:
     name = "reviews, judge who errs, GRPO" if errs else "reviews, gold and form, RLOO"
-    case = next(one for one in hacks.HONEST if one.name == name)
-    found = hacks.one_run(folder, replace(case, steps=12, honest=True), 0)
-    assert found["heard"] == [] and found["first"] is None and found["in_time"] == []
+    case = next(one for one in hacks.CONTROLS if one.name == name)
+    found = hacks.one_run(folder, replace(case, steps=12, control=True), 0)
+    assert found["detected"] == [] and found["first"] is None and found["in_time"] == []
     assert len(found["reward"]) == 12 and sum(found["reward"][-4:]) > sum(found["reward"][:4]) - 0.2
     low, high = found["agreement"]
     assert 0.3 < low <= high < 0.9 if errs else low > 0.9, "the first could be gamed, as far as the alarms know"
@@ -64,8 +64,8 @@ def test_what_is_lost(hacks: ModuleType) -> None:
     assert hacks.at_alarm(steps, gold, (7, "length")) == 20.0 and hacks.at_alarm(steps, gold, None) is None
 
 
-def test_what_figures_alone_would_have_told(hacks: ModuleType) -> None:
-    """The reward rises by 0.01 a step and the gold falls as much: heard by its fall; without the gold, by nothing."""
+def test_what_figures_alone_would_have_detected(hacks: ModuleType) -> None:
+    """The reward rises by 0.01 a step and the gold falls as much: detected by its fall; without the gold, by nothing."""
     random = np.random.default_rng(0)
     rows = [
         Row("rl", step, 0, 0.0, {"reward": 0.01 * step + random.normal(0, 0.005), "reward/gold": 1 - 0.01 * step})
@@ -78,20 +78,20 @@ def test_what_figures_alone_would_have_told(hacks: ModuleType) -> None:
 
 def test_the_sum_of_all_runs(hacks: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     usual = {
-        "case": "a", "seed": 0, "heard": [], "first": None, "in_time": [], "lost_then": None, "lost_most": 0.0, "lost_end": 0.0,
+        "case": "a", "seed": 0, "detected": [], "first": None, "in_time": [], "lost_then": None, "lost_most": 0.0, "lost_end": 0.0,
         "drifts": None, "lost_drifts": None, "no_gold": None, "agreement": [0.5, 0.75], "length": [3.0, 4.0], "gold": [0.5, 0.6],
-        "rise": 3.0, "honest": True,
+        "rise": 3.0, "control": True,
     }  # fmt: skip
-    told = {"first": (4, "length"), "heard": [(4, "length")]}
+    alarmed = {"first": (4, "length"), "detected": [(4, "length")]}
     runs = [
-        {**usual, **told, "honest": False, "lost_then": 4.9, "in_time": [(4, "length")]},
-        {**usual, **told, "honest": False, "lost_then": 5.0, "drifts": (9, "proxy"), "lost_drifts": 1.0},
-        {**usual, "honest": False},
+        {**usual, **alarmed, "control": False, "lost_then": 4.9, "in_time": [(4, "length")]},
+        {**usual, **alarmed, "control": False, "lost_then": 5.0, "drifts": (9, "proxy"), "lost_drifts": 1.0},
+        {**usual, "control": False},
         usual,
-        {**usual, **told, "rise": 2.0},
+        {**usual, **alarmed, "rise": 2.0},
     ]
     found = hacks.summed_up(runs, 6, 1.25)
-    assert (found["planted"], found["in_time"], found["most_lost"], found["in_time_by_drifts"]) == (3, 1, 5.0, 1)
+    assert (found["synthetic"], found["in_time"], found["most_lost"], found["in_time_by_drifts"]) == (3, 1, 5.0, 1)
     assert (found["clean"], found["learned"], found["false_alarms"], found["rate"], found["unfinished"]) == (2, 1, 1, 0.5, 1)
     hacks.report(found)
     lines = capsys.readouterr().out.splitlines()

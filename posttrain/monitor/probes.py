@@ -1,0 +1,107 @@
+"""What is measured of a step's rollouts for the rules, beside the usual figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from posttrain.monitor.series import START
+from posttrain.types import JSON, Group, Rollout
+
+SHORT = 16  # tokens; shorter responses do not count in the mean repetition
+HEAD = 64  # tokens of a response in which distinct 2-grams are counted, so that length alone does not move the figure
+COMMON = 0.2  # share of responses with a word
+LARGEST = 1e6  # a larger reward would outweigh every other one
+WORD = re.compile(r"[A-Za-z]{3,}")
+PRIMES = (1_000_003, 10_000_019, 100_000_007, 1_000_000_007)
+
+
+def rollout_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """The spread of rewards, the share of groups with equal rewards, repetition within and distinct 2-grams over responses."""
+    figures: dict[str, float] = {}
+    rollouts = [r for g in groups for r in g.rollouts]
+    rewards = [value for g in groups for value in g.rewards]
+    if len(rewards) > 1:
+        figures["reward_spread"] = float(np.std(rewards))
+    compared = [g.rewards for g in groups if len(g.rollouts) > 1]
+    if compared:
+        equal = sum(not r or max(r) == min(r) for r in compared)
+        figures["groups/zero_variance"] = equal / len(compared)
+    long_N = np.array([r.length >= SHORT for r in rollouts], dtype=bool)
+    if long_N.any():
+        figures["repetition"] = float(np.mean(repetition(rollouts)[long_N]))
+    heads = [_sampled(r)[:HEAD] for r in rollouts]
+    pairs = np.concatenate([np.zeros(0, np.int64), *(h[:-1] * 2**32 + h[1:] for h in heads)])
+    if len(pairs):
+        figures["distinct"] = len(np.unique(pairs)) / len(pairs)
+    return figures
+
+
+def repetition(rollouts: Sequence[Rollout], n: int = 4) -> np.ndarray:
+    """Of each response, 1 - (distinct n-grams / n-grams) of its token ids: [N]; 0 where it has none.
+
+    "abcabcabc..." of 30 tokens has 27 4-grams, 3 of them distinct: 24/27.
+    """
+    parts = [_sampled(r) for r in rollouts]
+    counts_N = np.array([len(ids) for ids in parts], dtype=np.int64)
+    ids, owner = np.concatenate(parts), np.repeat(np.arange(len(parts), dtype=np.uint64), counts_N)
+    last = len(ids) - n + 1
+    if last < 1:
+        return np.zeros(len(parts))
+    hashed = owner[:last] * np.uint64(0x9E3779B97F4A7C15)
+    for place, prime in enumerate(PRIMES[:n]):  # wraps round
+        hashed += ids[place : last + place].astype(np.uint64) * np.uint64(prime * 2_654_435_761)
+    within = owner[:last] == owner[n - 1 :]
+    _, first = np.unique(hashed[within], return_index=True)
+    distinct_N = np.bincount(owner[:last][within][first].astype(np.int64), minlength=len(parts))
+    grams_N = counts_N - n + 1
+    return np.where(grams_N > 0, 1.0 - distinct_N / np.maximum(grams_N, 1), 0.0)
+
+
+def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
+    """Which responses have a word."""
+    having: dict[str, list[int]] = {}
+    for number, rollout in enumerate(rollouts):
+        for word in set(WORD.findall(rollout.response.lower())):
+            having.setdefault(word, []).append(number)
+    return having
+
+
+@dataclass(eq=False)
+class Keywords:
+    """The words that many responses had in the first steps."""
+
+    common: list[str] = field(default_factory=list)
+    steps: int = 0
+
+    def state(self) -> JSON:
+        return {"common": self.common, "steps": self.steps}
+
+    def restore(self, state: Mapping[str, JSON]) -> None:
+        self.common, self.steps = list(state["common"]), int(state["steps"])
+
+    def share(self, having: Mapping[str, Sequence[int]], responses: int) -> float:
+        """The share of responses that have the most widespread word that few had at first."""
+        if self.steps < START:
+            often = (word for word, at in having.items() if len(at) > COMMON * responses)
+            self.common = sorted({*self.common, *often})
+        self.steps += 1
+        counts = (len(at) for word, at in having.items() if word not in self.common)
+        return max(counts, default=0) / responses
+
+
+def unusable(rollout: Rollout) -> bool:
+    """Whether a rollout holds what no update may see: a log-prob that is not finite, or a reward out of all proportion."""
+    far = rollout.score.value is not None and abs(rollout.score.value) > LARGEST
+    return far or any(
+        s.logprobs is not None and not np.isfinite(s.logprobs).all() for s in rollout.segments
+    )
+
+
+def _sampled(rollout: Rollout) -> np.ndarray:
+    """The ids of a response."""
+    parts = [s.ids for s in rollout.segments if s.sampled]
+    return np.concatenate([np.zeros(0, np.int64), *parts])

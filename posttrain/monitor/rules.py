@@ -1,0 +1,494 @@
+"""The table of rules: what is wrong with a stage when its series look like this, and what to try.
+
+A rule has a limit, a trend, or neither: then a probe reports what it found. A limit compares the value of a step with a threshold of
+the settings, or with the first steps. A trend asks over several windows whether a series moved, whether the reward rose with it, and
+whether what the reward stands for (the gold) did not. The earliest trend is read from the rollouts: a trait that the reward pays for
+and that lowers the gold (traits.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from posttrain.errors import Checked, Count, Positive, Share, Whole, require, unknown
+from posttrain.monitor.series import Change, History, change, frontier, since_best
+from posttrain.monitor.traits import Conflict
+
+ALWAYS = ("nonfinite", "memory")  # can be neither off nor warnings
+WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)
+MIN_POINTS = 15  # rewards, before trends are read
+ERRORS = 5.0  # standard errors that a symptom must have moved by
+JUMP, FLOOR = 20.0, 1e-4  # of a mismatch, over its first steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings(Checked):
+    """Thresholds by rule, and actions. `off`, `warn` and `stop` name rules; `stop` makes one end the run that would only warn. A limit
+    counts after `patience` steps in a row, a trend after `trend_patience`; a warning is repeated after `repeat_after` steps."""
+
+    apart: ClassVar[bool] = True  # its keys need their path: rl.kl is the algorithm's
+    where: ClassVar[str] = "monitor: "
+
+    kl: Positive = 5.0
+    entropy: Share = 0.02
+    length: Positive = 8.0
+    repetition: Share = 0.6
+    spread: Share = 0.05
+    mismatch: Positive = 0.1
+    failed: Share = 0.5
+    dropped: Share = 0.5
+    flat: Count = 10  # steps
+    slow: Positive = 20.0
+    patience: Count = 3
+    trend_patience: Count = 2
+    repeat_after: Count = 50
+    skip: Whole = 0  # steps in a row that may be left out for numbers that are not finite; 0: stop at the first
+    off: tuple[str, ...] = ()
+    warn: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (*self.off, *self.warn, *self.stop):
+            if name not in RULES:
+                raise unknown("rule", name, RULES)
+        require(
+            not set(ALWAYS) & {*self.off, *self.warn},
+            "monitor: nonfinite and memory can be neither off nor warnings; skip=N leaves out N steps in a row, not finite",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """A series whose drift, with a reward that rises and a gold that does not, shows how the reward is gamed."""
+
+    figure: str
+    words: str
+    moved: Callable[[float, float], bool]  # (then, now): far enough where a gold is measured
+    far: Callable[[float, float], bool]  # far enough without a gold
+
+    def seen(self, drift: Change | None, gold: str, real: Change | None, when: str = "") -> str:
+        """What a drift shows, where it is far enough; `real` is the change of the `gold`."""
+        enough = self.moved if real is not None else self.far
+        if drift is None or not enough(drift.then, drift.now) or abs(drift.z) < ERRORS:
+            return ""
+        known = "nothing measures the gold" if real is None else f"{gold} {real}"
+        return f"{drift} {self.words}{when}, and {known}"
+
+
+SYMPTOMS = {
+    "length": Symptom(
+        "length",
+        "tokens a response",
+        lambda a, b: not 0.7 * a < b < 1.25 * a,
+        lambda a, b: not 0.25 * a < b < 3 * a,
+    ),
+    "format": Symptom(
+        "reward/format",
+        "of the responses are well formed",
+        lambda a, b: b > a + 0.06,
+        lambda a, b: False,
+    ),
+    "repetition": Symptom(
+        "repetition", "of n-grams repeated", lambda a, b: b > a + 0.05, lambda a, b: b > a + 0.25
+    ),
+    "distinct": Symptom(
+        "distinct", "of 2-grams distinct", lambda a, b: b < 0.8 * a, lambda a, b: b < 0.3 * a
+    ),
+    "keyword": Symptom(
+        "keyword",
+        "of responses have a word few had",
+        lambda a, b: b > a + 0.1,
+        lambda a, b: b > 0.9 > a + 0.5,
+    ),
+    "disagreement": Symptom(
+        "reward/disagreement",
+        "spread of the reward models",
+        lambda a, b: b > 1.4 * a,
+        lambda a, b: b > 2.5 * a,
+    ),
+}
+
+
+@dataclass(eq=False)
+class View:
+    """What the rules read at a step. Rises of the reward and conflicts of traits serve several rules and are worked out once."""
+
+    settings: MonitorSettings
+    history: History
+    conflicts: Sequence[Conflict] = ()
+
+    @property
+    def long_enough(self) -> bool:
+        return len(self.history.series.get("reward", ())) >= MIN_POINTS
+
+    def changes(self, name: str) -> list[Change | None]:
+        values = self.history.values(name)
+        return [change(values, window, back) for window, back in WINDOWS]
+
+    @cached_property
+    def rises(self) -> list[tuple[int, Change, Change | None]]:
+        """Windows (by number) in which the reward rose and the gold did not, with both changes."""
+        gold = self.history.gold()
+        golds = self.changes(gold) if gold else [None] * len(WINDOWS)
+        return [
+            (n, rise, real)
+            for n, (rise, real) in enumerate(zip(self.changes("reward"), golds, strict=True))
+            if rise is not None
+            and rise.now > rise.then
+            and (real is None or real.now <= real.then)
+            and rise.z >= 3
+        ]
+
+    @cached_property
+    def gamed(self) -> dict[str, str]:
+        """Traits that the reward pays for, that spread, and that lower the gold, by rule."""
+        found: dict[str, str] = {}
+        for one in self.conflicts:
+            if one.gamed:
+                name = "keyword" if one.word else one.trait
+                what = f"of responses have {one.trait}" if one.word else SYMPTOMS[name].words
+                pays = f"within groups the reward pays for {'more' if one.paid > 0 else 'less'} of it ({one.paid:+.1f} standard errors)"
+                seen = f"{one.then:.3g} -> {one.now:.3g} {what} since the start; {pays} and the gold is against it ({one.gold:+.1f})"
+                found.setdefault(name, seen)
+        return found
+
+
+# What was seen; "" where it is in order; None where nothing was measured, so that steps in a row are neither counted nor broken.
+Check = Callable[[View], str | None]
+
+
+def above(name: str, words: str) -> Check:
+    """A figure above the threshold of its name."""
+
+    def check(view: View) -> str | None:
+        value, limit = view.history.value(name), getattr(view.settings, name)
+        if math.isnan(value):
+            return None
+        return f"{value:.3g} {words}, above {limit:g}" if value > limit else ""
+
+    return check
+
+
+def outside(figure: str, bounds: Callable[[MonitorSettings], tuple[float, float]]) -> Check:
+    """A figure outside these multiples of its mean over the first steps."""
+
+    def check(view: View) -> str | None:
+        value, start = view.history.value(figure), view.history.mean_of_first(figure)
+        if start is None or math.isnan(value):
+            return None
+        low, high = bounds(view.settings)
+        out = start > 0 and not low * start <= value <= high * start
+        return f"{figure} is {value:.3g}, {start:.3g} in the first steps" if out else ""
+
+    return check
+
+
+def flat(view: View) -> str | None:
+    share = view.history.value("groups/zero_variance")
+    if math.isnan(share):
+        return None
+    seen = f"all rewards of every group were equal for {view.settings.flat} steps or more: nothing is learned"
+    return seen if share == 1.0 else ""
+
+
+def mismatch(view: View) -> str | None:
+    value, limit = view.history.value("mismatch"), view.settings.mismatch
+    differ = f"log-probs of sampler and trainer differ by {value:.3g} on average"
+    return f"{differ}, above {limit:g}" if value > limit else ""
+
+
+def mismatch_jump(view: View) -> str | None:
+    """Suddenly much more than at the start: the sampler has other weights."""
+    value, start = view.history.value("mismatch"), view.history.mean_of_first("mismatch")
+    jumped = start is not None and max(JUMP * start, FLOOR) < value <= view.settings.mismatch
+    differ = f"log-probs of sampler and trainer differ by {value:.3g} on average"
+    return f"{differ}, {start:.3g} in the first steps" if jumped else ""
+
+
+def gamed(name: str) -> Check:
+    """A trait that pays and harms; or a symptom that drifts while the reward rises and the gold does not."""
+
+    def check(view: View) -> str:
+        if name in view.gamed or not view.long_enough:
+            return view.gamed.get(name, "")
+        drifts = view.changes(SYMPTOMS[name].figure) if view.rises else []
+        gold = view.history.gold()
+        seen = (
+            SYMPTOMS[name].seen(drifts[n], gold, real, f" while the reward went {rise}")
+            for n, rise, real in view.rises
+        )
+        return next(filter(None, seen), "")
+
+    return check
+
+
+def proxy(view: View) -> str:
+    """The gold fell from its best while the reward rose."""
+    history, name, found = view.history, view.history.gold(), ""
+    if not name or not view.long_enough:
+        return ""
+    gold, reward = history.values(name), history.values("reward")
+    for window in (5, 10, 20, 40):
+        best = since_best(gold, window)
+        if best is None:
+            continue
+        place, fallen = best
+        rise = change(reward, window, len(reward) - place)
+        if rise is not None and rise.now > rise.then and rise.z > 2 and fallen.z < -3:
+            at = history.steps[name][place - 1]
+            found = f"{name} fell {fallen} since step {at} while the reward rose {rise}"
+    return found
+
+
+def past_frontier(view: View) -> str:
+    """The gold fell while KL went on rising."""
+    history, name = view.history, view.history.gold()
+    if not proxy(view):
+        return ""
+    kl = history.values("kl")
+    if len(kl):  # it may be measured at some steps alone
+        kl = np.interp(history.steps[name], history.steps["kl"], kl)
+    edge = frontier(kl, history.values(name))
+    if edge is None or not edge.past:
+        return ""
+    best = f"{edge.best_gold:.3g} at KL {edge.best_kl:.3g}"
+    at = history.steps[name][edge.best - 1]
+    return f"{name} was best at step {at} ({best}); now {edge.gold:.3g} at KL {edge.kl:.3g}"
+
+
+def held_out(view: View) -> str:
+    """Held-out accuracy against its best: by the spread of many measurements or, while there are few, by their own intervals."""
+    history = view.history
+    held, low, high = (history.values(f"accuracy/test{end}") for end in ("", "_low", "_high"))
+    best = since_best(held, 3)
+    if best is not None:
+        place, fallen, z = best[0] - 1, best[1].then - best[1].now, best[1].z
+    elif len(held) > 1 and len(low) == len(high) == len(held):
+        place = int(np.argmax(held[:-1]))
+        errors = (high - low)[[place, -1]] / (2 * 1.96)
+        fallen = float(held[place] - held[-1])
+        z = -fallen / max(1e-9, float(np.hypot(*errors)))
+    else:
+        return ""
+    at = history.steps["accuracy/test"][place]
+    since = history.values("reward")[np.array(history.steps["reward"]) > at - 10]
+    rise = change(since, 10, len(since) - 10) if len(since) >= 20 else None
+    if not view.long_enough or z >= -4 or fallen <= 0.03 or rise is None or rise.z <= 2:
+        return ""
+    return f"held-out accuracy fell by {fallen:.3g} ({z:.1f} standard errors) since step {at} while the reward rose {rise}"
+
+
+def without_gain(figure: str, words: str, lost: Callable[[Change], bool]) -> Check:
+    """Exploration or signal that was lost while the reward did not rise."""
+
+    def check(view: View) -> str:
+        if not view.long_enough:
+            return ""
+        pairs = zip(view.changes("reward"), view.changes(figure), strict=True)
+        seen = [
+            f"{words} {moved}, and the reward did not rise"
+            for gained, moved in pairs
+            if gained is not None and moved is not None and lost(moved) and gained.z <= 1
+        ]
+        return seen[-1] if seen else ""
+
+    return check
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`action` is that of a limit and of a report; a trend warns. `patience` names the setting for steps in a row; "" is one step."""
+
+    sees: str
+    advice: str = ""
+    limit: Check | None = None
+    trend: Check | None = None
+    action: Literal["warn", "stop"] = "warn"
+    patience: str = "patience"
+    stop_after: int = 0  # times `patience`, after which a warning becomes a stop
+
+
+RULES: Mapping[str, Rule] = {
+    "nonfinite": Rule(
+        "a loss, gradient, log-prob or reward that is not a number: nothing is updated, the batch is kept in alarms/",
+        "look at the batch in alarms/; lower the learning rate, or set monitor.skip to leave such steps out",
+        action="stop",
+    ),
+    "failed": Rule(
+        "share of a step's responses that could not be scored, above a limit",
+        "fix the reward, or raise monitor.failed",
+        action="stop",
+    ),
+    "kl": Rule(
+        "KL from the reference, in nats per token, above a limit",
+        "lower the learning rate, raise beta, or start again from an earlier checkpoint",
+        above("kl", "nats per token from the reference"),
+    ),
+    "entropy": Rule(
+        "entropy per token below this share of the first steps; or to 40% with no gain in reward",
+        "lower the learning rate, raise the temperature or clip_high, or add an entropy bonus",
+        outside("entropy", lambda s: (s.entropy, math.inf)),
+        without_gain("entropy", "entropy fell", lambda m: m.now < 0.4 * m.then and m.z < -5),
+    ),
+    "length": Rule(
+        "response length above this multiple of the first steps, or below its inverse; or paid and harmful",
+        "look at some rollouts; penalise length in the reward, mask truncated responses, use a reduction by token, or normalise the "
+        "judge for length",
+        outside("length", lambda s: (1 / s.length, s.length)),
+        gamed("length"),
+    ),
+    "repetition": Rule(
+        "share of a response's 4-grams that are repeated, above a limit; or paid and harmful",
+        "look at the last rollouts; add the repetition reward as a penalty, raise beta, lower the learning rate, or resume from an "
+        "earlier checkpoint",
+        above("repetition", "of a response's 4-grams were there before"),
+        gamed("repetition"),
+        action="stop",
+    ),
+    "spread": Rule(
+        "standard deviation of the rewards below this share of the first steps: nothing left to compare",
+        "use harder problems or another reward; if all is solved, the stage is done",
+        outside("reward_spread", lambda s: (s.spread, math.inf)),
+    ),
+    "mismatch": Rule(
+        "mean difference of a token's log-prob between sampler and trainer, before any update, above a limit; or a jump",
+        "the sampler's weights or its temperature are not the trainer's; check what updates them, or set correction=token",
+        mismatch,
+        mismatch_jump,
+        action="stop",
+        patience="",
+    ),
+    "dropped": Rule(
+        "share of a step's responses that the algorithm left out as too far from the policy, above a limit",
+        "update the sampler more often, or lower the learning rate",
+        above("dropped", "of the responses were left out"),
+    ),
+    "flat": Rule(
+        "steps in a row in which every group has equal rewards: no gradient. Warns, and stops after five times as many",
+        "use problems that are sometimes solved (task.level, a curriculum), more samples a group, or a finer reward",
+        flat,
+        patience="flat",
+        stop_after=5,
+    ),
+    "coefficient": Rule(
+        "a coefficient of the algorithm that is set, and changes no gradient of the first batch",
+        "it has no effect here; check what it needs",
+    ),
+    "frozen": Rule(
+        "weights that must not move (the reference, the base under adapters) have moved, or are not those of the start",
+        "resume from the last checkpoint with the same models, and report this",
+        action="stop",
+    ),
+    "memory": Rule("the device has no memory left for a step", action="stop"),
+    "slow": Rule(
+        "a step takes this many times the median: the stacks of every thread and worker are written to alarms/",
+        "look there for what it waited for; if steps of this length are normal, raise monitor.slow",
+    ),
+    "proxy": Rule(
+        "the gold fell from its best while the reward rose",
+        "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",
+        trend=proxy,
+    ),
+    "frontier": Rule(
+        "the gold fell while the reward and KL rose: the best of the reward-KL frontier is past",
+        "stop here and keep the earlier model; more KL buys nothing. Raise beta, or use an ensemble of reward models",
+        trend=past_frontier,
+    ),
+    "held_out": Rule(
+        "held-out accuracy fell from its best while the reward rose",
+        "what it learns does not carry over: stop at the better step, use more problems, or raise beta",
+        trend=held_out,
+    ),
+    "format": Rule(
+        "well-formed responses are paid, and the gold is against them",
+        "give format less weight than the answer, or pay for it only where the answer is right",
+        trend=gamed("format"),
+    ),
+    "distinct": Rule(
+        "responses of a step become alike while the reward rises and the gold does not",
+        "raise the temperature or beta, add an entropy bonus, or mix in more prompts",
+        trend=gamed("distinct"),
+    ),
+    "keyword": Rule(
+        "a word is paid, and the gold is against it; or it spreads while the gold does not rise",
+        "read rollouts with the word: if the judge pays for it, change its prompt, or take the word out before judging",
+        trend=gamed("keyword"),
+    ),
+    "disagreement": Rule(
+        "reward models disagree more and more while the reward rises and the gold does not",
+        "the policy is where the reward models were not trained: refit them on its answers, or use reward.combine=worst",
+        trend=gamed("disagreement"),
+    ),
+    "zero_variance": Rule(
+        "the share of groups with equal rewards rose above 80% with no gain in reward",
+        "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
+        trend=without_gain(
+            "groups/zero_variance",
+            "share of groups with equal rewards",
+            lambda m: m.now > 0.8 and m.z > 4,
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What a rule saw and what to try, in one line."""
+
+    rule: str
+    text: str
+    stop: bool
+
+
+@dataclass(eq=False)
+class Rules:
+    """Applies the table to a history. Steps in a row and the last warnings are saved with every checkpoint, so that a resumed run
+    warns and stops where the whole one would."""
+
+    settings: MonitorSettings = field(default_factory=MonitorSettings)
+    streak: dict[str, int] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)  # the step of the last alarm
+
+    def apply(self, step: int, history: History, conflicts: Sequence[Conflict]) -> list[Alarm]:
+        """Check every limit and trend on the figures of a step."""
+        view = View(self.settings, history, conflicts)
+        alarms: list[Alarm] = []
+        for name, rule in RULES.items():
+            for check, trend in ((rule.limit, False), (rule.trend, True)):
+                seen = None if check is None else check(view)
+                if seen is None:
+                    continue
+                key = f"{name}/trend" if trend else name
+                self.streak[key] = self.streak.get(key, 0) + 1 if seen else 0
+                setting = "trend_patience" if trend and rule.patience else rule.patience
+                patience = getattr(self.settings, setting) if setting else 1
+                if seen and self.streak[key] >= patience:
+                    late = 0 < rule.stop_after * patience <= self.streak[key]
+                    alarms += self.alarm(step, name, seen, trend, late)
+        return alarms
+
+    def alarm(
+        self, step: int, name: str, seen: str, trend: bool = False, late: bool = False
+    ) -> list[Alarm]:
+        """One alarm, or none where the rule is off, or has warned a few steps ago."""
+        rule, settings = RULES[name], self.settings
+        serious = (rule.action == "stop" and not trend) or late
+        stop = name in settings.stop or (serious and name not in settings.warn)
+        last = self.last.get(name)
+        recent = last is not None and last <= step < last + settings.repeat_after
+        if name in settings.off or (recent and not stop):
+            return []
+        self.last[name] = step
+        return [
+            Alarm(name, f"step {step}: {seen}" + (f"; {rule.advice}" if rule.advice else ""), stop)
+        ]
+
+    def forget_trends(self) -> None:
+        self.streak = {key: n for key, n in self.streak.items() if not key.endswith("/trend")}

@@ -1,0 +1,172 @@
+"""Series of figures of a stage, and how far they moved.
+
+A change is measured in standard errors of window means,
+
+    z = (mean_now - mean_then) / (s sqrt(2)),    s = the larger of  sd(differences) / sqrt(2 W)  and  the spread of block means,
+
+so that noise of single steps, and slow noise, both widen it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from posttrain.types import JSON
+
+START = 5  # steps that define what is normal
+KEPT = 400  # values of a series
+GOLD = ("reward/task", "reward/gold", "reward/answer")  # what the reward stands for, by step
+TRACKED = (
+    "reward",
+    *GOLD,
+    "accuracy/test",
+    "accuracy/test_low",
+    "accuracy/test_high",
+    "kl",
+    "length",
+    "reward/format",
+    "entropy",
+    "repetition",
+    "distinct",
+    "keyword",
+    "reward/disagreement",
+    "groups/zero_variance",
+)
+COMPARED = ("entropy", "length", "reward_spread", "mismatch")  # with the mean of the first steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """Means of a window then and now. `z`, the standard errors between them, is computed when it is read: most never are."""
+
+    then: float
+    now: float
+    values: np.ndarray
+    window: int
+
+    @property
+    def z(self) -> float:
+        return (self.now - self.then) / (math.sqrt(2) * spread(self.values, self.window))
+
+    def __str__(self) -> str:
+        return f"{self.then:.3g} -> {self.now:.3g}"
+
+
+def spread(values: np.ndarray, window: int) -> float:
+    """The standard error of the mean of `window` values of a noisy, slowly moving series."""
+    steps = np.diff(values)
+    fast = math.sqrt(float(steps @ steps) / len(steps) / (2 * window))
+    half = window // 2
+    blocks = values[len(values) % half :].reshape(-1, half).mean(1)
+    if len(blocks) <= 3:
+        return max(fast, 1e-9)
+    # the median step between blocks: slow noise is in it, a single jump is not; half a window's mean has sqrt(2) the error of a whole's
+    between = sorted(abs(float(b - a)) for a, b in pairwise(blocks.tolist()))
+    return max(fast, between[(len(blocks) - 1) // 2] / 0.6745 / 2, 1e-9)
+
+
+def change(values: np.ndarray, window: int, back: int) -> Change | None:
+    """The last window of a series against the one that ended `back` points ago; None where there is too little."""
+    end = len(values) - back
+    if end < window or back < 0:
+        return None
+    then, now = values[end - window : end], values[-window:]
+    return Change(float(then.sum()) / window, float(now.sum()) / window, values, window)
+
+
+def since_best(values: np.ndarray, window: int) -> tuple[int, Change] | None:
+    """Where a window of the series was best, and how far it has fallen since, as (end of that window, change)."""
+    if len(values) < 2 * window:
+        return None
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    totals = (sums[window:] - sums[:-window])[: len(values) - 2 * window + 1]
+    place = int(np.argmax(totals))
+    now = float(values[-window:].sum()) / window
+    return place + window, Change(float(totals[place]) / window, now, values, window)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Gold against KL: the best point and the present one. `past` is the rule for stopping early: gold has fallen by at least 4
+    standard errors while KL went on rising, so the best lies behind (Gao et al. 2023: gold = d (a - b d), d = sqrt(KL))."""
+
+    best: int  # place in the series where the best window ended
+    best_kl: float
+    best_gold: float
+    kl: float
+    gold: float
+    past: bool
+
+
+def frontier(kl: np.ndarray, gold: np.ndarray, window: int = 20) -> Frontier | None:
+    """The reward-KL frontier of a run so far."""
+    found = since_best(gold, window)
+    if found is None or len(kl) != len(gold):
+        return None
+    place, fallen = found
+    best_kl, now_kl = float(kl[place - window : place].mean()), float(kl[-window:].mean())
+    past = now_kl > best_kl and fallen.z <= -4
+    return Frontier(place, best_kl, fallen.then, now_kl, fallen.now, past)
+
+
+@dataclass(eq=False)
+class History:
+    """The figures of the present step, the last values of tracked ones with their steps, and sums over the first steps."""
+
+    now: Mapping[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, list[int]] = field(default_factory=dict)
+    first: dict[str, list[float]] = field(default_factory=dict)  # total and count
+    level: float | None = None  # of a curriculum
+
+    def state(self) -> JSON:
+        names = ("series", "steps", "first", "level")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: Mapping[str, JSON]) -> None:
+        self.series, self.steps, self.first = (
+            dict(state[name]) for name in ("series", "steps", "first")
+        )
+        self.level = state["level"]
+
+    def add(self, step: int, figures: Mapping[str, float]) -> bool:
+        """Take the figures of a step. True where the series begin anew: problems of another level compare with nothing before."""
+        found = figures.get("level", math.nan)
+        level = None if math.isnan(found) else found
+        anew = self.level is not None and level != self.level
+        if anew:
+            self.series, self.steps = {}, {}
+        self.level = level
+        # with several updates on one rollout, later ones are meant to differ from what sampled
+        first_update = figures.get("mismatch/start", figures.get("mismatch", math.nan))
+        self.now = {**figures, "mismatch": first_update}
+        for name in TRACKED:
+            if math.isfinite(value := self.value(name)):
+                self.series[name] = [*self.series.get(name, []), round(float(value), 6)][-KEPT:]
+                self.steps[name] = [*self.steps.get(name, []), step][-KEPT:]
+        for name in COMPARED:
+            total, count = self.first.get(name, (0.0, 0))
+            if math.isfinite(value := self.value(name)) and count <= START:
+                self.first[name] = [total + value if count < START else total, count + 1]
+        return anew
+
+    def value(self, name: str) -> float:
+        return self.now.get(name, math.nan)
+
+    def values(self, name: str) -> np.ndarray:
+        return np.array(self.series.get(name, []), dtype=np.float64)
+
+    def mean_of_first(self, name: str) -> float | None:
+        """The mean over the first steps; None up to the last of them."""
+        total, count = self.first.get(name, (0.0, 0))
+        return float(total / START) if count > START else None
+
+    def gold(self) -> str:
+        """The figure that measures what the reward stands for, where one was measured at every step."""
+        count = len(self.series.get("reward", []))
+        return next((name for name in GOLD if len(self.series.get(name, [])) == count > 0), "")
