@@ -68,7 +68,7 @@ def run(stage, device: str) -> tuple[float, float]:  # type: ignore[no-untyped-d
 
 
 def planned(stage, device: str) -> tuple[float, float, str]:  # type: ignore[no-untyped-def]
-    """Seconds by dry steps, bytes by the plan's arithmetic, and its words: read from the lines that `posttrain plan --dry` prints."""
+    """Seconds by a dry run, bytes by the plan's arithmetic, and its words: read from the lines that `posttrain plan --dry` prints."""
     from posttrain import config
     from posttrain.commands import plan
     from posttrain.recipes.base import Recipe

@@ -51,7 +51,10 @@ RENAMED = {
     "rl.reward_steps": "reward.steps, with reward.name=process",
     "sample.least": "min_score",
     "sentiment.dearer": "beta_increment",
-    **{f"{stage}.guards": "monitor" for stage in ("pretrain", "sft", "preference", "reward_model", "rl")},
+    **{
+        f"{stage}.guards": "monitor"
+        for stage in ("pretrain", "sft", "preference", "reward_model", "rl")
+    },
     "rl.alarms": "monitor; its alarms.quiet is monitor.repeat_after, alarms.patience is monitor.trend_patience",
 }
 

@@ -1,8 +1,8 @@
-"""Dry steps: how long a run will take, measured on this machine before it is begun.
+"""Dry runs: how long a run will take, measured on this machine before it is begun.
 
-Every stage is run in a folder that is thrown away, cut down to a few steps (the first one warms up) or a few problems. An rl stage runs
-twice: with every response at its limit, which is the worst case for time and memory, and with responses as long as they will likely be:
-those of the examples that its model learns from before, or else what the model writes now.
+Every stage is run in a temporary folder, cut down to a few steps (the first one warms up) or a few problems. An rl stage runs twice:
+with every response at its limit, which is the worst case for time and memory, and with responses as long as they will likely be: those
+of the examples that its model learns from before, or else what the model writes now.
 
     seconds = load + first + steps * median(step) + evaluations * evaluation
 """
@@ -15,22 +15,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from posttrain.monitor.rules import ALWAYS, RULES, MonitorSettings
+from posttrain.runs.layout import Row
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages._plan import DryRun
 from posttrain.stages.base import Context, Stage, worker_pool
-from posttrain.stages.rl import RLStage
-from posttrain.stages.sft import SFTStage
-
-STEPS = 3  # the first one warms up
-FEW = 32  # problems or prompts of a stage without steps
-NEVER = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +33,10 @@ class Estimate:
 
     stage: str
     seconds: float
-    most: float
+    longest: float
     step: float = 0.0
     evaluation: float = 0.0
-    memory: float = 0.0  # bytes at the most, beyond what the process had before
+    memory: float = 0.0  # bytes at the peak, beyond what the process had before
     length: float = 0.0  # tokens of a response that `seconds` is for; 0: as the model writes now
 
 
@@ -59,105 +53,63 @@ def estimate(
     ):
         context = Context(writer, seed, device, threads=threads, say=False, workers=workers)
         for stage in stages:
-            with redirect_stdout(io.StringIO()):  # the progress of what is thrown away
-                made = _one(stage, context, lengths)
-            same = getattr(stage, "as_long_as", "")
-            found[stage.name] = (
-                replace(made, seconds=found[same].seconds, most=found[same].most)
-                if same in found
-                else made
-            )
+            with redirect_stdout(io.StringIO()):  # the progress of the dry run
+                made = measure_stage(stage, context, lengths)
+            same = found.get(stage.dry_run().same_time_as, made)
+            found[stage.name] = replace(made, seconds=same.seconds, longest=same.longest)
     return found
 
 
-def _one(stage: Stage, context: Context, lengths: dict[str, float]) -> Estimate:
-    small, times = shortened(stage)
-    if not (isinstance(stage, RLStage) and isinstance(small, RLStage)):
-        made = measure(stage, small, times, context)
-        if isinstance(stage, SFTStage):
+def measure_stage(stage: Stage, context: Context, lengths: dict[str, float]) -> Estimate:
+    """A stage, cut down and run. One that samples while it trains runs twice, as the head of this file says."""
+    dry = stage.dry_run()
+    if not dry.limit:
+        made = measure(stage.name, dry, dry.stage, context)
+        if dry.batch:
             rows = Run(context.directory).metrics(stage.name)
-            lengths[stage.name] = rows[-1].figures["trained"] / stage.batch
+            lengths[stage.name] = rows[-1].figures["trained"] / dry.batch
         return made
-    limit = stage.sampling.max_new_tokens
-    worst = replace(
-        small, name=f"{stage.name}-longest", sampling=replace(stage.sampling, min_new_tokens=limit)
-    )
-    most = measure(stage, worst, times, context)
-    length = min(limit, round(lengths.get(stage.model, 0.0)))
-    if length:
-        small = replace(
-            small, sampling=replace(stage.sampling, max_new_tokens=length, min_new_tokens=length)
-        )
-    usual = measure(stage, small, times, context)
+    worst = dry.at_length(dry.limit, dry.limit, f"{stage.name}-longest")
+    longest = measure(stage.name, replace(dry, loops=(worst.name,)), worst, context)
+    length = min(dry.limit, round(lengths.get(stage.starts_from(), 0.0)))
+    small = dry.at_length(length, length, stage.name) if length else dry.stage
+    usual = measure(stage.name, dry, small, context)
     lengths[stage.name] = length
     return replace(
         usual,
-        most=max(usual.seconds, most.seconds),
-        memory=max(usual.memory, most.memory),
+        longest=max(usual.seconds, longest.seconds),
+        memory=max(usual.memory, longest.memory),
         length=float(length),
     )
 
 
-def shortened(stage: Stage) -> tuple[Stage, float]:
-    """The stage cut down, and how many times as much the whole one does where it has no steps."""
-    names = {f.name for f in fields(stage)}
-    changes: dict[str, Any] = {}
-    times = 1.0
-    if "steps" in names:
-        changes["steps"] = min(STEPS, getattr(stage, "steps", STEPS))
-        for name, value in (
-            ("checkpoint_every", NEVER),
-            ("min_accuracy", 0.0),
-            ("as_long_as", ""),
-        ):
-            if name in names:
-                changes[name] = value
-        if getattr(stage, "evaluate_every", 0):
-            changes["evaluate_every"] = NEVER  # then before the first step and after the last
-    else:
-        for name in ("problems", "prompts", "pairs"):
-            count = getattr(stage, name, None)
-            if isinstance(count, int) and count > FEW:
-                changes[name], times = FEW, count / FEW
-    # a model of a few steps would pass no gate, and need not: what it makes is thrown away
-    for name in ("min_score", "min_agreement"):
-        if name in names:
-            changes[name] = 0.0
-    if "monitor" in names:
-        changes["monitor"] = MonitorSettings(off=tuple(set(RULES) - set(ALWAYS)))
-    return replace(stage, **changes), times
-
-
-def measure(stage: Stage, small: Stage, times: float, context: Context) -> Estimate:
-    """Run the small one and work out what the whole one takes."""
+def measure(name: str, dry: DryRun, small: Stage, context: Context) -> Estimate:
+    """Run the small stage and work out what the whole one takes."""
     peak = Peak(context.device)
-    began, now = time.perf_counter(), time.time()
+    began = time.perf_counter()
     result = small.run(context)
     seconds, memory = time.perf_counter() - began, peak.bytes()
     context.finish(small.name, result)
-    members = [small.name, *(f"{small.name}-{n}" for n in range(1, getattr(stage, "members", 1)))]
-    runs = [rows for name in members if (rows := Run(context.directory).metrics(name))]
+    runs = [rows for loop in dry.loops if (rows := Run(context.directory).metrics(loop))]
     if not runs:
-        return Estimate(stage.name, times * seconds, times * seconds, memory=memory)
-    parts = [_loop(rows, stage, now) for rows in runs]
+        return Estimate(name, dry.factor * seconds, dry.factor * seconds, memory=memory)
+    parts = [loop_seconds(rows, dry.steps, dry.evaluate_every) for rows in runs]
     step, evaluation = (statistics.mean(part[n] for part in parts) for n in (1, 2))
     outside = max(0.0, seconds - sum(part[3] for part in parts))  # loading, saving
     total = outside + sum(part[0] for part in parts)
-    return Estimate(stage.name, total, total, step, evaluation, memory)
+    return Estimate(name, total, total, step, evaluation, memory)
 
 
-def _loop(rows: Sequence[Any], stage: Stage, began: float) -> tuple[float, float, float, float]:
+def loop_seconds(rows: Sequence[Row], steps: int, every: int) -> tuple[float, float, float, float]:
     """Of one loop: seconds of the whole one, of a step, of an evaluation; and seconds that the small one took."""
-    steps = [row for row in rows if row.step > 0]
-    each = [row.figures["seconds/total"] for row in steps]
+    each = [row.figures["seconds/total"] for row in rows if row.step > 0]
     usual = statistics.median(each[1:] or each)
-    every, count = getattr(stage, "evaluate_every", 0), getattr(stage, "steps", 0)
     evaluation = 0.0
     if every and rows[0].step == 0 and len(rows) > 1:
         evaluation = max(0.0, rows[-1].time - rows[-2].time - each[-1])
-    evaluations = 1 + count // every + bool(count % every) if evaluation else 0
-    small = sum(each) + (2 * evaluation if evaluation else 0.0)
-    return each[0] - usual + count * usual + evaluations * evaluation, usual, evaluation, small
+    evaluations = 1 + steps // every + bool(steps % every) if evaluation else 0
+    whole = each[0] - usual + steps * usual + evaluations * evaluation
+    return whole, usual, evaluation, sum(each) + 2 * evaluation
 
 
 class Peak:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -16,6 +17,7 @@ from posttrain.loop import LoopSchedule
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, Stage, data_place
+from posttrain.train.optimizer import Optimization
 from posttrain.types import Example
 
 Unit = tuple[Example, ...]
@@ -27,6 +29,10 @@ class PreferenceLearner(Stage):
 
     model: str
     data: tuple[str, ...]
+    batch: Count = 32  # units an optimizer step
+    optimizer: Optimization = field(
+        default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
+    )
     steps: Count = 300
     max_length: int = 1024
     held_out: Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")] = 0.1
@@ -42,6 +48,10 @@ class PreferenceLearner(Stage):
 
     def alphabet(self) -> str:
         return alphabet([])
+
+    @abstractmethod
+    def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
+        """The units of some files, in the shape that the algorithm learns from."""
 
     def schedule(self, held_out: Sequence[Unit]) -> LoopSchedule:
         every = self.evaluate_every if held_out else 0

@@ -20,6 +20,7 @@ from posttrain.rewards.judge import (
     check_judge,
     read_rubric,
 )
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.types import JSON
 
@@ -53,6 +54,9 @@ class AgreementStage(Stage):
 
     def ready(self, names: Collection[str]) -> None:
         check_judging(self.judge, self.url, self.rubric)
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, "pairs", min_agreement=0.0)
 
     def run(self, context: Context) -> dict[str, JSON]:
         rows = read_pairs(self.data)[: self.pairs]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
     from posttrain.runs.trackers import Trackers
+    from posttrain.stages._plan import DryRun
     from posttrain.train.optimizer import Optimization
     from posttrain.train.saving import Saving, Store
 
@@ -170,6 +171,28 @@ class Stage(Checked, ABC):
     def alphabet(self) -> str:
         """The characters that a tokenizer made from scratch for this stage must know."""
         return ""
+
+    def starts_from(self) -> str:
+        """The model that the stage begins with, and whose size that of its own model is; "": it has none."""
+        return str(getattr(self, "model", ""))
+
+    def makes(self) -> int:
+        """How many models of that size it leaves."""
+        return 1
+
+    def reads_ids(self) -> tuple[str, ...]:
+        """The models that are given the tokens of the first one, and so must have its vocabulary."""
+        return ()
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> Sequence[str]:
+        """What it will do and need, as lines: nothing is trained. `policy` is what it starts from, `before` the stages before it."""
+        return ()
+
+    def dry_run(self) -> DryRun:
+        """The stage cut down, to measure how long the whole one takes."""
+        from posttrain.stages._plan import DryRun
+
+        return DryRun(self)
 
 
 def run_stages(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from posttrain.errors import require
 from posttrain.stages.base import Context, Stage, model_places
 from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,12 @@ class BestStage(Stage):
             len(self.models) == len(self.measured) > 0,
             f"{self.name}: give as many stages that measured as models",
         )
+
+    def starts_from(self) -> str:
+        return self.models[0]
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        return [f"keeps one of {', '.join(self.models)}, by {self.figure}"]
 
     def run(self, context: Context) -> dict[str, JSON]:
         values = {

@@ -13,6 +13,7 @@ from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, NotNegative, Range, Whole, require
 from posttrain.stages._answers import BATCH, training_problems
 from posttrain.stages._material import alphabet
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, data_place, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Rollout, Sampling
@@ -45,6 +46,9 @@ class ComparisonsStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([self.task])
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, "prompts")
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts = dict.fromkeys(KINDS, 0)

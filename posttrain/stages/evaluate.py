@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.stages._contamination import trained_on
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, load_policy, make_sampler
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
@@ -88,6 +89,18 @@ class EvaluateStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([self.task, *(d.task for d in self.text)])
+
+    def reads_ids(self) -> tuple[str, ...]:
+        return (self.reference,) if self.reference else ()
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        return [
+            f"{self.problems} held-out problems x {self.samples} = {self.problems * self.samples} answers of at most "
+            f"{self.sampling.max_new_tokens} tokens"
+        ]
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, "problems")
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy = load_policy(self.model, context, self.alphabet())

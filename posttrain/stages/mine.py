@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from posttrain.data.records import read_jsonl
 from posttrain.errors import Count, Range, Whole, require
 from posttrain.stages._answers import answers, training_problems
 from posttrain.stages._material import alphabet
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem, Sampling, Score
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,15 @@ class MineStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([self.task])
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        again = f", after those that {self.again} kept" if self.again else ""
+        return [
+            f"{self.prompts} training problems{again}, x {self.samples} answers; those solved at most {self.max_solved:.0%} are kept"
+        ]
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, "prompts")
 
     def run(self, context: Context) -> dict[str, JSON]:
         fresh = training_problems(self.task, self.skip, self.prompts)

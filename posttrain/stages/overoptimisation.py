@@ -12,6 +12,7 @@ from posttrain.errors import Range, require
 from posttrain.evals.best_of_n import frontier
 from posttrain.runs.plot import own_style
 from posttrain.stages._material import alphabet
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Sampling
@@ -55,6 +56,9 @@ class OveroptimisationStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([self.task])
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, "problems")
 
     def run(self, context: Context) -> dict[str, JSON]:
         curves = {stage: self.training(context, stage) for stage in self.trained}

@@ -19,14 +19,14 @@ from posttrain.evals.statistics import share_interval
 from posttrain.loop import Loop
 from posttrain.models.load import same_vocabulary
 from posttrain.runs.metrics import Figures, merge
+from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages._preferences import (
     PreferenceLearner,
     numbered_prompts,
     read_units,
     split_by_prompt,
 )
-from posttrain.stages.base import Context, load_policy
-from posttrain.train.optimizer import Optimization
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.pack import micro_batches, pack_examples, with_loss
 from posttrain.types import JSON, Metric, Outputs
 
@@ -51,14 +51,10 @@ class PreferenceStage(PreferenceLearner):
     """
 
     algorithm: Algorithm = field(default_factory=DPO)
-    batch: Count = 32
     held_out_data: tuple[str, ...] = ()
     reference: str = ""
     reference_device: Literal["same", "cpu"] = (
         "same"  # cpu: it comes to the policy's device only when it is asked
-    )
-    optimizer: Optimization = field(
-        default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
     )
     evaluate_units: Count = 500  # of what is held out
 
@@ -141,6 +137,16 @@ class PreferenceStage(PreferenceLearner):
                 [f"{len(train) - alone:,} mismatched responses beside them, for the baseline"],
             )
         return train, held_out
+
+    def reads_ids(self) -> tuple[str, ...]:
+        return (self.reference,) if self.reference else ()
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        reference = "reference" in self.algorithm.needs and self.reference_device == "same"
+        return preference_plan(self, policy, context, before, reference=reference)
+
+    def dry_run(self) -> DryRun:
+        return few_steps(self, self.evaluate_every)
 
     def run(self, context: Context) -> dict[str, JSON]:
         from posttrain.train.trainer import Trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.loop import Loop
 from posttrain.stages._material import check_lengths
+from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages._preferences import (
     PreferenceLearner,
     Unit,
@@ -25,7 +26,7 @@ from posttrain.stages._preferences import (
     read_units,
     split_by_prompt,
 )
-from posttrain.stages.base import Context, load_policy
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
 
@@ -81,17 +82,26 @@ class RewardModelStage(PreferenceLearner):
         blind = self.min_accuracy > 0 and self.held_out == 0
         require(not blind, f"{name}: min_accuracy is judged on held-out data; set held_out above 0")
 
-    def read(self, context: Context, tokenizer: object) -> list[Unit]:
-        """The units of all files, each cut after its response."""
+    def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
+        """The units of some files, each cut after its response."""
         wanted = ("steps",) if self.algorithm.unit == "sequence" else ("pair", "openai", "ranking")
         units: list[Unit] = []
-        for path in self.data:
+        for path in paths:
             units += read_units(context, self.name, path, tokenizer, self.max_length, wanted)[0]
         return units
 
+    def makes(self) -> int:
+        return self.members
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        return preference_plan(self, policy, context, before, self.members)
+
+    def dry_run(self) -> DryRun:
+        return few_steps(self, self.evaluate_every, self.members, min_accuracy=0.0)
+
     def run(self, context: Context) -> dict[str, JSON]:
         policy = load_policy(self.model, context, self.alphabet())
-        units = self.read(context, policy.tokenizer)
+        units = self.read(context, policy.tokenizer, self.data)
         check_lengths(policy, units, "max_length")
         train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
         labels = {

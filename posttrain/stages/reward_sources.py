@@ -114,7 +114,7 @@ class _Scorers(RewardSource):
         return replace(self, device="cpu")
 
     def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
-        from posttrain.stages.rl import same_vocabulary
+        from posttrain.models.load import same_vocabulary
 
         places = [place for name in self.models for place in model_places(name, context)]
         scorers = [load_reward_model(place, context) for place in places]
@@ -172,7 +172,7 @@ class ImplicitReward(RewardSource):
         return (self.model, self.reference)
 
     def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
-        from posttrain.stages.rl import same_vocabulary
+        from posttrain.models.load import same_vocabulary
         from posttrain.train.implicit import ImplicitRating
 
         tuned, origin = (load_policy(name, context, alphabet([])) for name in self.loads())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.base import Algorithm
@@ -21,6 +21,7 @@ from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
 from posttrain.stages._measure import proxy_gold_kl
+from posttrain.stages._plan import DryRun, few_steps, rl_plan
 from posttrain.stages.base import (
     Context,
     Stage,
@@ -151,6 +152,17 @@ class RLStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([self.task, *(d.task for d in self.pretraining)])
+
+    def reads_ids(self) -> tuple[str, ...]:
+        named = (self.reference, self.critic, *self.reward.reads_ids())
+        return tuple(name for name in named if name)
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        return rl_plan(self, policy, before)
+
+    def dry_run(self) -> DryRun:
+        made = few_steps(self, self.evaluate_every)
+        return replace(made, limit=self.sampling.max_new_tokens)
 
     def run(self, context: Context) -> dict[str, JSON]:
         from posttrain.train.trainer import Trainer

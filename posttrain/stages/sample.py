@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from posttrain.errors import Count, Whole, require
 from posttrain.stages._answers import answers, training_problems
 from posttrain.stages._material import alphabet
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Rollout, Sampling
@@ -43,6 +44,9 @@ class SampleStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([self.task])
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, "prompts", min_score=0.0)
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts, answered, lines = dict.fromkeys(KINDS, 0), 0, []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
@@ -15,9 +16,13 @@ from posttrain.monitor.rules import MonitorSettings
 from posttrain.runs.console import duration
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, Material, alphabet, check_lengths, gather, placed
+from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,13 @@ class SFTStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([d.task for d in self.data])
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        return sft_plan(self, policy, context, before)
+
+    def dry_run(self) -> DryRun:
+        made = few_steps(self, as_long_as="")
+        return replace(made, batch=self.batch, same_time_as=self.as_long_as)
 
     def run(self, context: Context) -> dict[str, JSON]:
         guard_training(context, self.name, self.model, (), placed(self.data, context))

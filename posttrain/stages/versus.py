@@ -29,6 +29,7 @@ from posttrain.rewards.judge import Verdict
 from posttrain.runs.metrics import group_metrics, merge
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.agreement import check_judging, open_judge
 from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
@@ -82,6 +83,9 @@ class VersusStage(Stage):
 
     def alphabet(self) -> str:
         return alphabet([self.task])
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, "problems")
 
     def run(self, context: Context) -> dict[str, JSON]:
         prices = self.prompt_price, self.completion_price

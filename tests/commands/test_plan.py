@@ -1,4 +1,4 @@
-"""What a run will need, worked out by hand for a small model: everyone on stage is priced, and so is each way to save."""
+"""What a run will need, worked out by hand for a small model: all models are priced."""
 
 from __future__ import annotations
 
@@ -12,121 +12,17 @@ from material_for_tests import small_policy
 from scripts_for_tests import load_script
 
 from posttrain import cli, config
-from posttrain.algorithms.grpo import GRPO
-from posttrain.algorithms.ppo import PPO
 from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.stages.reward_sources import RewardModels
+from posttrain.stages._plan import size_text
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.train.optimizer import Optimization
+from posttrain.train.memory import activation_bytes
 
-POLICY = small_policy(dtype=torch.float32)
-COUNT = POLICY.parameters
-ADAPTERS = (
-    16 * 2 * sum(sum(s) for s in [(16, 16), (16, 8), (16, 8), (16, 16), (16, 24), (16, 24), (24, 16)])
-)  # rank 16, 2 layers
-# two layers of width 16, feed-forward 24, two heads of 4 for keys and values; and the gradients of the one at work
-LAYERS = 2 * (9 * 16 + 4 * 24 + 2 * 2 * 4) + 4 * (16 + 24)
-
-
-def stage(**settings: Any) -> RLStage:
-    return RLStage(name="rl", model="x", task=Arithmetic(), **settings)
-
-
-def items(one: RLStage, judges: float = 0.0, policy: Any = POLICY) -> dict[str, float]:
-    return {name: size for name, size in plan.rl_memory(one, policy, 100, 7.0, judges).items if size}
-
-
-def test_a_policy_alone() -> None:
-    activations = 4.0 * 100 * LAYERS
-    own = {"weights": 4.0 * COUNT, "gradients": 4.0 * COUNT, "optimizer": 8.0 * COUNT, "activations": activations}
-    own |= {"logits": 8.0 * 100 * POLICY.model.config.vocab_size}
-    assert items(stage(algorithm=GRPO(beta=0.0))) == own | {"key-value cache": 7.0}
-    assert items(stage(algorithm=GRPO(beta=0.1)))["reference"] == 4.0 * COUNT
-    assert items(stage(algorithm=GRPO(beta=0.0), watch_kl=True))["reference"] == 4.0 * COUNT
-
-
-def test_everyone_of_ppo() -> None:
-    """The critic has weights, gradients, two moments and activations of its own."""
-    found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a", "b"))), judges=1e6)
-    assert found["reference"] == 4.0 * COUNT and found["reward models"] == 1e6
-    assert found["critic"] == (4 + 4 + 8) * COUNT + 4.0 * 100 * LAYERS
-
-
-def test_models_on_the_cpu_cost_nothing_there() -> None:
-    found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a",), device="cpu"), reference_device="cpu"))
-    assert "reference" not in found and "reward models" not in found
-
-
-def test_lora_has_one_set_of_frozen_weights() -> None:
-    found = items(stage(algorithm=PPO(), lora=Lora(rank=16)))
-    assert found["weights"] == 4.0 * (COUNT + ADAPTERS)
-    assert found["gradients"] == 4.0 * ADAPTERS and found["optimizer"] == 8.0 * ADAPTERS
-    assert "reference" not in found
-    assert found["critic"] == (4 + 4 + 8) * ADAPTERS + 4.0 * 100 * LAYERS
-    assert items(stage(algorithm=PPO(), lora=Lora(), reference="y"))["reference"] == 4.0 * COUNT
-    assert items(stage(algorithm=PPO(), lora=Lora(), critic="y"))["critic"] == found["critic"] + 4.0 * COUNT
-
-
-def test_bfloat16_keeps_float32_masters_of_what_learns() -> None:
-    half = small_policy(dtype=torch.bfloat16)
-    found = items(stage(algorithm=GRPO(beta=0.1)), policy=half)
-    assert found["weights"] == found["reference"] == 2.0 * COUNT and found["float32 master weights"] == 4.0 * COUNT
-
-
-def test_each_way_to_save_is_priced() -> None:
-    one = stage(algorithm=PPO(), reward=RewardModels(models=("a",)))
-    (line,) = plan.choices(one, lambda other: plan.rl_memory(other, POLICY, 100, 7.0, plan.judge_bytes(other, POLICY, {})))
-    lora = plan.rl_memory(one, POLICY, 100, 0, 0).total
-    lora -= plan.rl_memory(stage(algorithm=PPO(), lora=Lora()), POLICY, 100, 0, 0).total
-    assert f"rl.reference_device=cpu saves {plan.size_text(4.0 * COUNT)}" in line
-    assert f"rl.reward.device=cpu saves {plan.size_text(4.0 * COUNT)}" in line
-    assert ("rl.lora.rank=16" in line) == (
-        lora > 0
-    )  # on a model this small, adapters of rank 16 are larger than what they save
-    assert "rl.release_cache=true saves 7.0 B" in line, "the cache, which gradients and activations outweigh"
-    plain = stage(algorithm=GRPO(beta=0.0), lora=Lora(), release_cache=True)
-    assert plan.choices(plain, lambda other: plan.rl_memory(other, POLICY, 100, 0.0, 0.0)) == []
-
-
-def test_a_cache_that_is_given_back_counts_where_it_is_larger_than_what_follows_it() -> None:
-    one = stage(algorithm=GRPO(beta=0.0), release_cache=True)
-    kept = plan.activation_bytes(POLICY, 100) + 4.0 * COUNT
-    small, large = (dict(plan.rl_memory(one, POLICY, 100, size, 0.0).items)["key-value cache"] for size in (kept, kept + 9.0))
-    assert small == 0.0 and large == 9.0
-
-
-def test_checkpointing_is_chosen_and_priced() -> None:
-    """By the memory at hand, which holds the weights already; as the setting says where it says so."""
-    kept, least = (plan.size_text(plan.activation_bytes(POLICY, 100, way)) for way in (False, True))
-    price = f"; per layer, activations take {least} in place of {kept}, and training about a third longer"
-    need = 5000.0
-
-    def line(have: float | None, way: str = "auto") -> str:
-        one = stage(optimizer=Optimization(checkpointing=way))
-        (found,) = plan.checkpointing_lines(one, POLICY, 100, need + 4.0 * COUNT, have)
-        return found
-
-    assert line(None) == "activation checkpointing: never on a CPU" + price
-    assert line(6144.0) == "activation checkpointing: never, for 4.9 KiB are needed and 6.0 KiB are at hand" + price
-    assert line(4096.0) == "activation checkpointing: per layer, for 4.9 KiB are needed and 4.0 KiB are at hand" + price
-    assert line(4096.0, "never") == "activation checkpointing: never" + price
-    layered = items(stage(algorithm=GRPO(beta=0.0), optimizer=Optimization(checkpointing="layer")))
-    assert layered["activations"] == plan.activation_bytes(POLICY, 100, checkpointed=True)
-
-
-def test_reward_models_by_stage_and_by_directory(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-
-    class Judges:
-        members = 3
-
-    one = stage(algorithm=PPO(), reward=RewardModels(models=("rm", str(tmp_path))))
-    assert plan.judge_bytes(one, POLICY, {"rm": Judges()}) == 3 * 4.0 * COUNT + 1000.0  # type: ignore[dict-item]
+LAYERS = 2 * (9 * 16 + 4 * 24 + 2 * 2 * 4) + 4 * (16 + 24)  # as in tests/stages/test_plan.py
 
 
 def test_the_plan_of_a_recipe_names_everyone() -> None:
@@ -242,7 +138,7 @@ def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: 
         "reference": 2.0 * count,
     }
     assert f"model {stage['model']}: {count:,} parameters, bfloat16" in text
-    assert ", ".join(f"{name} {plan.size_text(size)}" for name, size in expected.items()) in text
+    assert ", ".join(f"{name} {size_text(size)}" for name, size in expected.items()) in text
     assert "activation checkpointing: chosen by the memory of the GPU, which is not here" in text and "CPU;" not in text
     assert cli.main(["plan", str(recipe), "device=cpu"]) == 0
     assert "float32" in (plain := capsys.readouterr().out) and "never on a CPU" in plain and "master" not in plain
@@ -253,14 +149,14 @@ def test_what_the_fused_pass_would_refuse_is_priced_by_the_module(tmp_path: Path
     """Heads of 4 are too narrow for its kernel; and a tiny model stays in float32 on any device."""
     narrow = small_policy(dtype=torch.bfloat16)
     planned = plan.Elsewhere(narrow.model, None, narrow.stop_ids)
-    assert planned.device.type == "cuda" and plan.activation_bytes(planned, 100) == 2.0 * 100 * LAYERS
+    assert planned.device.type == "cuda" and activation_bytes(planned, 100) == 2.0 * 100 * LAYERS
     lines = "\n".join(plan.describe(config.parse("quickstart", ["device=cuda"])))
     assert "parameters, float32" in lines and "master" not in lines
 
 
 @NO_GPU
-def test_dry_steps_need_the_device() -> None:
-    with pytest.raises(UserError, match="device=cuda: dry steps run on the device, and torch sees no CUDA device here"):
+def test_a_dry_run_needs_the_device() -> None:
+    with pytest.raises(UserError, match="device=cuda: a dry run needs the device, and torch sees no CUDA device here"):
         plan.describe(config.parse("quickstart", ["device=cuda"]), dry=True)
 
 
@@ -280,4 +176,4 @@ def test_the_benchmark_reads_what_the_command_prints(monkeypatch: pytest.MonkeyP
     assert asked == [("cuda", 0, True, (stage,))] * 5
 
 
-SAID = "the whole run: about {}, at most 3m00s where every response reaches its limit, by dry steps on this machine"
+SAID = "the whole run: about {}, at most 3m00s where every response reaches its limit, by a dry run on this machine"

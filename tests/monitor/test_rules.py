@@ -255,7 +255,9 @@ def test_settings_come_from_the_command_line_and_go_through_the_configuration() 
     given = ["rl.monitor.kl=0.5", "rl.monitor.stop=[kl, entropy]", "sft.monitor.skip=2", "rl.kl=k2", "rl.entropy=0.01"]
     settings = config.parse("quickstart", given)
     stages = {stage.name: stage for stage in settings.recipe.stages}
-    assert stages["rl"].monitor == MonitorSettings(kl=0.5, stop=("kl", "entropy")) and stages["sft"].monitor == MonitorSettings(skip=2)
+    assert stages["rl"].monitor == MonitorSettings(kl=0.5, stop=("kl", "entropy")) and stages["sft"].monitor == MonitorSettings(
+        skip=2
+    )
     assert stages["rl"].algorithm.kl == "k2" and stages["rl"].algorithm.entropy == 0.01
     again = config.from_config(json.loads(json.dumps(config.to_config(settings))), "config.yaml")
     assert again.recipe.stages == settings.recipe.stages

@@ -160,7 +160,9 @@ def test_collapse_is_detected_where_nothing_was_gained() -> None:
     assert {name for _, name, _ in detected(series(reward=0.1, **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)}))} == {
         "zero_variance"
     }
-    assert not detected(series(reward=0.9 * rise(100, 10), **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)})), "all solved"
+    assert not detected(series(reward=0.9 * rise(100, 10), **{"groups/zero_variance": 0.2 + 0.75 * rise(100, 10)})), (
+        "all solved"
+    )
 
 
 def test_without_a_gold_only_the_extreme_is_an_alarm() -> None:
@@ -295,7 +297,9 @@ def test_figures_of_texts_by_hand() -> None:
 def test_settings_come_from_the_command_line_and_go_through_the_configuration() -> None:
     from posttrain import config
 
-    settings = config.parse("quickstart", ["rl.monitor.off=[length]", "rl.monitor.stop=[proxy, frontier]", "rl.monitor.repeat_after=9"])
+    settings = config.parse(
+        "quickstart", ["rl.monitor.off=[length]", "rl.monitor.stop=[proxy, frontier]", "rl.monitor.repeat_after=9"]
+    )
     stage = next(stage for stage in settings.recipe.stages if stage.name == "rl")
     expected = MonitorSettings(off=("length",), stop=("proxy", "frontier"), repeat_after=9)
     assert stage.monitor == expected  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ def test_where_nothing_is_good_enough_it_says_so(tmp_path: Path) -> None:
     for bad, words in (
         ({"samples": 0}, "samples must be at least 1"),
         ({"keep": 0}, "keep must be at least 1"),
-        ({"skip": -1}, "skip must not be negative"),
+        ({"skip": -1}, "skip must be at least 0"),
         ({"sampling": Sampling(4, temperature=0.0)}, "all the same"),
     ):
         with pytest.raises(UserError, match=words):

@@ -1,0 +1,278 @@
+"""What a stage says before it runs: its batch arithmetic in words, what it needs of the device's memory, and how it is cut down for
+a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.models.lora import Lora
+from posttrain.models.policy import Policy
+from posttrain.monitor.rules import ALWAYS, RULES, MonitorSettings
+from posttrain.train.memory import (
+    activation_bytes,
+    at_hand,
+    checkpointing_pays,
+    learning_bytes,
+    logits_bytes,
+    weight_bytes,
+)
+from posttrain.train.optimizer import Optimization
+
+if TYPE_CHECKING:
+    from posttrain.stages._preferences import PreferenceLearner
+    from posttrain.stages.base import Context, Stage
+    from posttrain.stages.rl import RLStage
+    from posttrain.stages.sft import SFTStage
+
+STEPS = 3  # of a dry run; the first one warms up
+ITEMS = 32  # problems, prompts or pairs of a dry run of a stage without steps
+NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A stage cut down, and what the whole one does: `factor` times as much, or its `steps` with an evaluation before, after and every
+    `evaluate_every`. `loops` are the names under which the small one writes its metrics. A stage that samples while it trains has
+    responses of at most `limit` tokens; one that learns from examples, `batch` of them a step."""
+
+    stage: Stage
+    factor: float = 1.0
+    steps: int = 0
+    evaluate_every: int = 0
+    loops: tuple[str, ...] = ()
+    limit: int = 0
+    batch: int = 0
+    same_time_as: str = ""  # an earlier stage whose time it takes
+
+    def at_length(self, tokens: int, least: int, name: str) -> Any:
+        """The small stage with responses of `least` to `tokens` tokens, under another name."""
+        sampling = replace(self.stage.sampling, max_new_tokens=tokens, min_new_tokens=least)
+        return replace(self.stage, name=name, sampling=sampling)
+
+
+def fewer(stage: Any, field: str, **changes: Any) -> DryRun:
+    """The dry run of a stage without steps, with less of what `field` counts."""
+    count = getattr(stage, field)
+    few = min(count, ITEMS)
+    return DryRun(replace(stage, **{field: few}, **changes), factor=count / few)
+
+
+def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: Any) -> DryRun:
+    """The dry run of a stage that trains. A model of a few steps would pass no gate, and need not: what it makes is deleted."""
+    monitor = MonitorSettings(off=tuple(set(RULES) - set(ALWAYS)))
+    if evaluate_every:
+        changes["evaluate_every"] = NEVER  # then before the first step and after the last
+    small = replace(
+        stage, steps=min(STEPS, stage.steps), checkpoint_every=NEVER, monitor=monitor, **changes
+    )
+    loops = tuple(f"{stage.name}-{n}" if n else stage.name for n in range(members))
+    return DryRun(small, steps=stage.steps, evaluate_every=evaluate_every, loops=loops)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An estimate in bytes, item by item."""
+
+    items: tuple[tuple[str, float], ...]
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.items)
+
+    def line(self) -> str:
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.items if size)
+        return f"memory: about {size_text(self.total)} besides Python and torch ({parts})"
+
+
+def size_text(size: float) -> str:
+    """
+    >>> size_text(1536), size_text(3 * 2**30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def training_memory(
+    policy: Policy,
+    tokens: int,
+    optimizer: Optimization,
+    lora: Lora | None = None,
+    cache: float = 0.0,
+    others: Mapping[str, float] | None = None,
+) -> Memory:
+    """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`; the sampler's
+    cache and the weights of other models."""
+    adapters = 0 if lora is None else lora.parameters(policy.body)
+    items = {"weights": weight_bytes(policy) + policy.dtype.itemsize * adapters}
+    items |= dict(learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes))
+    items["activations"] = activation_bytes(policy, tokens, optimizer.checkpointing == "layer")
+    items["logits"] = logits_bytes(policy, tokens)
+    return Memory(tuple({**items, "key-value cache": cache, **(others or {})}.items()))
+
+
+def sft_plan(
+    stage: SFTStage, policy: Policy, context: Context, before: Mapping[str, Stage]
+) -> list[str]:
+    """Batch arithmetic, memory and the data report of a supervised stage. What an earlier stage will write cannot be counted."""
+    files = [source.file for source in stage.data if source.file in before]
+    later = [f"examples written by {file}: not there yet" for file in files]
+    there = tuple(source for source in stage.data if source.file not in before)
+    if later and not there:
+        return [f"a step: {stage.batch} examples; {stage.steps} steps", *later]
+    material = replace(stage, data=there).material(context, policy.tokenizer)
+    lengths = [len(e.ids) for s in material.sets for e in s]
+    total = len(lengths)
+    reports = [
+        f"{source}: {line}" if n == 0 else f"  {line}"
+        for source, report in zip(there, material.reports, strict=True)
+        for n, line in enumerate(report.lines())
+    ]
+    tokens = min(stage.optimizer.token_budget, stage.batch * max(lengths))
+    return [
+        f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {stage.steps} steps = "
+        f"{stage.steps * stage.batch / total:.1f} passes over {total:,} examples",
+        *reports,
+        *later,
+        training_memory(policy, tokens, stage.optimizer, stage.lora).line(),
+    ]
+
+
+def preference_plan(
+    stage: PreferenceLearner,
+    policy: Policy,
+    context: Context,
+    before: Mapping[str, Stage],
+    members: int = 1,
+    reference: bool = False,
+) -> list[str]:
+    """Batch arithmetic, memory and the data report of a stage that learns from preferences; `reference`: one stays on the device."""
+    times = f", {members} times over" if members > 1 else ""
+    later = [
+        f"preferences written by {file}: not there yet" for file in stage.data if file in before
+    ]
+    if later:
+        return [f"a step: {stage.batch} units; {stage.steps} steps{times}", *later]
+    reports: list[str] = []
+    with context.events.shown_by(lambda event: reports.append(event.text)):
+        units = stage.read(context, policy.tokenizer, stage.data)
+    sizes = [sum(len(example.ids) for example in unit) for unit in units]
+    tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
+    others = {"reference": weight_bytes(policy)} if reference else {}
+    passes = stage.steps * stage.batch / len(units) / (1 - stage.held_out)
+    return [
+        f"a step: {stage.batch} of {len(units):,} units, about {stage.batch * sum(sizes) // len(units):,} tokens; {stage.steps} steps "
+        f"= {passes:.1f} passes over what is not held out{times}",
+        *reports,
+        training_memory(policy, tokens, stage.optimizer, others=others).line(),
+    ]
+
+
+def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list[str]:
+    """Batch arithmetic and memory of a reinforcement-learning stage."""
+    group, (epochs, pieces) = stage.algorithm.group_size, stage.algorithm.reuse
+    samples, updates = stage.prompts * group, epochs * pieces
+    longest, new = stage.longest(policy.tokenizer), stage.sampling.max_new_tokens
+    budget = stage.optimizer.token_budget
+    # a prompt is computed once for its group
+    share = (longest + (group - 1) * new) / (group * longest)
+    tokens = round(share * min(budget, samples * longest))
+
+    def memory(one: RLStage) -> Memory:
+        rewards = reward_bytes(one, policy, before)
+        return rl_memory(one, policy, tokens, one.cache_bytes(policy, training=False), rewards)
+
+    return [
+        f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
+        f"then {updates} optimizer update(s) of {samples // pieces} responses each; at full length {-(-samples * longest // budget)} "
+        f"micro-batch(es) of up to {budget} tokens (this changes memory, never the gradient)",
+        f"{stage.steps} steps = {stage.steps * samples:,} responses and {stage.steps * updates:,} updates",
+        f"levels {', '.join(map(str, stage.task.levels))}; held-out accuracy on {stage.evaluate_problems} problems every "
+        f"{stage.evaluate_every} steps",
+        memory(stage).line(),
+        checkpointing_line(stage, policy, tokens, memory(stage).total, at_hand(policy.device)),
+        *savings(stage, memory),
+    ]
+
+
+def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, rewards: float) -> Memory:
+    """The policy's memory in training, and that of the other models; `rewards` is the weights of the reward models. A model that
+    is on the CPU between calls is not counted: it comes when the gradients are not yet there. A cache that is released before training
+    counts where it is larger than the gradients and activations that come in its place."""
+    checkpointed = stage.optimizer.checkpointing == "layer"
+    body = weight_bytes(policy)
+    anchored = "reference" in stage.algorithm.needs or stage.watch_kl
+    shared = stage.lora is not None and not stage.reference  # the policy's own frozen weights
+    reference = body if anchored and stage.reference_device == "same" and not shared else 0.0
+    critic = 0.0
+    if "value" in stage.algorithm.needs:
+        trained = policy.parameters if stage.lora is None else stage.lora.parameters(policy.body)
+        trunk = 0.0 if stage.lora is not None and not stage.critic else body
+        adapters = 0.0 if stage.lora is None else float(policy.dtype.itemsize * trained)
+        learns = (stage.critic_optimizer or stage.optimizer).moment_bytes
+        critic = trunk + adapters + sum(size for _, size in learning_bytes(policy, trained, learns))
+        critic += activation_bytes(policy, tokens, checkpointed)
+    others = {"reference": reference, "critic": critic, "reward models": rewards}
+    made = training_memory(policy, tokens, stage.optimizer, stage.lora, cache, others)
+    if not stage.release_cache:
+        return made
+    sizes = dict(made.items)
+    left = max(0.0, cache - sizes["gradients"] - sizes["activations"])
+    return Memory(tuple((sizes | {"key-value cache": left}).items()))
+
+
+def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:
+    """Weights of the reward models on the device: as many as their stage trains, of the policy's size; or what their folder holds."""
+    total = 0.0
+    for name in stage.reward.on_device():
+        files = list(Path(name).glob("*.safetensors")) if name not in before else []
+        members = before[name].makes() if name in before else 1
+        sizes = [float(f.stat().st_size) for f in files]
+        total += sum(sizes) if files else members * weight_bytes(policy)
+    return total
+
+
+def checkpointing_line(
+    stage: RLStage, policy: Policy, tokens: int, total: float, have: float | None
+) -> str:
+    """What checkpointing by layers would save and cost, and what the setting will choose with the memory at hand (which already
+    holds the weights)."""
+    kept, by_layer = (activation_bytes(policy, tokens, layered) for layered in (False, True))
+    price = f"per layer, activations take {size_text(by_layer)} in place of {size_text(kept)}, and training about a third longer"
+    chosen, need = stage.optimizer.checkpointing, total - weight_bytes(policy)
+    if chosen != "auto":
+        found: str = chosen
+    elif have is not None:
+        way = "per layer" if checkpointing_pays(chosen, need, have) else "never"
+        found = f"{way}, for {size_text(need)} are needed and {size_text(have)} are at hand"
+    elif policy.device.type == "cuda":
+        found = (
+            "chosen by the memory of the GPU, which is not here: per layer where it has less than "
+            f"{size_text(need)} besides the weights"
+        )
+    else:
+        found = "never on a CPU"
+    return f"activation checkpointing: {found}; {price}"
+
+
+def savings(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
+    """What each way to save memory would save, where there is something to save."""
+    ways: list[tuple[str, RLStage]] = []
+    if stage.lora is None or stage.reference:  # with lora the reference is the policy's own weights
+        ways.append(("reference_device=cpu", replace(stage, reference_device="cpu")))
+    offloaded = stage.reward.offloaded()
+    if offloaded is not None:
+        ways.append(("reward.device=cpu", replace(stage, reward=offloaded)))
+    ways.append(("release_cache=true", replace(stage, release_cache=True)))
+    if stage.lora is None:
+        ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))
+    now = memory(stage).total
+    found = [(way, now - memory(other).total) for way, other in ways]
+    parts = [f"{stage.name}.{way} saves {size_text(saved)}" for way, saved in found if saved > 0]
+    return [f"to save memory on a GPU: {', '.join(parts)}"] if parts else []

@@ -1,0 +1,121 @@
+"""What a stage says before it runs: memory worked out by hand for a small model, and the ways to save it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from material_for_tests import small_policy
+
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
+from posttrain.models.lora import Lora
+from posttrain.stages import _plan as plan
+from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_sources import RewardModels
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.train.memory import activation_bytes
+from posttrain.train.optimizer import Optimization
+
+POLICY = small_policy(dtype=torch.float32)
+COUNT = POLICY.parameters
+ADAPTERS = (
+    16 * 2 * sum(sum(s) for s in [(16, 16), (16, 8), (16, 8), (16, 16), (16, 24), (16, 24), (24, 16)])
+)  # rank 16, 2 layers
+# two layers of width 16, feed-forward 24, two heads of 4 for keys and values; and the gradients of the one at work
+LAYERS = 2 * (9 * 16 + 4 * 24 + 2 * 2 * 4) + 4 * (16 + 24)
+
+
+def stage(**settings: Any) -> RLStage:
+    return RLStage(name="rl", model="x", task=Arithmetic(), **settings)
+
+
+def items(one: RLStage, rewards: float = 0.0, policy: Any = POLICY) -> dict[str, float]:
+    return {name: size for name, size in plan.rl_memory(one, policy, 100, 7.0, rewards).items if size}
+
+
+def test_a_policy_alone() -> None:
+    activations = 4.0 * 100 * LAYERS
+    own = {"weights": 4.0 * COUNT, "gradients": 4.0 * COUNT, "optimizer": 8.0 * COUNT, "activations": activations}
+    own |= {"logits": 8.0 * 100 * POLICY.model.config.vocab_size}
+    assert items(stage(algorithm=GRPO(beta=0.0))) == own | {"key-value cache": 7.0}
+    assert items(stage(algorithm=GRPO(beta=0.1)))["reference"] == 4.0 * COUNT
+    assert items(stage(algorithm=GRPO(beta=0.0), watch_kl=True))["reference"] == 4.0 * COUNT
+
+
+def test_all_models_of_ppo() -> None:
+    """The critic has weights, gradients, two moments and activations of its own."""
+    found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a", "b"))), rewards=1e6)
+    assert found["reference"] == 4.0 * COUNT and found["reward models"] == 1e6
+    assert found["critic"] == (4 + 4 + 8) * COUNT + 4.0 * 100 * LAYERS
+
+
+def test_models_on_the_cpu_cost_nothing_there() -> None:
+    found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a",), device="cpu"), reference_device="cpu"))
+    assert "reference" not in found and "reward models" not in found
+
+
+def test_lora_has_one_set_of_frozen_weights() -> None:
+    found = items(stage(algorithm=PPO(), lora=Lora(rank=16)))
+    assert found["weights"] == 4.0 * (COUNT + ADAPTERS)
+    assert found["gradients"] == 4.0 * ADAPTERS and found["optimizer"] == 8.0 * ADAPTERS
+    assert "reference" not in found
+    assert found["critic"] == (4 + 4 + 8) * ADAPTERS + 4.0 * 100 * LAYERS
+    assert items(stage(algorithm=PPO(), lora=Lora(), reference="y"))["reference"] == 4.0 * COUNT
+    assert items(stage(algorithm=PPO(), lora=Lora(), critic="y"))["critic"] == found["critic"] + 4.0 * COUNT
+
+
+def test_bfloat16_keeps_float32_masters_of_what_learns() -> None:
+    half = small_policy(dtype=torch.bfloat16)
+    found = items(stage(algorithm=GRPO(beta=0.1)), policy=half)
+    assert found["weights"] == found["reference"] == 2.0 * COUNT and found["float32 master weights"] == 4.0 * COUNT
+
+
+def test_each_way_to_save_is_priced() -> None:
+    one = stage(algorithm=PPO(), reward=RewardModels(models=("a",)))
+    (line,) = plan.savings(one, lambda other: plan.rl_memory(other, POLICY, 100, 7.0, plan.reward_bytes(other, POLICY, {})))
+    lora = plan.rl_memory(one, POLICY, 100, 0, 0).total
+    lora -= plan.rl_memory(stage(algorithm=PPO(), lora=Lora()), POLICY, 100, 0, 0).total
+    assert f"rl.reference_device=cpu saves {plan.size_text(4.0 * COUNT)}" in line
+    assert f"rl.reward.device=cpu saves {plan.size_text(4.0 * COUNT)}" in line
+    assert ("rl.lora.rank=16" in line) == (
+        lora > 0
+    )  # on a model this small, adapters of rank 16 are larger than what they save
+    assert "rl.release_cache=true saves 7.0 B" in line, "the cache, which gradients and activations outweigh"
+    plain = stage(algorithm=GRPO(beta=0.0), lora=Lora(), release_cache=True)
+    assert plan.savings(plain, lambda other: plan.rl_memory(other, POLICY, 100, 0.0, 0.0)) == []
+
+
+def test_a_cache_that_is_given_back_counts_where_it_is_larger_than_what_follows_it() -> None:
+    one = stage(algorithm=GRPO(beta=0.0), release_cache=True)
+    kept = activation_bytes(POLICY, 100) + 4.0 * COUNT
+    small, large = (dict(plan.rl_memory(one, POLICY, 100, size, 0.0).items)["key-value cache"] for size in (kept, kept + 9.0))
+    assert small == 0.0 and large == 9.0
+
+
+def test_checkpointing_is_chosen_and_priced() -> None:
+    """By the memory at hand, which holds the weights already; as the setting says where it says so."""
+    kept, least = (plan.size_text(activation_bytes(POLICY, 100, way)) for way in (False, True))
+    price = f"; per layer, activations take {least} in place of {kept}, and training about a third longer"
+    need = 5000.0
+
+    def line(have: float | None, way: str = "auto") -> str:
+        one = stage(optimizer=Optimization(checkpointing=way))
+        return plan.checkpointing_line(one, POLICY, 100, need + 4.0 * COUNT, have)
+
+    assert line(None) == "activation checkpointing: never on a CPU" + price
+    assert line(6144.0) == "activation checkpointing: never, for 4.9 KiB are needed and 6.0 KiB are at hand" + price
+    assert line(4096.0) == "activation checkpointing: per layer, for 4.9 KiB are needed and 4.0 KiB are at hand" + price
+    assert line(4096.0, "never") == "activation checkpointing: never" + price
+    layered = items(stage(algorithm=GRPO(beta=0.0), optimizer=Optimization(checkpointing="layer")))
+    assert layered["activations"] == activation_bytes(POLICY, 100, checkpointed=True)
+
+
+def test_reward_models_by_stage_and_by_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+
+    trained = RewardModelStage(name="rm", model="x", data=("y.jsonl",), members=3)
+    one = stage(algorithm=PPO(), reward=RewardModels(models=("rm", str(tmp_path))))
+    assert plan.reward_bytes(one, POLICY, {"rm": trained}) == 3 * 4.0 * COUNT + 1000.0
