@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,9 @@ class Network:
         """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
         outputs = self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout)
         return outputs.last_hidden_state  # type: ignore[no-any-return]
+
+
+N = TypeVar("N", bound=Network)
 
 
 @dataclass(eq=False)
@@ -108,38 +113,47 @@ def disagreement(found_TV: Tensor, expected_TV: Tensor, dtype: torch.dtype) -> t
 
 
 def wrap_model(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
-    """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
-    refused here, not trained wrongly. Dropout is turned off: sampling and training must see one and the same distribution."""
+    """Plug our attention into a causal language model; see `with_our_attention`."""
     rotary = getattr(getattr(model.base_model, "rotary_emb", None), "rope_type", "")
     if "dynamic" in (rotary.values() if isinstance(rotary, dict) else (rotary,)):
         raise UserError(
             f"{source or type(model).__name__}: dynamic rotary scaling makes a sequence depend on its neighbours; not supported"
         )
+    return with_our_attention(
+        Policy(model, tokenizer, tuple(stop_ids), source),
+        lambda id_T: model(id_T[None], use_cache=False).logits[0].float(),
+        lambda policy, hidden_TH: head_logits(hidden_TH, policy.head),
+    )
+
+
+def with_our_attention(
+    network: N, own: Callable[[Tensor], Tensor], outputs: Callable[[N, Tensor], Tensor]
+) -> N:
+    """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
+    refused here, not trained wrongly. Dropout is switched off: sampling and training must see one and the same distribution.
+
+    `own` computes a sequence as the model does before, `outputs` the same of the hidden states of packed sequences.
+    """
+    model, where = network.model, network.source or type(network.model).__name__
     silence_dropout(model)
-    ids, position, starts = probe_tokens(model)
+    ids_T, position_T, starts = probe_tokens(model)
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        alone = [
-            model(part[None], use_cache=False).logits[0].float()
-            for part in (ids[: starts[1]], ids[starts[1] :])
-        ]
+        expected = torch.cat([own(ids_T[start:end]) for start, end in pairwise(starts)])
         install(model)
-        policy = Policy(model, tokenizer, tuple(stop_ids), source)
-        layout = Packed(starts, model.device)
+        layout = {LAYOUT: Packed(starts, model.device)}
         try:
-            packed = head_logits(
-                policy.hidden(ids[None], position[None], **{LAYOUT: layout})[0], policy.head
-            )
+            found = outputs(network, network.hidden(ids_T[None], position_T[None], **layout)[0])
         except (NotImplementedError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(
-                f"{source or type(model).__name__}: this architecture does not work with packed attention: {error}"
+                f"{where}: this architecture does not work with packed attention: {error}"
             ) from None
     model.train(was_training)
-    worst, limit = disagreement(packed, torch.cat(alone), model.dtype)
+    worst, limit = disagreement(found, expected, model.dtype)
     if not worst <= limit:
         raise UserError(
-            f"{source or type(model).__name__}: logits with our attention differ from the model's own by {worst:.2g} (at most "
-            f"{limit:g} is rounding); this architecture is not supported"
+            f"{where}: outputs with our attention differ from the model's own by {worst:.2g} (at most {limit:g} is rounding); this "
+            "architecture is not supported"
         )
-    return policy
+    return network

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
-from posttrain.models.attention import LAYOUT, Packed, install
-from posttrain.models.policy import Network, Policy, disagreement, silence_dropout
+from posttrain.models.attention import install
+from posttrain.models.policy import Network, Policy, with_our_attention
 
 HEADS = ("linear", "mlp")
 
@@ -34,7 +34,7 @@ class Scorer(Network):
         self.body = self.model.base_model
 
     def score(self, hidden_KH: Tensor) -> Tensor:
-        """[K, H] -> [K], in float32 or wider: differences of scores are small beside the scores."""
+        """[K, H] -> [K], in float32 or wider: differences of scores are small against the scores."""
         head = self.model.score
         wide = torch.promote_types(next(head.parameters()).dtype, torch.float32)
         if isinstance(
@@ -97,32 +97,16 @@ def make_head(
 
 
 def wrap_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
-    """Plug our attention into a loaded scorer, and prove that packed sequences do not see each other."""
-    silence_dropout(model)
-    where = source or type(model).__name__
+    """Plug our attention into a loaded scorer; see `with_our_attention`."""
     require(
         isinstance(getattr(model, "score", None), nn.Module),
-        f"{where}: the model has no score head of one label",
+        f"{source or type(model).__name__}: the model has no score head of one label",
     )
-    ids = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
-    model.eval()
-    with torch.no_grad():
-        parts = (ids[:7], ids[7:])
-        expected = torch.cat(
-            [model.base_model(part[None], use_cache=False).last_hidden_state[0] for part in parts]
-        )
-        install(model)
-        scorer = Scorer(model, tokenizer, source)
-        position = torch.cat([torch.arange(7), torch.arange(4)]).to(model.device)
-        found = scorer.hidden(
-            ids[None], position[None], **{LAYOUT: Packed((0, 7, 11), model.device)}
-        )[0]
-    worst, most = disagreement(found, expected, model.dtype)
-    require(
-        worst <= most,
-        f"{where}: this architecture does not work with packed attention ({worst:.2g})",
+    return with_our_attention(
+        Scorer(model, tokenizer, source),
+        lambda id_T: model.base_model(id_T[None], use_cache=False).last_hidden_state[0],
+        lambda _, hidden_TH: hidden_TH,
     )
-    return scorer
 
 
 def load_scorer(

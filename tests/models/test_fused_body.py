@@ -201,7 +201,7 @@ def test_half_precision_is_told_from_a_wrong_attention(seed: int, monkeypatch: p
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     wrap_model(copy.deepcopy(model), None, (1,))
     monkeypatch.setattr("posttrain.models.policy.Packed", lambda starts, device: Packed((0, starts[-1]), device))
-    with pytest.raises(UserError, match="logits with our attention differ from the model's own"):
+    with pytest.raises(UserError, match="outputs with our attention differ from the model's own"):
         wrap_model(model, None, (1,))
 
 
