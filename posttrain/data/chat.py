@@ -4,7 +4,7 @@ Which tokens are the assistant's is taken from the template's `{% generation %}`
 by rendering: the conversation up to a turn, with the generation prompt, must begin the conversation with that turn; what was
 added is the turn. The token that ends the turn belongs to it, so that stopping is learned.
 
-What a message holds beside its content (tool_calls, name, ...) and the tools of a conversation go to the template too. A field whose
+What a message holds besides its content (tool_calls, name, ...) and the tools of a conversation go to the template too. A field whose
 removal does not change the text is refused: the template would drop it in silence.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +26,8 @@ from posttrain.types import JSON, Example, Message
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
+Rendering = Callable[[Sequence[Message]], object]
+Spans = tuple[str, list[tuple[int, int]]]  # a text, and the start and end of some of its parts
 
 
 # of a tool's answer, which call it belongs to: templates that write both in order need not show it
@@ -40,8 +42,9 @@ def render_prompt(
 
     Text in a message that spells a control token is refused: a reader must not be able to end a turn or to open another.
     """
-    _check(tokenizer, messages, where, tools)
-    text = _render(tokenizer, messages, where, True, tools)
+    template = _Template(tokenizer, where, tools)
+    template.check(messages)
+    text = template.render(messages, generation_prompt=True)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -87,33 +90,27 @@ def render_example(
     tools: Tools = None,
 ) -> Example:
     """The whole conversation, with loss on the assistant's turns but not on those among the first `given` messages."""
-    _check(tokenizer, messages, where, tools)
+    template = _Template(tokenizer, where, tools)
+    template.check(messages)
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     require(any(i >= given for i in turns), f"{where}: no assistant turn to learn from")
-    require(
-        bool(tokenizer.is_fast),
-        f"{where}: finding the assistant's tokens needs a fast tokenizer, one with offsets",
-    )
+    fast = bool(tokenizer.is_fast)
+    needs = "finding the assistant's tokens needs a fast tokenizer, one with offsets"
+    require(fast, f"{where}: {needs}")
     if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
-        text, spans = _marked_spans(tokenizer, messages, where, tools)
+        text, spans = template.marked_spans(messages)
+        marked = f"marks {len(spans)} of {len(turns)} assistant turns"
+        require(len(spans) == len(turns), f"{where}: the chat template {marked}")
+        hidden = _hidden(messages, turns, template.marked_texts)
         require(
-            len(spans) == len(turns),
-            f"{where}: the chat template marks {len(spans)} of {len(turns)} assistant turns",
-        )
-        lost = _lost(
-            messages, turns, lambda changed: _marked_texts(tokenizer, changed, where, tools)
-        )
-        require(
-            not lost,
-            f"{where}: the chat template writes the {lost} outside of its generation block: it would not be learned",
+            not hidden,
+            f"{where}: the chat template writes the {hidden} outside of its generation block: it would not be learned",
         )
     else:
-        text, spans = _rendered_spans(tokenizer, messages, turns, where, tools)
+        text, spans = template.rendered_spans(messages, turns)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, starts = (
-        np.array(encoded["input_ids"], dtype=np.int64),
-        [start for start, _ in encoded["offset_mapping"]],
-    )
+    ids = np.array(encoded["input_ids"], dtype=np.int64)
+    starts = [start for start, _ in encoded["offset_mapping"]]
     special = np.isin(ids, tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer))))
     mask = np.zeros(len(ids), dtype=bool)
     for turn, span in zip(turns, spans, strict=True):
@@ -134,39 +131,6 @@ def _turn_end(start: int, end: int, special: np.ndarray) -> int:
     return end + 1 if special[end : end + 1].any() else end
 
 
-def _check(tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools) -> None:
-    require(len(messages) > 0, f"{where}: an empty conversation")
-    require(
-        bool(tokenizer.chat_template),
-        f"{where}: this tokenizer has no chat template; use a chat model's, or plain text",
-    )
-    control = special_texts(tokenizer)
-    said = [
-        (f"a {m.role} message contains", text)
-        for m in messages
-        for text in (m.content, *_strings(m.more))
-    ]
-    for what, words in [*said, *(("the tools contain", text) for text in _strings(tools))]:
-        for text in control:
-            if text in words:
-                raise UserError(f"{where}: {what} the control token {text!r} as text; rewrite it")
-    if tools and _render(tokenizer, messages, where, False, tools) == _render(
-        tokenizer, messages, where, False, None
-    ):
-        raise UserError(
-            f"{where}: the chat template does not show the tools; use a template that does, or remove them"
-        )
-    lost = _lost(
-        messages,
-        range(len(messages)),
-        lambda changed: _render(tokenizer, changed, where, False, tools),
-    )
-    require(
-        not lost,
-        f"{where}: the chat template does not show the {lost}; use a template that does, or remove it",
-    )
-
-
 def _strings(value: JSON) -> Iterator[str]:
     """Every text in a tree, names included."""
     if isinstance(value, str):
@@ -179,23 +143,14 @@ def _strings(value: JSON) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _lost(
-    messages: Sequence[Message],
-    places: Iterable[int],
-    render: Callable[[Sequence[Message]], object],
-) -> str:
+def _hidden(messages: Sequence[Message], places: Iterable[int], render: Rendering) -> str:
     """The first field of these messages without which the same is rendered, in words; "" where every field is shown.
 
     To render once for each field takes seconds for a long conversation, so one rendering with a marker for every text of a field
     comes first: a field whose marker is there is shown.
     """
-    fields = [
-        (n, name)
-        for n in places
-        if messages[n].more
-        for name in (*messages[n].more, "content")
-        if _counts(messages[n], name)
-    ]
+    more = [(n, messages[n]) for n in places if messages[n].more]
+    fields = [(n, name) for n, m in more for name in (*m.more, "content") if _counts(m, name)]
     if not fields:
         return ""
     marks = {field: f"shown{number}field" for number, field in enumerate(fields)}
@@ -227,10 +182,10 @@ def _counts(message: Message, name: str) -> bool:
 
 def _marked(message: Message, place: int, marks: Mapping[tuple[int, str], str]) -> dict[str, Any]:
     """The parts of a message with each text of a field replaced by the field's marker."""
-    more = {
-        name: _filled(value, marks[place, name]) if (place, name) in marks else value
-        for name, value in message.more.items()
-    }
+    more = dict(message.more)
+    for name in more:
+        if (place, name) in marks:
+            more[name] = _filled(more[name], marks[place, name])
     return {"content": marks.get((place, "content"), message.content), "more": more}
 
 
@@ -265,70 +220,81 @@ def _template_errors(where: str) -> Iterator[None]:
         raise UserError(f"{where}: the chat template refused the conversation: {reason}") from error
 
 
-def _render(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    where: str,
-    generation_prompt: bool,
-    tools: Tools,
-) -> str:
-    conversation, more = [m.row() for m in messages], {"add_generation_prompt": generation_prompt}
-    with _template_errors(where):
-        return limited(
-            lambda: str(tokenizer.apply_chat_template(conversation, tools, tokenize=False, **more))
-        )
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The chat template of a tokenizer, with the tools of a conversation, and where that is from for messages."""
 
+    tokenizer: Tokenizer
+    where: str
+    tools: Tools
 
-def _marked_texts(
-    tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools
-) -> list[str]:
-    text, spans = _marked_spans(tokenizer, messages, where, tools)
-    return [text[start:end] for start, end in spans]
+    def check(self, messages: Sequence[Message]) -> None:
+        where, tools = self.where, self.tools
+        require(len(messages) > 0, f"{where}: an empty conversation")
+        chat = bool(self.tokenizer.chat_template)
+        hint = "use a chat model's, or plain text"
+        require(chat, f"{where}: this tokenizer has no chat template; {hint}")
+        said = []
+        for m in messages:
+            texts = (m.content, *_strings(m.more))
+            said += [(f"a {m.role} message contains", text) for text in texts]
+        said += [("the tools contain", text) for text in _strings(tools)]
+        for what, words in said:
+            for text in special_texts(self.tokenizer):
+                if text in words:
+                    control = f"the control token {text!r} as text"
+                    raise UserError(f"{where}: {what} {control}; rewrite it")
+        hint = "use a template that does, or remove"
+        shown = not tools or self.render(messages) != replace(self, tools=None).render(messages)
+        require(shown, f"{where}: the chat template does not show the tools; {hint} them")
+        hidden = _hidden(messages, range(len(messages)), self.render)
+        require(not hidden, f"{where}: the chat template does not show the {hidden}; {hint} it")
 
+    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        rows, render = [m.row() for m in messages], self.tokenizer.apply_chat_template
+        more = {"tokenize": False, "add_generation_prompt": generation_prompt}
+        with _template_errors(self.where):
+            return limited(lambda: str(render(rows, self.tools, **more)))
 
-def _marked_spans(
-    tokenizer: Tokenizer, messages: Sequence[Message], where: str, tools: Tools
-) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation and the character spans of its generation blocks.
+    def marked_texts(self, messages: Sequence[Message]) -> list[str]:
+        text, spans = self.marked_spans(messages)
+        return [text[start:end] for start, end in spans]
 
-    Taken from the renderer: the token mask that `apply_chat_template` makes of them loses the end of a last character that is
-    more than one token.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    def marked_spans(self, messages: Sequence[Message]) -> Spans:
+        """The conversation and the character spans of its generation blocks.
 
-    with _template_errors(where):
-        texts, spans = limited(
-            lambda: render_jinja_template(
-                conversations=[[m.row() for m in messages]],
-                tools=tools,
-                chat_template=tokenizer.get_chat_template(tools=tools),
-                return_assistant_tokens_mask=True,
-                **tokenizer.special_tokens_map,
+        Taken from the renderer: the token mask that `apply_chat_template` makes of them loses the end of a last character that is
+        more than one token.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _template_errors(self.where):
+            texts, spans = limited(
+                lambda: render_jinja_template(
+                    conversations=[[m.row() for m in messages]],
+                    tools=self.tools,
+                    chat_template=self.tokenizer.get_chat_template(tools=self.tools),
+                    return_assistant_tokens_mask=True,
+                    **self.tokenizer.special_tokens_map,
+                )
             )
-        )
-    return texts[0], spans[0]
+        return texts[0], spans[0]
 
-
-def _rendered_spans(
-    tokenizer: Tokenizer, messages: Sequence[Message], turns: list[int], where: str, tools: Tools
-) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation and the character spans of the assistant's turns, found by rendering it up to and with each of them."""
-    require(
-        0 not in turns,
-        f"{where}: it begins with an assistant turn, which only a template with generation blocks can show",
-    )
-    full = _render(tokenizer, messages, where, False, tools)
-    spans = []
-    for turn in turns:
-        before = _render(tokenizer, messages[:turn], where, True, tools)
-        if turn == len(messages) - 1:
-            after = full
-        else:
-            after = _render(tokenizer, messages[: turn + 1], where, False, tools)
+    def rendered_spans(self, messages: Sequence[Message], turns: list[int]) -> Spans:
+        """The conversation and the character spans of the assistant's turns, found by rendering it up to and with each of them."""
         require(
-            after.startswith(before) and full.startswith(after),
-            f"{where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "
-            f"assistant turn {turn} cannot be found; use a template with generation blocks, or one example per turn",
+            0 not in turns,
+            f"{self.where}: it begins with an assistant turn, which only a template with generation blocks can show",
         )
-        spans.append((len(before), len(after)))
-    return full, spans
+        full, last = self.render(messages), len(messages) - 1
+        spans = []
+        for turn in turns:
+            before = self.render(messages[:turn], generation_prompt=True)
+            after = full if turn == last else self.render(messages[: turn + 1])
+            require(
+                after.startswith(before) and full.startswith(after),
+                f"{self.where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "
+                f"assistant turn {turn} cannot be found; use a template with generation blocks, or one example per turn",
+            )
+            spans.append((len(before), len(after)))
+        return full, spans

@@ -25,15 +25,13 @@ class Curriculum(Checked):
 
 
 class CurriculumState:
-    """A curriculum in motion over the levels of a task. `sizes` tells how many problems each level has."""
+    """Where a curriculum is in the levels of a task. `sizes` has the number of problems of each level."""
 
     def __init__(
         self, levels: Sequence[int], sizes: Sequence[int], settings: Curriculum, seed: int
     ):
-        require(
-            settings.start == 0 or settings.start in levels,
-            f"curriculum: start must be one of the levels {list(levels)}",
-        )
+        known = settings.start == 0 or settings.start in levels
+        require(known, f"curriculum: start must be one of the levels {list(levels)}")
         self.levels, self.settings, self.seed = list(levels), settings, seed
         self.streams = [Stream(size, seed + 1000003 * n) for n, size in enumerate(sizes)]
         self.top = self.levels.index(settings.start) if settings.start else 0
@@ -60,10 +58,8 @@ class CurriculumState:
         if level != self.level:
             return False
         self.recent = [*self.recent, solved][-self.settings.window :]
-        mastered = (
-            len(self.recent) == self.settings.window
-            and sum(self.recent) / len(self.recent) >= self.settings.threshold
-        )
+        full = len(self.recent) == self.settings.window
+        mastered = full and sum(self.recent) / len(self.recent) >= self.settings.threshold
         if not mastered or self.top + 1 == len(self.levels):
             return False
         self.top += 1
@@ -80,9 +76,7 @@ class CurriculumState:
 
     def restore(self, state: JSON) -> None:
         self.top, self.recent, self.drawn = state["top"], list(state["recent"]), state["drawn"]
-        require(
-            len(state["streams"]) == len(self.streams),
-            "cannot resume the curriculum: the task's levels have changed",
-        )
+        same = len(state["streams"]) == len(self.streams)
+        require(same, "cannot resume the curriculum: the task's levels have changed")
         for stream, saved in zip(self.streams, state["streams"], strict=True):
             stream.restore(saved)

@@ -14,7 +14,7 @@ from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
 Tools = list[dict[str, JSON]] | None  # what a conversation may call, as JSON schemas
-UNPACKED, LONGEST = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
+MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
 
 
 def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,10 +29,8 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[tuple[str, dic
         else ((where, _parsed(text, where)) for where, text in lines)
     ):
         found = True
-        require(
-            isinstance(record, dict),
-            f"{where}: expected a JSON object, not {type(record).__name__}",
-        )
+        kind = type(record).__name__
+        require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}")
         half = any("\ud800" <= c <= "\udfff" for c in json.dumps(record, ensure_ascii=False))
         require(
             not half,
@@ -53,47 +51,40 @@ def _lines(path: Path, file: str) -> Iterator[tuple[str, str]]:
     number, size = 0, 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            while line := lines.readline(LONGEST):
+            while line := lines.readline(MAX_LINE):
                 number, size = number + 1, size + len(line)
-                require(
-                    len(line) < LONGEST, f"{file} line {number} has {LONGEST / 2**20:g} MiB or more"
-                )
-                require(
-                    size <= UNPACKED or path.suffix != ".gz",
-                    f"{file} is larger than {UNPACKED / 2**30:g} GiB unpacked; unpack it "
-                    "yourself if you trust it",
-                )
+                long = f"{file} line {number} has {MAX_LINE / 2**20:g} MiB or more"
+                require(len(line) < MAX_LINE, long)
+                large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
+                fine = size <= MAX_UNPACKED or path.suffix != ".gz"
+                require(fine, f"{large}; unpack it yourself if you trust it")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield f"{file} line {number}", text
     except UnicodeDecodeError as error:
         raise UserError(f"{file} line {number}: not UTF-8 text") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(
-            f"cannot read {file}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {file}: {reason}") from error
 
 
 def _entries(lines: Iterator[tuple[str, str]], file: str) -> Iterator[tuple[str, Any]]:
     text = "".join(line for _, line in lines)
     records = _parsed(text, file) if text else []
-    require(
-        isinstance(records, list),
-        f"{file}: expected a list of JSON objects; one object a line goes into a .jsonl file",
-    )
+    expected = "expected a list of JSON objects; one object a line goes into a .jsonl file"
+    require(isinstance(records, list), f"{file}: {expected}")
     return ((f"{file} entry {number}", record) for number, record in enumerate(records, start=1))
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        plain = (
-            "a number of too many digits" if isinstance(error, ValueError) else "nested too deep"
-        )
-        raise UserError(
-            f"{where}: not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else plain}"
-        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON: a number of too many digits") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: not JSON: nested too deep") from error
 
 
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
@@ -105,19 +96,15 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
         require(isinstance(item, dict), f"{at} is not an object")
         role, content = item.get("role"), item.get("content")
         require(role in ROLES, f"{at} has role {role!r}; expected one of {', '.join(ROLES)}")
-        more = {
-            key: v
-            for key, v in item.items()
-            if key not in ("role", "content") and v not in (None, "", [], {})
-        }
+        rest = {key: v for key, v in item.items() if key not in ("role", "content")}
+        more = {key: v for key, v in rest.items() if v not in (None, "", [], {})}
         if "tool_calls" in more:
             more["tool_calls"] = _parse_calls(more["tool_calls"], at)
         if content is None and more.keys() & {"tool_calls", "function_call"}:
             content = ""  # a turn that only calls
-        if isinstance(content, list) and all(
-            isinstance(p, dict) and p.keys() == {"type", "text"} for p in content
-        ):
-            content = "".join(str(part["text"]) for part in content)
+        parts: list[Any] = content if isinstance(content, list) else [None]
+        if all(isinstance(part, dict) and part.keys() == {"type", "text"} for part in parts):
+            content = "".join(str(part["text"]) for part in parts)
         require(isinstance(content, str), f"{at} has no content that is a string or parts of text")
         messages.append(Message(str(role), str(content), more))
     return tuple(messages)
@@ -135,10 +122,8 @@ def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
             arguments = _parsed(given, f"{where}: the arguments of {inner['name']}")
         else:
             arguments = given or {}
-        require(
-            isinstance(arguments, dict),
-            f"{where}: the arguments of {inner['name']} are not an object",
-        )
+        fine = isinstance(arguments, dict)
+        require(fine, f"{where}: the arguments of {inner['name']} are not an object")
         changed = {**inner, "arguments": arguments}
         calls.append({**call, "function": changed} if "function" in call else changed)
     return calls
@@ -151,8 +136,6 @@ def parse_tools(value: Any, where: str) -> Tools:
 
 def _objects(value: Any, where: str) -> list[dict[str, JSON]]:
     found = _parsed(value, where) if isinstance(value, str) else value
-    require(
-        isinstance(found, list) and all(isinstance(item, dict) for item in found),
-        f"{where}: expected a list of objects",
-    )
+    fine = isinstance(found, list) and all(isinstance(item, dict) for item in found)
+    require(fine, f"{where}: expected a list of objects")
     return list(found)

@@ -56,20 +56,14 @@ class Stream:
         return taken
 
     def state(self) -> dict[str, JSON]:
-        return {
-            "count": self.count,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "position": self.position,
-        }
+        names = ("count", "seed", "epoch", "position")
+        return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, JSON]) -> None:
         """Go to where `state` was taken. Refused where the data or the seed is another: the order would be a different one."""
         for name, mine in (("count", self.count), ("seed", self.seed)):
-            require(
-                state[name] == mine,
-                f"cannot resume the data stream: its {name} was {state[name]} and is now {mine}",
-            )
+            changed = f"its {name} was {state[name]} and is now {mine}"
+            require(state[name] == mine, f"cannot resume the data stream: {changed}")
         epoch, position = int(state["epoch"]), int(state["position"])
         inside = epoch >= 0 and 0 <= position < self.count
         require(inside, f"cannot resume the data stream: no position {position} in epoch {epoch}")
@@ -85,19 +79,13 @@ class Mixture:
     """Several streams read in proportion to weights: draw number n picks its source by a random number that only n decides."""
 
     def __init__(self, weights: Sequence[float], streams: Sequence[Stream], seed: int = 0) -> None:
-        require(
-            len(weights) == len(streams) > 0, "a mixture needs one weight for each of its streams"
-        )
-        finite = all(np.isfinite(w) and w >= 0 for w in weights)
-        require(
-            finite and sum(weights) > 0,
-            f"mixture weights are finite, not negative, and not all 0, unlike {list(weights)}",
-        )
-        self.weights, self.streams, self.seed = (
-            tuple(float(w) for w in weights),
-            tuple(streams),
-            seed,
-        )
+        paired = len(weights) == len(streams) > 0
+        require(paired, "a mixture needs one weight for each of its streams")
+        fine = all(np.isfinite(w) and w >= 0 for w in weights) and sum(weights) > 0
+        allowed = "mixture weights are finite, not negative, and not all 0"
+        require(fine, f"{allowed}, unlike {list(weights)}")
+        self.weights, self.seed = tuple(float(w) for w in weights), seed
+        self.streams = tuple(streams)
         self.counter = 0
 
     def take(self, number: int) -> list[tuple[int, int]]:
@@ -124,10 +112,8 @@ class Mixture:
 
     def restore(self, state: dict[str, JSON]) -> None:
         """Go to where `state` was taken. New weights are allowed and apply from there on; another number of sources is not."""
-        require(
-            state["seed"] == self.seed,
-            f"cannot resume the mixture: its seed was {state['seed']} and is now {self.seed}",
-        )
+        changed = f"its seed was {state['seed']} and is now {self.seed}"
+        require(state["seed"] == self.seed, f"cannot resume the mixture: {changed}")
         was, now = len(state["streams"]), len(self.streams)
         require(was == now, f"cannot resume the mixture: it had {was} sources and now has {now}")
         for stream, saved in zip(self.streams, state["streams"], strict=True):

@@ -1,4 +1,4 @@
-"""Preference units in the shape that an algorithm learns from: pairs, or single examples with mismatched ones beside them."""
+"""Preference units in the shape that an algorithm learns from: pairs, or single examples, each with a mismatched one."""
 
 from __future__ import annotations
 
@@ -33,25 +33,23 @@ def as_singles(units: Sequence[Unit]) -> list[Unit]:
             singles.append(unit)
         else:
             best = max(example.reward for example in unit)
-            singles += [
-                (replace(example, reward=float(example.reward == best)),) for example in unit
-            ]
+            for example in unit:
+                singles.append((replace(example, reward=float(example.reward == best)),))
     return singles
 
 
 def with_mismatched(
     singles: Sequence[Unit], pool: Sequence[Unit], max_length: int, seed: int
 ) -> list[Unit]:
-    """Each example with a second one beside it: its prompt and, out of `pool`, the response to another prompt; without a label (NaN).
+    """Each example with a second one: its prompt and, out of `pool`, the response to another prompt; without a label (NaN).
 
     Which response is a matter of the seed and the example's place alone. One that no response of another prompt fits to stands alone.
     """
     others = [unit[0] for unit in pool]
     begins = [prompt_length(other) for other in others]
     prompts = [other.ids[:begin].tobytes() for other, begin in zip(others, begins, strict=True)]
-    require(
-        len(set(prompts)) > 1, "mismatched examples need at least two different prompts in the data"
-    )
+    several = len(set(prompts)) > 1
+    require(several, "mismatched examples need at least two different prompts in the data")
     starts = philox("mismatched", seed).random_raw(len(singles))
     units: list[Unit] = []
     for (example,), start in zip(singles, starts, strict=True):
@@ -61,11 +59,9 @@ def with_mismatched(
             n = (int(start) + step) % len(others)
             response, mask = others[n].ids[begins[n] :], others[n].mask[begins[n] :]
             if prompts[n] != own and begin + len(response) <= max_length:
-                both = (
-                    np.concatenate([example.ids[:begin], response]),
-                    np.concatenate([example.mask[:begin], mask]),
-                )
-                units.append((example, Example(*both, reward=math.nan)))
+                ids = np.concatenate([example.ids[:begin], response])
+                masks = np.concatenate([example.mask[:begin], mask])
+                units.append((example, Example(ids, masks, reward=math.nan)))
                 break
         else:
             units.append((example,))

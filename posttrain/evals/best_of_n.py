@@ -78,11 +78,8 @@ def frontier(
     both = any(gold in r.score.parts for group in groups for r in group.rollouts)
     curves, asked = [], []
     for group, key in zip(groups, prompts(groups), strict=True):
-        scores = [
-            r.score
-            for r in group.rollouts
-            if r.score.value is not None and (not both or gold in r.score.parts)
-        ]
+        scores = [r.score for r in group.rollouts if r.score.value is not None]
+        scores = [score for score in scores if not both or gold in score.parts]
         proxy = [float(s.value or 0.0) for s in scores]
         if proxy:
             true = [s.parts[gold] for s in scores] if both else proxy
@@ -96,12 +93,6 @@ def frontier(
         if not 1 <= n <= most:
             raise ValueError(f"the best of {n} cannot be estimated from {most} samples")
         proxies, golds = [float(c[0][n - 1]) for c in curves], [float(c[1][n - 1]) for c in curves]
-        points.append(
-            Point(
-                n,
-                best_of_n_kl(n),
-                mean_interval(proxies, asked),
-                score_interval(golds, asked, means=most > 1),
-            )
-        )
+        gold_interval = score_interval(golds, asked, means=most > 1)
+        points.append(Point(n, best_of_n_kl(n), mean_interval(proxies, asked), gold_interval))
     return points

@@ -69,16 +69,14 @@ def accuracy_by(
         raise ValueError(f"{len(key_K)} keys for {len(margin_K)} margins in {buckets} buckets")
     order = np.argsort(key_K, kind="stable")
     key_K, margin_K = key_K[order], margin_K[order]
-    ends = [
-        int(np.searchsorted(key_K, key_K[len(key_K) * (b + 1) // buckets - 1], side="right"))
-        for b in range(buckets)
-        if len(key_K) * (b + 1) // buckets
-    ]
+    wanted = {len(key_K) * b // buckets for b in range(1, buckets + 1)} - {0}
+    ends = [int(np.searchsorted(key_K, key_K[end - 1], side="right")) for end in wanted]
     cuts = sorted({0, *ends})
-    return tuple(
-        Bucket(float(key_K[a]), float(key_K[b - 1]), b - a, pair_accuracy(margin_K[a:b].tolist()))
-        for a, b in pairwise(cuts)
-    )
+    found = []
+    for a, b in pairwise(cuts):
+        accuracy = pair_accuracy(margin_K[a:b].tolist())
+        found.append(Bucket(float(key_K[a]), float(key_K[b - 1]), b - a, accuracy))
+    return tuple(found)
 
 
 def calibration(margins: Sequence[float], bins: int = BINS) -> Calibration:
@@ -94,13 +92,8 @@ def calibration(margins: Sequence[float], bins: int = BINS) -> Calibration:
     for place in range(bins):
         inside = place_K == place
         if inside.any():
-            found.append(
-                Bin(
-                    int(inside.sum()),
-                    float(confidence_K[inside].mean()),
-                    pair_accuracy(margin_K[inside].tolist()),
-                )
-            )
+            accuracy = pair_accuracy(margin_K[inside].tolist())
+            found.append(Bin(int(inside.sum()), float(confidence_K[inside].mean()), accuracy))
     error = sum(b.pairs * abs(b.accuracy - b.confidence) for b in found) / len(margin_K)
     return Calibration(tuple(found), float(error))
 

@@ -38,7 +38,7 @@ class Overlap:
     short: int  # held-out questions of fewer than n words: they have no n-gram and can only match exactly
 
     def lines(self) -> list[str]:
-        """What a person should read: nothing where nothing is shared."""
+        """Lines of the report; none where nothing is shared."""
         said = []
         if self.exact:
             said.append(
@@ -77,22 +77,16 @@ def overlap(
 ) -> Overlap:
     """Compare two lists of questions."""
     places = {content_hash(question): place for place, question in reversed(list(enumerate(train)))}
-    exact = [
-        (place, places[found])
-        for place, q in enumerate(held_out)
-        if (found := content_hash(q)) in places
-    ]
+    hashes = [content_hash(question) for question in held_out]
+    exact = [(place, places[own]) for place, own in enumerate(hashes) if own in places]
     wanted = [ngrams(question, n) for question in held_out]
     every = set().union(*wanted) if wanted else set()
     seen: set[tuple[str, ...]] = set()
     for question in train[:SCANNED]:
         seen |= ngrams(question, n) & every
     taken = {place for place, _ in exact}
-    shares = [
-        (place, len(own & seen) / len(own))
-        for place, own in enumerate(wanted)
-        if own and place not in taken
-    ]
+    open_ = [(place, own) for place, own in enumerate(wanted) if own and place not in taken]
+    shares = [(place, len(own & seen) / len(own)) for place, own in open_]
     similar = tuple((place, share) for place, share in shares if share >= near)
     return Overlap(len(train), len(held_out), tuple(exact), similar, sum(not own for own in wanted))
 
@@ -114,15 +108,14 @@ def text(problem: Problem) -> str:
 
 def require_clean(task: Task, where: str, refuse: bool = True) -> Overlap:
     """Refuse a task whose training and held-out problems share a question with a gold answer. Without one there is nothing to
-    remember: an open-ended prompt may come on both sides, and the overlap is only told."""
+    remember: an open-ended prompt may come on both sides, and the overlap is only reported."""
     train, held_out = sample(task, "train"), sample(task, "test")
     found = overlap([text(p) for p in train], [text(p) for p in held_out])
     leaked = [held_out[place] for place, _ in found.exact if held_out[place].answer]
     if leaked and refuse:
         example = " ".join(text(leaked[0]).split())[:60]
-        raise UserError(
-            f"{where}: {found.lines()[0]}, such as {example!r}; a score on them would be memory: remove them from one side"
-        )
+        hint = "a score on them would be memory: remove them from one side"
+        raise UserError(f"{where}: {found.lines()[0]}, such as {example!r}; {hint}")
     return found
 
 

@@ -95,30 +95,21 @@ class Evaluation:
 
     def part(self, name: str) -> Interval | None:
         """One named part of the score, such as format, averaged over problems."""
-        return self._averaged(
-            [
-                [r.score.parts[name] for r in g.rollouts if name in r.score.parts]
-                for g in self.groups
-            ]
-        )
+        parts = [[r.score.parts for r in group.rollouts] for group in self.groups]
+        return self._averaged([[own[name] for own in ps if name in own] for ps in parts])
 
     def _averaged(self, values: Sequence[Sequence[float]]) -> Interval | None:
         """The mean over problems of the mean of each one's values; None where none has any."""
-        kept = [
-            (sum(own) / len(own), len(own) > 1, key)
-            for own, key in zip(values, prompts(self.groups), strict=True)
-            if own
-        ]
+        kept = [(own, key) for own, key in zip(values, prompts(self.groups), strict=True) if own]
         if not kept:
             return None
-        means, several, keys = zip(*kept, strict=True)
-        return score_interval(means, keys, any(several))
+        means = [sum(own) / len(own) for own, _ in kept]
+        return score_interval(means, [key for _, key in kept], any(len(own) > 1 for own, _ in kept))
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return tuple(
-            sorted({name for g in self.groups for r in g.rollouts for name in r.score.parts})
-        )
+        parts = (r.score.parts for g in self.groups for r in g.rollouts)
+        return tuple(sorted({name for own in parts for name in own}))
 
     def solved(self) -> list[float]:
         """The share of solved samples of each problem, for a paired comparison; NaN where one could not be scored."""
@@ -127,14 +118,12 @@ class Evaluation:
 
 def prompts(groups: Sequence[Group]) -> list[str]:
     """What each group answers, as one text for the same prompt: problems with the same prompt are one observation of it."""
-    given = [
-        [g.problem.question, *(s.text for s in g.rollouts[0].segments[:1] if not s.sampled)]
-        for g in groups
-    ]
-    return [
-        "\0".join(texts) if any(texts) else g.problem.id
-        for texts, g in zip(given, groups, strict=True)
-    ]
+    found = []
+    for group in groups:
+        given = [s.text for s in group.rollouts[0].segments[:1] if not s.sampled]
+        texts = [group.problem.question, *given]
+        found.append("\0".join(texts) if any(texts) else group.problem.id)
+    return found
 
 
 def solved(group: Group) -> Sequence[bool]:
@@ -153,20 +142,15 @@ def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
         (final, verdict) for final, verdict in zip(finals, right, strict=True) if final is not None
     }
     both = {final for final, verdict in judged if (final, not verdict) in judged}
-    named = [
-        (final, verdict) if final in both else final
-        for final, verdict in zip(finals, right, strict=True)
-    ]
+    pairs = zip(finals, right, strict=True)
+    named = [(final, verdict) if final in both else final for final, verdict in pairs]
     return majority_at_k(named, right, len(named))
 
 
 def solved_marks(row: Mapping[str, JSON]) -> list[bool]:
     """Which samples of a saved row of per-problem results are solved."""
-    return [
-        bool(mark)
-        for mark in row.get("solved")
-        or [outcome in ("correct", "pass") for outcome in row["outcomes"]]
-    ]
+    marks = row.get("solved")
+    return [bool(m) for m in marks or (o in ("correct", "pass") for o in row["outcomes"])]
 
 
 def solved_share(row: Mapping[str, JSON]) -> float:
@@ -184,9 +168,8 @@ def solved_share(row: Mapping[str, JSON]) -> float:
 def same_problems(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
     """Saved rows of the problems that both have, by id and question, in the order of the first."""
     other = {(row["problem"], row["question"]): row for row in second}
-    return [
-        (row, other[key]) for row in first if (key := (row["problem"], row["question"])) in other
-    ]
+    keys = [(row["problem"], row["question"]) for row in first]
+    return [(row, other[key]) for row, key in zip(first, keys, strict=True) if key in other]
 
 
 def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
@@ -200,9 +183,8 @@ def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
 def shares_interval(rows: Sequence[Row]) -> Interval:
     """The accuracy of saved rows that were all scored."""
     several = any(len(row["outcomes"]) > 1 for row in rows)
-    return share_interval(
-        [solved_share(row) for row in rows], [_asked(row) for row in rows], several
-    )
+    shares, asked = [solved_share(row) for row in rows], [_asked(row) for row in rows]
+    return share_interval(shares, asked, several)
 
 
 def _asked(row: Row) -> str:

@@ -52,11 +52,8 @@ def wilson(successes: float, n: int, z: float = Z) -> Interval:
     centre = (p + z * z / (2 * n)) / shrink
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
     # At the ends the bound is exactly the end; rounding alone would miss it, and may step over it nearby.
-    return Interval(
-        p,
-        0.0 if successes == 0 else max(0.0, centre - half),
-        1.0 if successes == n else min(1.0, centre + half),
-    )
+    low = 0.0 if successes == 0 else max(0.0, centre - half)
+    return Interval(p, low, 1.0 if successes == n else min(1.0, centre + half))
 
 
 def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
@@ -94,9 +91,8 @@ def student(freedom: int) -> float:
     """
     freedom = min(freedom, 10_000)  # from there on it is the normal quantile to four digits
     odd, k = freedom % 2, np.arange(1, (freedom + 1) // 2 - (freedom % 2))
-    factors = np.cumprod([1.0, *((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))])[
-        : (freedom - odd) // 2
-    ]
+    ratios = (2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k)
+    factors = np.cumprod([1.0, *ratios])[: (freedom - odd) // 2]
     powers = np.arange(len(factors))
     low, high = 0.0, pi / 2
     for _ in range(60):
@@ -160,10 +156,8 @@ def share_interval(
         return wilson(min(fsum(found), n), n)
     added, y_C = Z * Z, np.asarray(found)
     centre = (float(y_C.sum()) + added / 2) / (n + added)
-    variance = (
-        float(((y_C - centre) ** 2).sum()) + added / 2 * (centre**2 + (1 - centre) ** 2)
-    ) / (n + added)
-    half = Z * sqrt(variance / (n + added))
+    squares = float(((y_C - centre) ** 2).sum()) + added / 2 * (centre**2 + (1 - centre) ** 2)
+    half = Z * sqrt(squares / (n + added) / (n + added))
     return Interval(fsum(values) / len(values), max(0.0, centre - half), min(1.0, centre + half))
 
 
@@ -244,29 +238,23 @@ def compare(
             f"a paired comparison needs scores of the same problems, not {len(first)} and {len(second)}"
         )
     keys: Sequence[Hashable] = range(len(first)) if clusters is None else clusters
-    scored = [
-        (a, b, key)
-        for a, b, key in zip(first, second, keys, strict=True)
-        if not (isnan(a) or isnan(b))
-    ]
-    require(
-        bool(scored),
-        "a paired comparison needs a problem that was scored on both sides, and there is none",
-    )
+    rows = zip(first, second, keys, strict=True)
+    scored = [(a, b, key) for a, b, key in rows if not (isnan(a) or isnan(b))]
+    needs = "a paired comparison needs a problem that was scored on both sides, and there is none"
+    require(bool(scored), needs)
     if not all(isfinite(a) and isfinite(b) for a, b, _ in scored):
         raise ValueError("scores must be finite")
     differences, kept = [b - a for a, b, _ in scored], [key for _, _, key in scored]
     shares = all(0 <= a <= 1 and 0 <= b <= 1 for a, b, _ in scored)
     interval = paired_interval(differences, kept) if shares else mean_interval(differences, kept)
-    sums = [
-        total if abs(total := fsum(own)) > ROUNDING * fsum(map(abs, own)) else 0.0
-        for own in _by_cluster(differences, kept).values()
-    ]
+    sums = []
+    for own in _by_cluster(differences, kept).values():
+        total = fsum(own)
+        sums.append(total if abs(total) > ROUNDING * fsum(map(abs, own)) else 0.0)
     wins, losses = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
     ties = len(sums) - wins - losses
-    return Comparison(
-        wins, losses, ties, interval, sign_test(wins, losses), len(first) - len(scored)
-    )
+    left_out = len(first) - len(scored)
+    return Comparison(wins, losses, ties, interval, sign_test(wins, losses), left_out)
 
 
 def paired_interval(
@@ -288,11 +276,8 @@ def paired_interval(
     d_C = np.asarray(clustered(differences, clusters), dtype=np.float64)
     more, total = len(d_C) + 2, float(d_C.sum())
     half = Z * sqrt(float((d_C**2).sum()) + 1 - total**2 / more) / more
-    return Interval(
-        fsum(differences) / len(differences),
-        max(-1.0, total / more - half),
-        min(1.0, total / more + half),
-    )
+    low, high = max(-1.0, total / more - half), min(1.0, total / more + half)
+    return Interval(fsum(differences) / len(differences), low, high)
 
 
 def sign_test(wins: int, losses: int) -> float:

@@ -28,14 +28,8 @@ _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
 _BARRED = words(
     """int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod bmod pmod dots ldots cdots"""
 )
-_SAME_RELATION = {
-    "=": "= equiv",
-    "<": "< lt",
-    ">": "> gt",
-    "<=": "<= le leq leqslant",
-    ">=": ">= ge geq geqslant",
-}
-_SAME_RELATION |= {"!=": "!= ne neq", "in": "in", "~": "approx"}
+_SAME_RELATION = {"=": "= equiv", "<": "< lt", ">": "> gt", "<=": "<= le leq leqslant"}
+_SAME_RELATION |= {">=": ">= ge geq geqslant", "!=": "!= ne neq", "in": "in", "~": "approx"}
 _RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
 _FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
 _MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
@@ -231,10 +225,8 @@ class Reader:
 
     def refuse_two_numbers(self) -> None:
         """`5 6` is no product; `2 1/2` is a mixed number, and what stands after \\frac12 may be anything."""
-        before, after = (
-            self.tokens[self.position - 1],
-            self.tokens[self.position + 1 : self.position + 2],
-        )
+        place = self.position
+        before, after = self.tokens[place - 1], self.tokens[place + 1 : place + 2]
         if before.kind == self.next.kind == "number" and not (after and after[0].text == "/"):
             raise Unreadable("two numbers side by side")
 
@@ -249,9 +241,8 @@ class Reader:
             return True
         if token.kind == "macro":
             return token.text not in _RELATIONS and token.text not in _NO_FACTORS
-        return token.kind == "sign" and (
-            token.text in ("(", "{", "[", r"\{") or (token.text == "|" and not self.bars)
-        )
+        opening = ("(", "{", "[", r"\{") if self.bars else ("(", "{", "[", r"\{", "|")
+        return token.kind == "sign" and token.text in opening
 
     def factor(self) -> Node:
         value = self.atom()
@@ -479,21 +470,14 @@ def node_integer(value: Node) -> int:
 
 def flat(value: Node) -> str:
     """A subscript as text."""
-    return "".join(
-        flat(part) if isinstance(part, Node) else str(part)
-        for part in value.parts
-        if part != "integer"
-    )
+    parts = (part for part in value.parts if part != "integer")
+    return "".join(flat(part) if isinstance(part, Node) else str(part) for part in parts)
 
 
 def joined(factors: list[Node]) -> Node:
     """A product, unless it is a mixed number such as 2\\frac12."""
-    if (
-        len(factors) >= 2
-        and is_proper(factors[1])
-        and _is_integer(factors[0])
-        and factors[1].parts[-1] == "frac"
-    ):
+    whole = len(factors) >= 2 and _is_integer(factors[0])
+    if whole and is_proper(factors[1]) and factors[1].parts[-1] == "frac":
         above, below = factors[1].nodes
         value = factors[0].value + above.value / below.value
         factors = [node("number", value, "mixed"), *factors[2:]]

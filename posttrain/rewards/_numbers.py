@@ -7,6 +7,7 @@ an answer is the same on every machine. Functions of `mpmath.libmp` take their p
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import reduce
 from math import comb, factorial, floor
 from typing import TypeAlias
 
@@ -96,9 +97,8 @@ def equal(left: Value, right: Value) -> bool:
         return left == right
     first, second = inexact(left), inexact(right)
     whole = max(_size(part) for part in (*first, *second))
-    if isinstance(left, Fraction) != isinstance(right, Fraction) and (
-        is_zero(left) or is_zero(right)
-    ):
+    one_exact = isinstance(left, Fraction) or isinstance(right, Fraction)  # both returned above
+    if one_exact and (is_zero(left) or is_zero(right)):
         return whole < -NOISE
     for a, b in zip(first, second, strict=True):
         difference = libmp.mpf_sub(a, b, PRECISION)
@@ -276,12 +276,8 @@ def evaluate(node: Node, point: dict[str, Fraction], meter: Meter) -> Value:
 
 def _combine(node: Node, values: list[Value], point: dict[str, Fraction], meter: Meter) -> Value:
     if node.kind in ("add", "multiply"):
-        total = values[0]
-        for value in values[1:]:
-            total = (
-                add(total, value, meter) if node.kind == "add" else multiply(total, value, meter)
-            )
-        return total
+        join = add if node.kind == "add" else multiply
+        return reduce(lambda total, value: join(total, value, meter), values)
     if node.kind == "divide":
         return divide(values[0], values[1], meter)
     if node.kind in ("negative", "pm", "mp"):
@@ -311,9 +307,7 @@ def _counted(kind: str, values: list[Value], meter: Meter) -> Value:
             raise Exhausted(f"a {kind} too large")
         numbers.append(int(value))
     meter.charge(100)
-    return _fits(
-        Fraction(factorial(numbers[0]) if kind == "factorial" else comb(numbers[0], numbers[1]))
-    )
+    return _fits(Fraction(factorial(*numbers) if kind == "factorial" else comb(*numbers)))
 
 
 def _constant(name: str) -> Value:

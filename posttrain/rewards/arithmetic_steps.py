@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.rewards._latex import read
 from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
 from posttrain.rewards._tokens import Unevaluated, Unreadable
@@ -98,30 +98,20 @@ def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
         pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH]
     else:
         pieces = []
-    equations = [
-        [side.strip(" \t.,") for side in sides] for sides in pieces if 2 <= len(sides) <= 8
-    ]
+    pieces = [sides for sides in pieces if 2 <= len(sides) <= 8]
+    equations = [[side.strip(" \t.,") for side in sides] for sides in pieces]
     if not equations:
         return []
     before, after = line[max(0, run.start() - 1) : run.start()], line[run.end() : run.end() + 12]
     if LABEL.search(line[: run.start()]) and run[0][0] in " \t":
         before = ""
     first, last = equations[0], equations[-1]
-    glued = before.isalpha() and run[0][0] not in " \t"
-    part = before and (
-        glued
-        or before in BINDING
-        or first[0][:1] in tuple("+-*/)")
-        or (before.isalnum() and first[0].isdigit())
-    )
-    if part or not first[0]:
+    glued = (before.isalpha() and run[0][0] not in " \t") or before in BINDING
+    continued = first[0][:1] in tuple("+-*/)") or (before.isalnum() and first[0].isdigit())
+    if (before and (glued or continued)) or not first[0]:
         del first[0]
-    on = (
-        after[:1] in tuple(BINDING)
-        or (after[:1].isalpha() and run[0][-1] not in " \t.,")
-        or SCALE.match(after)
-    )
-    if last and (on or not last[-1]):
+    glued = after[:1] in tuple(BINDING) or (after[:1].isalpha() and run[0][-1] not in " \t.,")
+    if last and (glued or SCALE.match(after) or not last[-1]):
         del last[-1]
     if first and first[0].startswith("(") and first[0].count("(") > first[0].count(")"):
         first[0] = first[0][1:]
@@ -156,9 +146,8 @@ def judge_statements(
     found: Sequence[Statement], question: str, answer: Fraction | None, max_steps: int
 ) -> None:
     """Verdicts, in place: forward for what is known, backward from the answer for what is needed."""
-    known = {
-        Fraction(n.replace(",", "")) for n in NUMBER.findall(question.translate(SIGNS)[:LIMIT])
-    }
+    asked = NUMBER.findall(question.translate(SIGNS)[:LIMIT])
+    known = {Fraction(number.replace(",", "")) for number in asked}
     able: list[Statement] = []
     for statement in found:
         if statement.result is None:
@@ -179,11 +168,9 @@ def judge_statements(
 def columns(text: str, question: str, separator: str) -> list[tuple[int, float | None]]:
     """(end, verdict) of each column of a scratchpad for `a+b` or `a-b`, from the last digits on."""
     asked = QUESTION.fullmatch(question)
-    require(
-        asked is not None,
-        f"arithmetic_steps: columns are for questions such as 47+85=, not {question[:40]!r}",
-    )
-    assert asked is not None
+    if asked is None:
+        wanted = "columns are for questions such as 47+85="
+        raise UserError(f"arithmetic_steps: {wanted}, not {question[:40]!r}")
     a, sign, b = int(asked[1]), asked[2], int(asked[3])
     found: list[tuple[int, float | None]] = []
     start, true_carry, said_carry = 0, 0, 0
@@ -194,13 +181,7 @@ def columns(text: str, question: str, separator: str) -> list[tuple[int, float |
         verdict: float | None = 0.0
         column = COLUMN.fullmatch(step.strip())
         if column and column[2] == (sign if column[5] else ""):
-            written = (
-                int(column[1]),
-                int(column[3]),
-                int(column[4]),
-                int(column[6]),
-                int(column[7]),
-            )
+            written = tuple(int(column[group]) for group in (1, 3, 4, 6, 7))
             if place >= max(len(asked[1]), len(asked[3])):
                 verdict = None  # nothing is left to add
             elif written == (x, y, true_carry, *_sum(sign, x, y, true_carry)):
@@ -240,10 +221,8 @@ def arithmetic_steps(
     """
     require(form in FORMS, f"arithmetic_steps: form is one of {', '.join(FORMS)}, not {form!r}")
     require(bool(separator), "arithmetic_steps: steps need a separator that is not empty")
-    require(
-        max_steps >= 1 and min_steps >= 1,
-        "arithmetic_steps: max_steps and min_steps are at least 1",
-    )
+    fine = min(max_steps, min_steps) >= 1
+    require(fine, "arithmetic_steps: max_steps and min_steps are at least 1")
     reward = MathReward(marker=marker) if marker else STRICT
     judged = grade(response, answer, reward, prompt)
     if not judged.valid:

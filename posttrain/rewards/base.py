@@ -23,13 +23,11 @@ from posttrain.trust import code_place
 from posttrain.types import JSON
 
 Options = Mapping[str, JSON]
+TEXTS = ("prompt", "response", "answer")  # what every reward is called with
 # a prompt, response and answer with which every reward refuses options out of range
 TRIAL = ("1+1=", "", "2")
-TYPES: dict[Any, tuple[type, ...]] = {
-    float: (int, float),
-    Sequence: (tuple, list),
-    tuple: (tuple, list),
-}
+LISTS = (tuple, list)
+TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Sequence: LISTS, tuple: LISTS}
 
 
 @lru_cache(maxsize=16)
@@ -49,10 +47,8 @@ def resolve(name: str, options: Options) -> Reward:
 
 def check(name: str, options: Options) -> None:
     """Refuse an unknown reward, an unknown option, and a value that the reward does not take. Code of the user's is not run."""
-    require(
-        isinstance(options, Mapping),
-        f"the options of the reward {name} are not a mapping: {str(options)[:80]}",
-    )
+    named = isinstance(options, Mapping)
+    require(named, f"the options of the reward {name} are not a mapping: {str(options)[:80]}")
     if code_place(name) is not None:
         return
     if name == "compose":
@@ -72,11 +68,7 @@ def _check_types(name: str, options: Options) -> None:
     found = _load(name)
     kind = type(found) if is_dataclass(found) else found
     hints = typing.get_type_hints(kind)
-    known = [
-        key
-        for key in inspect.signature(kind).parameters
-        if key not in ("prompt", "response", "answer")
-    ]
+    known = [k for k in inspect.signature(kind).parameters if k not in TEXTS]
     for key, value in options.items():
         if key not in known:
             raise unknown(f"option of the reward {name}:", key, known)
@@ -127,14 +119,10 @@ def compose(options: Options) -> Weighted | Product | Gate:
     require(how in kinds, f"compose: how is weighted, product or gate, not {how!r}")
     if how != "gate":
         return Weighted(made) if how == "weighted" else Product(made)
-    require(
-        len(made) == 2,
-        f"compose: a gate has two parts, the gate and what is behind it, not {len(made)}",
-    )
-    threshold, otherwise = (
-        float(options.get(n, v)) for n, v in (("threshold", 1.0), ("otherwise", 0.0))
-    )
-    return Gate(made[0], made[1], threshold, otherwise)
+    count = f"compose: a gate has two parts, the gate and what is behind it, not {len(made)}"
+    require(len(made) == 2, count)
+    threshold, otherwise = options.get("threshold", 1.0), options.get("otherwise", 0.0)
+    return Gate(made[0], made[1], float(threshold), float(otherwise))
 
 
 def _part(settings: JSON) -> Part:

@@ -1,4 +1,4 @@
-"""Programs graded by running them: extracted from a response, run behind a wall, compared outside it.
+"""Programs graded by running them: extracted from a response, run in a sandbox, compared outside it.
 
 value = 1 where every test passes, else 0; with `partial`, value = (tests passed) / (tests)
 
@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.rewards.sandbox import isolation, pool, wire
 from posttrain.rewards.sandbox.limits import Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.rewards.sandbox.session import Ended, Session
-from posttrain.types import Score
+from posttrain.types import JSON, Score
 
 PYTHON = ("python", "python3", "py", "python 3")
 FENCE = re.compile(r"[ ]{0,3}+(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)")  # possessive: linear in the line
@@ -51,10 +51,8 @@ class CallTest:
     tolerance: float = 1e-9
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.function) and all(part.isidentifier() for part in self.function.split(".")),
-            f"a test calls a function by its name, not {self.function!r}",
-        )
+        named = all(part.isidentifier() for part in self.function.split("."))
+        require(named, f"a test calls a function by its name, not {self.function!r}")
         for value in (*self.args, self.expected):
             try:
                 wire.encode(value)
@@ -83,12 +81,9 @@ class CheckTest:
     functions: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.names)
-            and len(self.names) == len(self.functions)
-            and all(name.isidentifier() for name in self.names),
-            "a check calls at least one function, and every name it uses stands for one",
-        )
+        fine = bool(self.names) and len(self.names) == len(self.functions)
+        fine = fine and all(name.isidentifier() for name in self.names)
+        require(fine, "a check calls at least one function, and every name it uses stands for one")
 
 
 Test = CallTest | StdioTest | CheckTest
@@ -212,10 +207,8 @@ def _calls(
             for test in tests:
                 try:
                     kind, value = _call(session, test.function, test.args)
-                    right = kind == "value" and wire.same(
-                        value, test.expected, test.exact, test.tolerance
-                    )
-                    outcomes.append("pass" if right else "fail")
+                    right = wire.same(value, test.expected, test.exact, test.tolerance)
+                    outcomes.append("pass" if right and kind == "value" else "fail")
                 except _Refused as refused:
                     outcomes.append(refused.outcome)
                 if outcomes[-1] != "pass" and not partial:
@@ -285,9 +278,8 @@ def _check(program: str, test: CheckTest, take: Callable[[], Session]) -> str:
             while (message := judge.receive())[0] == "call":
                 calls += 1
                 _, name, trees = message
-                kind, value = _call(
-                    candidate, stands_for[name], [wire.decode(tree) for tree in trees]
-                )
+                values = [wire.decode(tree) for tree in trees]
+                kind, value = _call(candidate, stands_for[name], values)
                 judge.send([kind, wire.tagged(value)])
             return "pass" if message == ["done"] and calls else "fail"
         except (wire.Malformed, KeyError, TypeError, ValueError):
@@ -309,31 +301,19 @@ def read_tests(text: str) -> list[Test]:
         entries = json.loads(text)
     except (ValueError, RecursionError):
         entries = None
-    require(
-        isinstance(entries, list) and bool(entries),
-        "the tests of a program are a JSON list that is not empty",
-    )
-    tests: list[Test] = []
-    for entry in entries:
-        if (
-            isinstance(entry, list)
-            and len(entry) == 3
-            and isinstance(entry[0], str)
-            and isinstance(entry[1], list)
-        ):
-            tests.append(CallTest(entry[0], entry[1], entry[2]))
-        elif (
-            isinstance(entry, list)
-            and len(entry) == 2
-            and all(isinstance(part, str) for part in entry)
-        ):
-            tests.append(StdioTest(entry[0], entry[1]))
-        else:
-            require(
-                False,
-                f"a test is [function, arguments, expected] or [stdin, stdout], not {str(entry)[:80]}",
-            )
-    return tests
+    some = isinstance(entries, list) and bool(entries)
+    require(some, "the tests of a program are a JSON list that is not empty")
+    return [_read_test(entry) for entry in entries]
+
+
+def _read_test(entry: JSON) -> Test:
+    match entry:
+        case [str(function), list(arguments), expected]:
+            return CallTest(function, arguments, expected)
+        case [str(stdin), str(stdout)]:
+            return StdioTest(stdin, stdout)
+    known = "[function, arguments, expected] or [stdin, stdout]"
+    raise UserError(f"a test is {known}, not {str(entry)[:80]}")
 
 
 def code(

@@ -53,10 +53,8 @@ class Part:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        require(
-            math.isfinite(self.weight),
-            f"the weight of reward {self.name!r} must be finite, not {self.weight}",
-        )
+        fine = math.isfinite(self.weight)
+        require(fine, f"the weight of reward {self.name!r} must be finite, not {self.weight}")
 
 
 def judge_all(
@@ -72,9 +70,8 @@ def combined(scores: Mapping[str, Score], value: float) -> Score:
         return Score.failed(f"{failed[0]}: {failed[1].failure}")
     outcome = next((s.outcome for s in scores.values() if s.outcome in JUDGED), "")
     steps = next((s.steps for s in scores.values() if s.steps), ())
-    return Score(
-        value, {name: s.value for name, s in scores.items() if s.value is not None}, steps, outcome
-    )
+    parts = {name: s.value for name, s in scores.items() if s.value is not None}
+    return Score(value, parts, steps, outcome)
 
 
 @dataclass(frozen=True)
@@ -127,18 +124,12 @@ class Gate:
 
 def textbook(correctness: Reward, form: Reward, reasoning: Reward) -> Weighted:
     """The mix of the textbooks: 0.8 for being right, 0.1 for the format, 0.1 for showing the steps."""
-    return Weighted(
-        (
-            Part("correctness", correctness, 0.8),
-            Part("format", form, 0.1),
-            Part("reasoning", reasoning, 0.1),
-        )
-    )
+    right, formed = Part("correctness", correctness, 0.8), Part("format", form, 0.1)
+    return Weighted((right, formed, Part("reasoning", reasoning, 0.1)))
 
 
 def _check(parts: tuple[Part, ...]) -> None:
     names = [part.name for part in parts]
     require(bool(parts), "a composed reward needs at least one part")
-    require(
-        len(set(names)) == len(names), f"parts of a reward need different names: {', '.join(names)}"
-    )
+    different = len(set(names)) == len(names)
+    require(different, f"parts of a reward need different names: {', '.join(names)}")

@@ -41,14 +41,12 @@ def compile_template(template: str) -> re.Pattern[str]:
     literals, fields = pieces[::2], pieces[1::2]
     for name in fields:
         if name not in FIELDS:
-            raise UserError(
-                f"template {template!r}: unknown field {{{name}}}; known: {', '.join(FIELDS)}"
-            )
+            known = ", ".join(FIELDS)
+            raise UserError(f"template {template!r}: unknown field {{{name}}}; known: {known}")
     for name, following in list(zip(fields, literals[1:], strict=True))[:-1]:
         bounded = name not in ("text", "line") or following != ""
-        require(
-            bounded, f"template {template!r}: {{{name}}} needs literal text after it, or the end"
-        )
+        needs = "needs literal text after it, or the end"
+        require(bounded, f"template {template!r}: {{{name}}} {needs}")
     # no literals: a pattern that never matches
     barred = "|".join(re.escape(text) for text in literals if text) or r"[^\s\S]"
     built = re.escape(literals[0])
@@ -79,10 +77,8 @@ def format(
     if announce:
         value = announced(response)
         return Score(value, parts={"format": value})
-    formed = match(template, response) is not None
-    return Score(
-        float(formed), parts={"format": float(formed)}, outcome="formed" if formed else "malformed"
-    )
+    value = float(match(template, response) is not None)
+    return Score(value, parts={"format": value}, outcome="formed" if value else "malformed")
 
 
 def announced(response: str) -> float:

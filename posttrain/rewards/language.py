@@ -17,12 +17,7 @@ from posttrain.errors import unknown
 from posttrain.types import Score
 
 # The scripts, as Unicode names begin, that a language is written in.
-SCRIPTS = {
-    "latin": ("LATIN",),
-    "en": ("LATIN",),
-    "de": ("LATIN",),
-    "fr": ("LATIN",),
-    "es": ("LATIN",),
+SCRIPTS = dict.fromkeys(("latin", "en", "de", "fr", "es"), ("LATIN",)) | {
     "ru": ("CYRILLIC",),
     "el": ("GREEK",),
     "he": ("HEBREW",),

@@ -43,20 +43,13 @@ def fenced(program: str) -> str:
 
 def humaneval(record: Mapping[str, Any]) -> CodeProblem:
     """task_id, prompt (the beginning of a program), entry_point, canonical_solution (its rest), test (defines `check`)."""
-    identity, prompt, function = (
-        _text(record, "task_id"),
-        _text(record, "prompt"),
-        _text(record, "entry_point"),
-    )
-    solution, test = _text(record, "canonical_solution"), _text(record, "test")
+    fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+    identity, prompt, function, solution, test = (_text(record, field) for field in fields)
     tests: list[Test] = []
     for statement in _parse(test, identity).body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "check":
-            found = [
-                _literal_call(line, {"candidate": function})
-                for line in statement.body
-                if not _says_nothing(line)
-            ]
+            lines = [line for line in statement.body if not _says_nothing(line)]
+            found = [_literal_call(line, {"candidate": function}) for line in lines]
             tests = [call for call in found if call is not None] if None not in found else []
     if not tests:
         # helpers of the prompt are at hand; the function itself has no body there, so its name stands for the one under test
@@ -69,10 +62,8 @@ def humaneval(record: Mapping[str, Any]) -> CodeProblem:
 def mbpp(record: Mapping[str, Any]) -> CodeProblem:
     """task_id, prompt (or text), code, test_list (assertions), test_imports (or test_setup_code)."""
     identity = str(record.get("task_id"))
-    question, solution = (
-        _text(record, "prompt" if "prompt" in record else "text"),
-        _text(record, "code"),
-    )
+    question = _text(record, "prompt" if "prompt" in record else "text")
+    solution = _text(record, "code")
     lines = record.get("test_list")
     require(
         isinstance(lines, list) and bool(lines),
@@ -88,11 +79,8 @@ def mbpp(record: Mapping[str, Any]) -> CodeProblem:
     used: set[str] = set()
     for line in lines:  # type: ignore[union-attr]
         tree = _parse(str(line), identity)
-        used |= {
-            n.func.id
-            for n in ast.walk(tree)
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-        } & defined
+        called = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+        used |= {function.id for function in called if isinstance(function, ast.Name)} & defined
         if len(tree.body) == 1:
             call = _literal_call(tree.body[0], {name: name for name in defined})
         else:
@@ -105,9 +93,8 @@ def mbpp(record: Mapping[str, Any]) -> CodeProblem:
     if left:
         names = tuple(sorted(used))
         tests.append(CheckTest("\n".join([*imports, *left]) + "\n", names, names))
-    return CodeProblem(
-        identity, f"{question}\nName it {' and '.join(sorted(used))}.", solution, tuple(tests)
-    )
+    question = f"{question}\nName it {' and '.join(sorted(used))}."
+    return CodeProblem(identity, question, solution, tuple(tests))
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:

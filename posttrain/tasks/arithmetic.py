@@ -99,9 +99,8 @@ class Arithmetic(Task):
             a, b = _test_pairs(self.operation, level, self.seed)[index]
         else:
             stratum = _scatter(index, count, self.seed)
-            a, b = self._draw(
-                split, level, index, stratum * pairs // count, (stratum + 1) * pairs // count
-            )
+            start, end = stratum * pairs // count, (stratum + 1) * pairs // count
+            a, b = self._draw(split, level, index, start, end)
         result = a + b if self.operation == "+" else a - b
         question = f"{a}{self.operation}{b}="
         return Problem(f"{split}/{level}/{index}", question, str(result), level, {"a": a, "b": b})
@@ -113,11 +112,8 @@ class Arithmetic(Task):
             a, b = numbered_pair(self.operation, level, start + number % (end - start))
             if pair_side(self.operation, a, b) != split:
                 continue
-            if (
-                split == "test"
-                or self.carry == "any"
-                or (self.carry == "some") == carries(self.operation, a, b)
-            ):
+            every = split == "test" or self.carry == "any"
+            if every or (self.carry == "some") == carries(self.operation, a, b):
                 return a, b
         raise AssertionError(f"no {split} pair of level {level} between {start} and {end}")
 
@@ -135,9 +131,8 @@ class Arithmetic(Task):
             else:
                 carry_out = int(x - y - carry < 0)
                 total = 10 * carry_out + (x - y - carry) % 10
-            steps.append(
-                STEPS[self.steps].format(a=x, b=y, carry=carry, sum=total, sign=self.operation)
-            )
+            numbers = {"a": x, "b": y, "carry": carry, "sum": total, "sign": self.operation}
+            steps.append(STEPS[self.steps].format(**numbers))
             carry = carry_out
         return steps
 

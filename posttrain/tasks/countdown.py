@@ -61,13 +61,8 @@ class Countdown(Task):
         draw = index if split == "train" else _test_draws(self, level)[index]
         numbers, target, solution = self._draw(split, level, draw)
         question = ",".join(map(str, numbers)) + f"={target}:"
-        return Problem(
-            f"{split}/{level}/{index}",
-            question,
-            solution,
-            level,
-            {"numbers": list(numbers), "target": target},
-        )
+        facts = {"numbers": list(numbers), "target": target}
+        return Problem(f"{split}/{level}/{index}", question, solution, level, facts)
 
     def _draw(self, split: str, level: int, index: int) -> tuple[tuple[int, ...], int, str]:
         for attempt in range(10_000):
@@ -86,11 +81,8 @@ class Countdown(Task):
             return Score(0.0, parts={"answer": 0.0, "numbers": 0.0}, outcome="unparseable")
         numbers = sorted(used) == sorted(problem.facts["numbers"])
         right = numbers and value == problem.facts["target"]
-        return Score(
-            float(right),
-            {"answer": float(right), "numbers": float(numbers)},
-            outcome="correct" if right else "wrong",
-        )
+        parts = {"answer": float(right), "numbers": float(numbers)}
+        return Score(float(right), parts, outcome="correct" if right else "wrong")
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.rewards.compose import as_score
 from posttrain.tasks._procedural import Procedural, require_split
 from posttrain.tasks.base import Generate, Task
@@ -65,14 +65,9 @@ class Mixed(Task):
         """Block after block of sum(weights) problems, each with its share of every source, as long as all sources last."""
         require_split(split)
         inner = tuple(source.task.problems(split) for source in self.sources)
-        blocks = min(
-            len(problems) // source.weight
-            for problems, source in zip(inner, self.sources, strict=True)
-        )
-        return Procedural(
-            partial(self._problem, inner),
-            range(blocks * sum(source.weight for source in self.sources)),
-        )
+        weights = [source.weight for source in self.sources]
+        blocks = min(len(own) // weight for own, weight in zip(inner, weights, strict=True))
+        return Procedural(partial(self._problem, inner), range(blocks * sum(weights)))
 
     def _problem(self, inner: tuple[Sequence[Problem], ...], index: int) -> Problem:
         block, place = divmod(index, sum(source.weight for source in self.sources))
@@ -86,13 +81,11 @@ class Mixed(Task):
     def source(self, problem: Problem) -> tuple[Source, Problem]:
         """Where a problem comes from, and what it is there."""
         name, _, own = problem.id.partition("/")
-        found = next((source for source in self.sources if source.name == name), None)
-        require(
-            found is not None,
-            f"mixed: problem {problem.id} comes from none of {', '.join(s.name for s in self.sources)}",
-        )
-        assert found is not None
-        return found, replace(problem, id=own)
+        for source in self.sources:
+            if source.name == name:
+                return source, replace(problem, id=own)
+        known = ", ".join(source.name for source in self.sources)
+        raise UserError(f"mixed: problem {problem.id} comes from none of {known}")
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
         source, own = self.source(problem)
@@ -136,9 +129,9 @@ class Mixed(Task):
 
 def _named(name: str, score: Score) -> Score:
     score = as_score(score)  # a task of the user's may return a number
-    return (
-        score if score.value is None else replace(score, parts={**score.parts, name: score.value})
-    )
+    if score.value is None:
+        return score
+    return replace(score, parts={**score.parts, name: score.value})
 
 
 async def _later(name: str, score: Awaitable[Score]) -> Score:

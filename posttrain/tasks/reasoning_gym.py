@@ -83,10 +83,8 @@ class ReasoningGym(Task):
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
         before = (Message("system", self.system),) if self.system else ()
-        return (
-            *before,
-            Message("user", STYLES[self.style].replace("{question}", problem.question)),
-        )
+        asked = STYLES[self.style].replace("{question}", problem.question)
+        return (*before, Message("user", asked))
 
     def score(self, problem: Problem, response: str) -> Score:
         given = self._given(response)
@@ -109,18 +107,15 @@ class ReasoningGym(Task):
     def demonstration(self, problem: Problem) -> str:
         require(
             bool(problem.answer),
-            f"reasoning_gym: {self.generator} gives no worked answers; it can be trained by reward only",
+            f"reasoning_gym: {self.generator} gives no solutions; it can be trained by reward only",
         )
         return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
 
     def ready(self) -> tuple[str, ...]:
         """Refuse a verifier that evaluates what the model writes, where only a file names it: the model may be the stranger's, too."""
         modules = (sys.modules[kind.__module__] for kind in type(_source(self).dataset).__mro__)
-        files = [
-            str(module.__file__)
-            for module in modules
-            if module.__name__.startswith("reasoning_gym.")
-        ]
+        own = [module for module in modules if module.__name__.startswith("reasoning_gym.")]
+        files = [str(module.__file__) for module in own]
         if any(EVALUATES.search(Path(file).read_text("utf-8")) for file in files):
             active().require_evaluation(self.generator)
         return ()
@@ -156,22 +151,16 @@ class _Source:
             seen.add(text)
             self.entries[index] = entry
             gold = "" if answer is None else str(answer)  # a few generators only verify
-            self.sides[split].append(
-                Problem(f"{generator}/{index}", question, gold, facts={"index": index})
-            )
+            made = Problem(f"{generator}/{index}", question, gold, facts={"index": index})
+            self.sides[split].append(made)
 
     def verify(self, answer: str, index: int) -> float:
         return float(self.dataset.score_answer(answer, self.entries[index]))
 
 
 def _source(task: ReasoningGym) -> _Source:
-    return _drawn(
-        task.generator,
-        json.dumps(dict(task.options), sort_keys=True),
-        task.train,
-        task.test,
-        task.seed,
-    )
+    options = json.dumps(dict(task.options), sort_keys=True)
+    return _drawn(task.generator, options, task.train, task.test, task.seed)
 
 
 @lru_cache(maxsize=4)
@@ -184,9 +173,8 @@ def _dataset(generator: str, options: Mapping[str, JSON], size: int, seed: int) 
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise UserError(
-            "the task reasoning_gym needs its package: pip install 'posttrain[gym]'"
-        ) from None
+        needs = "the task reasoning_gym needs its package: pip install 'posttrain[gym]'"
+        raise UserError(needs) from None
     if generator not in DATASETS:
         raise unknown("generator of reasoning_gym", generator, DATASETS)
     try:

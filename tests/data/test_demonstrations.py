@@ -149,8 +149,8 @@ CALLED = [
 def test_checking_that_calls_are_shown_does_not_grow_with_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rendering for each field made a file of long conversations take minutes."""
     counted: list[int] = []
-    inner = chat._marked_spans
-    monkeypatch.setattr(chat, "_marked_spans", lambda *given: counted.append(1) or inner(*given))
+    inner = chat._Template.marked_spans
+    monkeypatch.setattr(chat._Template, "marked_spans", lambda *given: counted.append(1) or inner(*given))
     for rounds in (1, 12):
         counted.clear()
         from_file(write(tmp_path, {"messages": CALLED * rounds, "tools": TOOLS}), byte_level(CHATML_TOOL_BLOCKS))

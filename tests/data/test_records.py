@@ -57,7 +57,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.data.records.UNPACKED", 2**20)
+    monkeypatch.setattr("posttrain.data.records.MAX_UNPACKED", 2**20)
     bomb = gzip.compress(b'{"a": "' + b" " * 2**21 + b'"}')
     assert len(bomb) < 4096
     with pytest.raises(UserError, match=r"is larger than 0\.000976562 GiB unpacked"):
