@@ -1,5 +1,5 @@
-"""Two runs side by side: their held-out results problem by problem, what else their stages measured, their curves in one picture, and
-the settings that differ."""
+"""Compares two runs: their held-out results problem by problem, what else their stages measured, their curves in one picture, and the
+settings that differ."""
 
 from __future__ import annotations
 
@@ -82,71 +82,56 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
     matched, notes = [], []
     for one, other in _pairs(runs, results, stage):
         both = same_problems(results[0][one], results[1][other])
-        words = (
-            f"{one} and {other} are about different problems"
-            if one != other
-            else f"{one} is about different problems in each"
-        )
+        names = f"{one} is" if one == other else f"{one} and {other} are"
+        words = f"{names} about different problems{' in each' if one == other else ''}"
         require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
         if both:
             matched.append(_match(both, len(results[0][one]) + len(results[1][other]), one, other))
         else:
             notes.append(f"{words}, and cannot be compared in pairs")
-    notes += [
-        f"{run.directory} has no held-out answers of an evaluate stage"
-        for run, have in zip(runs, results, strict=True)
-        if not have
-    ]
-    target = picture or Path(f"compare-{_plain(runs[0].name)}-{_plain(runs[1].name)}.png")
+    for run, have in zip(runs, results, strict=True):
+        notes += [] if have else [f"{run.directory} has no held-out answers of an evaluate stage"]
+    names = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", run.name) for run in runs)
+    target = picture or Path(f"compare-{names}.png")
     drawn = draw_together(runs, target)
-    differ = tuple(differences(runs[0].config, runs[1].config))
-    measured = _measured(
-        runs, [found.stage for found in matched if found.stage == found.other_stage]
-    )
     return Report(
-        str(first),
-        str(second),
-        tuple(matched),
-        measured,
-        tuple(notes),
-        differ,
-        tuple(drawn),
-        str(target) if drawn else "",
+        first=str(first),
+        second=str(second),
+        evaluations=tuple(matched),
+        measured=_measured(runs, [m.stage for m in matched if m.stage == m.other_stage]),
+        notes=tuple(notes),
+        settings=tuple(differences(runs[0].config, runs[1].config)),
+        figures=tuple(drawn),
+        picture=str(target) if drawn else "",
     )
 
 
 def evaluations(run: Run) -> dict[str, list[dict[str, JSON]]]:
     """For each finished evaluation of a run, in the order of its stages: the rows of its problems."""
-    stages = [
-        str(stage.get("name")) for stage in run.config.get("stages", []) if isinstance(stage, dict)
-    ]
-    found: dict[str, list[dict[str, JSON]]] = {}
-    for name in stages:
-        file = run.directory / "stages" / name / PROBLEMS
-        rows = (
-            [_row(line, file) for line in file.read_text("utf-8").splitlines()]
-            if file.is_file()
-            else []
-        )
-        if rows and all("outcomes" in row for row in rows):
-            found[name] = rows
-    return found
+    found = {name: _rows(run, name, PROBLEMS) for name in _stages(run)}
+    return {
+        name: rows for name, rows in found.items() if rows and all("outcomes" in r for r in rows)
+    }
 
 
 def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]:
     """Figures with intervals in the results of stages that both runs have finished, but for those that are compared in pairs."""
     found = []
-    for stage in runs[0].config.get("stages", []):
-        name = str(stage.get("name"))
-        files = [run.directory / "stages" / name / RESULT for run in runs]
-        if name not in known and all(file.is_file() for file in files):
-            first, second = (_row(file.read_text("utf-8"), file) for file in files)
+    for name in _stages(runs[0]):
+        results = [_rows(run, name, RESULT) for run in runs]
+        if name not in known and all(results):
+            first, second = (rows[0] for rows in results)
             found += [
-                Measured(name, key, Interval(*first[key]), Interval(*second[key]))
-                for key in first
-                if _bounded(first[key]) and _bounded(second.get(key))
+                Measured(name, key, Interval(*value), Interval(*second[key]))
+                for key, value in first.items()
+                if _bounded(value) and _bounded(second.get(key))
             ]
     return tuple(found)
+
+
+def _stages(run: Run) -> list[str]:
+    stages = run.config.get("stages", [])
+    return [str(stage.get("name")) for stage in stages if isinstance(stage, dict)]
 
 
 def _bounded(value: JSON) -> bool:
@@ -157,19 +142,23 @@ def _bounded(value: JSON) -> bool:
     )
 
 
-def _row(line: str, file: Path) -> dict[str, JSON]:
+def _rows(run: Run, stage: str, name: str) -> list[dict[str, JSON]]:
+    """The objects of a file of a stage, one a line or one in all; none where it has no such file."""
+    path = run.directory / "stages" / stage / name
+    text = path.read_text("utf-8") if path.is_file() else ""
     try:
-        row = json.loads(line)
+        rows = [json.loads(part) for part in (text.splitlines() if name == PROBLEMS else [text])]
     except ValueError:
-        raise UserError(f"{file} is damaged: a line of it is not JSON") from None
-    require(isinstance(row, dict), f"{file} is damaged: a line of it is not an object")
-    return dict(row)
+        rows = [None]
+    whole = all(isinstance(row, dict) for row in rows)
+    require(whole or not text, f"{path} is damaged: it should hold JSON objects")
+    return rows if text else []
 
 
 def _pairs(
     runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: str
 ) -> list[tuple[str, str]]:
-    """Which evaluation of the first run is held against which of the second."""
+    """Which evaluation of the first run is compared with which of the second."""
     if stage:
         one, _, other = stage.partition(":")
         for run, have, name in zip(runs, results, (one, other or one), strict=True):
@@ -179,12 +168,12 @@ def _pairs(
     both = [(name, name) for name in results[0] if name in results[1]]
     if both or not all(results):
         return both
-    last = [
+    one, other = (
         str(run.config.get("after") or list(have)[-1])
         for run, have in zip(runs, results, strict=True)
-    ]
-    if all(name in have for name, have in zip(last, results, strict=True)):
-        return [(last[0], last[1])]
+    )
+    if one in results[0] and other in results[1]:
+        return [(one, other)]
     named = " and ".join(", ".join(have) for have in results)
     raise UserError(
         f"the runs have no evaluation of the same name ({named}); say which with --stage ONE:OTHER"
@@ -216,38 +205,25 @@ def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[D
 
 def lines(report: Report) -> list[str]:
     """The report as plain text."""
-    said = [f"A: {report.first}", f"B: {report.second}", ""]
-    for found in report.evaluations:
-        name = (
-            found.stage
-            if found.stage == found.other_stage
-            else f"{found.stage} against {found.other_stage}"
-        )
-        more = (
-            f"; {found.left_out} that only one run answered are left out" if found.left_out else ""
-        )
-        said.append(f"{name}: share solved of {found.problems} held-out problems{more}")
-        said += [
-            f"  A        {found.first}",
-            f"  B        {found.second}",
-            f"  B less A {found.paired}",
-        ]
-    said += [
-        f"{one.stage}: {one.figure.replace('_', ' ')}  A {one.first}  B {one.second}"
-        for one in report.measured
-    ]
-    said += report.notes
-    said += ["", "settings that differ:" if report.settings else "the settings are the same"]
+    text = [f"A: {report.first}", f"B: {report.second}", ""]
+    for one in report.evaluations:
+        same = one.stage == one.other_stage
+        name = one.stage if same else f"{one.stage} against {one.other_stage}"
+        more = f"; {one.left_out} that only one run answered are left out" if one.left_out else ""
+        text.append(f"{name}: share solved of {one.problems} held-out problems{more}")
+        text += [f"  A        {one.first}", f"  B        {one.second}"]
+        text.append(f"  B less A {one.paired}")
+    for figure in report.measured:
+        name = f"{figure.stage}: {figure.figure.replace('_', ' ')}"
+        text.append(f"{name}  A {figure.first}  B {figure.second}")
+    text += report.notes
+    text += ["", "settings that differ:" if report.settings else "the settings are the same"]
     width = max((len(d.key) for d in report.settings), default=0)
-    said += [f"  {d.key:<{width}}  {_short(d.first)} | {_short(d.second)}" for d in report.settings]
+    text += [f"  {d.key:<{width}}  {_short(d.first)} | {_short(d.second)}" for d in report.settings]
     drawn = f"picture: {report.picture} ({', '.join(report.figures)})"
-    return [*said, "", drawn if report.picture else "no figure was recorded by both runs"]
+    return [*text, "", drawn if report.picture else "no figure was recorded by both runs"]
 
 
 def _short(value: JSON) -> str:
     text = "-" if value is None else str(value)
     return text if len(text) <= 50 else text[:47] + "..."
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)

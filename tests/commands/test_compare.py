@@ -103,7 +103,7 @@ def test_what_cannot_be_paired_is_said_and_the_rest_shown(tmp_path: Path) -> Non
     for run, rate in ((one, 0.8), (other, 0.7), (none, 0.6)):
         (run / "stages" / "rl").mkdir(parents=True)
         (run / "stages" / "rl" / "result.json").write_text(
-            json.dumps({"win_rate": [rate, rate - 0.1, rate + 0.1], "data": [1, 2]})
+            json.dumps({"win_rate": [rate, rate - 0.1, rate + 0.1], "data": [1, 2]}, indent=2)
         )
     text = "\n".join(lines(compare_runs(one, other, tmp_path / "a.png")))
     assert "e is about different problems in each, and cannot be compared in pairs" in text
