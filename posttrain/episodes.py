@@ -21,7 +21,7 @@ from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
 from posttrain.system.workers import WorkerPool
-from posttrain.tasks.base import STOPS, Given, Task, failed, no_running_loop, score_group, score_one
+from posttrain.tasks.base import STOPS, Given, Task, failed, no_running_loop, score_group
 from posttrain.types import (
     UNSCORED,
     Completion,
@@ -185,34 +185,32 @@ class _Turn:
     completion: asyncio.Future[Completion]
 
 
+@dataclass(eq=False)
 class _Episodes:
     """The episodes of one call of `rollout_groups`, run together until all have ended and are scored."""
 
-    def __init__(
-        self,
-        task: Task,
-        sampler: Sampler,
-        decoder: Decoder,
-        problems: Sequence[Problem],
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        workers: WorkerPool | None,
-        seconds: Seconds,
-        ordered: bool,
-    ):
-        self.task, self.sampler, self.decoder, self.problems = task, sampler, decoder, problems
-        self.samples, self.sampling, self.seed = samples, sampling, seed
-        self.workers, self.seconds, self.ordered = workers, seconds, ordered
+    task: Task
+    sampler: Sampler
+    decoder: Decoder
+    problems: Sequence[Problem]
+    samples: int
+    sampling: Sampling
+    seed: int
+    workers: WorkerPool | None
+    seconds: Seconds
+    ordered: bool
+
+    def __post_init__(self) -> None:
         self.prompts: dict[int, tuple[Segment, tuple[Message, ...]]] = {}  # by the problem's place
         self.sessions, self.groups = count(), count()
         self.asked: list[_Turn] = []  # not submitted yet
         self.submitted: dict[tuple[int, int], _Turn] = {}  # by session and turn, in their order
         self.completed: dict[tuple[int, int], Completion] = {}  # not delivered yet
-        self.running = len(problems) * samples  # episodes that neither await a turn nor have ended
+        # episodes that neither await a turn nor have ended
+        self.running = len(self.problems) * self.samples
         self.ended: set[int] = set()  # sessions whose caches can go
         self.polls, self.polled = 0, 0.0  # how often the sampler was polled, and when last
-        self.together = type(task).score_group is not Task.score_group
+        self.together = type(self.task).score_group is not Task.score_group
 
     async def run(self) -> list[Group]:
         """Alternate between the sampler and the coroutines until every group is complete."""
@@ -364,7 +362,7 @@ class _Episodes:
         problem = self.problems[draw]
         try:
             rollouts = _as_rollouts(await self.task.run(problem, generate))
-        except tuple(STOPS.values()):
+        except STOPS:
             raise
         except ContextFull:
             rollouts = [e.rollout(outcome="context full") for e in generate.siblings if e.segments]
@@ -401,7 +399,7 @@ class _Episodes:
             assert self.workers is not None
             score = await self.workers.score(self.task, problem, rollout.response)
         else:
-            score = await score_one(self.task, problem, rollout.response)
+            score = await self.task.scored(problem, rollout.response)
         if self.polls > polls:  # generation went on meanwhile, to its end or still
             self.seconds.overlapped += (
                 time.perf_counter() if self.submitted else self.polled

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "events": "types",
     "trust": "types",
     "catalogue": "trust",
-    "system": "types tasks.base",
+    "system": "types",
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",
     "tasks": f"{LEAVES} catalogue data.records rewards data.hub",

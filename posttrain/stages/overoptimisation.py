@@ -97,11 +97,7 @@ class OveroptimisationStage(Stage):
         curves = {}
         for name in self.reward_models:
             scorers = [load_reward_model(place, context) for place in model_places(name, context)]
-            rated = rate_groups(
-                ModelRating(scorers, tokenizer=policy.tokenizer),
-                groups,
-                {"generate": 0.0, "score": 0.0},
-            )
+            rated = rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
             curves[f"best of n, {name}"] = [
                 {
                     "n": p.n,

@@ -24,16 +24,31 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
 from time import monotonic
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from posttrain.errors import GuardStop, UserError, require
 from posttrain.system import machine, processes
-from posttrain.tasks.base import STOPS, Task, score_one
 from posttrain.types import JSON, Problem, Score
 
 RETRIES = 1  # a score whose worker died is tried once more
 START_SECONDS = 60.0  # for a new worker
 END_SECONDS = 10.0  # for the fork server to end its workers
+# errors of a reward that end the run
+STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}
+
+
+class Task(Protocol):
+    """What a pool asks of a task; see tasks/base.py."""
+
+    @property
+    def isolated(self) -> bool: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    def ready(self) -> tuple[str, ...]: ...
+
+    async def scored(self, problem: Problem, response: str) -> Score: ...
 
 
 @cache
@@ -100,7 +115,7 @@ class WorkerPool:
     async def score(self, task: Task, problem: Problem, response: str) -> Score:
         """The score of one response, or a named failure after `task.seconds`."""
         if self._server is None:
-            return await score_one(task, problem, response)
+            return await task.scored(problem, response)
         number = self._number(task)
         line = _encode([number, *self._fields(problem), response])
         job = _Job(line, task.seconds, asyncio.get_running_loop().create_future())
@@ -295,7 +310,7 @@ def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
             number, *parts, response = _decode(line)
             answer: JSON
             try:
-                score = runner.run(score_one(tasks[number], Problem(*parts), response))
+                score = runner.run(tasks[number].scored(Problem(*parts), response))
                 answer = [score.value, score.parts, score.steps, score.outcome, score.failure]
             except (UserError, GuardStop) as error:
                 kind = next(name for name, kind in STOPS.items() if isinstance(error, kind))

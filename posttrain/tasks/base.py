@@ -15,7 +15,7 @@ from posttrain.types import Message, Problem, Rollout, Score, Segment
 
 MAX_FAILURE = 500  # characters of an error in reward code that are kept
 # errors that end the run: a missing option, a judge that prefers a canary
-STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}
+STOPS = (UserError, GuardStop)
 
 Given = Sequence[Message] | str | Sequence[int]  # what the policy reads before a turn
 
@@ -67,6 +67,18 @@ class Task(ABC):
     def score(self, problem: Problem, response: str) -> Score:
         """Judge a response. Parts are named; a response that cannot be judged is a failure, not a 0."""
 
+    async def scored(self, problem: Problem, response: str) -> Score:
+        """The score of a response; what `score` raises becomes a named failure, which is counted and never a 0."""
+        try:
+            with no_running_loop():
+                found: Any = self.score(problem, response)
+            # a user's reward may be a coroutine
+            return as_score(await found if isawaitable(found) else found)
+        except STOPS:
+            raise
+        except (Exception, SystemExit) as error:  # reward code is not ours
+            return failed(error)
+
     def final(self, response: str) -> str | None:
         """The final answer within a response, spelled in one way: what a majority is counted over. None where none can be found."""
         return None
@@ -109,26 +121,13 @@ def no_running_loop() -> Iterator[None]:
         asyncio._set_running_loop(outer)
 
 
-async def score_one(task: Task, problem: Problem, response: str) -> Score:
-    """A task's score; what it raises becomes a named failure, which is counted and never a 0."""
-    try:
-        with no_running_loop():
-            found: Any = task.score(problem, response)
-        # a user's reward may be a coroutine
-        return as_score(await found if isawaitable(found) else found)
-    except tuple(STOPS.values()):
-        raise
-    except (Exception, SystemExit) as error:  # reward code is not ours
-        return failed(error)
-
-
 def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score] | None:
     """The scores of all responses to a problem, where the task compares them; None where it scores each by itself."""
     try:
         with no_running_loop():
             given = task.score_group(problem, responses)
         found = None if given is None else [as_score(score) for score in given]
-    except tuple(STOPS.values()):
+    except STOPS:
         raise
     except (Exception, SystemExit) as error:
         return [failed(error)] * len(responses)

@@ -10,6 +10,7 @@ import torch
 from bandit_for_tests import chance_of_good, train
 from material_for_tests import group, plain_batch, rollout, segment, small_policy
 from numpy_for_tests import Response, clipped, parity, relative
+from sampler_for_tests import ScriptedSampler, completion
 
 from posttrain import collect as rollouts
 from posttrain.algorithms.base import Algorithm
@@ -75,7 +76,8 @@ def collected(algorithm: Algorithm, prompts: int, teach: list[bool], monkeypatch
             return [(0, 0)] * count
 
     source = object.__new__(rollouts.Rollouts)
-    source.task = source.sampler = source.workers = source.decoder = source.rating = None
+    source.task = source.workers = source.decoder = source.rating = None
+    source.sampler = ScriptedSampler(lambda request: completion(np.arange(1)))
     source.curriculum_state, source.prompts, source.problems, source.seed = (
         CurriculumState(),
         prompts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,7 +55,18 @@ def test_positions_lead_to_the_same_tokens_when_packed() -> None:
 def test_refusals() -> None:
     with pytest.raises(UserError, match="separator that is not empty"):
         steps_of(answered("b"), "")
-    answer = answered("b").segments[1]
-    for segments in ((PROMPT, answer, PROMPT), (PROMPT, answer, PROMPT, answer), (PROMPT,)):
-        with pytest.raises(UserError, match="rollouts of one response with offsets, unlike that of problem p$"):
-            steps_of(Rollout(Problem("p", ""), 0, segments, Score(1.0)))
+    bare = replace(answered("b").segments[1], offsets=None)
+    with pytest.raises(UserError, match="turns with offsets, unlike that of problem p$"):
+        steps_of(Rollout(Problem("p", ""), 0, (PROMPT, bare), Score(1.0)))
+
+
+def test_steps_of_several_turns_lie_in_their_own_turns() -> None:
+    """Positions count the characters that the policy wrote; ends and the last ids count all tokens."""
+    first, second = answered("ab\nc").segments[1], answered("c\n").segments[1]
+    rollout = Rollout(Problem("p", ""), 0, (PROMPT, first, PROMPT, second), Score(1.0))
+    alone, given, length = steps_of(answered("ab\nc")), len(PROMPT.ids), len(first.ids)
+    assert steps_of(rollout)[:2] == alone
+    (last,) = steps_of(rollout)[2:]
+    (own,) = steps_of(answered("c\n"))
+    assert last == Step(own.position + 4, own.end + given + length, own.through + given + length)
+    assert steps_of(Rollout(Problem("p", ""), 0, (PROMPT,), Score.failed("no turn"))) == []

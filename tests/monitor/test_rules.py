@@ -26,7 +26,7 @@ from posttrain.monitor import rules
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.probes import repetition, rollout_figures
 from posttrain.monitor.rules import RULES, Alarm, MonitorSettings
-from posttrain.tasks.base import score_one
+from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_groups
 from posttrain.types import Group, Problem, Score
 
@@ -202,7 +202,7 @@ def test_too_many_failures_stop_and_are_named_by_class() -> None:
 
 
 @dataclass
-class Gives:
+class Gives(Task):
     """A task that returns, or makes a Score of, something strange."""
 
     value: Any
@@ -211,13 +211,13 @@ class Gives:
     def score(self, problem: Problem, response: str) -> Score:
         return Score(self.value) if self.wrap else self.value
 
-    def score_group(self, problem: Problem, responses: Sequence[str]) -> None:
-        return None
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        return []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", [1.0, 2.0]])
 def test_a_reward_that_is_no_number_is_a_failure_and_never_a_vote(value: Any) -> None:
-    score = asyncio.run(score_one(Gives(value), Problem("p", ""), ""))
+    score = asyncio.run(Gives(value).scored(Problem("p", ""), ""))
     assert not score.valid and score.failure
     members = group([text([5, 6], 1.0), replace(text([5, 7]), score=score), text([5, 8], 0.0)])
     assert members.rewards == [1.0, 0.0]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from posttrain.errors import GuardStop, UserError
 from posttrain.system.workers import WorkerPool
-from posttrain.tasks.base import Task, score_one
+from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
@@ -251,7 +251,7 @@ def both_ways(
 ) -> list[tuple[Score, Score]]:
     """Each problem's score in this process and in a worker."""
     task = Given(function)
-    here = [asyncio.run(score_one(task, problem, response)) for problem in problems]
+    here = [asyncio.run(task.scored(problem, response)) for problem in problems]
     with WorkerPool([task], 1) as pool:
         return list(zip(here, scores(pool, [(problem, response) for problem in problems]), strict=True))
 
@@ -383,6 +383,6 @@ def test_errors_are_the_same_failure_both_ways(error: BaseException) -> None:
 def test_an_error_of_the_settings_stops_the_run_with_its_line(error: Exception) -> None:
     task = Given(raising(error))
     with pytest.raises(type(error), match=str(error)):
-        asyncio.run(score_one(task, PROBLEM, "a"))
+        asyncio.run(task.scored(PROBLEM, "a"))
     with WorkerPool([task], 2) as pool, pytest.raises(type(error), match=f"^{error}$"):
         scores(pool, of(["a", "b", "c"]))

@@ -15,7 +15,7 @@ from posttrain.errors import UserError
 from posttrain.models.tiny import character_tokenizer
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.tasks.base import Task, score_one, validate
+from posttrain.tasks.base import Task, validate
 from posttrain.tasks.mixed import Mixed, Source
 from posttrain.tasks.reviews import Reviews
 from posttrain.types import Message, Problem, Sampling, Score
@@ -119,7 +119,7 @@ def test_each_source_is_scored_where_and_how_it_would_be_alone() -> None:
     mixture = Mixed((Source(name="code", task=SUMS), Source(name="judge", task=Here()), Source(name="later", task=Later())))
     problems = [mixture.problems("train")[n] for n in range(6)]
     assert [mixture.isolates(p) for p in problems] == [False] * 6
-    assert asyncio.run(score_one(mixture, problems[2], "abc")) == Score(3.0, {"later": 3.0})
+    assert asyncio.run(mixture.scored(problems[2], "abc")) == Score(3.0, {"later": 3.0})
 
     class Apart(Arithmetic):
         isolated = True  # type: ignore[assignment]

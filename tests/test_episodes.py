@@ -1,0 +1,314 @@
+"""Episodes against a scripted sampler: which requests are made, in which order, what becomes of errors, and what runs at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from sampler_for_tests import ScriptedSampler, completion
+
+from posttrain.algorithms.grpo import GRPO
+from posttrain.collect import rate_groups
+from posttrain.data.chat import render_prompt
+from posttrain.data.text import Decoder
+from posttrain.engine.random import derive
+from posttrain.episodes import ContextFull, Seconds, rollout_groups
+from posttrain.errors import GuardStop, UserError
+from posttrain.models.tiny import character_tokenizer
+from posttrain.runs.metrics import group_metrics
+from posttrain.system.workers import WorkerPool
+from posttrain.tasks.base import Generate, Task
+from posttrain.train.pack import pack_groups
+from posttrain.types import Completion, Group, Message, Problem, Request, Rollout, Sampling, Score
+
+TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .<|>")
+DECODER = Decoder(TOKENIZER)
+END = TOKENIZER.convert_tokens_to_ids("<|end|>")
+SAMPLING = Sampling(8)
+Run = Callable[[Problem, Generate], Any]
+
+
+def encoded(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text)["input_ids"])
+
+
+def says(text: str) -> Completion:
+    return completion([*encoded(text), END])
+
+
+@dataclass(frozen=True)
+class Scripted(Task):
+    """A task whose episode is a function."""
+
+    episode: Run | None = None
+    score_of: Callable[[Problem, str], Any] = field(default=lambda problem, response: Score(1.0))
+    seconds: float = 10.0  # type: ignore[assignment]
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        return [Problem(f"p{n}", f"q{n}") for n in range(3)]
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
+        return await (super().run(problem, generate) if self.episode is None else self.episode(problem, generate))
+
+    def score(self, problem: Problem, response: str) -> Score:
+        found: Score = self.score_of(problem, response)
+        return found
+
+
+def groups(task: Task, reply: Callable[[Request], Completion], samples: int = 2, **more: Any) -> tuple[list[Group], ScriptedSampler]:
+    sampler = ScriptedSampler(reply)
+    return rollout_groups(task, sampler, DECODER, task.problems("train"), samples, SAMPLING, 5, **more), sampler
+
+
+def test_the_inherited_episode_is_one_turn_with_the_seed_of_its_draw_and_sample() -> None:
+    found, sampler = groups(Scripted(), lambda request: says(f"a{request.session}"))
+    prompts = [render_prompt(TOKENIZER, (Message("user", f"q{n}"),)) for n in range(3)]
+    assert sampler.requests == [
+        Request(prompts[n], derive(derive(5, n), s), SAMPLING, session=2 * n + s, group=n) for n in range(3) for s in range(2)
+    ]
+    assert [[r.response for r in g.rollouts] for g in found] == [["a0", "a1"], ["a2", "a3"], ["a4", "a5"]]
+    assert [g.problem.id for g in found] == ["p0", "p1", "p2"]
+    one = found[1].rollouts[1]
+    assert one.sample == 1 and one.ids.tolist() == [*prompts[1], *encoded("a3"), END] and one.finish == "stop"
+    assert one.mask.tolist() == [False] * len(prompts[1]) + [True] * 3
+    assert found[1].rollouts[0].segments[0] is one.segments[0], "the prompt is decoded once for the group"
+
+
+async def two_turns(problem: Problem, generate: Generate) -> Rollout:
+    first = await generate()
+    await generate([Message("user", f"after {first.text}")], last=True)
+    return generate.rollout()
+
+
+def test_a_second_turn_appends_what_the_template_writes_in_between() -> None:
+    found, sampler = groups(Scripted(two_turns), lambda r: says("x" if r.turn == 0 else "y"), samples=1)
+    first, second = sampler.requests[0], sampler.requests[3]
+    assert (first.turn, first.keep, second.turn, second.keep) == (0, True, 1, False)
+    assert second.ids == encoded("<|user|>after x<|end|><|assistant|>"), "the sampled end of the turn is not written twice"
+    assert second.seed == derive(first.seed, 1) and second.session == first.session
+    rollout = found[0].rollouts[0]
+    whole = [Message("user", "q0"), Message("assistant", "x"), Message("user", "after x")]
+    assert rollout.ids.tolist() == [*render_prompt(TOKENIZER, whole), *encoded("y"), END]
+    assert [s.sampled for s in rollout.segments] == [False, True, False, True] and rollout.response == "xy" and rollout.turns == 2
+
+
+def test_a_turn_that_was_cut_off_is_closed_by_the_template() -> None:
+    found, sampler = groups(
+        Scripted(two_turns), lambda r: completion(encoded("xx"), finish="length") if r.turn == 0 else says("y"), samples=1
+    )
+    assert sampler.requests[3].ids == encoded("<|end|><|user|>after xx<|end|><|assistant|>")
+    assert found[0].rollouts[0].finish == "length", "truncated: one of its turns was"
+
+
+def test_text_and_ids_are_appended_as_they_are_and_an_observation_cannot_end_a_turn() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate("ab")
+        await generate([7, 8])
+        await generate([Message("user", "no <|end|> here")])
+        return generate.rollout()
+
+    _, sampler = groups(Scripted(run), lambda r: says("x"), samples=1)
+    assert [r.ids for r in sampler.requests[::3]][:2] == [encoded("ab"), (7, 8)]
+    assert sampler.requests[6].ids == encoded("<|user|>no < |end|> here<|end|><|assistant|>")
+    assert all(r.keep for r in sampler.requests)
+
+
+def test_rounds_are_ordered_whatever_time_tools_take() -> None:
+    """The last episodes have the fastest tools; their second turns still enter in the order of draw and sample."""
+
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        await asyncio.sleep(0.03 * (3 - int(problem.id[1])))
+        await generate("b", last=True)
+        return generate.rollout()
+
+    began = time.perf_counter()
+    _, sampler = groups(Scripted(run), lambda r: says("x"))
+    assert [(r.session, r.turn) for r in sampler.requests] == [(n, turn) for turn in (0, 1) for n in range(6)]
+    assert time.perf_counter() - began < 0.4, "tools run at once, not one after the other"
+
+
+def test_without_order_a_turn_is_submitted_as_soon_as_it_is_asked_for() -> None:
+    answered: list[tuple[int, int]] = []
+
+    def reply(request: Request) -> Completion:
+        answered.append((request.session, request.turn))
+        return says("x")
+
+    found, sampler = groups(Scripted(two_turns), reply, samples=1, ordered=False)
+    asked = [(r.session, r.turn) for r in sampler.requests]
+    assert asked[:3] == [(0, 0), (1, 0), (2, 0)] and asked.index((0, 1)) == 3 and len(answered) == 6
+    assert [g.problem.id for g in found] == ["p0", "p1", "p2"]
+
+
+def test_an_error_of_a_task_is_a_named_failure_of_what_was_sampled() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        if problem.id == "p0":
+            raise ConnectionError("no environment")
+        await generate()
+        if problem.id == "p1":
+            raise ConnectionError("it went away")
+        return generate.rollout()
+
+    found, _ = groups(Scripted(run), lambda r: says("x"))
+    assert [[r.score.failure for r in g.rollouts] for g in found] == [
+        ["ConnectionError: no environment"] * 2,
+        ["ConnectionError: it went away"] * 2,
+        [None] * 2,
+    ]
+    assert [g.rollouts[0].length for g in found] == [0, 2, 2]
+    metrics = {m.name: m.value for m in group_metrics(found)}
+    assert metrics["failed/ConnectionError"] == pytest.approx(2 / 3) and metrics["reward"] == 1.0
+    batch = GRPO(beta=0.0).prepare(pack_groups(found, 1.0), {})
+    assert batch.valid_N.tolist() == [False] * 4 + [True] * 2 and bool(np.isfinite(batch.weight_T.numpy()).all())
+
+    class Rates:
+        def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+            return [Score(0.5)] * len(rollouts)
+
+    rated = rate_groups(Rates(), found)
+    assert [g.rollouts[0].score.value for g in rated] == [None, None, 0.5], "a model does not score an episode that failed"
+
+
+@pytest.mark.parametrize("error", [UserError("give the option url"), GuardStop("a canary won")])
+def test_errors_that_end_the_run_do(error: Exception) -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        groups(Scripted(run), lambda r: says("x"))
+
+
+def test_what_is_no_rollout_is_named() -> None:
+    async def nothing(problem: Problem, generate: Generate) -> list[Rollout]:
+        await generate()
+        return []
+
+    found, _ = groups(Scripted(nothing), lambda r: says("x"), samples=1)
+    assert str(found[0].rollouts[0].score.failure).startswith("TypeError: run must return rollouts")
+
+
+def test_a_turn_beyond_the_context_ends_the_episode_which_is_scored() -> None:
+    class Small(ScriptedSampler):
+        def submit(self, requests: Sequence[Request]) -> None:
+            if requests[0].turn:
+                raise UserError("the model has 10 positions")
+            super().submit(requests)
+
+    async def catches(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        with pytest.raises(ContextFull, match="10 positions"):
+            await generate("b")
+        return generate.rollout(Score(0.25))
+
+    for run, score in ((two_turns, Score(1.0, outcome="context full")), (catches, Score(0.25))):
+        (group, *_) = rollout_groups(
+            Scripted(run), Small(lambda r: says("x")), DECODER, Scripted().problems("train"), 1, SAMPLING, 5
+        )
+        assert group.rollouts[0].score == score and group.rollouts[0].response == "x"
+
+
+def test_rollouts_may_come_scored_and_outcomes_are_kept() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        return generate.rollout(Score(0.3)) if problem.id == "p0" else generate.rollout(outcome="turn limit")
+
+    found, _ = groups(Scripted(run), lambda r: says("x"), samples=1)
+    assert [g.rollouts[0].score for g in found] == [Score(0.3)] + [Score(1.0, outcome="turn limit")] * 2
+
+
+def test_roles_are_groups_of_their_own() -> None:
+    async def run(problem: Problem, generate: Generate) -> list[Rollout]:
+        other = generate.session("critic")
+        await generate()
+        await other("c")
+        twice = [other.rollout(Score(0.0))] if problem.id == "p0" else []
+        return [generate.rollout(), *twice]
+
+    found, sampler = groups(Scripted(run), lambda r: says("x"))
+    sizes = [(g.problem.id, g.role, len(g.rollouts)) for g in found]
+    assert sizes == [("p0", "", 2), ("p0", "critic", 2), ("p1", "", 2), ("p2", "", 2)]
+    assert len({r.seed for r in sampler.requests}) == 12, "no two conversations draw the same random numbers"
+    assert {r.group for r in sampler.requests[6:]} == {3, 4, 5}, "equal prompts of one problem are prefilled once"
+
+
+@dataclass(frozen=True)
+class Compared(Scripted):
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
+        if problem.id == "p2":
+            return None
+        return [Score(float(len(responses) * 10 + n)) for n in range(len(responses) - (problem.id == "p1"))]
+
+
+def test_a_group_is_scored_together_when_it_is_complete() -> None:
+    found, _ = groups(Compared(), lambda r: says("x"))
+    assert [r.score.value for r in found[0].rollouts] == [20.0, 21.0]
+    assert found[1].rollouts[0].score.failure == "score_group returned 1 scores for 2 responses"
+    assert [r.score.value for r in found[2].rollouts] == [1.0, 1.0]
+
+
+def test_coroutine_rewards_of_a_step_run_at_once() -> None:
+    async def slow(problem: Problem, response: str) -> Score:
+        await asyncio.sleep(0.1)
+        return Score(0.5)
+
+    began, seconds = time.perf_counter(), Seconds()
+    found, _ = groups(Scripted(score_of=slow), lambda r: time.sleep(0.01) or says("x"), samples=8, seconds=seconds)
+    assert time.perf_counter() - began < 1.2, "24 scores of 0.1 s, one after the other, are 2.4 s"
+    assert all(r.score == Score(0.5) for g in found for r in g.rollouts)
+    assert seconds.generate >= 0.24 and seconds.overlapped > 0.5 and 0.05 < seconds.score < 0.5
+    assert {m.name for m in seconds.metrics()} == {"seconds/generate", "seconds/score", "seconds/overlapped"}
+
+
+def test_a_reward_may_run_an_event_loop_of_its_own() -> None:
+    async def inner() -> float:
+        return 0.25
+
+    found, _ = groups(Scripted(score_of=lambda p, r: asyncio.run(inner())), lambda r: says("x"), samples=1)
+    assert [g.rollouts[0].score for g in found] == [Score(0.25)] * 3
+
+    async def notebook() -> list[Group]:
+        return groups(Scripted(), lambda r: says("x"))[0]
+
+    assert len(asyncio.run(notebook())) == 3, "and episodes may be run from within one"
+
+
+@dataclass(frozen=True)
+class Isolated(Scripted):
+    isolated = True  # type: ignore[assignment]
+
+
+def test_isolated_scores_overlap_with_generation_and_need_a_pool() -> None:
+    task = Isolated(score_of=lambda p, r: time.sleep(0.1) or Score(float(len(r))))
+    with pytest.raises(UserError, match="give rollout_groups a WorkerPool"):
+        groups(task, lambda r: says("x"))
+    with WorkerPool([task], 2) as workers:
+        groups(task, lambda r: says("x"), samples=1, workers=workers)  # they are started
+        seconds = Seconds()
+        found, _ = groups(task, lambda r: time.sleep(0.1) or says("x" * (1 + r.session)), workers=workers, seconds=seconds)
+    assert [r.score.value for g in found for r in g.rollouts] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert seconds.generate >= 0.6 and seconds.overlapped > 0.3 and seconds.score < 0.3
+
+
+def test_a_step_that_stops_cancels_what_is_being_generated() -> None:
+    cancelled: list[int] = []
+
+    class Sampler(ScriptedSampler):
+        def cancel(self, sessions: Any) -> None:
+            cancelled.extend(sessions)
+            super().cancel(sessions)
+
+    def score(problem: Problem, response: str) -> Score:
+        raise UserError("stop")
+
+    task = Scripted(score_of=score)
+    sampler = Sampler(lambda r: says("x"))
+    with pytest.raises(UserError, match="stop"):
+        rollout_groups(task, sampler, DECODER, task.problems("train"), 20, SAMPLING, 5)
+    assert not sampler.waiting and len(cancelled) > 40
