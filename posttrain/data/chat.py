@@ -63,17 +63,15 @@ def render_turn(
     """
     given = [replace(m, content=_broken_up(tokenizer, m.content)) for m in given]
     before = history or [Message("user", ".")]
-    text = _render(tokenizer, [*before, Message("assistant", REPLY), *given], where, True, None)
+    whole = [*before, Message("assistant", REPLY), *given]
+    text = _Template(tokenizer, where, None).render(whole, generation_prompt=True)
     after = text.rpartition(REPLY)[2]
     require(
         text.count(REPLY) == 1,
         f"{where}: the chat template does not show an assistant's turn as it is, so it cannot be continued",
     )
-    closing = "" if stop is None else str(tokenizer.decode([stop]))
-    if not closing or not after.startswith(closing):
-        return tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
-    # with the control token before it, so that a tokenizer adds no space at the beginning
-    return tuple(tokenizer(after, add_special_tokens=False)["input_ids"][1:])
+    ids = tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
+    return ids[1:] if ids[:1] == (stop,) else ids
 
 
 def _broken_up(tokenizer: Tokenizer, text: str) -> str:

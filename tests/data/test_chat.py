@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, FORGETFUL, byte_level, characters
 
-from posttrain.data.chat import render_example, render_prompt
+from posttrain.data.chat import render_example, render_prompt, render_turn
 from posttrain.errors import UserError
 from posttrain.types import Example, Message
 
@@ -49,6 +49,26 @@ def test_turns_that_were_given_carry_none(template: str) -> None:
     assert trained(tokenizer, render_example(tokenizer, TALK, given=4)) == ["naïve 👩‍🚀<|im_end|>"]
     with pytest.raises(UserError, match="no assistant turn"):
         render_example(tokenizer, TALK, given=5)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS, FORGETFUL])
+def test_a_later_turn_continues_the_ids_that_were_sampled(template: str) -> None:
+    """The line break after the end of a turn, which is never sampled, is given; what a template forgets of a turn is not."""
+    tokenizer = byte_level(template)
+    end = tokenizer.eos_token_id
+    prompt, reply = render_prompt(tokenizer, TALK[:2]), "<think>x</think>hello world"
+    sampled = [*tokenizer(reply, add_special_tokens=False)["input_ids"], end]
+    text = tokenizer.decode([*prompt, *sampled, *render_turn(tokenizer, TALK[:2], TALK[3:4], end)])
+    written = f"<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>"
+    assert text == f"{written}\n<|im_start|>user\n你好 🙂<|im_end|>\n<|im_start|>assistant\n"
+    cut = render_turn(tokenizer, TALK[:2], TALK[3:4], None)
+    assert cut == (end, *render_turn(tokenizer, TALK[:2], TALK[3:4], end)), "a turn that was cut off is closed"
+
+
+def test_a_template_that_hides_the_last_turn_cannot_be_continued() -> None:
+    tokenizer = byte_level(CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else '...' }}"))
+    with pytest.raises(UserError, match="cannot be continued"):
+        render_turn(tokenizer, TALK[:2], TALK[3:4], None)
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS])
