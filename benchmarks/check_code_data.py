@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from posttrain.tasks._code_data import CodeProblem, fenced, humaneval, mbpp
 from posttrain.rewards.code import grade
 from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.limits import Limits
+from posttrain.tasks._code_data import CodeProblem, fenced, humaneval, mbpp
 
 STUBS = ("None", "0", "''", "[]", "True", "False")
 SETS = {"humaneval.jsonl": humaneval, "mbpp-sanitized.json": mbpp}

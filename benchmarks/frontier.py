@@ -100,7 +100,7 @@ def online(root: Path, folder: Path, algorithm: Any, steps: int, seed: int) -> l
         name="rl", model=place(root, "base"), task=Reviews(), steps=steps, prompts=128 // algorithm.group_size,
         algorithm=algorithm, sampling=Sampling(120), reward=RewardModels(models=(place(root, "reward"),)),
         optimizer=Optimization(lr=3e-4, warmup=10),
-        critic_optimizer=Optimization(lr=1e-3) if "value" in algorithm.needs else None,
+        critic_optimizer=Optimization(lr=1e-3) if "critic" in algorithm.roles else None,
         evaluate_every=max(1, steps // 10), evaluate_problems=0, measure_problems=MEASURED,
         checkpoint_every=10**6, rollouts_every=10**6,
     )  # fmt: skip

@@ -116,7 +116,7 @@ def one_run(folder: str, case: Case, seed: int) -> dict[str, Any]:
         reward=RewardModels(models=rewards) if rewards else TaskReward(), watch_kl=True,
         evaluate_every=SELDOM if case.control else EVERY, checkpoint_every=10**6,
         rollouts_every=5 if case.control else 1,
-        critic_optimizer=Optimization(lr=1e-3) if "value" in case.algorithm.needs else None,
+        critic_optimizer=Optimization(lr=1e-3) if "critic" in case.algorithm.roles else None,
     )  # fmt: skip
     name = "".join(letter if letter.isalnum() else "_" for letter in case.name)
     place = Path(folder) / f"{name}-{seed}"

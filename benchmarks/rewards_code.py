@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.tasks._code_data import fenced
 from posttrain.rewards.code import CallTest, CheckTest, StdioTest, Test, grade
 from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.mechanisms import interpreter
+from posttrain.tasks._code_data import fenced
 
 PROGRAM = fenced("def double(n):\n    return 2 * n\n\n\nif __name__ == '__main__':\n    print(double(int(input())))\n")
 TESTS: dict[str, list[Test]] = {

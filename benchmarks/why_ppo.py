@@ -70,7 +70,7 @@ class PolicyGradient(PPO):
 
     def policy_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
         terms, metrics = super().policy_terms(outputs, batch)
-        assert batch.advantage_T is not None and batch.weight_T is not None
+
         plain_T = -batch.advantage_T * outputs.logprob_T.where(batch.mask_T, 0.0)
         return [Term("policy", plain_T, batch.weight_T), *terms[1:]], metrics
 

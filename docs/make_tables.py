@@ -51,34 +51,30 @@ class Facts:
 
     @property
     def family(self) -> str:
-        if self.kind.trains == "scorer":
-            return "Reward models"
-        if not self.kind.online:
-            return "From preferences" if "reward_N" in self.source or self.kind.unit == "pair" else "From demonstrations"
-        if self.kind.unit == "pair":
-            return "From preferences"
-        return "Policy gradients" if "advantage_T" in self.source else "From the best samples"
+        if self.kind.learns_from == "rollouts" and self.kind.unit == "sequence":
+            return "Policy gradients" if "advantage_T" in self.source else "From the best samples"
+        families = {"demonstrations": "From demonstrations", "rankings": "Reward models", "step_labels": "Reward models"}
+        return families.get(self.kind.learns_from, "From preferences")
 
     @property
     def critic(self) -> str:
-        return "yes" if "value" in self.default.needs else "no"
+        return "yes" if "critic" in self.default.roles else "no"
 
     @property
     def reward(self) -> str:
-        if self.kind.online:
+        if self.kind.learns_from == "rollouts":
             pairs = self.kind.unit == "pair"
             return "any reward, turned into pairs" if pairs else "any: task, verifier, reward model, judge"
-        if self.kind.trains == "scorer":
-            return "rankings and pairs" if self.kind.unit == "ranking" else "labels of steps"
-        if self.kind.unit == "pair":
-            return "pairs"
-        return "good or bad, one by one" if "reward_N" in self.source else "none: demonstrations"
+        return {
+            "rankings": "rankings and pairs", "step_labels": "labels of steps", "pairs": "pairs",
+            "labels": "good or bad, one by one", "demonstrations": "none: demonstrations",
+        }[self.kind.learns_from]  # fmt: skip
 
     @property
     def explores(self) -> str:
         if self.kind.trains == "scorer":
             return "neither: it judges"
-        if not self.kind.online:
+        if self.kind.learns_from != "rollouts":
             return "re-weights given responses"
         return "explores, and keeps the best" if self.family == "From the best samples" else "explores"
 
@@ -88,10 +84,10 @@ class Facts:
         inner = getattr(self.default, "loss", self.default)
         names = [f.name for f in fields(inner)] if is_dataclass(inner) else []
         strength = next((n for n in ("beta", "tau") if n in names), "")
-        if "reference" in self.default.needs:
+        if "reference" in self.default.roles:
             place = (
                 "in the loss"
-                if not self.kind.online or self.kind.unit == "pair"
+                if self.kind.learns_from != "rollouts" or self.kind.unit == "pair"
                 else f"in the {getattr(inner, 'kl_in', 'reward')}"
             )
             return f"{strength} = {getattr(inner, strength):g} {place}"
@@ -101,8 +97,8 @@ class Facts:
     def models(self) -> str:
         """Besides what scores: a reward model, where it is the reward, is one more."""
         first = "reward model" if self.kind.trains == "scorer" else "policy"
-        names = [first, *(n for n in ("reference", "value") if n in self.default.needs)]
-        more = f"; {len(names) + 1} with a reward model" if self.kind.online else ""
+        names = [first, *(n for n in ("reference", "critic") if n in self.default.roles)]
+        more = f"; {len(names) + 1} with a reward model" if self.kind.learns_from == "rollouts" else ""
         return f"{len(names)}: {', '.join(names)}{more}"
 
     @property
@@ -125,7 +121,7 @@ class Facts:
 
 def can_anchor(kind: type[Algorithm]) -> bool:
     """Whether some beta makes the algorithm ask for a reference."""
-    return any(f.name == "beta" for f in fields(kind)) and "reference" in kind(beta=0.1).needs  # type: ignore[call-arg]
+    return any(f.name == "beta" for f in fields(kind)) and "reference" in kind(beta=0.1).roles  # type: ignore[call-arg]
 
 
 def all_facts() -> list[Facts]:
@@ -175,7 +171,8 @@ def algorithms_page() -> str:
     heads[4:6] = ["on- or offline", "explores or re-weights"]
     for family in FAMILIES:
         rows = [
-            [f"[{f.name}](../{entries[f.name].file})", f.kind.paper, f.critic, f.reward, "online" if f.kind.online else "offline",
+            [f"[{f.name}](../{entries[f.name].file})", f.kind.paper, f.critic, f.reward,
+             "online" if f.kind.learns_from == "rollouts" else "offline",
              f.explores, f.anchor, f.models, f.use]
             for f in found if f.family == family
         ]  # fmt: skip
@@ -244,7 +241,7 @@ def with_advantages(facts: Facts) -> str:
 
 
 def with_a_reward(facts: Facts) -> str:
-    return "" if facts.kind.online else "no rollouts, no rewards"
+    return "" if facts.kind.learns_from == "rollouts" else "no rollouts, no rewards"
 
 
 def with_a_sign(facts: Facts) -> str:

@@ -66,13 +66,20 @@ class Examples:
             weights, [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)], seed
         )
 
+    @property
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        return ()
+
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        batch = self.draw(together=algorithm.unit != "sequence")
+        return Collected(batch, metrics=(Metric("length", batch.tokens, batch.sequences),))
+
+    def draw(self, together: bool) -> Batch:
+        """The next batch; with `together` the examples of an item are not cut apart."""
         drawn = [self.sets[source][index] for source, index in self.mixture.take(self.batch)]
         units = [item if isinstance(item, tuple) else (item,) for item in drawn]
-        batch = pack_examples(
-            [replace(e, unit=n) for n, unit in enumerate(units) for e in unit], self.device
-        )
-        return Collected(batch, metrics=(Metric("length", batch.tokens, batch.sequences),))
+        examples = [replace(e, unit=n) for n, unit in enumerate(units) for e in unit]
+        return pack_examples(examples, self.device, together)
 
     def observe(self, groups: Sequence[Group]) -> None:
         pass
@@ -112,6 +119,10 @@ class Rollouts:
         for text in task.ready():
             self.events.emit("message", text)
 
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        return () if self.rating is None else self.rating.models
+
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         """Draw, sample, score; let the algorithm select, and ask again while it wants more."""
         seconds = Seconds()
@@ -143,18 +154,11 @@ class Rollouts:
             wanted = min(selection.refill, self.prompts - kept)
             if wanted <= 0 or time.monotonic() - began > MAX_SECONDS:
                 break
-        together = algorithm.unit in ("pair", "ranking")
-        batch = pack_groups(
-            selection.groups or groups[:1], self.sampling.temperature, self.device, together
-        )
-        if (
-            not selection.groups
-        ):  # nothing to learn from: a step in which nothing is valid has no loss and is skipped
-            batch = batch.replace(valid_N=torch.zeros_like(batch.valid_N))
+        together = algorithm.unit != "sequence"
+        batch = pack_groups(selection.groups, self.sampling.temperature, self.device, together)
+        numbers = places(groups, selection.groups)
         batch = batch.replace(
-            rollout_N=torch.tensor(
-                places(groups, selection.groups or groups[:1]), device=self.device
-            )
+            rollout_N=torch.tensor(numbers, dtype=torch.int64, device=self.device)
         )
         metrics = (
             *selection.metrics,
@@ -176,11 +180,10 @@ class Rollouts:
             and any(r.score.steps for g in groups for r in g.rollouts)
         ):
             self.reported.add("steps")
-            advice = "set" if hasattr(algorithm, "supervision") else "use grpo, gspo or ppo with"
             self.events.emit(
                 "message",
                 f"the reward scores steps, and {algorithm.name} learns from the score of the whole response "
-                f"alone; {advice} supervision=process to learn from the steps",
+                "alone; supervision=process of grpo, gspo and ppo learns from the steps",
                 "warning",
             )
 

@@ -13,13 +13,11 @@ import numpy as np
 import torch
 
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.algorithms.sft import SFT
 from posttrain.collect import Collected
 from posttrain.engine.random import derive
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.monitor.monitor import StageMonitor
 from posttrain.monitor.rules import MonitorSettings
-from posttrain.ops.kl import kl_estimate
 from posttrain.runs.console import Console
 from posttrain.runs.layout import TokenArrays
 from posttrain.runs.metrics import Best, best_score, merge
@@ -45,6 +43,11 @@ class Source(Protocol):
     def state(self) -> JSON: ...
 
     def restore(self, state: JSON) -> None: ...
+
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The frozen models that score, for a checkpoint to name them by their weights."""
+        ...
 
 
 @dataclass
@@ -87,7 +90,6 @@ class Loop:
     trackers: Trackers | None = None
     sampler: Sampler | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
-    pretraining: Source | None = None  # text that is mixed into every optimizer step
     release: Callable[[], None] | None = (
         None  # called between sampling and learning: gives the sampler's cache back
     )
@@ -168,12 +170,13 @@ class Loop:
             is_due(self.step + 1, self.schedule.rollouts_every)
             or self.step + 1 in (1, self.schedule.steps)
         )
-        filled = trainer.fill(collected.batch, watch=shown)
-        if filled.reference_T is not None and "reference" not in algorithm.needs:
-            metrics.append(watched_kl(filled))
+        filled = trainer.fill(collected.batch, shown)
+        metrics += trainer.role_metrics(filled)
         rate = trainer.settings.rate(self.step, self.schedule.steps)
         trained: list[Batch] = []  # the first pass, as it was prepared
-        if usable and self.learn(filled, rate, collected.groups, metrics, trained):
+        if not filled.sequences:  # nothing was selected
+            metrics.append(Metric("skipped", 1, None))
+        elif usable and self.learn(filled, rate, collected.groups, metrics, trained):
             monitor.check_coefficients(self.step + 1, filled, self.state, collected.groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
@@ -201,14 +204,16 @@ class Loop:
         """Prepare and update, once or more on the same rollout; figures are added to `metrics`, what the first pass trains with to
         `trained`. False: an update was not made, because it was not finite."""
         algorithm, moved = self.trainer.algorithm, False
-        epochs, pieces = algorithm.reuse
-        for epoch in range(epochs):
-            for piece in mini_batches(filled, pieces, derive(self.seed, self.step, epoch)):
+        reuse = algorithm.reuse
+        for epoch in range(reuse.epochs):
+            for piece in mini_batches(
+                filled, reuse.mini_batches, derive(self.seed, self.step, epoch)
+            ):
                 prepared = algorithm.prepare(piece, self.state)
                 if epoch == 0:  # with the mask of all that was sampled
                     trained.append(prepared.replace(mask_T=piece.mask_T))
                 try:
-                    update = self.trainer.update(prepared, rate, self.pretraining_batch())
+                    update = self.trainer.update(prepared, rate)
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
                     self.stage_monitor.broken(self.step + 1, error, prepared, groups)
@@ -218,28 +223,16 @@ class Loop:
                     Metric("grad_norm", update.grad_norm, 1),
                     Metric("updates", int(update.moved), None),
                 ]
-                if not moved and algorithm.reuse != (
-                    1,
-                    1,
-                ):  # later ones are meant to differ from what sampled
+                if not (moved or reuse.once):  # later ones are meant to differ from what sampled
                     metrics += [
                         replace(m, name=m.name.replace("mismatch", "mismatch/start"))
                         for m in update.metrics
                         if m.name.startswith("mismatch")
                     ]
                 moved = moved or update.moved
-                if algorithm.reuse != (1, 1) and algorithm.stop_reuse(update.metrics):
+                if not reuse.once and reuse.stop(update.metrics):
                     return True
         return True
-
-    def pretraining_batch(self) -> tuple[Algorithm, Batch] | None:
-        """Pretraining text for one optimizer step, weighed by the algorithm's coefficient."""
-        if self.pretraining is None:
-            return None
-        plain = SFT()
-        batch = plain.prepare(self.pretraining.collect(self.step, plain, {}).batch, {})
-        assert batch.weight_T is not None
-        return plain, batch.replace(weight_T=self.trainer.algorithm.pretraining * batch.weight_T)
 
     def measure(self) -> dict[str, float]:
         """Held-out figures, where they can be taken; the best score is remembered with its step."""
@@ -263,11 +256,10 @@ class Loop:
         turns = any(r.turns > 1 for r in rollouts)
         found: dict[int, dict[str, np.ndarray]] = {}  # by the rollout's number
         for batch in trained:
-            host = {
-                name: tensor.cpu().numpy() for name, tensor in token_figures(batch, turns).items()
-            }
-            numbers = [] if batch.rollout_N is None else batch.rollout_N.tolist()
-            for number, (start, end) in zip(numbers, pairwise(batch.starts), strict=False):
+            host = {name: t.cpu().numpy() for name, t in self.token_arrays(batch, turns).items()}
+            for number, (start, end) in zip(
+                batch.rollout_N.tolist(), pairwise(batch.starts), strict=True
+            ):
                 found[number] = {name: array[start:end] for name, array in host.items()}
         if not found:
             self.writer.rollouts(self.stage, self.step, rollouts)
@@ -285,6 +277,20 @@ class Loop:
             self.stage, self.step, rollouts, advantages, TokenArrays(starts, joined)
         )
 
+    def token_arrays(self, batch: Batch, turns: bool) -> dict[str, torch.Tensor]:
+        """What is kept of each token of a prepared step, which may have several `turns`: [T] each."""
+        nothing_T = torch.zeros_like(batch.behaviour_T)
+        arrays = {
+            "ids": batch.ids_T,
+            "logprob": batch.behaviour_T,
+            "advantage": batch.columns.get("advantage_T", nothing_T),
+        }
+        if turns:  # then what was sampled is not all that follows the prompt
+            arrays["sampled"] = batch.mask_T
+        for role in self.trainer.roles:
+            arrays |= role.token_arrays(batch)
+        return arrays
+
     def save(self) -> None:
         """Write everything that a resumed run needs to be the same run."""
         generators = {"cpu": torch.get_rng_state().numpy().tobytes().hex()}
@@ -294,7 +300,7 @@ class Loop:
             "stage": self.stage,
             "algorithm": self.state,
             "source": self.source.state(),
-            "pretraining": None if self.pretraining is None else self.pretraining.state(),
+            **{role.name: s for role in self.trainer.roles if (s := role.state()) is not None},
             "generators": generators,
             "elapsed": self.elapsed,
             "frozen": self.frozen(),
@@ -309,10 +315,10 @@ class Loop:
     def frozen(self) -> dict[str, JSON]:
         """Who the models are that do not learn, by their weights; worked out once."""
         if self.identities is None:
-            reference, rating = self.trainer.reference, getattr(self.source, "rating", None)
+            models = {role.name: role.frozen for role in self.trainer.roles}
             self.identities = {
-                "reference": None if reference is None else checkpoint.identity(reference.model),
-                "reward": [checkpoint.identity(model) for model in getattr(rating, "models", ())],
+                "reward": [checkpoint.identity(model) for model in self.source.models],
+                **{who: checkpoint.identity(m) for who, m in models.items() if m is not None},
             }
         return self.identities
 
@@ -361,8 +367,8 @@ class Loop:
             Best(**saved.state["best"]) if saved.state.get("best") else None
         )  # older checkpoints have none
         self.stage_monitor.restore(saved.state)
-        if self.pretraining is not None:
-            self.pretraining.restore(saved.state["pretraining"])
+        for role in self.trainer.roles:
+            role.restore(saved.state.get(role.name))  # older checkpoints have those with a state
         if self.sampler is not None:
             self.sampler.publish(self.step)
         torch.set_rng_state(_generator(saved.state["generators"]["cpu"]))
@@ -373,33 +379,6 @@ class Loop:
 def is_due(step: int, every: int) -> bool:
     """Whether something that is done every so many steps (0: never) is done at this one."""
     return every > 0 and step % every == 0
-
-
-def watched_kl(batch: Batch) -> Metric:
-    """KL from the reference over the sampled tokens, for the eye alone: no term of the loss uses it."""
-    assert batch.reference_T is not None
-    kl_T = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
-    return Metric("kl", kl_T.sum(), batch.mask_T.sum())
-
-
-def token_figures(batch: Batch, turns: bool) -> dict[str, torch.Tensor]:
-    """What is kept of each token of a prepared step, which may have several `turns`: [T] each."""
-    figures = {
-        "ids": batch.ids_T,
-        "logprob": batch.behaviour_T,
-        "advantage": torch.zeros_like(batch.behaviour_T)
-        if batch.advantage_T is None
-        else batch.advantage_T,
-    }
-    if turns:  # then what was sampled is not all that follows the prompt
-        figures["sampled"] = batch.mask_T
-    if batch.value_T is not None:
-        figures["value"] = batch.value_T
-    if batch.reference_T is not None:
-        figures["kl"] = kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(
-            batch.mask_T, 0.0
-        )
-    return figures
 
 
 def _generator(text: str) -> torch.Tensor:

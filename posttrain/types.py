@@ -7,7 +7,7 @@ aligned with their token: `logprob_T[t]` is log p(ids[t] | ids[<t]), and the fir
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from posttrain.errors import Count, NotNegative, Range, Whole, check_fields, req
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 UNSCORED = "unscored"
 JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
@@ -330,6 +331,11 @@ class Rating(Protocol):
         """One score for each rollout. The score a rollout already has is its task's own."""
         ...
 
+    @property
+    def models(self) -> Sequence[Module]:
+        """The frozen networks, for a checkpoint to name them by their weights."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
@@ -345,9 +351,41 @@ class Example:
     )
 
 
+class _Columns:
+    """Named tensors as attributes: one per token ([T], names end in _T) or per sequence ([N], names end in _N)."""
+
+    __slots__ = ()
+    columns: Mapping[str, Tensor]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.endswith(("_T", "_N")) and name in self.columns:
+            return self.columns[name]
+        raise AttributeError(
+            f"the {type(self).__name__} has no column {name}: no role of the algorithm and no method before this one "
+            f"filled it; there are {', '.join(sorted(self.columns)) or 'none'}"
+            if name.endswith(("_T", "_N"))
+            else f"{type(self).__name__} has no attribute {name}"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """N sequences laid end to end without padding: all the tokens of an optimizer step, or of one micro-batch of it."""
+class Batch(_Columns):
+    """N sequences laid end to end without padding: all the tokens of an optimizer step, or of one micro-batch of it.
+
+    Besides its fields it has `columns`, which are read as attributes and set by `replace`; packing, cutting and gathering treat all of
+    them alike, and to read one that nobody filled is an error. Those in use:
+
+    rollout_N    int64: which of the step's rollouts the sequence is, all groups counted in order
+    step_T       float32: the reward or label of the step that ends at this token; NaN elsewhere
+    reference_T  log-prob under the frozen reference
+    value_T      the critic's value before the step
+    proximal_T   log-prob under the policy at the start of the step
+    advantage_T, return_T
+    weight_T     the reduction: the loss is a plain sum of weight * loss
+    weight_N     the same for losses per sequence or per unit
+    version_T    int32: the version of the weights that sampled the token; -1 where not sampled
+    baseline_N   what a sequence's own figure is compared with
+    """
 
     ids_T: Tensor  # int64
     starts: tuple[int, ...]  # N+1 offsets into T
@@ -360,23 +398,11 @@ class Batch:
     unit_N: tuple[int, ...]  # non-decreasing; a micro-batch is cut only where it changes
     truncated_N: Tensor  # bool: the response ended at the length limit
     temperature: float = 1.0
-    rollout_N: Tensor | None = (
-        None  # int64: which of the step's rollouts the sequence is, all groups counted in order
-    )
-    step_T: Tensor | None = (
-        None  # float32: the reward or label of the step that ends at this token; NaN elsewhere
-    )
-    reference_T: Tensor | None = None
-    value_T: Tensor | None = None
-    proximal_T: Tensor | None = None  # log-prob under the policy at the start of the step
-    advantage_T: Tensor | None = None
-    return_T: Tensor | None = None
-    version_T: Tensor | None = (
-        None  # int32: the version of the weights that sampled the token; -1 where not sampled
-    )
-    weight_T: Tensor | None = None  # the reduction: the loss is a plain sum of weight * loss
-    weight_N: Tensor | None = None  # the same for losses per sequence or per unit
-    baseline_N: Tensor | None = None  # what a sequence's own figure is compared with
+    resting: frozenset[str] = frozenset()  # learners that this step leaves as they are, by name
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    # host copies, so that a micro-batch can be laid out while the device is still at work on the one before
+    ids: np.ndarray | None = None  # of ids_T
+    mask: np.ndarray | None = None  # of mask_T; `replace` drops it with the mask that it was of
 
     @property
     def sequences(self) -> int:
@@ -387,17 +413,66 @@ class Batch:
         return self.starts[-1]
 
     def replace(self, **changes: Any) -> Batch:
-        return replace(self, **changes)
+        """The batch with other fields or columns; None removes a column."""
+        own = {name: changes.pop(name) for name in list(changes) if name in _BATCH_FIELDS}
+        if "mask_T" in own:
+            own.setdefault("mask", None)
+        if changes:
+            columns = {**self.columns, **own.get("columns", {}), **changes}
+            own["columns"] = {name: c for name, c in columns.items() if c is not None}
+        return replace(self, **own)
+
+
+_BATCH_FIELDS = frozenset(f.name for f in fields(Batch))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outputs:
-    """What the forward pass gives an algorithm, aligned with the batch's tokens."""
+class Prediction:
+    """Hidden states that predict the M loss tokens of a batch, and the head that makes logits of them: what a divergence over the
+    whole vocabulary is computed from in chunks, because [M, V] is too large."""
 
-    logprob_T: Tensor  # float32, log p of the token at the batch's temperature
-    entropy_T: Tensor  # float32, of the distribution the token was drawn from
-    value_T: Tensor | None = None  # the critic's value of the state in which the token was chosen
-    score_T: Tensor | None = None  # a reward model's score of everything up to and with the token
+    at_M: Tensor  # int64: where in the batch's tokens the loss tokens are
+    hidden_MH: Tensor
+    head: Any  # ops.logprobs.Head
+
+
+class Outputs(_Columns):
+    """What the forward passes give an algorithm, as columns aligned with the batch's tokens; to read one that is not there is an error.
+
+    logprob_T  float32, log p of the token at the batch's temperature, where a policy learns
+    entropy_T  float32, of the distribution the token was drawn from
+    value_T    the critic's value of the state in which the token was chosen
+    score_T    a scorer's number for everything up to and with the token
+    """
+
+    __slots__ = ("columns", "predictions")
+
+    def __init__(
+        self,
+        logprob_T: Tensor | None = None,
+        entropy_T: Tensor | None = None,
+        predictions: Mapping[str, Prediction] | None = None,
+        **columns: Tensor | None,
+    ):
+        given = {"logprob_T": logprob_T, "entropy_T": entropy_T, **columns}
+        self.columns = {name: c for name, c in given.items() if c is not None}
+        self.predictions = dict(predictions or {})  # by who makes them: `policy`, or a role
+
+    def join(self, other: Outputs) -> Outputs:
+        """These outputs with those of another pass over the same tokens."""
+        return self.replaced({**self.columns, **other.columns}, other.predictions)
+
+    def take(self, start: int, end: int) -> Outputs:
+        """The columns of some of the tokens."""
+        return self.replaced({name: column[start:end] for name, column in self.columns.items()})
+
+    def replaced(
+        self, columns: Mapping[str, Tensor], predictions: Mapping[str, Prediction] | None = None
+    ) -> Outputs:
+        """Outputs with other columns, and further predictions."""
+        made = Outputs(predictions={**self.predictions, **(predictions or {})})
+        made.columns = dict(columns)
+        return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -441,7 +516,8 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """The groups a step will train on, and how many more are wanted before it can start."""
+    """The groups a step will train on, and how many more are wanted before it can start. With no groups there is nothing to learn
+    from, and the loop leaves the step out."""
 
     groups: tuple[Group, ...]
     refill: int = 0

@@ -48,7 +48,7 @@ def train(
     """The loop in small: sample, select, fill, prepare, update, finish. Returns the algorithm's last State."""
     engine = Engine(policy)
     trainer = trainer_for(algorithm, policy, Optimization(lr=lr), shared_policy(1, torch.float32))
-    state, (epochs, pieces) = algorithm.start(), algorithm.reuse
+    state, (epochs, pieces) = algorithm.start(), (algorithm.reuse.epochs, algorithm.reuse.mini_batches)
     for step in range(steps):
         chances = [1_000_000 * seed + 1000 * step + i for i in range(len(PROMPTS))]
         requests = [Prompt(p, algorithm.group_size, c, Sampling(1)) for p, c in zip(PROMPTS, chances, strict=True)]

@@ -15,11 +15,17 @@ from torch import Tensor, nn
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
+from posttrain.collect import Examples
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import Scorer, from_policy
-from posttrain.train.forward import forward, values
+from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples, pack_groups, with_loss
+from posttrain.train.roles.base import Role
+from posttrain.train.roles.critic import Critic, values
+from posttrain.train.roles.pretraining import Pretraining
+from posttrain.train.roles.proximal import Proximal
+from posttrain.train.roles.reference import Reference
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Example, Group, Problem, Rollout, Score, Segment
 
@@ -85,7 +91,7 @@ IMITATING = {"best_of_n", "raft"}  # online, but they learn the samples they kee
 ONLINE = [
     case
     for case in CASES
-    if case.values[0].online and case.values[0].unit == "sequence" and catalogue.name_of(case.values[0]) not in IMITATING
+    if (one := case.values[0]).learns_from == "rollouts" and one.unit == "sequence" and catalogue.name_of(one) not in IMITATING
 ]  # those with advantages
 POLICIES = [case for case in CASES if case.values[0].trains == "policy"]  # those with log-probs
 
@@ -172,21 +178,21 @@ def material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
 def make_material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
     """A step that the algorithm can prepare: ragged, with an observation in the middle of one rollout, a rollout that could not
     be scored and a group in which all rewards are equal; what the algorithm needs of others is filled in."""
-    strange = algorithm.needs - {"reference", "value", "proximal", "pretraining"}
+    strange = algorithm.roles - {"reference", "critic", "proximal", "pretraining"}
     assert not strange, f"teach material_for_tests.material to provide {sorted(strange)}"
     generator = np.random.default_rng(seed)
-    batch = _online(generator, algorithm) if algorithm.online else _offline(generator, algorithm.unit)
+    batch = _online(generator, algorithm) if algorithm.learns_from == "rollouts" else _offline(generator, algorithm.unit)
     with torch.no_grad():
-        if algorithm.online:
+        if algorithm.learns_from == "rollouts":
             logprob_T = forward(shared_policy(), batch).logprob_T
             shift_T = torch.from_numpy(generator.normal(0, noise, batch.tokens)) if noise else torch.zeros(batch.tokens)
             batch = batch.replace(behaviour_T=(logprob_T + shift_T).where(batch.mask_T, 0.0))
-        if "reference" in algorithm.needs:
+        if "reference" in algorithm.roles:
             batch = batch.replace(reference_T=forward(shared_policy(1), batch).logprob_T)
-        if "value" in algorithm.needs:
+        if "critic" in algorithm.roles:
             shift_T = torch.from_numpy(generator.normal(0, noise, batch.tokens))
             batch = batch.replace(value_T=(values(shared_scorer(), batch) + shift_T).where(batch.mask_T, 0.0))
-        if "proximal" in algorithm.needs:
+        if "proximal" in algorithm.roles:
             shift_T = torch.from_numpy(generator.normal(0, noise / 3, batch.tokens))
             logprob_T = forward(shared_policy(), batch).logprob_T
             batch = batch.replace(proximal_T=(logprob_T + shift_T).where(batch.mask_T, 0.0))
@@ -212,7 +218,7 @@ def _online(generator: np.random.Generator, algorithm: Algorithm) -> Batch:
                 parts += [segment(_ids(generator, 3), False), segment(_ids(generator, 4), True)]
             members.append(rollout(parts, value, f"p{number}", sample))
         groups.append(group(members, f"p{number}"))
-    together = algorithm.unit in ("pair", "ranking")  # then what is trained on is what the algorithm selects, kept together
+    together = algorithm.unit != "sequence"  # then what is trained on is what the algorithm selects, kept together
     batch = pack_groups(algorithm.select(groups, algorithm.start()).groups if together else groups, 0.7, together=together)
     return batch.replace(step_T=_steps(generator, batch), truncated_N=torch.arange(batch.sequences) % 5 == 1)
 
@@ -249,7 +255,7 @@ def gradients(
     """The loss of a prepared step and its gradient by parameter name, as the trainer adds them up. An algorithm that trains a
     scorer gets one on the policy's body; one with a critic, a fixed one beside it."""
     trainer = shared_trainer(algorithm) if policy is None else trainer_for(algorithm, policy, Optimization())
-    trained = [m.model for m in (trainer.policy, trainer.critic) if m is not None]
+    trained = [learner.network.model for learner in trainer.learners]
     for model in trained:
         model.zero_grad()
     whole = with_loss(prepared) if dropped else prepared
@@ -266,10 +272,28 @@ def gradients(
 
 
 def trainer_for(algorithm: Algorithm, policy: Policy, settings: Optimization, reference: Policy | None = None) -> Trainer:
-    """A trainer with everyone on stage that the algorithm needs."""
+    """A trainer with the roles that the algorithm asks for; the reference only where it is given."""
     learner = from_policy(policy, zero=False) if algorithm.trains == "scorer" else policy
-    critic = from_policy(policy, zero=False, seed=1) if "value" in algorithm.needs else None
-    return Trainer(learner, algorithm, settings, reference, critic)
+    return Trainer(learner, algorithm, settings, roles_for(algorithm, policy, settings, reference))
+
+
+def roles_for(
+    algorithm: Algorithm,
+    policy: Policy,
+    settings: Optimization,
+    reference: Policy | None = None,
+    text: Sequence[Example] = (),
+) -> list[Role]:
+    """A critic on the policy's body with a head at random, the proximal policy, `reference` and `text` where there are any."""
+    made: list[Role] = [] if reference is None else [Reference(reference, watched="reference" not in algorithm.roles)]
+    if "critic" in algorithm.roles:
+        made.append(Critic(from_policy(policy, zero=False, seed=1), settings))
+    if "proximal" in algorithm.roles:
+        made.append(Proximal(policy))
+    if text:
+        source = Examples([list(text)], [1.0], len(text), 0, torch.device("cpu"))
+        made.append(Pretraining(source, algorithm.additions["pretraining"]))
+    return made
 
 
 @cache

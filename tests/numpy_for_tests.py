@@ -45,7 +45,7 @@ def responses(step: Batch, logprob: Array) -> list[Response]:
     found = []
     for n in np.flatnonzero(step.valid_N.numpy()):
         at = np.flatnonzero(mask & (sequence == n))
-        given = (step.behaviour_T, step.reference_T, step.proximal_T, step.step_T)
+        given = (step.behaviour_T, *(step.columns.get(name) for name in ("reference_T", "proximal_T", "step_T")))
         arrays = [np.full(len(at), np.nan) if a is None else a.double().numpy()[at] for a in given]
         found.append(
             Response(float(step.reward_N[n]), int(step.group_N[n]), bool(step.truncated_N[n]), at, logprob[at], *arrays)

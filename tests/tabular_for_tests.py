@@ -111,18 +111,18 @@ class Enumeration:
 
     def filled(self, logits_SV: Tensor, value_S: Tensor, algorithm: Algorithm) -> Batch:
         """The step as the trainer hands it to the algorithm, on the policy that sampled it."""
-        logprob_T, needs = self.logprobs(logits_SV.detach()), algorithm.needs
+        logprob_T, roles = self.logprobs(logits_SV.detach()), algorithm.roles
         return self.batch.replace(
-            behaviour_T=logprob_T if algorithm.online else self.batch.behaviour_T,
-            reference_T=self.reference_T if "reference" in needs else None,
-            proximal_T=logprob_T if "proximal" in needs else None,
-            value_T=value_S.detach()[self.state_T].where(self.batch.mask_T, 0.0) if "value" in needs else None,
+            behaviour_T=logprob_T if algorithm.learns_from == "rollouts" else self.batch.behaviour_T,
+            reference_T=self.reference_T if "reference" in roles else None,
+            proximal_T=logprob_T if "proximal" in roles else None,
+            value_T=value_S.detach()[self.state_T].where(self.batch.mask_T, 0.0) if "critic" in roles else None,
         )
 
     def weighted(self, prepared: Batch, policy: Policy) -> Batch:
         """The prepared step with each sequence's weight times the likelihood of its draw."""
         factor_N = self.draws * torch.from_numpy(self.likelihood(self.drawn_NG, policy))
-        weight_T, weight_N = prepared.weight_T, prepared.weight_N
+        weight_T, weight_N = (prepared.columns.get(name) for name in ("weight_T", "weight_N"))
         return prepared.replace(
             weight_T=None if weight_T is None else weight_T * factor_N[prepared.sequence_T],
             weight_N=None if weight_N is None else weight_N * factor_N,
@@ -193,10 +193,10 @@ def train(algorithm: Algorithm, step: Enumeration, steps: int = 300, rate: float
     for _ in range(steps):
         policy = table.policy(logits_SV)
         filled = step.filled(logits_SV, value_S, algorithm)
-        for _ in range(algorithm.reuse[0]):
+        for _ in range(algorithm.reuse.epochs):
             prepared = step.weighted(algorithm.prepare(filled, state), policy)
             logprob_T, value_T = step.logprobs(logits_SV), value_S[step.state_T]
-            terms = algorithm.terms(Outputs(logprob_T, torch.zeros_like(logprob_T), value_T), prepared)
+            terms = algorithm.terms(Outputs(logprob_T, torch.zeros_like(logprob_T), value_T=value_T), prepared)
             loss = torch.stack([(t.weight * t.loss).sum() for t in terms.terms]).sum()
             optimizer.zero_grad()
             loss.backward()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from material_for_tests import group, rollout, segment, small_policy
+from material_for_tests import group, roles_for, rollout, segment, small_policy
 from safetensors.numpy import load_file
 
 from posttrain.algorithms.base import Algorithm, State
@@ -23,7 +23,6 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.collect import Collected
 from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule
-from posttrain.models.scorer import from_policy
 from posttrain.monitor import monitor as module
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.ops.weights import reduction
@@ -31,7 +30,6 @@ from posttrain.runs.metrics import group_metrics
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.forward import forward
-from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import gather, pack_groups
 from posttrain.train.saving import Saving, Store
 from posttrain.train.trainer import Trainer
@@ -74,6 +72,8 @@ class Answers:
         groups = self.plant(step, groups)
         return Collected(pack_groups(groups, 1.0), tuple(groups), group_metrics(groups))
 
+    models = ()
+
     def observe(self, groups: Sequence[Group]) -> None:
         pass
 
@@ -90,16 +90,15 @@ def make(
     plant: Callable[[int, list[Group]], list[Group]] | None = None,
     **more: Any,
 ) -> Loop:
-    policy = small_policy(dtype=torch.float32)
+    policy, settings = small_policy(dtype=torch.float32), Optimization(lr=1e-3)
     algorithm = algorithm or GRPO(beta=0.0)
-    reference = small_policy(1, torch.float32) if "reference" in algorithm.needs else None
-    critic = from_policy(policy, zero=False, seed=1) if "value" in algorithm.needs else None
+    reference = small_policy(1, torch.float32) if "reference" in algorithm.roles else None
     steps, every = more.pop("steps", 4), more.pop("every", 1)
     writer = more.pop("writer", None) or RunWriter(folder / "run", config={"name": "guards"})
     return Loop(
         stage="rl",
         schedule=LoopSchedule(steps=steps, checkpoint_every=every),
-        trainer=Trainer(policy, algorithm, Optimization(lr=1e-3), reference, critic, events=writer.events),
+        trainer=Trainer(policy, algorithm, settings, roles_for(algorithm, policy, settings, reference), events=writer.events),
         source=Answers(policy, plant) if plant else Answers(policy),
         writer=writer,
         checkpoints=Store(folder / "run" / "checkpoints", Saving(synchronous=True), writer.events),
@@ -124,7 +123,8 @@ def test_a_clean_run_raises_no_alarm(algorithm: Algorithm, tmp_path: Path) -> No
     assert alarm_events(loop) == [] and loop.step == 7
     assert not (tmp_path / "run" / "alarms").exists()
     monitor = loop.stage_monitor.monitor
-    assert monitor.coefficients_checked and (monitor.frozen is None) == (loop.trainer.reference is None)
+    frozen = [role for role in loop.trainer.roles if role.frozen is not None]
+    assert monitor.coefficients_checked and (monitor.frozen is None) == (not frozen)
 
 
 @pytest.mark.parametrize("budget", [10_000, 25])
@@ -146,7 +146,7 @@ def test_losses_are_means_over_the_updates_of_a_step(algorithm: Algorithm, budge
 
     loop.trainer.update = recording  # type: ignore[method-assign]
     loop.run()
-    each = math.prod(algorithm.reuse)
+    each = algorithm.reuse.epochs * algorithm.reuse.mini_batches
     for number, row in enumerate(Run(loop.writer.directory).metrics("rl")):
         updates = seen[each * number : each * (number + 1)]
         assert row.figures["updates"] == each and {"loss", "loss/policy", "trained"} <= set(updates[0])
@@ -255,7 +255,7 @@ def test_a_few_steps_that_are_not_finite_may_be_skipped(tmp_path: Path) -> None:
 def test_neither_policy_nor_critic_moves_if_one_is_not_finite(tmp_path: Path) -> None:
     loop = make(tmp_path, PPO(group=4))
     with torch.no_grad():
-        next(p for n, p in loop.trainer.critic.model.named_parameters() if n.startswith("score"))[0] = math.inf
+        next(p for n, p in loop.trainer.learners[1].network.model.named_parameters() if n.startswith("score"))[0] = math.inf
     before = moments(loop)
     with pytest.raises(GuardStop, match="nonfinite"):
         loop.run()
@@ -316,7 +316,7 @@ def test_frozen_weights_that_move_stop_the_run_before_a_checkpoint(tmp_path: Pat
     def plant(step: int, groups: list[Group]) -> list[Group]:
         if step == 2:
             with torch.no_grad():
-                next(loop.trainer.reference.model.parameters())[0, 0] += 1e-6
+                next(loop.trainer.roles[0].frozen.parameters())[0, 0] += 1e-6
         return groups
 
     loop.source.plant = plant  # type: ignore[attr-defined]
@@ -346,7 +346,7 @@ def test_weights_under_adapters_are_frozen_too(tmp_path: Path) -> None:
 class Forgetful(Algorithm):
     """Has two coefficients and uses one."""
 
-    online: ClassVar[bool] = False
+    learns_from: ClassVar[str] = "demonstrations"
     used: float = 1.5
     forgotten: float = 0.5
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from posttrain.types import Batch, Metric, Outputs
 class PairAlgorithm(Algorithm):
     """An algorithm that learns from given pairs. It says what the loss of a pair is in `terms`."""
 
-    online: ClassVar[bool] = False
-    unit: ClassVar[str] = "pair"
+    learns_from = "pairs"
+    unit = "pair"
 
     def prepare(self, step: Batch, state: State) -> Batch:
         return prepare_pairs(step, self.name)
@@ -52,14 +51,12 @@ def prepare_pairs(step: Batch, name: str) -> Batch:
 
 def pairs_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Which sequences are preferred, which are not, and the weights of their pairs."""
-    assert batch.weight_N is not None
     better_P, worse_P = pair_members(batch.unit_N, batch.reward_N)
     return better_P, worse_P, batch.weight_N[better_P]
 
 
 def log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> Tensor:
     """log pi(y_i | x) - log ref(y_i | x) of each sequence, or that by its length."""
-    assert batch.reference_T is not None
     difference_T = outputs.logprob_T.where(batch.mask_T, 0.0) - batch.reference_T.where(
         batch.mask_T, 0.0
     )

@@ -10,19 +10,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._off_policy import OffPolicy
-from posttrain.algorithms.base import State
+from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections
+from posttrain.algorithms.base import Algorithm, Reuse, State
 from posttrain.ops.advantages import group_advantages, process_advantages
 from posttrain.ops.kl import KINDS, kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_sums
-from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
+from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
 
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(OffPolicy):
+class PolicyGradient(Algorithm):
     """An algorithm says what its `advantages` are and, where they are not the usual ones, its `ratio` and its `surrogate`:
 
         L      = sum_i sum_t w_it [ c_it l(rho_it, A_it) + beta KL_it - entropy H_it ]
@@ -57,6 +57,10 @@ class PolicyGradient(OffPolicy):
     constant: float = 0.0  # length normaliser of constant_mean
     entropy: float = 0.0  # coefficient of the entropy bonus
     truncated: str = "keep"
+    correction: str = "none"
+    cap: float = DEFAULT_CAP
+    drop: str = "none"
+    bound: float = 0.0
     epochs: int = 1
     mini_batches: int = 1
 
@@ -95,16 +99,26 @@ class PolicyGradient(OffPolicy):
             together, "constant (a length, in tokens) and reduction=constant_mean go together"
         )
         self.choose("truncated", ("keep", "mask"))
-        self.check_corrections()
         self.check(
             self.epochs >= 1 and self.mini_batches >= 1,
             "epochs and mini_batches must be at least 1",
         )
+        self.corrections.check(self)
 
     @property
-    def needs(self) -> frozenset[str]:
-        reference = {"reference"} if self.beta > 0 else set()
-        return frozenset(reference | ({"proximal"} if self.compares else set()))
+    def corrections(self) -> Corrections:
+        return Corrections(self.correction, self.cap, self.drop, self.bound, self.reuse.once)
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return self.corrections.roles | ({"reference"} if self.beta > 0 else frozenset())
+
+    @property
+    def reuse(self) -> Reuse:
+        return Reuse(epochs=self.epochs, mini_batches=self.mini_batches)
+
+    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
+        return (sampling,) * self.group
 
     @property
     def kl_in_loss(self) -> bool:
@@ -131,7 +145,7 @@ class PolicyGradient(OffPolicy):
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         """[T]: the advantage of every token of `mask_T`; what stands elsewhere does not matter."""
-        raise NotImplementedError
+        return self.group_relative(step, mask_T)
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
         """[T]: how much likelier a token has become."""
@@ -152,7 +166,6 @@ class PolicyGradient(OffPolicy):
         """[T]: beta (log mu - log pi_ref), what a token costs where the KL is in the reward; else 0."""
         if not self.kl_in_reward:
             return torch.zeros_like(step.behaviour_T)
-        assert step.reference_T is not None
         return self.beta * kl_estimate(
             "k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0)
         )
@@ -183,23 +196,21 @@ class PolicyGradient(OffPolicy):
         return step.replace(mask_T=mask_T, advantage_T=advantage_T, weight_T=weight_T)
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert batch.advantage_T is not None and batch.weight_T is not None
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T, behaviour_T = (
             outputs.logprob_T.where(mask_T, 0.0),
             batch.behaviour_T.where(mask_T, 0.0),
         )
-        old_T = self.old(logprob_T, batch)
+        old_T = self.corrections.old(logprob_T, batch)
         policy_T, stopped_T = self.surrogate(
             self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T
         )
         count = mask_T.sum()
-        policy_T, corrections = self.corrected(policy_T, batch)
+        policy_T, corrections = self.corrections.apply(policy_T, batch)
         metrics = [Metric("clip_fraction", stopped_T.sum(), count), *corrections]
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.beta > 0:
-            assert batch.reference_T is not None
             reference_T = batch.reference_T.where(mask_T, 0.0)
             if self.kl_in_loss:
                 kl_T = kl_estimate(self.kl, logprob_T, reference_T, behaviour_T)
@@ -233,7 +244,7 @@ class PolicyGradient(OffPolicy):
                 epsilon=epsilon,
             )
             return advantage_N[step.sequence_T]
-        step_T = self.step_values(step)
+        step_T = self.step_values(step, supervision)
         return process_advantages(
             step_T, mask_T, step.sequence_T, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon
         )

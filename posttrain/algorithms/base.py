@@ -1,17 +1,46 @@
-"""The contract of an algorithm: all that the loop knows of it. Most algorithms define two of these methods and inherit the rest."""
+"""The contract of an algorithm: all that the rest of the package knows of it. Most algorithms define two of these methods and
+inherit the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
+from torch import Tensor
 
 from posttrain.errors import require
 from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selection, Terms
 
-State = dict[
-    str, JSON
-]  # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
+# JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
+State = dict[str, JSON]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reuse:
+    """How often a frozen rollout is reused: `epochs` passes, each in `mini_batches` optimizer steps, into which it deals the groups
+    anew at random. The rest of the reuse is left out after an update whose `metric` exceeds `limit`; without a metric, never."""
+
+    epochs: int = 1
+    mini_batches: int = 1
+    metric: str = ""
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.epochs >= 1 and self.mini_batches >= 1,
+            "epochs and mini_batches must be at least 1",
+        )
+
+    @property
+    def once(self) -> bool:
+        """Whether every update is the first on its rollout: on-policy."""
+        return self.epochs == self.mini_batches == 1
+
+    def stop(self, metrics: Sequence[Metric]) -> bool:
+        """Whether the metrics of an update end the reuse."""
+        return bool(self.metric) and mean_of(metrics, self.metric) > self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +48,11 @@ class Algorithm:
     """A frozen dataclass: fields are hyper-parameters named as in the paper, methods are the maths."""
 
     paper: ClassVar[str] = ""
-    online: ClassVar[bool] = True  # learns from what it samples itself; else from examples
-    unit: ClassVar[str] = (
-        "sequence"  # token | sequence | pair | ranking: what a micro-batch may not cut
-    )
-    trains: ClassVar[str] = (
-        "policy"  # policy | scorer: a language model, or one with a head of one number
-    )
+    # what it learns from: demonstrations | pairs | rankings | labels (single responses called good or bad, each with a mismatched one
+    # without a label, for a baseline) | step_labels | rollouts (what it samples itself)
+    learns_from: ClassVar[str] = "rollouts"
+    unit: ClassVar[str] = "sequence"  # sequence | pair | ranking: what a micro-batch may not cut
+    trains: ClassVar[str] = "policy"  # policy | scorer: the vocabulary's head, or one of one number
 
     def check(self, condition: bool, message: str) -> None:
         """Refuse settings unless `condition` holds."""
@@ -43,45 +70,51 @@ class Algorithm:
         return module if package.startswith("posttrain.") else type(self).__name__
 
     @property
-    def needs(self) -> frozenset[str]:
-        """What else must be on stage; exactly this is built. `reference`: log-probs of the frozen starting model in
-        `Batch.reference_T`. `value`: a critic, trained beside the policy; its values before the step are in `Batch.value_T`.
-        `proximal`: log-probs of the policy itself as the step begins, in `Batch.proximal_T`. `pretraining`: text to stay good at.
+    def roles(self) -> frozenset[str]:
+        """Which roles of train/roles/ it asks for; exactly these are built.
+
+        reference    `Batch.reference_T`: log-probs of the frozen starting model
+        critic       `Batch.value_T`: values before the step; `Outputs.value_T`: those that learn
+        proximal     `Batch.proximal_T`: log-probs of the policy itself as the step begins
+        pretraining  text to stay good at, a term of its own in every update
+        teacher      `Outputs.predictions["teacher"]`: hidden states of a frozen model and its head
         """
         return frozenset()
 
     @property
-    def pretraining(self) -> float:
-        """Coefficient of the log-likelihood of pretraining text that is added to every optimizer step (InstructGPT's ptx)."""
-        return 0.0
-
-    @property
-    def group_size(self) -> int:
-        """Samples per prompt, for online algorithms: the setting `group`, where there is one."""
-        return int(getattr(self, "group", 1))
-
-    @property
-    def reuse(self) -> tuple[int, int]:
-        """(epochs, mini-batches): how often a frozen rollout is reused, and in how many optimizer steps: the settings `epochs` and
-        `mini_batches`, where there are any. (1, 1) is on-policy. Every pass deals the groups into mini-batches anew, at random."""
-        epochs, pieces = int(getattr(self, "epochs", 1)), int(getattr(self, "mini_batches", 1))
-        require(
-            epochs >= 1 and pieces >= 1,
-            f"{type(self).__name__}: epochs and mini_batches must be at least 1",
-        )
-        return epochs, pieces
+    def additions(self) -> Mapping[str, float]:
+        """The coefficient of the loss that a role adds to every update, by the role (InstructGPT's ptx: pretraining)."""
+        return {}
 
     @property
     def learns_steps(self) -> bool:
-        """Whether the values of steps (Score.steps, in `Batch.step_T`) are learned from, not the score of the whole response alone:
-        the setting `supervision`, where there is one."""
-        return getattr(self, "supervision", "outcome") != "outcome"
+        """Whether the values of steps (Score.steps, in `Batch.step_T`) are learned from, not the score of the whole response alone."""
+        return False
+
+    @property
+    def needs_scores(self) -> bool:
+        """Of preferences: whether it learns from how much better a response is, so that those without scores are refused."""
+        return False
+
+    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
+        """How each response to a prompt is sampled: a group of as many."""
+        return (sampling,)
+
+    @property
+    def group_size(self) -> int:
+        """Responses to a prompt."""
+        return len(self.samples(Sampling()))
+
+    @property
+    def reuse(self) -> Reuse:
+        """How often a frozen rollout is reused."""
+        return Reuse()
 
     def start(self) -> State:
         return {}
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
-        """Which groups to train on, or a request for more. No tensors yet."""
+        """Which groups to train on, or a request for more; none of them leaves the step out. No tensors yet."""
         return Selection(tuple(groups))
 
     def prepare(self, step: Batch, state: State) -> Batch:
@@ -93,13 +126,26 @@ class Algorithm:
         raise NotImplementedError
 
     def warnings(self, sampling: Sampling) -> tuple[str, ...]:
-        """What a person should hear before the first step of a run that samples like this: a term that cannot act, say."""
+        """Lines to show before the first step of a run that samples like this: a term that cannot act, for example."""
         return ()
-
-    def stop_reuse(self, metrics: Sequence[Metric]) -> bool:
-        """After an optimizer step on a reused rollout, given its figures: whether to leave the rest of the reuse."""
-        return False
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
         """Once an optimizer step, on statistics of all of it."""
         return state
+
+    def step_values(self, step: Batch, supervision: str) -> Tensor:
+        """[T]: the values of steps at the tokens they end in, NaN elsewhere; refused where the reward gives none. A step in which no
+        response could be scored has none either, and is skipped."""
+        if "step_T" in step.columns:
+            return step.step_T
+        self.check(
+            not bool(step.valid_N.any()),
+            f"supervision={supervision} needs a reward that scores steps (Score.steps); this one scores none",
+        )
+        return torch.full_like(step.behaviour_T, torch.nan)
+
+
+def mean_of(metrics: Sequence[Metric], name: str) -> float:
+    """A metric over all the micro-batches it came from; 0 where it did not come."""
+    found = [m for m in metrics if m.name == name]
+    return sum(float(m.total) for m in found) / max(1.0, sum(float(m.count or 0) for m in found))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import require
+from posttrain.algorithms._imitation import Imitation
+from posttrain.algorithms.base import State
 from posttrain.ops.kl import best_of_n_kl
-from posttrain.ops.weights import reduction
-from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Term, Terms
+from posttrain.types import Group, Metric, Rollout, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class BestOfN(Algorithm):
+class BestOfN(Imitation):
     """Distil the policy's own best of N samples into it, prompt by prompt:
 
         y* = argmax_(y_1 .. y_N ~ pi) r(x, y),    L = - sum_t w_t log pi(y*_t | x, y*_<t),    w_t = 1 / T (token_mean)
@@ -26,19 +24,16 @@ class BestOfN(Algorithm):
     Use it to make permanent what sampling N times and picking the best gives at every answer.
     """
 
-    paper: ClassVar[str] = (
-        "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
-    )
+    paper = "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
 
     group: int = 8  # the paper's N
-    reduction: str = "token_mean"
 
     def __post_init__(self) -> None:
-        require(
+        super().__post_init__()
+        self.check(
             self.group >= 2,
-            f"best_of_n: group must be at least 2, not {self.group}: the best of one is any sample",
+            f"group must be at least 2, not {self.group}: the best of one is any sample",
         )
-        self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         kept = [(group, best(group)) for group in groups]
@@ -51,19 +46,6 @@ class BestOfN(Algorithm):
             ),
         )
         return Selection(tuple(Group(group.problem, (r,)) for group, r in chosen), metrics=metrics)
-
-    def prepare(self, step: Batch, state: State) -> Batch:
-        mask_T = step.mask_T & step.valid_N[step.sequence_T]
-        return step.replace(
-            mask_T=mask_T,
-            weight_T=reduction(self.reduction, mask_T, step.sequence_T, step.sequences),
-        )
-
-    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert batch.weight_T is not None
-        loss_T = (-outputs.logprob_T).where(batch.mask_T, 0.0)
-        metrics = (Metric("nll", loss_T.detach().sum(), batch.mask_T.sum()),)
-        return Terms((Term("nll", loss_T, batch.weight_T),), metrics)
 
 
 def best(group: Group) -> Rollout | None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
-from posttrain.algorithms.base import State
 from posttrain.ops.policy import weighted_likelihood
-from posttrain.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +22,11 @@ class CISPO(PolicyGradient):
     high the upper one is; 4, weights up to 5, is wide on purpose. No KL. Use it like DAPO, with rollouts that are reused or stale.
     """
 
-    paper: ClassVar[str] = "MiniMax 2025 (MiniMax-M1), arXiv:2506.13585"
-    may_unclip: ClassVar[bool] = True
+    paper = "MiniMax 2025 (MiniMax-M1), arXiv:2506.13585"
+    may_unclip = True
 
     clip_low: float = 0.0
     clip_high: float = 4.0
-
-    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        return self.group_relative(step, mask_T)
 
     def surrogate(
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,7 +29,7 @@ class DAPO(PolicyGradient):
     Use it for long reasoning with a verifier, where many prompts are solved always or never.
     """
 
-    paper: ClassVar[str] = "Yu et al. 2025, arXiv:2503.14476"
+    paper = "Yu et al. 2025, arXiv:2503.14476"
 
     clip_high: float = 0.28
     dynamic: bool = True
@@ -73,6 +72,3 @@ class DAPO(PolicyGradient):
             return reward_N
         length_N = sequence_lengths(mask_T, step.sequence_T, step.sequences)
         return reward_N + overlong_punishment(length_N, self.l_max, self.l_cache).to(reward_N.dtype)
-
-    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        return self.group_relative(step, mask_T)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -14,7 +13,6 @@ from posttrain.algorithms._pairs import (
     pair_metrics,
     pairs_of,
 )
-from posttrain.errors import require
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -34,7 +32,7 @@ class DPO(PairAlgorithm):
     Use it on pairs that people or a judge compared, when a reward model and sampling are too much.
     """
 
-    paper: ClassVar[str] = "Rafailov et al. 2023, arXiv:2305.18290"
+    paper = "Rafailov et al. 2023, arXiv:2305.18290"
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -42,24 +40,28 @@ class DPO(PairAlgorithm):
     labels: str = "hard"
 
     def __post_init__(self) -> None:
-        require(self.beta > 0, f"dpo: beta must be positive, not {self.beta}")
-        require(
+        self.check(self.beta > 0, f"beta must be positive, not {self.beta}")
+        self.check(
             0 <= self.label_smoothing < 0.5,
-            f"dpo: label_smoothing must lie in [0, 0.5), not {self.label_smoothing}: at 0.5 labels say nothing",
+            f"label_smoothing must lie in [0, 0.5), not {self.label_smoothing}: at 0.5 labels say nothing",
         )
-        require(self.alpha >= 0, f"dpo: alpha must not be negative, not {self.alpha}")
-        require(
+        self.check(self.alpha >= 0, f"alpha must not be negative, not {self.alpha}")
+        self.check(
             self.labels in ("hard", "soft"),
-            f"dpo: labels must be hard or soft, not {self.labels!r}",
+            f"labels must be hard or soft, not {self.labels!r}",
         )
-        require(
+        self.check(
             self.labels == "hard" or self.label_smoothing == 0,
-            "dpo: soft labels have their own smoothing; leave out label_smoothing",
+            "soft labels have their own smoothing; leave out label_smoothing",
         )
 
     @property
-    def needs(self) -> frozenset[str]:
+    def roles(self) -> frozenset[str]:
         return frozenset({"reference"})
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.labels == "soft"
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

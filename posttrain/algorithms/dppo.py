@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
-from posttrain.algorithms.base import State
 from posttrain.ops.policy import token_form
-from posttrain.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +27,8 @@ class DPPO(PolicyGradient):
     measures from mu itself, never from recomputed log-probs, so no correction applies. Use it like DAPO, where rare tokens matter.
     """
 
-    paper: ClassVar[str] = (
-        "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
-    )
-    may_unclip: ClassVar[bool] = True
+    paper = "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
+    may_unclip = True
 
     clip_low: float = 0.0
     clip_high: float = 0.0
@@ -57,9 +52,6 @@ class DPPO(PolicyGradient):
             self.correction == "none",
             "correction must be none: its ratio and trust region are those to the policy that sampled",
         )
-
-    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        return self.group_relative(step, mask_T)
 
     def surrogate(
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,7 +23,7 @@ class DrGRPO(PolicyGradient):
     No KL by default, as in the paper. A_i is (G - 1) / G of RLOO's. Use it as GRPO, where response length must not drift.
     """
 
-    paper: ClassVar[str] = "Liu et al. 2025 (Understanding R1-Zero-like training), arXiv:2503.20783"
+    paper = "Liu et al. 2025 (Understanding R1-Zero-like training), arXiv:2503.20783"
 
     reduction: str = "constant_mean"
     constant: float = 256.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,7 +28,7 @@ class GRPO(PolicyGradient):
     Use it with verifiable rewards, where several samples of a prompt differ in score.
     """
 
-    paper: ClassVar[str] = "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300"
+    paper = "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300"
 
     beta: float = 0.04
     scale: str = "group"
@@ -47,6 +46,10 @@ class GRPO(PolicyGradient):
         self.check(self.ddof in (0, 1), f"ddof must be 0 or 1, not {self.ddof}")
         self.check(self.epsilon >= 0, f"epsilon must not be negative, not {self.epsilon}")
         self.check_supervision(self.supervision)
+
+    @property
+    def learns_steps(self) -> bool:
+        return self.supervision != "outcome"
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         return self.group_relative(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,12 +23,12 @@ class GSPO(PolicyGradient):
     tokens of a response share an advantage, and able to use those that do not (`supervision = "process"`, see grpo). The mean log-ratio
     of a response is far smaller than a token's, hence the small clips, which are the paper's. They are also smaller than what the
     rounding of a bfloat16 sampler makes of that mean, so pi_prox, the policy at the start of the step, is the trainer's own by default
-    (`correction = "proximal"`, see _off_policy.py: with one update a rollout the clip has nothing to do); `correction = "none"` has
+    (`correction = "proximal"`, see _corrections.py: with one update a rollout the clip has nothing to do); `correction = "none"` has
     the ratio to the log-probs that were sampled with. With responses of one token it is GRPO.
     Use it for mixture-of-experts models, whose token ratios are noisy, and for long responses.
     """
 
-    paper: ClassVar[str] = "Zheng et al. 2025, arXiv:2507.18071"
+    paper = "Zheng et al. 2025, arXiv:2507.18071"
 
     correction: str = "proximal"
     clip_low: float = 3e-4
@@ -51,6 +50,10 @@ class GSPO(PolicyGradient):
             self.supervision == "outcome" or self.form == "token",
             "supervision=process gives each token its own advantage, which needs form=token",
         )
+
+    @property
+    def learns_steps(self) -> bool:
+        return self.supervision != "outcome"
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         return self.group_relative(step, mask_T, supervision=self.supervision)

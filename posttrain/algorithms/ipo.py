@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from posttrain.algorithms._pairs import PairAlgorithm, log_ratios, pair_metrics, pairs_of
-from posttrain.errors import require
 from posttrain.ops.preference import ipo_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -24,19 +22,19 @@ class IPO(PairAlgorithm):
     Use it where preferences are nearly deterministic and DPO overfits.
     """
 
-    paper: ClassVar[str] = "Azar et al. 2023, arXiv:2310.12036"
+    paper = "Azar et al. 2023, arXiv:2310.12036"
 
     tau: float = 0.1
     length: str = "mean"
 
     def __post_init__(self) -> None:
-        require(self.tau > 0, f"ipo: tau must be positive, not {self.tau}")
-        require(
-            self.length in ("mean", "sum"), f"ipo: length must be mean or sum, not {self.length!r}"
+        self.check(self.tau > 0, f"tau must be positive, not {self.tau}")
+        self.check(
+            self.length in ("mean", "sum"), f"length must be mean or sum, not {self.length!r}"
         )
 
     @property
-    def needs(self) -> frozenset[str]:
+    def roles(self) -> frozenset[str]:
         return frozenset({"reference"})
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from posttrain.algorithms._pairs import log_ratios
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import require
 from posttrain.ops.preference import kto_loss
 from posttrain.ops.weights import sequence_lengths, sequence_sums
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
@@ -29,28 +27,26 @@ class KTO(Algorithm):
     Use it where people press thumbs up or down, or where good and bad are far from balanced.
     """
 
-    paper: ClassVar[str] = "Ethayarajh et al. 2024, arXiv:2402.01306"
-    online: ClassVar[bool] = False
-    unit: ClassVar[str] = "sequence"
+    paper = "Ethayarajh et al. 2024, arXiv:2402.01306"
+    learns_from = "labels"
 
     beta: float = 0.1
     desirable: float = 1.0
     undesirable: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self.beta > 0, f"kto: beta must be positive, not {self.beta}")
+        self.check(self.beta > 0, f"beta must be positive, not {self.beta}")
         for name, value in (("desirable", self.desirable), ("undesirable", self.undesirable)):
-            require(value >= 0, f"kto: {name} must not be negative, not {value}")
-        require(
-            self.desirable + self.undesirable > 0, "kto: desirable and undesirable cannot both be 0"
+            self.check(value >= 0, f"{name} must not be negative, not {value}")
+        self.check(
+            self.desirable + self.undesirable > 0, "desirable and undesirable cannot both be 0"
         )
 
     @property
-    def needs(self) -> frozenset[str]:
+    def roles(self) -> frozenset[str]:
         return frozenset({"reference", "proximal"})
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        assert step.reference_T is not None and step.proximal_T is not None
         length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)
         labelled_N, filled_N = torch.isfinite(step.reward_N), length_N > 0
         start_T = step.proximal_T.where(step.mask_T, 0.0) - step.reference_T.where(step.mask_T, 0.0)
@@ -62,12 +58,9 @@ class KTO(Algorithm):
             mask_T=step.mask_T & labelled_N[step.sequence_T],
             weight_N=voting_N.float() / voting_N.sum().clamp(min=1),
             baseline_N=mean.detach().clamp(min=0.0).expand(step.sequences),
-            # the mismatched have done their part: as units of their own they need not go through the trainer
-            unit_N=tuple(range(step.sequences)),
         )
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert batch.weight_N is not None and batch.baseline_N is not None
         ratio_N, counted_N = log_ratios(outputs, batch), batch.weight_N > 0
         good_N = batch.reward_N > 0.5
         loss_N = kto_loss(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.dpo import DPO
-from posttrain.errors import require
-from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Terms
+from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Sampling, Selection, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,34 +22,34 @@ class OnlineDPO(Algorithm):
     Use it where a reward can score samples, but PPO's critic is too much: pairs stay on-policy, which offline pairs do not.
     """
 
-    paper: ClassVar[str] = "Guo et al. 2024, arXiv:2402.04792"
-    unit: ClassVar[str] = "pair"
+    paper = "Guo et al. 2024, arXiv:2402.04792"
+    unit = "pair"
 
     group: int = 8
     loss: Algorithm = field(default_factory=DPO)
 
     def __post_init__(self) -> None:
-        require(
+        self.check(
             self.group >= 2,
-            f"online_dpo: group must be at least 2, not {self.group}: a pair needs two responses",
+            f"group must be at least 2, not {self.group}: a pair needs two responses",
         )
-        fits = not self.loss.online and self.loss.unit == "pair" and self.loss.trains == "policy"
-        require(
+        fits = self.loss.learns_from == "pairs" and self.loss.trains == "policy"
+        self.check(
             fits,
-            f"online_dpo: loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}",
+            f"loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}",
         )
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.loss.needs
+    def roles(self) -> frozenset[str]:
+        return self.loss.roles
+
+    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
+        return (sampling,) * self.group
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         pairs = [Group(g.problem, pair) for g in groups if (pair := best_and_worst(g)) is not None]
         tied = Metric("groups/tied", len(groups) - len(pairs), len(groups))
-        # a step in which nothing is preferred still needs a shape: two responses of equal reward, which carry no loss
-        return Selection(
-            tuple(pairs) or (Group(groups[0].problem, groups[0].rollouts[:2]),), metrics=(tied,)
-        )
+        return Selection(tuple(pairs), metrics=(tied,))
 
     def prepare(self, step: Batch, state: State) -> Batch:
         return self.loss.prepare(step, state)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from posttrain.algorithms._pairs import PairAlgorithm, mean_logprobs, pair_metrics, pairs_of
-from posttrain.errors import require
 from posttrain.ops.preference import log_odds, sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -22,12 +20,12 @@ class ORPO(PairAlgorithm):
     Use it to go from a base model to a preferring one in one stage, with one model in memory.
     """
 
-    paper: ClassVar[str] = "Hong et al. 2024, arXiv:2403.07691"
+    paper = "Hong et al. 2024, arXiv:2403.07691"
 
     lam: float = 0.1
 
     def __post_init__(self) -> None:
-        require(self.lam > 0, f"orpo: lam must be positive, not {self.lam}: without it this is sft")
+        self.check(self.lam > 0, f"lam must be positive, not {self.lam}: without it this is sft")
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._off_policy import OffPolicy
-from posttrain.algorithms.base import State
-from posttrain.errors import require
+from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections
+from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
 from posttrain.ops.gae import generalised_advantages, last_tokens, whiten
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction
-from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
+from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
 
 STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this share of its target
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO(OffPolicy):
+class PPO(Algorithm):
     """Each token is an action. Its reward is the price of leaving the reference; the score s comes with the last token, and the values
     v_j of steps, where they are asked for, with the token e_j that a step ends in:
 
@@ -46,15 +44,13 @@ class PPO(OffPolicy):
 
     gamma = 1.0 is the default, for text; 0.99, the textbooks' value for control, is set by name. For samplers whose policy mu is not
     the policy pi_prox at the start of the step, `correction` has rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut
-    at `cap` by `token` or by `sequence`, or c = 1 (`proximal`, see _off_policy.py); `drop` leaves out (c = 0, denominators stay, the
+    at `cap` by `token` or by `sequence`, or c = 1 (`proximal`, see _corrections.py); `drop` leaves out (c = 0, denominators stay, the
     critic learns) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`.
 
     Use it where a reward model scores whole answers, or where credit must be shared out within long ones; it needs the most memory.
     """
 
-    paper: ClassVar[str] = (
-        "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
-    )
+    paper = "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
 
     group: int = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: float = 0.2
@@ -77,6 +73,10 @@ class PPO(OffPolicy):
     ptx: float = 0.0  # coefficient of the pretraining mix
     reduction: str = "token_mean"
     supervision: str = "outcome"  # what the reward is made of: outcome, process or both
+    correction: str = "none"
+    cap: float = DEFAULT_CAP
+    drop: str = "none"
+    bound: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -89,51 +89,66 @@ class PPO(OffPolicy):
             "ptx",
         ):
             value = getattr(self, name)
-            require(
+            self.check(
                 0 <= value < float("inf"),
-                f"ppo: {name} must be 0 or a positive number, not {value}",
+                f"{name} must be 0 or a positive number, not {value}",
             )
-        require(self.group >= 1, f"ppo: group must be at least 1, not {self.group}")
-        require(0 < self.clip < 1, f"ppo: clip must lie in (0, 1), not {self.clip}")
-        require(0 <= self.lam <= 1, f"ppo: lam must lie in [0, 1], not {self.lam}")
-        require(0 < self.gamma <= 1, f"ppo: gamma must lie in (0, 1], not {self.gamma}")
-        require(
+        self.check(self.group >= 1, f"group must be at least 1, not {self.group}")
+        self.check(0 < self.clip < 1, f"clip must lie in (0, 1), not {self.clip}")
+        self.check(0 <= self.lam <= 1, f"lam must lie in [0, 1], not {self.lam}")
+        self.check(0 < self.gamma <= 1, f"gamma must lie in (0, 1], not {self.gamma}")
+        self.check(
             self.epochs >= 1 and self.mini_batches >= 1,
-            "ppo: epochs and mini_batches must be at least 1",
+            "epochs and mini_batches must be at least 1",
         )
-        require(
+        self.check(
             self.critic_warmup >= 0,
-            f"ppo: critic_warmup is a number of steps, not {self.critic_warmup}",
+            f"critic_warmup is a number of steps, not {self.critic_warmup}",
         )
-        require(
-            self.kl_horizon >= 1, f"ppo: kl_horizon is a number of responses, not {self.kl_horizon}"
+        self.check(
+            self.kl_horizon >= 1, f"kl_horizon is a number of responses, not {self.kl_horizon}"
         )
-        require(
+        self.check(
             self.kl_target == 0 or self.beta > 0,
-            "ppo: kl_target needs beta > 0 to start from: the controller multiplies it",
+            "kl_target needs beta > 0 to start from: the controller multiplies it",
         )
-        require(
+        self.check(
             self.target_kl == 0 or self.epochs * self.mini_batches > 1,
-            "ppo: target_kl stops the reuse of a rollout, and one "
+            "target_kl stops the reuse of a rollout, and one "
             "epoch of one mini-batch has none; raise epochs or mini_batches",
         )
         self.choose("reduction", ("token_mean", "sequence_mean"))
         self.choose("supervision", ("outcome", "process", "both"))
-        self.check_corrections()
+        self.corrections.check(self)
 
     @property
-    def needs(self) -> frozenset[str]:
-        wanted = {
-            "value": True,
-            "reference": self.beta > 0,
-            "pretraining": self.ptx > 0,
-            "proximal": self.compares,
-        }
-        return frozenset(name for name, needed in wanted.items() if needed)
+    def corrections(self) -> Corrections:
+        return Corrections(self.correction, self.cap, self.drop, self.bound, self.reuse.once)
 
     @property
-    def pretraining(self) -> float:
-        return self.ptx
+    def roles(self) -> frozenset[str]:
+        wanted = {"critic": True, "reference": self.beta > 0, "pretraining": self.ptx > 0}
+        return self.corrections.roles | {name for name, needed in wanted.items() if needed}
+
+    @property
+    def reuse(self) -> Reuse:
+        return Reuse(
+            epochs=self.epochs,
+            mini_batches=self.mini_batches,
+            metric="kl/update" if self.target_kl > 0 else "",
+            limit=self.target_kl,
+        )
+
+    @property
+    def learns_steps(self) -> bool:
+        return self.supervision != "outcome"
+
+    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
+        return (sampling,) * self.group
+
+    @property
+    def additions(self) -> Mapping[str, float]:
+        return {"pretraining": self.ptx}
 
     def start(self) -> State:
         return {"beta": self.beta, "steps": 0}
@@ -144,7 +159,6 @@ class PPO(OffPolicy):
         return Selection(tuple(groups), metrics=(Metric("responses", responses, None), beta))
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        assert step.value_T is not None
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences)
         reward_T = self.rewards(step, mask_T, state.get("beta", self.beta))
@@ -155,12 +169,13 @@ class PPO(OffPolicy):
         )
         if self.whiten_advantages:
             advantage_T = whiten(advantage_T, mask_T)
-        prepared = step.replace(mask_T=mask_T, weight_T=weight_T, return_T=return_T)
-        # a critic that still warms up has no say: without advantages there is no policy term, and the policy's optimizer rests
-        return (
-            prepared
-            if state.get("steps", 0) < self.critic_warmup
-            else prepared.replace(advantage_T=advantage_T)
+        warming_up = state.get("steps", 0) < self.critic_warmup
+        return step.replace(
+            mask_T=mask_T,
+            weight_T=weight_T,
+            return_T=return_T,
+            advantage_T=None if warming_up else advantage_T,
+            resting=frozenset({"policy"} if warming_up else ()),
         )
 
     def rewards(self, step: Batch, mask_T: Tensor, beta: float) -> Tensor:
@@ -168,15 +183,14 @@ class PPO(OffPolicy):
         score at the last one, as `supervision` says."""
         reward_T = torch.zeros_like(step.behaviour_T)
         if beta > 0:
-            assert step.reference_T is not None
             k1_T = kl_estimate(
                 "k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0)
             )
             reward_T = -beta * k1_T
         if self.learns_steps:
-            reward_T = reward_T + self.step_values(step).nan_to_num(nan=0.0).where(mask_T, 0.0).to(
-                reward_T.dtype
-            )
+            reward_T = reward_T + self.step_values(step, self.supervision).nan_to_num(
+                nan=0.0
+            ).where(mask_T, 0.0).to(reward_T.dtype)
         score_N = (
             torch.zeros_like(step.reward_N) if self.supervision == "process" else step.reward_N
         )
@@ -185,13 +199,11 @@ class PPO(OffPolicy):
         return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert batch.weight_T is not None
         terms, metrics = self.value_terms(outputs, batch)
-        if batch.advantage_T is not None:
+        if "policy" not in batch.resting:
             more, figures = self.policy_terms(outputs, batch)
             terms, metrics = more + terms, figures + metrics
         if self.beta > 0:
-            assert batch.reference_T is not None
             mask_T = batch.mask_T
             k1_T = kl_estimate(
                 "k1", batch.behaviour_T.where(mask_T, 0.0), batch.reference_T.where(mask_T, 0.0)
@@ -203,15 +215,14 @@ class PPO(OffPolicy):
         return Terms(tuple(terms), tuple(metrics))
 
     def policy_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
-        assert batch.weight_T is not None and batch.advantage_T is not None
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T, behaviour_T = (
             outputs.logprob_T.where(mask_T, 0.0),
             batch.behaviour_T.where(mask_T, 0.0),
         )
-        ratio_T = importance_ratio(logprob_T, self.old(logprob_T, batch))
-        policy_T, corrections = self.corrected(
+        ratio_T = importance_ratio(logprob_T, self.corrections.old(logprob_T, batch))
+        policy_T, corrections = self.corrections.apply(
             clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch
         )
         terms = [Term("policy", policy_T, batch.weight_T)]
@@ -234,8 +245,6 @@ class PPO(OffPolicy):
         ]
 
     def value_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
-        assert outputs.value_T is not None and batch.value_T is not None
-        assert batch.return_T is not None and batch.weight_T is not None
         mask_T, return_T = batch.mask_T, batch.return_T
         value_T, before_T = outputs.value_T.where(mask_T, 0.0), batch.value_T.where(mask_T, 0.0)
         free_T = (value_T - return_T) ** 2
@@ -254,9 +263,6 @@ class PPO(OffPolicy):
             metrics.append(Metric("value/clip_fraction", (held_T > free_T).sum(), count))
         return [Term("value", 0.5 * loss_T, batch.weight_T)], metrics
 
-    def stop_reuse(self, metrics: Sequence[Metric]) -> bool:
-        return self.target_kl > 0 and _mean(metrics, "kl/update") > self.target_kl
-
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
         beta, responses = (
             state["beta"],
@@ -264,14 +270,8 @@ class PPO(OffPolicy):
         )
         measured = [m for m in metrics if m.name == "kl/response"]
         if self.kl_target > 0 and measured:
-            error = _mean(measured, "kl/response") / self.kl_target - 1
+            error = mean_of(measured, "kl/response") / self.kl_target - 1
             beta *= 1 + min(max(error, -STEP_LIMIT), STEP_LIMIT) * min(
                 1.0, responses / self.kl_horizon
             )
         return {"beta": beta, "steps": state["steps"] + 1}
-
-
-def _mean(metrics: Sequence[Metric], name: str) -> float:
-    """The figure over all the micro-batches it came from; 0 where it did not come."""
-    found = [m for m in metrics if m.name == name]
-    return sum(float(m.total) for m in found) / max(1.0, sum(float(m.count or 0) for m in found))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import require
 from posttrain.ops.weights import reduction
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
@@ -26,9 +24,9 @@ class ProcessRewardModel(Algorithm):
     weighs every solution the same instead of every step. Use it where the way matters, to rank solutions or reward each step.
     """
 
-    paper: ClassVar[str] = "Lightman et al. 2023, arXiv:2305.20050"
-    online: ClassVar[bool] = False
-    trains: ClassVar[str] = "scorer"
+    paper = "Lightman et al. 2023, arXiv:2305.20050"
+    learns_from = "step_labels"
+    trains = "scorer"
 
     reduction: str = "token_mean"
 
@@ -36,23 +34,15 @@ class ProcessRewardModel(Algorithm):
         self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        require(
-            step.step_T is not None, "process_reward_model: these examples have no labels of steps"
-        )
-        assert step.step_T is not None
+        self.check("step_T" in step.columns, "these examples have no labels of steps")
         labelled_T = step.mask_T & ~step.step_T.isnan()
         label_M = step.step_T[labelled_T]
         bad = label_M[(label_M < 0) | (label_M > 1)]
-        require(
-            not len(bad), f"process_reward_model: a label lies in [0, 1], not {bad[:1].tolist()}"
-        )
+        self.check(not len(bad), f"a label lies in [0, 1], not {bad[:1].tolist()}")
         weight_T = reduction(self.reduction, labelled_T, step.sequence_T, step.sequences)
         return step.replace(mask_T=labelled_T, weight_T=weight_T)
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert (
-            outputs.score_T is not None and batch.step_T is not None and batch.weight_T is not None
-        )
         # filled before any arithmetic: labels are NaN where no step ends
         score_T, label_T = (
             outputs.score_T.where(batch.mask_T, 0.0),

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
 
-from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import require
-from posttrain.ops.weights import reduction
-from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Term, Terms
+from posttrain.algorithms._imitation import Imitation
+from posttrain.algorithms.base import State
+from posttrain.types import Group, Metric, Rollout, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class RAFT(Algorithm):
+class RAFT(Imitation):
     """Sample G responses a prompt, accept the top share of them that reach a threshold, imitate the accepted:
 
         A_x = {y : r(x, y) >= threshold and rank(y) <= ceil(share * G)},    L = - sum_(x, y in A_x) sum_t w_t log pi(y_t | x, y_<t)
@@ -26,28 +24,26 @@ class RAFT(Algorithm):
     Use it as a first stage before RL, or instead of it where one model and few samples must do.
     """
 
-    paper: ClassVar[str] = "Dong et al. 2023, arXiv:2304.06767"
+    paper = "Dong et al. 2023, arXiv:2304.06767"
 
-    group: int = 8
     share: float = 0.25
-    threshold: float | None = None  # least reward that is accepted; None: any
-    reduction: str = "token_mean"
+    threshold: float | None = None  # the smallest reward that is accepted; None: any
 
     def __post_init__(self) -> None:
-        require(self.group >= 1, f"raft: group must be at least 1, not {self.group}")
-        require(0 < self.share <= 1, f"raft: share must lie in (0, 1], not {self.share}")
+        super().__post_init__()
+        self.check(self.group >= 1, f"group must be at least 1, not {self.group}")
+        self.check(0 < self.share <= 1, f"share must lie in (0, 1], not {self.share}")
         nothing = self.threshold is None and ceil(self.share * self.group) == self.group
-        require(
+        self.check(
             not nothing,
-            f"raft: with no threshold and all {self.group} samples of a group kept, nothing is rejected and nothing "
+            f"with no threshold and all {self.group} samples of a group kept, nothing is rejected and nothing "
             "is learned; lower share, or set threshold",
         )
         finite = self.threshold is None or abs(self.threshold) < float("inf")
-        require(
+        self.check(
             finite,
-            f"raft: threshold must be a finite reward, or null for none, not {self.threshold}",
+            f"threshold must be a finite reward, or null for none, not {self.threshold}",
         )
-        self.choose("reduction", ("token_mean", "sequence_mean"))
 
     def accepted(self, group: Group) -> tuple[Rollout, ...]:
         """The top share of a group's scored rollouts, as far as they reach the threshold; in the order they were sampled."""
@@ -70,23 +66,4 @@ class RAFT(Algorithm):
             Metric("accepted", accepted, rollouts),
             Metric("reward/accepted", sum(sum(group.rewards) for group in kept), accepted),
         )
-        # with nothing accepted the first group stands in, and `prepare` leaves it without loss
-        return Selection(tuple(kept) or tuple(groups[:1]), metrics=metrics)
-
-    def prepare(self, step: Batch, state: State) -> Batch:
-        taken_N = (
-            step.valid_N
-            if self.threshold is None
-            else step.valid_N & (step.reward_N >= self.threshold)
-        )
-        mask_T = step.mask_T & taken_N[step.sequence_T]
-        return step.replace(
-            mask_T=mask_T,
-            weight_T=reduction(self.reduction, mask_T, step.sequence_T, step.sequences),
-        )
-
-    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert batch.weight_T is not None
-        loss_T = (-outputs.logprob_T).where(batch.mask_T, 0.0)
-        metrics = (Metric("nll", loss_T.detach().sum(), batch.mask_T.sum()),)
-        return Terms((Term("nll", loss_T, batch.weight_T),), metrics)
+        return Selection(tuple(kept), metrics=metrics)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,11 +27,11 @@ class Reinforce(PolicyGradient):
     Use it to see what the others add: on a reused rollout it goes too far where PPO's clip stops.
     """
 
-    paper: ClassVar[str] = (
+    paper = (
         "Williams 1992 (Simple statistical gradient-following algorithms), doi:10.1007/BF00992696"
     )
-    min_group: ClassVar[int] = 1
-    may_unclip: ClassVar[bool] = True
+    min_group = 1
+    may_unclip = True
 
     group: int = 1
     clip_low: float = 0.0

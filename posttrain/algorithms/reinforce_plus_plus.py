@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,8 +26,8 @@ class ReinforcePlusPlus(PolicyGradient):
     all there is time for, or where groups often agree.
     """
 
-    paper: ClassVar[str] = "Hu et al. 2025, arXiv:2501.03262"
-    min_group: ClassVar[int] = 1
+    paper = "Hu et al. 2025, arXiv:2501.03262"
+    min_group = 1
 
     group: int = 1
     beta: float = 0.01

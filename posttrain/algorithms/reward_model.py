@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import require
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
 
@@ -29,18 +27,18 @@ class RewardModel(Algorithm):
     Use it where people or a judge compare responses, and fresh samples must be scored many times.
     """
 
-    paper: ClassVar[str] = "Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155"
-    online: ClassVar[bool] = False
-    unit: ClassVar[str] = "ranking"
-    trains: ClassVar[str] = "scorer"
+    paper = "Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155"
+    learns_from = "rankings"
+    unit = "ranking"
+    trains = "scorer"
 
     margin: bool = False
     centring: float = 0.0
 
     def __post_init__(self) -> None:
-        require(
+        self.check(
             0 <= self.centring < float("inf"),
-            f"reward_model: centring must be 0 or positive, not {self.centring}",
+            f"centring must be 0 or positive, not {self.centring}",
         )
 
     def prepare(self, step: Batch, state: State) -> Batch:
@@ -62,7 +60,6 @@ class RewardModel(Algorithm):
         return step.replace(mask_T=mask_T, weight_N=weight_U[unit_N].float())
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert outputs.score_T is not None and batch.weight_N is not None
         score_N = outputs.score_T[torch.tensor(batch.starts[1:], device=outputs.score_T.device) - 1]
         better_K, worse_K = preferences(batch)
         difference_K = score_N[better_K] - score_N[worse_K]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.ops.weights import reduction
@@ -20,8 +19,8 @@ class SFT(Algorithm):
     `reduction = "sequence_mean"` weighs every example the same instead of every token.
     """
 
-    paper: ClassVar[str] = "Ouyang et al. 2022, arXiv:2203.02155"
-    online: ClassVar[bool] = False
+    paper = "Ouyang et al. 2022, arXiv:2203.02155"
+    learns_from = "demonstrations"
 
     reduction: str = "token_mean"
 
@@ -34,7 +33,6 @@ class SFT(Algorithm):
         )
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert batch.weight_T is not None
         mask_T = batch.mask_T
         loss_T = (-outputs.logprob_T).where(mask_T, 0.0)
         count = mask_T.sum()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from posttrain.algorithms._pairs import PairAlgorithm, mean_logprobs, pair_metrics, pairs_of
-from posttrain.errors import require
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -23,14 +21,14 @@ class SimPO(PairAlgorithm):
     Use it on pairs sampled from the model itself and ranked by a reward model, where memory for a reference is short.
     """
 
-    paper: ClassVar[str] = "Meng et al. 2024, arXiv:2405.14734"
+    paper = "Meng et al. 2024, arXiv:2405.14734"
 
     beta: float = 2.0
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self.beta > 0, f"simpo: beta must be positive, not {self.beta}")
-        require(self.gamma >= 0, f"simpo: gamma must not be negative, not {self.gamma}")
+        self.check(self.beta > 0, f"beta must be positive, not {self.beta}")
+        self.check(self.gamma >= 0, f"gamma must not be negative, not {self.gamma}")
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

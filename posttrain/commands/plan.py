@@ -14,7 +14,7 @@ from posttrain.models.load import Reader, check_device, same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.stages._plan import size_text
-from posttrain.stages.base import Context, Stage, load_policy, warnings_of
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.trust import trusting
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
         for stage in settings.recipe.stages:
             lines.append("")
             lines.append(f"{stage.name} ({type(stage).__name__})")
-            warnings = [f"warning: {text}" for text in warnings_of(stage)]
+            warnings = [f"warning: {text}" for text in stage.warnings()]
             lines += [
                 f"  {line}" for line in (*warnings, *stage_lines(stage, context, policies, before))
             ]

@@ -36,10 +36,8 @@ def dead_coefficients(
     """
     pushed = push(outputs, batch)
     usual = gradient(algorithm, batch, pushed, state)
-    learner = (
-        slice(batch.tokens) if algorithm.trains == "policy" else slice(None)
-    )  # not while a critic alone warms up
-    if usual is None or not bool(usual[learner].any()):
+    # the first output is that of the model which the algorithm trains
+    if usual is None or not bool(usual[: batch.tokens].any()):
         return None
     before = decisions(algorithm, state, groups, metrics)
     dead = []
@@ -84,17 +82,12 @@ def push(outputs: Outputs, batch: Batch) -> Outputs:
         ((at_T % 7).double() - 3.0) / 3.0 + ((batch.sequence_T % 5).double() - 2.0) / 4.0
     )
 
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        return (
-            None
-            if tensor is None
-            else (tensor.detach().double() + shift_T).where(batch.mask_T, 0.0).requires_grad_()
-        )
+    def moved(name: str, tensor: Tensor) -> Tensor:
+        wide = tensor.detach().double()
+        kept = wide if name == "entropy_T" else (wide + shift_T).where(batch.mask_T, 0.0)
+        return kept.requires_grad_()
 
-    logprob_T = moved(outputs.logprob_T)
-    entropy_T = outputs.entropy_T.detach().double().requires_grad_()
-    assert logprob_T is not None
-    return Outputs(logprob_T, entropy_T, moved(outputs.value_T), moved(outputs.score_T))
+    return outputs.replaced({name: moved(name, c) for name, c in outputs.columns.items()})
 
 
 def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State) -> Tensor | None:
@@ -104,11 +97,7 @@ def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State)
         return None
     terms = algorithm.terms(outputs, prepared).terms
     total = torch.stack([(term.weight * term.loss).sum().double() for term in terms]).sum()
-    leaves = [
-        t
-        for t in (outputs.logprob_T, outputs.entropy_T, outputs.value_T, outputs.score_T)
-        if t is not None
-    ]
+    leaves = list(outputs.columns.values())
     if not total.requires_grad:
         return None
     found = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -140,15 +129,15 @@ def decisions(
         for more in (0.0, 0.1, 1.0, 10.0)
     ]  # the figures as they are, and as they might become
     ends = (
-        [(algorithm.finish(state, found), algorithm.stop_reuse(found)) for found in later]
+        [(algorithm.finish(state, found), algorithm.reuse.stop(found)) for found in later]
         if metrics
         else []
     )
     return (
         algorithm.start(),
         ends,
-        algorithm.pretraining,
+        algorithm.additions,
         algorithm.group_size,
-        algorithm.reuse,
+        (algorithm.reuse.epochs, algorithm.reuse.mini_batches),
         chosen,
     )

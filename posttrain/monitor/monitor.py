@@ -281,25 +281,19 @@ class StageMonitor:
             "mask": batch.mask_T,
             "sampled_logprob": batch.behaviour_T,
             "logprob": logprob_T,
-            "reference": batch.reference_T,
-            "advantage": batch.advantage_T,
-            "weight": batch.weight_T,
             "reward": batch.reward_N,
+            **{name[:-2]: c for name, c in batch.columns.items() if name.endswith("_T")},
         }
-        arrays = {
-            name: tensor.detach().cpu().numpy()
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
+        arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
         arrays["starts"] = np.array(batch.starts, dtype=np.int64)
         path = self.writer.attachment(f"{self.stage}-step-{step}", arrays)
         bad_T = torch.zeros_like(batch.mask_T)
-        for figure_T in (logprob_T, batch.behaviour_T, batch.advantage_T):
+        for figure_T in (logprob_T, batch.behaviour_T, batch.columns.get("advantage_T")):
             if figure_T is not None:
                 bad_T |= ~torch.isfinite(figure_T) & batch.mask_T
         bad = sorted(set(batch.sequence_T[bad_T].tolist()))
         rollouts = [r for g in groups for r in g.rollouts]
-        places = [] if batch.rollout_N is None else batch.rollout_N.tolist()
+        places = batch.rollout_N.tolist() if "rollout_N" in batch.columns else []
         named = [rollouts[places[n]].problem.id if places else str(n) for n in bad[:4]]
         where = f"; sequences that are not finite: {', '.join(named)}" if bad else ""
         return f" (batch of {batch.sequences} sequences in {ALARMS}/{path.name}{where})"

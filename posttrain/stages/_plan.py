@@ -22,8 +22,9 @@ from posttrain.train.memory import (
 from posttrain.train.optimizer import Optimization
 
 if TYPE_CHECKING:
-    from posttrain.stages._preferences import PreferenceLearner
     from posttrain.stages.base import Context, Stage
+    from posttrain.stages.preference import PreferenceStage
+    from posttrain.stages.reward_model import RewardModelStage
     from posttrain.stages.rl import RLStage
     from posttrain.stages.sft import SFTStage
 
@@ -145,14 +146,13 @@ def sft_plan(
 
 
 def preference_plan(
-    stage: PreferenceLearner,
+    stage: PreferenceStage | RewardModelStage,
     policy: Policy,
     context: Context,
     before: Mapping[str, Stage],
     members: int = 1,
-    reference: bool = False,
 ) -> list[str]:
-    """Batch arithmetic, memory and the data report of a stage that learns from preferences; `reference`: one stays on the device."""
+    """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
     times = f", {members} times over" if members > 1 else ""
     later = [
         f"preferences written by {file}: not there yet" for file in stage.data if file in before
@@ -164,7 +164,7 @@ def preference_plan(
         units = stage.read(context, policy.tokenizer, stage.data)
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
     tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
-    others = {"reference": weight_bytes(policy)} if reference else {}
+    others = stage.role_bytes(policy, tokens)
     passes = stage.steps * stage.batch / len(units) / (1 - stage.held_out)
     return [
         f"a step: {stage.batch} of {len(units):,} units, about {stage.batch * sum(sizes) // len(units):,} tokens; {stage.steps} steps "
@@ -176,8 +176,8 @@ def preference_plan(
 
 def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list[str]:
     """Batch arithmetic and memory of a reinforcement-learning stage."""
-    group, (epochs, pieces) = stage.algorithm.group_size, stage.algorithm.reuse
-    samples, updates = stage.prompts * group, epochs * pieces
+    group, reuse = stage.algorithm.group_size, stage.algorithm.reuse
+    samples, updates = stage.prompts * group, reuse.epochs * reuse.mini_batches
     longest, new = stage.longest(policy.tokenizer), stage.sampling.max_new_tokens
     budget = stage.optimizer.token_budget
     # a prompt is computed once for its group
@@ -190,8 +190,8 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
 
     return [
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
-        f"then {updates} optimizer update(s) of {samples // pieces} responses each; at full length {-(-samples * longest // budget)} "
-        f"micro-batch(es) of up to {budget} tokens (this changes memory, never the gradient)",
+        f"then {updates} optimizer update(s) of {samples // reuse.mini_batches} responses each; at full length "
+        f"{-(-samples * longest // budget)} micro-batch(es) of up to {budget} tokens (this changes memory, never the gradient)",
         f"{stage.steps} steps = {stage.steps * samples:,} responses and {stage.steps * updates:,} updates",
         f"levels {', '.join(map(str, stage.task.levels))}; held-out accuracy on {stage.evaluate_problems} problems every "
         f"{stage.evaluate_every} steps",
@@ -205,20 +205,7 @@ def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, rewards
     """The policy's memory in training, and that of the other models; `rewards` is the weights of the reward models. A model that
     is on the CPU between calls is not counted: it comes when the gradients are not yet there. A cache that is released before training
     counts where it is larger than the gradients and activations that come in its place."""
-    checkpointed = stage.optimizer.checkpointing == "layer"
-    body = weight_bytes(policy)
-    anchored = "reference" in stage.algorithm.needs or stage.watch_kl
-    shared = stage.lora is not None and not stage.reference  # the policy's own frozen weights
-    reference = body if anchored and stage.reference_device == "same" and not shared else 0.0
-    critic = 0.0
-    if "value" in stage.algorithm.needs:
-        trained = policy.parameters if stage.lora is None else stage.lora.parameters(policy.body)
-        trunk = 0.0 if stage.lora is not None and not stage.critic else body
-        adapters = 0.0 if stage.lora is None else float(policy.dtype.itemsize * trained)
-        learns = (stage.critic_optimizer or stage.optimizer).moment_bytes
-        critic = trunk + adapters + sum(size for _, size in learning_bytes(policy, trained, learns))
-        critic += activation_bytes(policy, tokens, checkpointed)
-    others = {"reference": reference, "critic": critic, "reward models": rewards}
+    others = {**stage.role_bytes(policy, tokens), "reward models": rewards}
     made = training_memory(policy, tokens, stage.optimizer, stage.lora, cache, others)
     if not stage.release_cache:
         return made

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -12,52 +11,26 @@ import numpy as np
 from posttrain.data.preferences import PreferenceReport, read_preferences
 from posttrain.data.stream import permutation
 from posttrain.data.units import prompt_length
-from posttrain.errors import Count, Interval, Range, require
-from posttrain.loop import LoopSchedule
-from posttrain.monitor.rules import MonitorSettings
-from posttrain.stages._material import alphabet
-from posttrain.stages.base import Context, Stage, data_place
-from posttrain.train.optimizer import Optimization
+from posttrain.errors import Range, require
+from posttrain.stages.base import Context, data_place
 from posttrain.types import Example
 
 Unit = tuple[Example, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceLearner(Stage):
-    """What a stage that learns from files of preferences is told."""
+# a share of the prompts that is kept apart
+HeldOut = Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")]
+# the kinds of rows that a file may hold, by what the algorithm learns from
+ROWS = {
+    "pairs": ("pair", "openai", "ranking"),
+    "labels": ("unpaired", "pair", "openai"),
+    "rankings": ("pair", "openai", "ranking"),
+    "step_labels": ("steps",),
+}
 
-    model: str
-    data: tuple[str, ...]
-    batch: Count = 32  # units an optimizer step
-    optimizer: Optimization = field(
-        default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
-    )
-    steps: Count = 300
-    max_length: int = 1024
-    held_out: Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")] = 0.1
-    evaluate_every: Interval = 50
-    checkpoint_every: Count = 100
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            len(self.data) > 0, f"{self.name}: give at least one JSONL file of preferences as data"
-        )
-
-    def alphabet(self) -> str:
-        return alphabet([])
-
-    @abstractmethod
-    def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
-        """The units of some files, in the shape that the algorithm learns from."""
-
-    def schedule(self, held_out: Sequence[Unit]) -> LoopSchedule:
-        every = self.evaluate_every if held_out else 0
-        return LoopSchedule(
-            steps=self.steps, evaluate_every=every, checkpoint_every=self.checkpoint_every
-        )
+def check_data(stage: str, data: Sequence[str]) -> None:
+    require(len(data) > 0, f"{stage}: give at least one JSONL file of preferences as data")
 
 
 def until_end(example: Example) -> Example:
@@ -74,15 +47,15 @@ def read_units(
     path: str,
     tokenizer: object,
     max_length: int,
-    wanted: Sequence[str],
+    learns_from: str,
 ) -> tuple[list[Unit], PreferenceReport]:
     """The units of a file, or of an earlier stage, each cut after its response; what became of each row is announced."""
     found = read_preferences(data_place(path, context), tokenizer, max_length)
     context.announce(stage, found.report.lines())
-    kind, needed = found.report.kind, " or ".join(wanted)
+    kind, wanted = found.report.kind, ROWS[learns_from]
     require(
         kind in wanted,
-        f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {needed}",
+        f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {' or '.join(wanted)}",
     )
     return [tuple(until_end(example) for example in unit) for unit in found.units], found.report
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from posttrain.models.scorer import Scorer
     from posttrain.runs.trackers import Trackers
     from posttrain.stages._plan import DryRun
-    from posttrain.train.optimizer import Optimization
     from posttrain.train.saving import Saving, Store
 
 
@@ -168,6 +167,18 @@ class Stage(Checked, ABC):
         """Refuse now, before the first stage runs, what can be known of the stage's files; `names` are the stages of the run, whose
         data is not there yet."""
 
+    def check_ready(self, device: str) -> None:
+        """Refuse what a stage lacks (a package, a compiler) and what it could never do: now, not after hours of those before it."""
+        task, lora = getattr(self, "task", None), getattr(self, "lora", None)
+        if isinstance(task, Task):
+            task.ready()
+        if lora is not None:
+            lora.ready()
+
+    def warnings(self) -> list[str]:
+        """What the stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
+        return []
+
     def alphabet(self) -> str:
         """The characters that a tokenizer made from scratch for this stage must know."""
         return ""
@@ -207,7 +218,7 @@ def run_stages(
         return
     names = check_names(stages, only)
     for stage in stages:
-        check_ready(stage, context.device)
+        stage.check_ready(context.device)
     due = [
         stage
         for stage in stages
@@ -216,7 +227,7 @@ def run_stages(
     for stage in due:
         stage.ready(names)
     for stage in due:
-        context.announce(stage.name, warnings_of(stage), "warning")
+        context.announce(stage.name, stage.warnings(), "warning")
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
         now, before = (
@@ -264,53 +275,6 @@ def worker_pool(stages: Iterable[Stage]) -> WorkerPool:
     """Worker processes for the tasks of a run. To be made before anything uses CUDA or starts a thread."""
     tasks = [getattr(stage, "task", None) for stage in stages]
     return WorkerPool(task for task in tasks if isinstance(task, Task))
-
-
-def check_ready(stage: Stage, device: str) -> None:
-    """Refuse what a stage lacks (a package, a compiler) and what it could never do: now, not after hours of those before it."""
-    task, lora = getattr(stage, "task", None), getattr(stage, "lora", None)
-    if isinstance(task, Task):
-        task.ready()
-    if lora is not None:
-        lora.ready()
-    for settings in optimizers(stage).values():
-        settings.ready(device)
-
-
-def optimizers(stage: Stage) -> dict[str, Optimization]:
-    """The settings of a stage's optimizers, by the key under which a user sets them."""
-    from posttrain.train.optimizer import Optimization
-
-    found = {
-        f"{stage.name}.{name}": getattr(stage, name, None)
-        for name in ("optimizer", "critic_optimizer")
-    }
-    return {
-        name: settings for name, settings in found.items() if isinstance(settings, Optimization)
-    }
-
-
-def warnings_of(stage: Stage) -> list[str]:
-    """What a stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
-    steps, known = getattr(stage, "steps", None), optimizers(stage)
-    policy, critic = (
-        known.get(f"{stage.name}.optimizer"),
-        known.get(f"{stage.name}.critic_optimizer"),
-    )
-    found = (
-        [policy.warning(f"{stage.name}.optimizer", steps)]
-        if policy is not None and isinstance(steps, int)
-        else []
-    )
-    for name in (
-        ("warmup", "schedule", "final") if policy is not None and critic is not None else ()
-    ):
-        if getattr(critic, name) not in (getattr(policy, name), getattr(type(critic), name)):
-            found.append(
-                f"{stage.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "
-                f"{stage.name}.optimizer at a rate of its own"
-            )
-    return [text for text in found if text]
 
 
 def check_name(kind: str, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,34 +14,32 @@ from posttrain.algorithms.dpo import DPO
 from posttrain.collect import Examples
 from posttrain.data.preferences import count_labels
 from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
-from posttrain.errors import Count, require
+from posttrain.errors import Count, Interval, require
 from posttrain.evals.statistics import share_interval
-from posttrain.loop import Loop
-from posttrain.models.load import same_vocabulary
 from posttrain.runs.metrics import Figures, merge
+from posttrain.stages._material import alphabet
 from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages._preferences import (
-    PreferenceLearner,
+    HeldOut,
+    check_data,
     numbered_prompts,
     read_units,
     split_by_prompt,
 )
 from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.train import TrainStage, load_reference, trained
+from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples, with_loss
-from posttrain.types import JSON, Metric, Outputs
+from posttrain.types import JSON, Metric
 
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
+    from posttrain.train.roles.base import Role
     from posttrain.train.trainer import Trainer
-
-PAIRS, LABELS = (
-    ("pair", "openai", "ranking"),
-    ("unpaired", "pair", "openai"),
-)  # kinds of files that give them
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceStage(PreferenceLearner):
+class PreferenceStage(TrainStage):
     """Train `model` on the preferences in the `data` files (see data/preferences.py for what they may hold), `batch` units a step.
 
     Rankings become all of their pairs. An algorithm that learns from single examples takes a pair as one good and one bad, and
@@ -50,7 +48,18 @@ class PreferenceStage(PreferenceLearner):
     on the files in `held_out_data` or, without any, on a share `held_out` of the prompts, which is kept apart.
     """
 
+    reads = ("pairs", "labels")
+    builds = ("proximal", "reference")
+
+    data: tuple[str, ...]
     algorithm: Algorithm = field(default_factory=DPO)
+    batch: Count = 32  # units an optimizer step
+    max_length: int = 1024
+    optimizer: Optimization = field(
+        default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
+    )
+    evaluate_every: Interval = 50
+    held_out: HeldOut = 0.1
     held_out_data: tuple[str, ...] = ()
     reference: str = ""
     reference_device: Literal["same", "cpu"] = (
@@ -61,27 +70,18 @@ class PreferenceStage(PreferenceLearner):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.name
-        require(
-            not self.algorithm.online,
-            f"{name}: this algorithm samples its own data; use an rl stage",
-        )
-        require(
-            self.algorithm.trains == "policy",
-            f"{name}: this algorithm trains a scorer; use a reward_model stage",
-        )
-        learns = self.algorithm.unit == "pair" or "proximal" in self.algorithm.needs
-        require(
-            learns,
-            f"{name}: this algorithm does not look at preferences; use dpo or a relative, or an sft stage",
-        )
-        useless = bool(self.reference) and "reference" not in self.algorithm.needs
+        check_data(name, self.data)
+        useless = bool(self.reference) and "reference" not in self.algorithm.roles
         require(
             not useless,
             f"{name}: reference is given, but this algorithm has no use for one; try dpo",
         )
 
+    def alphabet(self) -> str:
+        return alphabet([])
+
     def ready(self, names: Collection[str]) -> None:
-        if self.algorithm.unit != "pair" and all(
+        if self.algorithm.learns_from == "labels" and all(
             path not in names and Path(path).is_file() for path in self.data
         ):
             good, bad = map(sum, zip(*map(count_labels, self.data), strict=True))
@@ -99,17 +99,16 @@ class PreferenceStage(PreferenceLearner):
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""
-        wanted = PAIRS if self.algorithm.unit == "pair" else LABELS
+        learns = self.algorithm.learns_from
         units: list[Unit] = []
         for path in paths:
-            found, report = read_units(context, self.name, path, tokenizer, self.max_length, wanted)
-            plain = getattr(self.algorithm, "labels", "") == "soft" and not report.margins
+            found, report = read_units(context, self.name, path, tokenizer, self.max_length, learns)
             require(
-                not plain,
+                bool(report.margins) or not self.algorithm.needs_scores,
                 f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard",
             )
             units += found
-        return as_pairs(units) if self.algorithm.unit == "pair" else as_singles(units)
+        return as_pairs(units) if learns == "pairs" else as_singles(units)
 
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         """(to train on, held out)."""
@@ -118,15 +117,15 @@ class PreferenceStage(PreferenceLearner):
             train, held_out = units, self.read(context, tokenizer, self.held_out_data)
         else:
             train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
-        if self.algorithm.unit != "pair":
+        if self.algorithm.learns_from == "labels":
             good = sum(unit[0].reward > 0.5 for unit in train)
             self.check_labels(good, len(train) - good)
         held_out = held_out[: self.evaluate_units]
-        what = "pairs" if self.algorithm.unit == "pair" else "labelled responses"
+        what = "pairs" if self.algorithm.learns_from == "pairs" else "labelled responses"
         context.announce(
             self.name, [f"{len(train):,} {what} to train on, {len(held_out):,} held out"]
         )
-        if "proximal" in self.algorithm.needs:
+        if self.algorithm.learns_from == "labels":
             train, held_out = (
                 with_mismatched(part, train, self.max_length, context.seed)
                 for part in (train, held_out)
@@ -142,57 +141,43 @@ class PreferenceStage(PreferenceLearner):
         return (self.reference,) if self.reference else ()
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        reference = "reference" in self.algorithm.needs and self.reference_device == "same"
-        return preference_plan(self, policy, context, before, reference=reference)
+        return preference_plan(self, policy, context, before)
 
     def dry_run(self) -> DryRun:
         return few_steps(self, self.evaluate_every)
 
     def run(self, context: Context) -> dict[str, JSON]:
-        from posttrain.train.trainer import Trainer
-
         policy = load_policy(self.model, context, self.alphabet())
         policy.check_length(self.max_length, "lower max_length")
         train, held_out = self.material(context, policy.tokenizer)
-        trainer = Trainer(
-            policy,
-            self.algorithm,
-            self.optimizer,
-            self.make_reference(context, policy),
-            events=context.events,
-        )
+        trainer = self.make_trainer(context, policy, self.make_roles(context, policy))
         judge = Judge(trainer, held_out)
-        loop = Loop(
-            stage=self.name,
-            schedule=self.schedule(held_out),
-            trainer=trainer,
-            source=Examples([train], [1.0], self.batch, context.seed, policy.device),
-            writer=context.writer,
-            checkpoints=context.checkpoints(self.name),
-            interrupt=context.interrupt,
-            trackers=context.trackers,
-            monitor=self.monitor,
+        loop = self.train(
+            context,
+            trainer,
+            Examples([train], [1.0], self.batch, context.seed, policy.device),
+            self.schedule(self.evaluate_every if held_out else 0),
             evaluate=judge.evaluate,
         )
-        loop.run()
         context.save_model(self.name, policy)
-        result: dict[str, JSON] = {
-            "steps": loop.step,
-            "train_seconds": loop.elapsed,
-            "trained_on": len(train),
-            **loop.best_figures(),
-        }
+        result = {**trained(loop), "trained_on": len(train)}
         return result | self.verdict(context, judge) if held_out else result
 
-    def make_reference(self, context: Context, policy: Policy) -> Policy | None:
-        """The frozen model that log-ratios are taken with, where the algorithm needs one."""
-        if "reference" not in self.algorithm.needs:
-            return None
-        reference = load_policy(self.reference or self.model, context, self.alphabet())
-        same_vocabulary(self.name, policy, reference)
-        if self.reference_device == "cpu":
-            reference.model.to("cpu")
-        return reference
+    def make_role(self, name: str, context: Context, policy: Policy) -> Role:
+        from posttrain.train.roles.reference import Reference
+
+        if name == "reference":
+            return Reference(
+                load_reference(self, self.reference, self.reference_device, context, policy)
+            )
+        return super().make_role(name, context, policy)
+
+    def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
+        from posttrain.train.roles.reference import Reference
+
+        if "reference" not in self.algorithm.roles:
+            return {}
+        return {"reference": Reference.price(policy, self.reference_device == "same")}
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
         """What is said of the held-out preferences at the end. The pairs of one ranking share its responses: the interval is over
@@ -243,13 +228,13 @@ class Judge:
         trainer.policy.model.eval()
         found = []
         with torch.no_grad():
-            packed = pack_examples(flat, trainer.policy.device)
+            packed = pack_examples(flat, trainer.policy.device, algorithm.unit != "sequence")
             packed = packed.replace(group_N=torch.tensor(prompts, device=packed.group_N.device))
             batch = algorithm.prepare(trainer.fill(packed), algorithm.start())
             for piece in micro_batches(with_loss(batch), trainer.settings.token_budget):
                 outputs, start = trainer.outputs(piece), 0
                 for part in micro_batches(piece, 1) if by_unit else [piece]:
-                    terms = algorithm.terms(_cut(outputs, start, start + part.tokens), part)
+                    terms = algorithm.terms(outputs.take(start, start + part.tokens), part)
                     start += part.tokens
                     loss = [
                         Metric("loss", (term.weight * term.loss).sum(), None)
@@ -257,10 +242,3 @@ class Judge:
                     ]
                     found.append((int(part.group_N[0]), [*loss, *terms.metrics]))
         return found
-
-
-def _cut(outputs: Outputs, start: int, end: int) -> Outputs:
-    values = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
-    return Outputs(
-        **{name: None if value is None else value[start:end] for name, value in values.items()}
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from posttrain.stages.sft import SFTStage
 
@@ -12,4 +11,4 @@ from posttrain.stages.sft import SFTStage
 class PretrainStage(SFTStage):
     """A supervised stage that learns to predict all of its data, not the assistant's part alone."""
 
-    all_tokens: ClassVar[bool] = True
+    all_tokens = True

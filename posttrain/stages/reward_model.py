@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from posttrain import errors
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.reward_model import RewardModel
 from posttrain.collect import Examples
@@ -16,18 +17,18 @@ from posttrain.engine.random import derive
 from posttrain.errors import Count, GuardStop, Range, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
-from posttrain.loop import Loop
-from posttrain.stages._material import check_lengths
+from posttrain.stages._material import alphabet, check_lengths
 from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages._preferences import (
-    PreferenceLearner,
+    HeldOut,
     Unit,
+    check_data,
     numbered_prompts,
     read_units,
     split_by_prompt,
 )
 from posttrain.stages.base import Context, Stage, load_policy
-from posttrain.train.optimizer import Optimization
+from posttrain.stages.train import TrainStage
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -56,39 +57,42 @@ class Verdicts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelStage(PreferenceLearner):
+class RewardModelStage(TrainStage):
     """Train a scorer on a copy of `model`'s body, with a new head of one number, on the comparisons in the `data` files (or, with
     algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is kept apart, and the stage stops where
     accuracy there ends below `min_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
     ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints.
     """
 
+    reads = ("rankings", "step_labels")
+    builds = ()
+
+    data: tuple[str, ...]
     algorithm: Algorithm = field(default_factory=RewardModel)
     batch: Count = 16  # pairs, rankings or solutions an optimizer step
+    max_length: int = 1024
+    evaluate_every: errors.Interval = 50
+    held_out: HeldOut = 0.1
     min_accuracy: Annotated[float, Range(ge=0, lt=1)] = 0.0  # 0: no gate
     members: Count = 1
-    optimizer: Optimization = field(
-        default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.name
-        require(
-            self.algorithm.trains == "scorer",
-            f"{name}: this algorithm trains a policy; a reward_model stage trains a scorer, "
-            "with reward_model or process_reward_model",
-        )
+        check_data(name, self.data)
         blind = self.min_accuracy > 0 and self.held_out == 0
         require(not blind, f"{name}: min_accuracy is judged on held-out data; set held_out above 0")
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, each cut after its response."""
-        wanted = ("steps",) if self.algorithm.unit == "sequence" else ("pair", "openai", "ranking")
+        learns = self.algorithm.learns_from
         units: list[Unit] = []
         for path in paths:
-            units += read_units(context, self.name, path, tokenizer, self.max_length, wanted)[0]
+            units += read_units(context, self.name, path, tokenizer, self.max_length, learns)[0]
         return units
+
+    def alphabet(self) -> str:
+        return alphabet([])
 
     def makes(self) -> int:
         return self.members
@@ -150,33 +154,26 @@ class RewardModelStage(PreferenceLearner):
         """Train one scorer and save it; one that an earlier attempt saved is done, and only read."""
         from posttrain.models.save import save
         from posttrain.models.scorer import from_policy, load_scorer
-        from posttrain.train.trainer import Trainer
 
         folder = self.folder(context, member)
         if folder.is_dir():
             return load_scorer(str(folder), policy.dtype, policy.device)
         seed = derive(context.seed, member) >> 1
         scorer = from_policy(policy, zero=False, seed=seed)
-        label = f"{self.name}-{member}" if member else self.name
-        loop = Loop(
-            stage=label,
-            schedule=self.schedule(held_out),
-            trainer=Trainer(scorer, self.algorithm, self.optimizer, events=context.events),
-            source=Examples([train], [1.0], self.batch, seed, policy.device),
-            writer=context.writer,
-            checkpoints=context.checkpoints(label),
-            interrupt=context.interrupt,
-            trackers=context.trackers,
-            monitor=self.monitor,
+        self.train(
+            context,
+            self.make_trainer(context, scorer),
+            Examples([train], [1.0], self.batch, seed, policy.device),
+            self.schedule(self.evaluate_every if held_out else 0),
+            label=f"{self.name}-{member}" if member else self.name,
             evaluate=lambda: {"accuracy/held_out": self.judge(scorer, held_out).accuracy.value},
         )
-        loop.run()
         save(scorer.model, scorer.tokenizer, folder, replace=True)
         return scorer
 
     def judge(self, scorer: Scorer, units: Sequence[Unit]) -> Verdicts:
         """A scorer's verdicts on units that it has not learned from."""
-        by_step = self.algorithm.unit == "sequence"
+        by_step = self.algorithm.learns_from == "step_labels"
         return (judge_steps if by_step else judge_pairs)(scorer, units, self.optimizer.token_budget)
 
     def gate(self, context: Context, verdicts: Verdicts, member: int) -> None:

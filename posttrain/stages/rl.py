@@ -14,10 +14,8 @@ from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, Whole, require
-from posttrain.loop import Loop, LoopSchedule
 from posttrain.models.load import same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
-from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
 from posttrain.stages._measure import proxy_gold_kl
@@ -33,6 +31,7 @@ from posttrain.stages.base import (
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
+from posttrain.stages.train import TrainStage, load_reference, trained
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON, Rating, Sampler, Sampling
@@ -40,14 +39,17 @@ from posttrain.types import JSON, Rating, Sampler, Sampling
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
     from posttrain.models.scorer import Scorer
+    from posttrain.train.roles.base import Role
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLStage(Stage):
+class RLStage(TrainStage):
     """`prompts` problems a step, the algorithm's group of samples for each, scored by `reward`. What the algorithm
     needs besides the policy is made here: a frozen reference, a critic, pretraining text."""
 
-    model: str
+    reads = ("rollouts",)
+    builds = ("critic", "pretraining", "proximal", "reference")
+
     task: Task
     steps: Count = 200
     prompts: Count = 16
@@ -62,7 +64,6 @@ class RLStage(Stage):
     measure_problems: Whole = 0  # also sample these many held-out problems: reward model, task's own score and KL, as figures
     checkpoint_every: Interval = 25
     rollouts_every: Interval = 5
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
     reference: str = ""  # the model to stay near; "": the one the stage starts from
     reference_device: Literal["same", "cpu"] = (
@@ -86,10 +87,6 @@ class RLStage(Stage):
         name = self.name
         super().__post_init__()
         require(
-            self.algorithm.online,
-            f"{name}: this algorithm learns from given examples; use an sft or preference stage",
-        )
-        require(
             self.sampling.temperature > 0,
             f"{name}: training needs a temperature above 0, not {self.sampling.temperature}: "
             "argmax explores nothing",
@@ -103,35 +100,35 @@ class RLStage(Stage):
 
     def check_roles(self) -> None:
         """Refuse what is asked for and missing, or given and of no use, before anything is loaded."""
-        name, needs = self.name, self.algorithm.needs
+        name, roles = self.name, self.algorithm.roles
         require(
             not self.critic or self.critic_head == "linear",
             f"{name}: a critic from {self.critic!r} has its head already; leave critic_head out",
         )
         require(
-            "value" in needs or not self.critic,
+            "critic" in roles or not self.critic,
             f"{name}: critic is given, but this algorithm has none; use ppo",
         )
         require(
-            "value" in needs or self.critic_optimizer is None,
+            "critic" in roles or self.critic_optimizer is None,
             f"{name}: critic_optimizer is given, but this algorithm has no critic; use ppo",
         )
         require(
-            "reference" in needs or self.watch_kl or not self.reference,
+            "reference" in roles or self.watch_kl or not self.reference,
             f"{name}: reference is given, but this algorithm has no "
             "use for one; set its beta above 0, or watch_kl",
         )
         require(
-            "pretraining" not in needs or bool(self.pretraining),
+            "pretraining" not in roles or bool(self.pretraining),
             f"{name}: this algorithm mixes pretraining text in (ptx > 0); "
             "give some as pretraining, or set ptx to 0",
         )
         require(
-            "pretraining" in needs or not self.pretraining,
+            "pretraining" in roles or not self.pretraining,
             f"{name}: pretraining data is given, but this algorithm does not mix "
             "it in; use ppo with ptx above 0",
         )
-        measured = bool(self.reward.loads()) and ("reference" in needs or self.watch_kl)
+        measured = bool(self.reward.loads()) and ("reference" in roles or self.watch_kl)
         require(
             not self.measure_problems or measured,
             f"{name}: measure_problems compares reward models with the task's score at a "
@@ -164,8 +161,23 @@ class RLStage(Stage):
         made = few_steps(self, self.evaluate_every)
         return replace(made, limit=self.sampling.max_new_tokens)
 
+    def optimizers(self) -> dict[str, Optimization]:
+        own = self.critic_optimizer
+        return {**super().optimizers(), **({} if own is None else {"critic_optimizer": own})}
+
+    def warnings(self) -> list[str]:
+        found = super().warnings()
+        for name in ("warmup", "schedule", "final") if self.critic_optimizer is not None else ():
+            own, usual = getattr(self.critic_optimizer, name), getattr(Optimization, name)
+            if own not in (getattr(self.optimizer, name), usual):
+                found.append(
+                    f"{self.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "
+                    f"{self.name}.optimizer at a rate of its own"
+                )
+        return found
+
     def run(self, context: Context) -> dict[str, JSON]:
-        from posttrain.train.trainer import Trainer
+        from posttrain.train.roles.reference import Reference
 
         source = (
             Chosen(self.task, tuple(read_problems(data_place(self.problems, context))))
@@ -177,7 +189,8 @@ class RLStage(Stage):
             context, self.name, self.model, (source,), text, measures=self.evaluate_every > 0
         )
         policy = load_policy(self.model, context, self.alphabet())
-        reference, critic = self.make_reference(context, policy), self.make_critic(context, policy)
+        roles = self.make_roles(context, policy)
+        reference = next((role.policy for role in roles if isinstance(role, Reference)), None)
         rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)
         # after the others were made: they stand on the same frozen weights, without adapters of the policy
         if self.lora is not None:
@@ -187,25 +200,11 @@ class RLStage(Stage):
         curriculum_state = CurriculumState(
             source.levels, [*map(len, problems.values())], self.curriculum, context.seed
         )
-        loop = Loop(
-            stage=self.name,
-            schedule=LoopSchedule(
-                steps=self.steps,
-                evaluate_every=self.evaluate_every,
-                checkpoint_every=self.checkpoint_every,
-                rollouts_every=self.rollouts_every,
-            ),
-            trainer=Trainer(
-                policy,
-                self.algorithm,
-                self.optimizer,
-                reference,
-                critic,
-                self.critic_optimizer,
-                self.cache_bytes(policy),
-                context.events,
-            ),
-            source=Rollouts(
+        context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
+        loop = self.train(
+            context,
+            self.make_trainer(context, policy, roles, self.cache_bytes(policy)),
+            Rollouts(
                 self.task,
                 sampler,
                 policy.tokenizer,
@@ -219,29 +218,16 @@ class RLStage(Stage):
                 context.workers,
                 problems,
             ),
-            writer=context.writer,
-            checkpoints=context.checkpoints(self.name),
-            interrupt=context.interrupt,
-            trackers=context.trackers,
-            sampler=sampler,
+            replace(self.schedule(self.evaluate_every), rollouts_every=self.rollouts_every),
             evaluate=lambda: {
                 **self.evaluate(sampler, policy.tokenizer, context),
                 **self.measure(sampler, policy.tokenizer, context, rating, reference),
             },
-            pretraining=self.make_pretraining(context, policy),
+            sampler=sampler,
             release=sampler.release if self.release_cache else None,
-            monitor=self.monitor,
-            seed=context.seed,
         )
-        context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
-        loop.run()
         context.save_model(self.name, policy, self.lora)
-        return {
-            "steps": loop.step,
-            "train_seconds": loop.elapsed,
-            "level": curriculum_state.level,
-            **loop.best_figures(),
-        }
+        return {**trained(loop), "level": curriculum_state.level}
 
     def rows(self, device: str) -> int:
         """Responses written at once. A GPU is fastest with all of them; its cache grows with what is written."""
@@ -263,27 +249,60 @@ class RLStage(Stage):
         rows = min(self.rows(policy.device.type), self.prompts * self.algorithm.group_size)
         return cache_bytes(policy, rows, self.longest(policy.tokenizer))
 
-    def make_reference(self, context: Context, policy: Policy) -> Policy | None:
-        """The frozen model to stay near, where the algorithm or the user wants one."""
-        if not self.watch_kl and "reference" not in self.algorithm.needs:
-            return None
-        if self.lora is not None and not self.reference:
-            return share_weights(
-                policy
-            )  # the frozen weights themselves: the policy without its adapters
-        reference = load_policy(self.reference or self.model, context, self.alphabet())
-        same_vocabulary(self.name, policy, reference)
-        if self.reference_device == "cpu":
-            reference.model.to("cpu")
-        return reference
+    def make_roles(self, context: Context, policy: Policy) -> list[Role]:
+        roles = super().make_roles(context, policy)
+        if self.watch_kl and "reference" not in self.algorithm.roles:
+            roles.append(self.make_role("reference", context, policy))
+        return roles
 
-    def make_critic(self, context: Context, policy: Policy) -> Scorer | None:
-        """The critic, where the algorithm needs one: the policy's body with a head that starts at 0, or a reward model. With LoRA its
+    def make_role(self, name: str, context: Context, policy: Policy) -> Role:
+        from posttrain.train.roles.critic import Critic
+        from posttrain.train.roles.pretraining import Pretraining
+        from posttrain.train.roles.reference import Reference
+
+        if name == "critic":
+            settings = self.critic_optimizer or self.optimizer
+            return Critic(self.make_critic(context, policy), settings)
+        if name == "pretraining":
+            coefficient = self.algorithm.additions["pretraining"]
+            return Pretraining(self.make_pretraining(context, policy), coefficient)
+        if name == "reference":
+            # with adapters the frozen weights themselves: the policy without its adapters
+            shared = self.lora is not None and not self.reference
+            model = (
+                share_weights(policy)
+                if shared
+                else load_reference(self, self.reference, self.reference_device, context, policy)
+            )
+            return Reference(model, watched=name not in self.algorithm.roles)
+        return super().make_role(name, context, policy)
+
+    def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
+        from posttrain.train.roles.critic import Critic
+        from posttrain.train.roles.reference import Reference
+
+        wanted = self.algorithm.roles | ({"reference"} if self.watch_kl else frozenset())
+        shared = self.lora is not None and not self.reference
+        resident = self.reference_device == "same" and not shared
+        adapters = None if self.lora is None else self.lora.parameters(policy.body)
+        prices = {
+            "reference": Reference.price(policy, resident),
+            "critic": Critic.price(
+                policy,
+                tokens,
+                self.critic_optimizer or self.optimizer,
+                self.optimizer.checkpointing == "layer",
+                adapters,
+                own_body=bool(self.critic),
+            ),
+        }
+        return {name: size for name, size in prices.items() if name in wanted}
+
+    def make_critic(self, context: Context, policy: Policy) -> Scorer:
+        """The policy's body with a head that starts at 0, or a reward model. With LoRA its
         body is frozen too (the policy's own trunk, shared), and adapters of its own learn beside the head."""
         from posttrain.models.scorer import from_policy
 
-        if "value" not in self.algorithm.needs:
-            return None
         if self.critic:
             critic = load_reward_model(model_places(self.critic, context)[0], context)
             same_vocabulary(self.name, policy, critic)
@@ -295,10 +314,8 @@ class RLStage(Stage):
             add_adapters(critic.model, self.lora, context.seed + 1, learning=("score.",))
         return critic
 
-    def make_pretraining(self, context: Context, policy: Policy) -> Examples | None:
+    def make_pretraining(self, context: Context, policy: Policy) -> Examples:
         """Pretraining text for the mix, with loss on all of it."""
-        if not self.pretraining:
-            return None
         text = placed(self.pretraining, context)
         material = gather(
             text, policy.tokenizer, context.seed, self.pretraining_length, all_tokens=True

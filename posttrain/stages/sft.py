@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Examples
-from posttrain.errors import Count, Interval, require
-from posttrain.loop import Loop, LoopSchedule
+from posttrain.errors import Count, require
 from posttrain.models.lora import Lora, add_adapters
-from posttrain.monitor.rules import MonitorSettings
 from posttrain.runs.console import duration
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, Material, alphabet, check_lengths, gather, placed
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage, load_policy
-from posttrain.train.optimizer import Optimization
+from posttrain.stages.train import TrainStage, trained
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -26,31 +24,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTStage(Stage):
+class SFTStage(TrainStage):
     """Train `model` on `data`. `as_long_as` names an earlier stage: train for the time that one took, whatever `steps` says."""
 
+    reads = ("demonstrations",)
     all_tokens: ClassVar[bool] = False
 
-    model: str
     data: tuple[Data, ...] = ()
-    steps: Count = 300
     batch: Count = 32  # examples an optimizer step
     max_length: int = 1024
     algorithm: Algorithm = field(default_factory=SFT)
-    optimizer: Optimization = field(
-        default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
-    )
-    checkpoint_every: Interval = 100
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     as_long_as: str = ""
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            not self.algorithm.online,
-            f"{self.name}: this algorithm samples its own data; use an rl stage",
-        )
 
     def material(self, context: Context, tokenizer: object) -> Material:
         return gather(
@@ -75,30 +60,17 @@ class SFTStage(Stage):
             self.name, [line for report in material.reports for line in report.lines()]
         )
         check_lengths(policy, material.sets, "max_length")
-        from posttrain.train.trainer import Trainer
-
+        roles = self.make_roles(context, policy)
         if self.lora is not None:
             add_adapters(policy.model, self.lora, context.seed)
-        loop = Loop(
-            stage=self.name,
-            schedule=LoopSchedule(
-                steps=self.steps,
-                checkpoint_every=self.checkpoint_every,
-                seconds=self.seconds(context),
-            ),
-            trainer=Trainer(policy, self.algorithm, self.optimizer, events=context.events),
-            source=Examples(
-                material.sets, material.weights, self.batch, context.seed, policy.device
-            ),
-            writer=context.writer,
-            checkpoints=context.checkpoints(self.name),
-            interrupt=context.interrupt,
-            trackers=context.trackers,
-            monitor=self.monitor,
+        loop = self.train(
+            context,
+            self.make_trainer(context, policy, roles),
+            Examples(material.sets, material.weights, self.batch, context.seed, policy.device),
+            self.schedule(seconds=self.seconds(context)),
         )
-        loop.run()
         context.save_model(self.name, policy, self.lora)
-        return {"steps": loop.step, "train_seconds": loop.elapsed}
+        return trained(loop)
 
     def seconds(self, context: Context) -> float:
         if not self.as_long_as:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from posttrain.data.stream import permutation
-from posttrain.types import Batch, Example, Group, Rollout
+from posttrain.types import Batch, Example, Group, Rollout, Segment
 
 
 def pack_groups(
@@ -23,55 +23,50 @@ def pack_groups(
 
     `together` makes each group a unit, as for pairs and rankings.
     """
-    ids, mask, behaviour, versions, rewards, valid, group = [], [], [], [], [], [], []
-    rollouts = [r for one in groups for r in one.rollouts]
-    for number, one in enumerate(groups):
-        for rollout in one.rollouts:
-            ids.append(rollout.ids)
-            parts = rollout.segments
-            mask.append(rollout.mask)
-            zero = [
-                s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32)
-                for s in parts
-            ]
-            behaviour.append(np.concatenate(zero))
-            versions += [
-                np.full(len(s.ids), -1, np.int32) if s.versions is None else s.versions
-                for s in parts
-            ]
-            rewards.append(float("nan") if rollout.score.value is None else rollout.score.value)
-            valid.append(rollout.score.valid)
-            group.append(number)
-    units = group if together else list(range(len(ids)))
-    batch = _batch(ids, mask, behaviour, rewards, valid, group, units, temperature, device)
-    cut = torch.tensor([r.finish == "length" for r in rollouts], device=device)
-    numbers = torch.arange(len(rollouts), device=device)
-    return batch.replace(
-        rollout_N=numbers,
-        truncated_N=cut,
-        version_T=torch.from_numpy(np.concatenate(versions).astype(np.int32)).to(device),
-        step_T=_steps([step_rewards(r) for r in rollouts], ids, device),
-    )
-
-
-def pack_examples(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Lay examples end to end; those of one unit must be neighbours."""
-    count = len(examples)
-    behaviour = [np.zeros(len(e.ids), np.float32) for e in examples]
-    units = list(range(count)) if all(e.unit < 0 for e in examples) else [e.unit for e in examples]
+    rollouts = [r for group in groups for r in group.rollouts]
+    number = [n for n, group in enumerate(groups) for _ in group.rollouts]
+    versions = [_or(s.versions, s, -1) for r in rollouts for s in r.segments]
     batch = _batch(
-        [e.ids for e in examples],
-        [e.mask for e in examples],
-        behaviour,
-        [e.reward for e in examples],
-        [True] * count,
-        units,
-        units,
-        1.0,
+        [r.ids for r in rollouts],
+        [r.mask for r in rollouts],
+        [np.concatenate([_or(s.logprobs, s, 0.0) for s in r.segments]) for r in rollouts],
+        [float("nan") if r.score.value is None else r.score.value for r in rollouts],
+        [step_rewards(r) for r in rollouts],
+        number,
+        number if together else range(len(rollouts)),
         device,
     )
     return batch.replace(
-        step_T=_steps([e.steps for e in examples], [e.ids for e in examples], device)
+        temperature=temperature,
+        valid_N=torch.tensor([r.score.valid for r in rollouts], dtype=torch.bool, device=device),
+        truncated_N=torch.tensor(
+            [r.finish == "length" for r in rollouts], dtype=torch.bool, device=device
+        ),
+        rollout_N=torch.arange(len(rollouts), device=device),
+        version_T=torch.from_numpy(_joined(versions, np.int32)).to(device),
+    )
+
+
+def _or(array: np.ndarray | None, segment: Segment, value: float) -> np.ndarray:
+    """What is known of each token of a segment, or `value` for all of them."""
+    return np.full(len(segment.ids), value) if array is None else array
+
+
+def pack_examples(
+    examples: Sequence[Example], device: torch.device | str = "cpu", together: bool = True
+) -> Batch:
+    """Lay examples end to end; those of one unit must be neighbours. Without `together` each is a unit of its own."""
+    alone = not together or all(e.unit < 0 for e in examples)
+    units = range(len(examples)) if alone else [e.unit for e in examples]
+    return _batch(
+        [e.ids for e in examples],
+        [e.mask for e in examples],
+        [np.zeros(len(e.ids)) for e in examples],
+        [e.reward for e in examples],
+        [e.steps for e in examples],
+        units,
+        units,
+        device,
     )
 
 
@@ -95,105 +90,141 @@ def step_rewards(rollout: Rollout) -> np.ndarray | None:
     return step_T
 
 
-def _steps(
-    given: Sequence[np.ndarray | None], ids: Sequence[np.ndarray], device: torch.device | str
-) -> torch.Tensor | None:
-    """Step values of all sequences end to end, or None where no sequence has any."""
-    if all(one is None for one in given):
-        return None
-    parts = [
-        np.full(len(i), np.nan, np.float32) if g is None else g
-        for g, i in zip(given, ids, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)
-
-
 def _batch(
-    ids: list[np.ndarray],
-    mask: list[np.ndarray],
-    behaviour: list[np.ndarray],
-    rewards: list[float],
-    valid: list[bool],
-    group: list[int],
-    units: list[int],
-    temperature: float,
+    ids: Sequence[np.ndarray],
+    mask: Sequence[np.ndarray],
+    behaviour: Sequence[np.ndarray],
+    rewards: Sequence[float],
+    steps: Sequence[np.ndarray | None],
+    group: Sequence[int],
+    units: Sequence[int],
     device: torch.device | str,
 ) -> Batch:
-    lengths = [len(i) for i in ids]
     for i, m in zip(ids, mask, strict=True):
         if len(i) != len(m) or not len(i) or m[0]:
             raise ValueError(
                 "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
             )
-    flat = {
-        "ids": np.concatenate(ids),
-        "mask": np.concatenate(mask),
-        "behaviour": np.concatenate(behaviour),
-    }
+    own_ids, own_mask = _joined(ids, np.int64), _joined(mask, np.bool_)
+    columns = {}
+    if any(one is not None for one in steps):
+        whole = [
+            np.full(len(i), np.nan) if s is None else s for i, s in zip(ids, steps, strict=True)
+        ]
+        columns["step_T"] = torch.from_numpy(_joined(whole, np.float32)).to(device)
+    lengths = [len(i) for i in ids]
     return Batch(
-        ids_T=torch.from_numpy(flat["ids"].astype(np.int64)).to(device),
-        starts=(0, *np.cumsum(lengths).tolist()),
-        sequence_T=torch.repeat_interleave(torch.arange(len(ids)), torch.tensor(lengths)).to(
-            device
-        ),
-        mask_T=torch.from_numpy(flat["mask"].astype(bool)).to(device),
-        behaviour_T=torch.from_numpy(flat["behaviour"].astype(np.float32)).to(device),
+        ids_T=torch.from_numpy(own_ids).to(device),
+        starts=_starts(lengths),
+        sequence_T=_sequences(lengths).to(device),
+        mask_T=torch.from_numpy(own_mask).to(device),
+        behaviour_T=torch.from_numpy(_joined(behaviour, np.float32)).to(device),
         reward_N=torch.tensor(rewards, dtype=torch.float32, device=device),
-        valid_N=torch.tensor(valid, device=device),
-        group_N=torch.tensor(group, device=device),
+        valid_N=torch.ones(len(ids), dtype=torch.bool, device=device),
+        group_N=torch.tensor(list(group), dtype=torch.int64, device=device),
         unit_N=tuple(units),
         truncated_N=torch.zeros(len(ids), dtype=torch.bool, device=device),
-        temperature=temperature,
+        columns=columns,
+        ids=own_ids,
+        mask=own_mask,
     )
 
 
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(a.astype(dtype, copy=False) for a in arrays)])
+
+
+def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    return (0, *np.cumsum(lengths, dtype=np.int64).tolist())
+
+
+def _sequences(lengths: Sequence[int]) -> Tensor:
+    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+
+
+def host_ids(batch: Batch) -> np.ndarray:
+    """ids_T in host memory, without waiting for the device where the batch has them there."""
+    return batch.ids_T.cpu().numpy() if batch.ids is None else batch.ids
+
+
+def host_mask(batch: Batch) -> np.ndarray:
+    """mask_T in host memory, as `host_ids`."""
+    return batch.mask_T.cpu().numpy() if batch.mask is None else batch.mask
+
+
 def with_loss(batch: Batch) -> Batch:
-    """The batch without the units in which no token carries loss: they add nothing to a gradient whose weights are fixed."""
-    loss_N = torch.zeros(batch.sequences, dtype=torch.bool, device=batch.mask_T.device)
-    loss_N[batch.sequence_T[batch.mask_T]] = True
-    alive = {unit for unit, loss in zip(batch.unit_N, loss_N.tolist(), strict=True) if loss}
+    """The batch without the units in which no token carries loss: they add nothing to a gradient whose weights are fixed.
+    Its mask is in host memory too."""
+    mask = host_mask(batch)
+    batch = batch if batch.mask is mask else batch.replace(mask=mask)
+    loss_N = [bool(mask[a:b].any()) for a, b in pairwise(batch.starts)]
+    alive = {unit for unit, loss in zip(batch.unit_N, loss_N, strict=True) if loss}
     keep = [n for n, unit in enumerate(batch.unit_N) if unit in alive]
     return batch if len(keep) == batch.sequences else gather(batch, keep)
 
 
 def gather(batch: Batch, sequences: Sequence[int]) -> Batch:
     """The given sequences of a batch, in that order."""
-    device = batch.ids_T.device
     lengths = [batch.starts[n + 1] - batch.starts[n] for n in sequences]
-    if not sequences:
-        return take(batch, 0, 0)
-    at_T = torch.cat([torch.arange(batch.starts[n], batch.starts[n + 1]) for n in sequences]).to(
-        device
+    at = _joined([np.arange(batch.starts[n], batch.starts[n + 1]) for n in sequences], np.int64)
+    device = batch.ids_T.device
+    return _select(
+        batch,
+        torch.from_numpy(at).to(device),
+        torch.tensor(sequences, dtype=torch.int64, device=device),
+        at,
+        starts=_starts(lengths),
+        unit_N=tuple(batch.unit_N[n] for n in sequences),
+        sequence_T=_sequences(lengths).to(device),
     )
-    at_N = torch.tensor(sequences, device=device)
-    changes: dict[str, object] = {
-        "starts": (0, *np.cumsum(lengths).tolist()),
-        "unit_N": tuple(batch.unit_N[n] for n in sequences),
-        "sequence_T": torch.repeat_interleave(
-            torch.arange(len(sequences)), torch.tensor(lengths)
-        ).to(device),
-    }
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if f.name not in changes and isinstance(value, torch.Tensor):
-            changes[f.name] = value[at_T] if f.name.endswith("_T") else value[at_N]
-    return batch.replace(**changes)
 
 
 def take(batch: Batch, first: int, last: int) -> Batch:
     """Sequences first..last-1 of a batch, as views."""
     start, end = batch.starts[first], batch.starts[last]
-    changes: dict[str, object] = {
-        "starts": tuple(s - start for s in batch.starts[first : last + 1]),
-        "unit_N": batch.unit_N[first:last],
-        "sequence_T": batch.sequence_T[start:end] - first,
-    }
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if f.name in changes or not isinstance(value, torch.Tensor):
-            continue
-        changes[f.name] = value[start:end] if f.name.endswith("_T") else value[first:last]
-    return batch.replace(**changes)
+    tokens = slice(start, end)
+    return _select(
+        batch,
+        tokens,
+        slice(first, last),
+        tokens,
+        starts=tuple(s - start for s in batch.starts[first : last + 1]),
+        unit_N=batch.unit_N[first:last],
+        sequence_T=batch.sequence_T[tokens] - first,
+    )
+
+
+def _select(
+    batch: Batch,
+    at_T: Tensor | slice,
+    at_N: Tensor | slice,
+    host: np.ndarray | slice,
+    starts: tuple[int, ...],
+    unit_N: tuple[int, ...],
+    sequence_T: Tensor,
+) -> Batch:
+    """Every tensor of a batch at the given tokens or sequences."""
+
+    def part(name: str, tensor: Tensor) -> Tensor:
+        return tensor[at_T] if name.endswith("_T") else tensor[at_N]
+
+    return Batch(
+        ids_T=batch.ids_T[at_T],
+        starts=starts,
+        sequence_T=sequence_T,
+        mask_T=batch.mask_T[at_T],
+        behaviour_T=batch.behaviour_T[at_T],
+        reward_N=batch.reward_N[at_N],
+        valid_N=batch.valid_N[at_N],
+        group_N=batch.group_N[at_N],
+        unit_N=unit_N,
+        truncated_N=batch.truncated_N[at_N],
+        temperature=batch.temperature,
+        resting=batch.resting,
+        columns={name: part(name, column) for name, column in batch.columns.items()},
+        ids=None if batch.ids is None else batch.ids[host],
+        mask=None if batch.mask is None else batch.mask[host],
+    )
 
 
 def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:

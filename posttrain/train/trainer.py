@@ -13,19 +13,17 @@ from torch import Tensor
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import GuardStop
 from posttrain.events import Events
-from posttrain.models.offload import on_device
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate
-from posttrain.train import checkpoint
-from posttrain.train.forward import forward, scores, values
+from posttrain.train.forward import PASSES
+from posttrain.train.learner import Learner
 from posttrain.train.memory import at_hand, checkpointing_pays, set_checkpointing, step_bytes
-from posttrain.train.optimizer import Optimization, Optimizer
-from posttrain.train.pack import micro_batches, with_loss
+from posttrain.train.optimizer import Optimization
+from posttrain.train.pack import host_mask, micro_batches, with_loss
+from posttrain.train.roles.base import Addition, Role
 from posttrain.types import Batch, Metric, Outputs
 
-CRITIC = "critic."  # what the critic's tensors are called by in a checkpoint
-PRETRAINING = "pretraining/"  # and the figures of the text that is mixed in
 Result = TypeVar("Result")
 
 
@@ -49,11 +47,11 @@ class Update:
 
 
 class Trainer:
-    """Holds the model that learns (a policy, or a scorer where the algorithm trains one) and its optimizer; where the algorithm
-    needs them, the frozen reference, and a critic with an optimizer of its own.
+    """Holds the model that the algorithm trains (a policy or a scorer), with its optimizer, and the roles that the algorithm asks for,
+    of which some learn too.
 
-    `beside` is memory of the device that others will take while it trains, such as the engine's cache: with it, and with what is
-    free, `checkpointing: auto` decides. `token_budget` is that of the settings until memory runs out; then it is halved, once.
+    `reserved_bytes` is memory of the device that others will take while it trains, such as the engine's cache: with it, and with what
+    is free, `checkpointing: auto` decides. `token_budget` is that of the settings until memory runs out; then it is halved, once.
     """
 
     def __init__(
@@ -61,49 +59,28 @@ class Trainer:
         policy: Policy | Scorer,
         algorithm: Algorithm,
         settings: Optimization,
-        reference: Policy | None = None,
-        critic: Scorer | None = None,
-        critic_settings: Optimization | None = None,
-        beside: float = 0.0,
+        roles: Sequence[Role] = (),
+        reserved_bytes: float = 0.0,
         events: Events | None = None,
     ):
-        self.policy, self.algorithm, self.settings, self.reference, self.critic = (
-            policy,
-            algorithm,
-            settings,
-            reference,
-            critic,
-        )
-        self.critic_settings = critic_settings or settings
-        self.optimizer = Optimizer(policy.model, settings)
-        self.critic_optimizer = (
-            Optimizer(critic.model, self.critic_settings) if critic is not None else None
-        )
+        self.policy, self.algorithm, self.settings, self.roles = policy, algorithm, settings, roles
+        own = Learner("policy", policy, settings)
+        self.optimizer = own.optimizer
+        self.learners = (own, *(role.learner for role in roles if role.learner is not None))
         self.token_budget = settings.token_budget
         self.events = events or Events()
-        self.checkpointed = self._choose_checkpointing(beside)
+        self.checkpointed = self._choose_checkpointing(reserved_bytes)
 
-    def _choose_checkpointing(self, beside: float) -> bool:
-        models: list[Policy | Scorer] = [
-            self.policy,
-            *([self.critic] if self.critic is not None else []),
-        ]
-        optimizers = [
-            self.optimizer,
-            *([self.critic_optimizer] if self.critic_optimizer is not None else []),
-        ]
-        learning = sum(
-            (4 + o.settings.moment_bytes) * p.numel()
-            for o in optimizers
-            for p in o.parameters.values()
-        )
+    def _choose_checkpointing(self, reserved_bytes: float) -> bool:
+        networks = [learner.network for learner in self.learners]
         have, chosen = at_hand(self.policy.device), self.settings.checkpointing
-        need = beside
+        need = reserved_bytes
         if chosen == "auto" and have is not None:
-            need += step_bytes(models, learning, self.token_budget, False)
+            learning = sum(learner.state_bytes for learner in self.learners)
+            need += step_bytes(networks, learning, self.token_budget, False)
         on = checkpointing_pays(chosen, need, have)
-        for model in models:
-            set_checkpointing(model.model, on)
+        for network in networks:
+            set_checkpointing(network.model, on)
         if on and chosen == "auto" and have is not None:
             self.events.emit(
                 "memory",
@@ -133,120 +110,112 @@ class Trainer:
 
     def _drop(self) -> None:
         """Forget all gradients, and give cached memory back."""
-        self.optimizer.zero()
-        if self.critic_optimizer is not None:
-            self.critic_optimizer.zero()
+        for learner in self.learners:
+            learner.optimizer.zero()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def fill(self, batch: Batch, watch: bool = False) -> Batch:
-        """Add what the algorithm needs of others, before anything moves: the reference's log-probs of the same tokens at the same
-        temperature, the critic's values, the policy's own log-probs.
-
-        `watch` asks for the reference where it is there to be watched only, and the algorithm has no use for it.
-        """
-        needs = self.algorithm.needs
-        if "reference" in needs or (watch and self.reference is not None):
-            reference = self.reference
-            assert reference is not None
-            with on_device(reference.model, batch.ids_T.device):
-                batch = batch.replace(
-                    reference_T=self._each(batch, lambda piece: forward(reference, piece).logprob_T)
-                )
-        if "value" in needs:
-            critic = self.critic
-            assert critic is not None
-            batch = batch.replace(value_T=self._each(batch, lambda piece: values(critic, piece)))
-        if "proximal" in needs:
-            policy = self.policy
-            assert isinstance(policy, Policy)
-            batch = batch.replace(
-                proximal_T=self._each(batch, lambda piece: forward(policy, piece).logprob_T)
-            )
+    def fill(self, batch: Batch, shown: bool = False) -> Batch:
+        """Add the columns of the roles, before anything moves. `shown` says that the step's rollouts are written down: some columns
+        serve that alone."""
+        for role in self.roles:
+            if role.columns and batch.sequences and (shown or not role.only_shown):
+                with role.resident(batch.ids_T.device):
+                    parts = self._each(batch, role.fill)
+                columns = {name: torch.cat([part[name] for part in parts]) for name in role.columns}
+                batch = batch.replace(**columns)
         return batch
 
-    def _each(self, batch: Batch, function: Callable[[Batch], Tensor]) -> Tensor:
+    def role_metrics(self, filled: Batch) -> list[Metric]:
+        return [metric for role in self.roles for metric in role.metrics(filled)]
+
+    def _each(self, batch: Batch, function: Callable[[Batch], Result]) -> list[Result]:
         return self._within_memory(
-            lambda: torch.cat([function(p) for p in micro_batches(batch, self.token_budget)])
+            lambda: [function(piece) for piece in micro_batches(batch, self.token_budget)]
         )
 
-    def update(
-        self, batch: Batch, rate: float, beside: tuple[Algorithm, Batch] | None = None
-    ) -> Update:
-        """Forward and backward over the micro-batches of a prepared step, then one update.
+    def update(self, batch: Batch, rate: float) -> Update:
+        """Forward and backward over the micro-batches of a prepared step and over what roles add to it, then one update.
 
-        `beside` is another algorithm with a prepared batch of its own, whose loss is added: the pretraining mix. A step in which
-        no token carries loss moves nothing, not even the optimizer's moments; one in which the critic alone has a loss (its warm-up)
-        leaves the policy and its optimizer as they are.
+        A step in which no token carries loss moves nothing, not even the optimizer's moments; one with `resting` learners (a policy
+        whose critic warms up) leaves those and their optimizers as they are.
         """
-        if not bool(batch.mask_T.any()):
+        added = [(role.name, more) for role in self.roles if (more := role.draw()) is not None]
+        live = with_loss(batch)
+        if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
-        metrics = self._within_memory(lambda: self._accumulate(batch, beside))
-        norm = float(self.optimizer.norm())
-        critic_norm = 0.0 if self.critic_optimizer is None else float(self.critic_optimizer.norm())
-        self._check(metrics, norm, critic_norm)  # of everyone, before anyone moves
-        self.optimizer.step(rate, norm)
-        if self.critic_optimizer is not None:
-            pace = (
-                rate / self.settings.lr
-            )  # the critic follows the same schedule at a rate of its own
-            self.critic_optimizer.step(pace * self.critic_settings.lr, critic_norm)
-            metrics.append(Metric("grad_norm/critic", critic_norm, 1))
-        return Update(tuple(metrics), norm, True)
+        metrics = self._within_memory(lambda: self._accumulate(live, added))
+        norms = [float(learner.optimizer.norm()) for learner in self.learners]
+        self._check(metrics, norms)  # of everyone, before anyone moves
+        for learner, norm in zip(self.learners, norms, strict=True):
+            if learner is not self.learners[0]:
+                metrics.append(Metric(f"grad_norm/{learner.name}", norm, 1))
+            if learner.name not in batch.resting:
+                learner.optimizer.step(self._rate(learner, rate), norm)
+        return Update(tuple(metrics), norms[0], True)
 
-    def _accumulate(self, batch: Batch, beside: tuple[Algorithm, Batch] | None) -> list[Metric]:
+    def _rate(self, learner: Learner, rate: float) -> float:
+        """The others follow the schedule of the first learner, each at a rate of its own."""
+        first = learner is self.learners[0]
+        return rate if first else rate / self.settings.lr * learner.settings.lr
+
+    def _accumulate(self, batch: Batch, added: Sequence[tuple[str, Addition]]) -> list[Metric]:
         """Forward and backward over all micro-batches: the step's gradient is in the optimizers."""
-        for model in (
-            self.policy,
-            self.critic,
+        for learner in (
+            self.learners
         ):  # layers are checkpointed in training mode alone; nothing else differs in it
-            if model is not None:
-                model.model.train()
-        metrics = [Metric("trained", int(batch.mask_T.sum()), 1)]
-        for piece in micro_batches(with_loss(batch), self.token_budget):
-            metrics.extend(self.forward_backward(piece))
-        if beside is not None and any(
-            True for _ in self.optimizer.gradients()
-        ):  # it goes with a policy that learns
-            other, more = beside
-            for piece in micro_batches(with_loss(more), self.token_budget):
-                found = self.forward_backward(piece, other)
-                metrics += [
-                    replace(m, name=PRETRAINING + m.name) for m in found if m.name != "loss"
-                ]
-        return of_one_update(metrics)
+            learner.network.model.train()
+        found = [
+            m
+            for piece in micro_batches(batch, self.token_budget)
+            for m in self.forward_backward(piece)
+        ]
+        trained = int(host_mask(batch).sum())
+        metrics = [Metric("trained", trained, 1), *of_one_update(found)]
+        for name, more in added if "policy" not in batch.resting else ():
+            pieces = micro_batches(with_loss(more.batch), self.token_budget)
+            found = [m for piece in pieces for m in self.forward_backward(piece, more.algorithm)]
+            metrics += [
+                replace(m, name=f"{name}/{m.name}")
+                for m in of_one_update(found)
+                if m.name != "loss"
+            ]
+        return metrics
 
-    def _check(self, metrics: Sequence[Metric], norm: float, critic_norm: float) -> None:
+    def _check(self, metrics: Sequence[Metric], norms: Sequence[float]) -> None:
         """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
-        figures = {"the gradient's norm": norm, "the norm of the critic's gradient": critic_norm}
+        names = (
+            "the gradient's norm",
+            *(f"the norm of the {one.name}'s gradient" for one in self.learners[1:]),
+        )
+        figures = dict(zip(names, norms, strict=True))
         figures["the loss"] = sum(
             float(metric.total) for metric in metrics if metric.name == "loss"
         )
         for name, value in figures.items():
             if not math.isfinite(value):
                 self._drop()
-                raise NonFinite(f"{name} is {value}", metrics, norm + critic_norm)
+                raise NonFinite(f"{name} is {value}", metrics, sum(norms))
 
     def outputs(self, piece: Batch) -> Outputs:
         """What the algorithm sees of a micro-batch, with gradients."""
-        if isinstance(self.policy, Scorer):
-            score_T = scores(self.policy, piece)
-            return Outputs(torch.zeros_like(score_T), torch.zeros_like(score_T), score_T=score_T)
-        found = forward(self.policy, piece)
-        return found if self.critic is None else replace(found, value_T=values(self.critic, piece))
+        found = PASSES[self.algorithm.trains](self.policy, piece)
+        for role in self.roles:
+            found = found.join(role.outputs(piece))
+        return found
 
     def forward_backward(self, piece: Batch, algorithm: Algorithm | None = None) -> list[Metric]:
-        """Add one micro-batch's gradient; the loss is a plain sum, because the weights are those of the whole step."""
+        """Add one micro-batch's gradient; the loss is a plain sum, because the weights are those of the whole step. `algorithm` is
+        that of a batch which a role added, and sees the model that learns alone."""
         more: list[Metric] = []
         if algorithm is None:
             outputs = self.outputs(piece)
             terms = self.algorithm.terms(outputs, piece)
-            if self.algorithm.online:
+            if self.algorithm.learns_from == "rollouts":
                 more = mismatch(outputs.logprob_T.detach(), piece)
         else:
-            assert isinstance(self.policy, Policy)
-            terms = algorithm.terms(forward(self.policy, piece), piece)
+            terms = algorithm.terms(PASSES[algorithm.trains](self.policy, piece), piece)
         losses = [(term.name, (term.weight * term.loss).sum()) for term in terms.terms]
         total = torch.stack([loss for _, loss in losses]).sum()
         total.backward()
@@ -255,22 +224,20 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
-        """[T]: log-probs of the policy as it is now (or a scorer's scores), for whoever wants to know what an update saw."""
-        return self._each(
-            batch,
-            lambda piece: (
-                found.logprob_T if (found := self.outputs(piece)).score_T is None else found.score_T
-            ),
-        )
+        """[T]: the first output of the model as it is now, a policy's log-probs or a scorer's scores: what an update saw."""
+        forward = PASSES[self.algorithm.trains]
+        found = self._each(batch, lambda piece: forward(self.policy, piece).columns)
+        return torch.cat([next(iter(columns.values())) for columns in found])
 
     @torch.no_grad()
     def checksum(self) -> int | None:
         """A checksum of every weight that must not move: the sum of their bits as integers. None where there are none."""
-        models = [self.policy.model, *([self.critic.model] if self.critic is not None else [])]
+        models = [learner.network.model for learner in self.learners]
         still = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}
-        if self.reference is not None:
-            learning = {id(p) for model in models for p in model.parameters() if p.requires_grad}
-            still |= {id(p): p for p in self.reference.model.parameters() if id(p) not in learning}
+        learning = {id(p) for model in models for p in model.parameters() if p.requires_grad}
+        for role in self.roles:
+            frozen = () if role.frozen is None else role.frozen.parameters()
+            still |= {id(p): p for p in frozen if id(p) not in learning}
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         sums = [
             p.detach().contiguous().view(whole[p.element_size()]).sum(dtype=torch.int64).cpu()
@@ -280,30 +247,17 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """Everything that is trained, by name."""
-        tensors = checkpoint.weights(self.policy.model)
-        if self.critic is not None:
-            tensors |= {
-                CRITIC + name: tensor
-                for name, tensor in checkpoint.weights(self.critic.model).items()
-            }
-        return tensors
+        return {name: t for learner in self.learners for name, t in learner.weights().items()}
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizers' state, by name."""
-        tensors = self.optimizer.state()
-        if self.critic_optimizer is not None:
-            tensors |= {
-                CRITIC + name: tensor for name, tensor in self.critic_optimizer.state().items()
-            }
-        return tensors
+        return {name: t for learner in self.learners for name, t in learner.moments().items()}
 
     def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         """Put back what `weights` and `moments` gave, bit for bit."""
-        checkpoint.restore_weights(self.policy.model, _without(weights, CRITIC))
-        self.optimizer.restore(_without(moments, CRITIC))
-        if self.critic is not None and self.critic_optimizer is not None:
-            checkpoint.restore_weights(self.critic.model, _only(weights, CRITIC))
-            self.critic_optimizer.restore(_only(moments, CRITIC))
+        weights, moments = dict(weights), dict(moments)
+        for learner in reversed(self.learners):  # the first, without a prefix, takes what is left
+            learner.restore(_split(weights, learner.prefix), _split(moments, learner.prefix))
 
 
 def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:
@@ -312,7 +266,7 @@ def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:
     losses: dict[str, Tensor | float] = {}
     rest = []
     for metric in metrics:
-        if metric.name.removeprefix(PRETRAINING).split("/")[0] == "loss":
+        if metric.name.split("/")[0] == "loss":
             losses[metric.name] = losses.get(metric.name, 0.0) + metric.total
         else:
             rest.append(metric)
@@ -332,13 +286,7 @@ def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
     ]
 
 
-def _only(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def _without(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+def _split(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take the tensors whose names begin with `prefix` out, under their names without it."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}

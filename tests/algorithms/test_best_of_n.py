@@ -57,7 +57,7 @@ def test_refusals() -> None:
         BestOfN(group=1)
     with pytest.raises(UserError, match="^best_of_n: reduction must be one of"):
         BestOfN(reduction="sum")
-    assert BestOfN().group_size == 8 and BestOfN().needs == frozenset() and BestOfN.online
+    assert BestOfN().group_size == 8 and BestOfN().roles == frozenset() and BestOfN.learns_from == "rollouts"
 
 
 def reward(ids: np.ndarray, low: int = 14) -> float:

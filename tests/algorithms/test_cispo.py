@@ -20,7 +20,7 @@ from posttrain.types import Outputs
 def test_refusals_and_contract() -> None:
     with pytest.raises(UserError, match=r"^cispo: clip_high must be positive, not -1.0 \(0: no clip\)$"):
         CISPO(clip_high=-1.0)
-    assert CISPO().needs == frozenset() and CISPO().clip == (1.0, 4.0)
+    assert CISPO().roles == frozenset() and CISPO().clip == (1.0, 4.0)
 
 
 def test_the_loss_by_hand() -> None:

@@ -28,7 +28,7 @@ def test_refusals(lengths: dict) -> None:
 def test_defaults_are_the_papers() -> None:
     algorithm = DAPO()
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.reduction, algorithm.beta) == (0.2, 0.28, "token_mean", 0.0)
-    assert (algorithm.l_max, algorithm.l_cache, algorithm.needs) == (20480, 4096, frozenset())
+    assert (algorithm.l_max, algorithm.l_cache, algorithm.roles) == (20480, 4096, frozenset())
     assert DAPO(l_max=0, l_cache=0).l_max == 0
 
 

@@ -137,7 +137,7 @@ def test_refusals(settings: dict[str, Any], words: str) -> None:
 
 
 def test_what_it_is() -> None:
-    assert not DPO.online and DPO.unit == "pair" and DPO().needs == {"reference"}
+    assert DPO.learns_from == "pairs" and DPO.unit == "pair" and DPO().roles == {"reference"}
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.0])

@@ -20,7 +20,7 @@ def test_refusals_and_contract() -> None:
         DrGRPO(constant=0.0)
     with pytest.raises(UserError, match="^dr_grpo: group must be at least 2, not 1"):
         DrGRPO(group=1)
-    assert DrGRPO().needs == frozenset()
+    assert DrGRPO().roles == frozenset()
 
 
 def test_prepare_by_hand() -> None:

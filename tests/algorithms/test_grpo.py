@@ -21,6 +21,7 @@ from material_for_tests import (
 )
 from numpy_for_tests import Response, clipped, parity
 
+from posttrain.algorithms.base import Reuse
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import UserError
 from posttrain.train.forward import forward
@@ -60,9 +61,9 @@ def test_refusals(settings: dict, message: str) -> None:
 
 
 def test_contract() -> None:
-    assert GRPO().needs == {"reference"}
-    assert GRPO(beta=0.0).needs == frozenset()
-    assert GRPO(epochs=3, mini_batches=2).reuse == (3, 2)
+    assert GRPO().roles == {"reference"}
+    assert GRPO(beta=0.0).roles == frozenset()
+    assert GRPO(epochs=3, mini_batches=2).reuse == Reuse(epochs=3, mini_batches=2)
     assert GRPO(group=5).group_size == 5
 
 

@@ -96,7 +96,7 @@ def test_the_rounding_of_a_sampler_is_no_change_of_the_policy(make: Callable[...
         clipped, slope_T = learn(make(**reuse), noisy_T)
         assert clipped == 0.0
         torch.testing.assert_close(slope_T, exact_T, rtol=1e-6, atol=0)
-        assert ("proximal" in make(**reuse).needs) == bool(reuse), "one update a rollout has nothing to compute"
+        assert ("proximal" in make(**reuse).roles) == bool(reuse), "one update a rollout has nothing to compute"
     assert learn(make(correction="none"), noisy_T)[0] > 0.1
 
 

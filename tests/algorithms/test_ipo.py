@@ -65,7 +65,7 @@ def test_refusals(settings: dict[str, Any], words: str) -> None:
 
 
 def test_what_it_is() -> None:
-    assert not IPO.online and IPO.unit == "pair" and IPO().needs == {"reference"}
+    assert IPO.learns_from == "pairs" and IPO.unit == "pair" and IPO().roles == {"reference"}
 
 
 def test_its_optimum_is_the_least_squares_one() -> None:

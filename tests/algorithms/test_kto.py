@@ -117,7 +117,7 @@ def test_refusals(settings: dict[str, Any], words: str) -> None:
 
 
 def test_what_it_is() -> None:
-    assert not KTO.online and KTO.unit == "sequence" and KTO().needs == {"reference", "proximal"}
+    assert KTO.learns_from == "labels" and KTO.unit == "sequence" and KTO().roles == {"reference", "proximal"}
 
 
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)

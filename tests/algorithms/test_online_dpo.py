@@ -60,7 +60,7 @@ def test_a_step_of_ties_moves_nothing(rewards: list[float | None]) -> None:
 def test_it_is_the_loss_that_it_holds() -> None:
     for inner in (DPO(beta=0.3, alpha=0.1), IPO(tau=0.5), SimPO()):
         algorithm = OnlineDPO(loss=inner)
-        assert algorithm.needs == inner.needs
+        assert algorithm.roles == inner.roles
         assert loss_and_slope(algorithm, *hand_pairs()) == loss_and_slope(inner, *hand_pairs())
         assert figures(algorithm, *hand_pairs()) == figures(inner, *hand_pairs())
 
@@ -80,7 +80,7 @@ def test_refusals_and_what_it_is() -> None:
     for inner in (KTO(), OnlineDPO()):
         with pytest.raises(UserError, match="^online_dpo: loss must learn a policy from pairs"):
             OnlineDPO(loss=inner)
-    assert OnlineDPO.online and OnlineDPO.unit == "pair" and OnlineDPO(group=5).group_size == 5
+    assert OnlineDPO.learns_from == "rollouts" and OnlineDPO.unit == "pair" and OnlineDPO(group=5).group_size == 5
 
 
 def test_its_optimum_is_that_of_rl_with_a_kl_penalty() -> None:

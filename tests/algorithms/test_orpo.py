@@ -59,7 +59,7 @@ def test_figures() -> None:
 def test_refusal_and_what_it_is() -> None:
     with pytest.raises(UserError, match="^orpo: lam must be positive, not 0.0: without it this is sft$"):
         ORPO(lam=0.0)
-    assert not ORPO.online and ORPO.unit == "pair" and ORPO().needs == frozenset()
+    assert ORPO.learns_from == "pairs" and ORPO.unit == "pair" and ORPO().roles == frozenset()
 
 
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)

@@ -12,7 +12,7 @@ from material_for_tests import gradients, material, plain_batch
 from numpy_for_tests import Response, clipped, parity, relative
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
-from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.base import Reuse
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.gspo import GSPO
 from posttrain.algorithms.rloo import RLOO
@@ -42,9 +42,9 @@ def test_refusals(settings: dict, message: str) -> None:
 
 
 def test_needs_are_what_the_settings_use() -> None:
-    assert GRPO(beta=0.0).needs == frozenset()
-    assert GRPO(beta=0.0, correction="token").needs == {"proximal"}
-    assert GRPO(drop="mean", bound=0.1).needs == {"proximal", "reference"}
+    assert GRPO(beta=0.0).roles == frozenset()
+    assert GRPO(beta=0.0, correction="token").roles == {"proximal"}
+    assert GRPO(drop="mean", bound=0.1).roles == {"proximal", "reference"}
 
 
 def test_a_users_own_is_called_by_its_class() -> None:
@@ -229,8 +229,5 @@ def test_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[Polic
 
 
 def test_an_algorithm_of_ones_own_that_would_never_update_is_refused() -> None:
-    class Mine(Algorithm):
-        epochs = 0.5
-
-    with pytest.raises(UserError, match="Mine: epochs and mini_batches must be at least 1"):
-        _ = Mine().reuse
+    with pytest.raises(UserError, match="epochs and mini_batches must be at least 1"):
+        Reuse(epochs=0)

@@ -12,6 +12,7 @@ from material_for_tests import (
     group,
     material,
     plain_batch,
+    roles_for,
     rollout,
     segment,
     shared_policy,
@@ -22,7 +23,7 @@ from material_for_tests import (
 from torch import Tensor
 
 from posttrain import config
-from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms.base import Algorithm, Reuse, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
@@ -31,9 +32,11 @@ from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import from_policy
-from posttrain.train.forward import forward, values
+from posttrain.train.forward import forward
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import mini_batches, pack_examples, pack_groups
+from posttrain.train.roles.critic import Critic, values
+from posttrain.train.roles.reference import Reference
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Example, Metric, Outputs, Sampling, Terms
 
@@ -72,11 +75,11 @@ def test_refusals(settings: dict, message: str) -> None:
 
 
 def test_contract() -> None:
-    assert PPO().needs == {"reference", "value"}
-    assert PPO(beta=0.0, ptx=0.1).needs == {"value", "pretraining"}
-    assert PPO(correction="token").needs == PPO(drop="mean", bound=0.1).needs == {"reference", "value", "proximal"}
-    assert PPO(ptx=0.1).pretraining == 0.1 and PPO().pretraining == 0.0
-    assert PPO().reuse == (4, 1) and PPO(epochs=2, mini_batches=3).reuse == (2, 3)
+    assert PPO().roles == {"reference", "critic"}
+    assert PPO(beta=0.0, ptx=0.1).roles == {"critic", "pretraining"}
+    assert PPO(correction="token").roles == PPO(drop="mean", bound=0.1).roles == {"reference", "critic", "proximal"}
+    assert PPO(ptx=0.1).additions == {"pretraining": 0.1}
+    assert PPO().reuse == Reuse(epochs=4) and PPO(epochs=2, mini_batches=3).reuse == Reuse(epochs=2, mini_batches=3)
     assert PPO().group_size == 1
     assert "value" not in {f.name for f in fields(PPO)}, "a coefficient that the critic's own Adam would undo"
     assert (PPO().clip, PPO().lam, PPO().gamma, PPO().beta) == (0.2, 0.95, 1.0, 0.2)
@@ -312,6 +315,7 @@ def test_the_value_clip_stops_the_gradient_beyond_its_bounds(value: float, befor
         weight_T=torch.tensor([0.0, 1.0], dtype=WIDE),
         return_T=torch.tensor([0.0, target], dtype=WIDE),
         value_T=torch.tensor([0.0, before], dtype=WIDE),
+        resting=frozenset({"policy"}),
     )
     value_T = torch.tensor([0.0, value], dtype=WIDE, requires_grad=True)
     outputs = Outputs(torch.zeros(2), torch.zeros(2), value_T=value_T)
@@ -464,10 +468,10 @@ def test_the_state_decides_the_price_of_kl() -> None:
 def test_early_stop_by_hand() -> None:
     algorithm = PPO(target_kl=0.1)
     below, above = [Metric("kl/update", 0.3, 4), Metric("kl/update", 0.1, 1)], [Metric("kl/update", 0.6, 4)]
-    assert not algorithm.stop_reuse(below)  # 0.4 / 5
-    assert algorithm.stop_reuse([*below, *above])  # 1.0 / 9
-    assert not PPO().stop_reuse(above)  # never, without target_kl
-    assert not algorithm.stop_reuse([Metric("skipped", 1, 1)])
+    assert not algorithm.reuse.stop(below)  # 0.4 / 5
+    assert algorithm.reuse.stop([*below, *above])  # 1.0 / 9
+    assert not PPO().reuse.stop(above)  # never, without target_kl
+    assert not algorithm.reuse.stop([Metric("skipped", 1, 1)])
 
 
 def test_a_rollout_is_left_when_the_policy_has_gone_far_enough() -> None:
@@ -477,7 +481,7 @@ def test_a_rollout_is_left_when_the_policy_has_gone_far_enough() -> None:
         trainer = trainer_for(algorithm, small_policy(), Optimization(lr=3e-2))
         step = material(algorithm, noise=0.0)
         for count in range(1, algorithm.epochs + 1):
-            if algorithm.stop_reuse(trainer.update(algorithm.prepare(step, {}), 3e-2).metrics):
+            if algorithm.reuse.stop(trainer.update(algorithm.prepare(step, {}), 3e-2).metrics):
                 return count
         return algorithm.epochs
 
@@ -494,13 +498,13 @@ def snapshot(trainer: Trainer) -> dict[str, Tensor]:
 
 def test_while_the_critic_warms_up_it_alone_learns() -> None:
     algorithm = PPO(critic_warmup=2, entropy=0.1, ptx=1.0)
-    trainer = trainer_for(algorithm, small_policy(), Optimization(lr=1e-2, weight_decay=0.1))
-    text = pack_examples([Example(np.array([3, 4, 5, 6]), np.arange(4) > 0)])
-    beside = SFT(), SFT().prepare(text, {})
+    policy, settings = small_policy(), Optimization(lr=1e-2, weight_decay=0.1)
+    text = [Example(np.array([3, 4, 5, 6]), np.arange(4) > 0)]
+    trainer = Trainer(policy, algorithm, settings, roles_for(algorithm, policy, settings, text=text))
     state: State = algorithm.start()
     for _ in range(2):
         before = snapshot(trainer)
-        update = trainer.update(algorithm.prepare(material(algorithm), state), 1e-2, beside)
+        update = trainer.update(algorithm.prepare(material(algorithm), state), 1e-2)
         after = snapshot(trainer)
         moved = {name for name in after if not torch.equal(before[name], after[name])}
         assert moved and all(name.startswith("critic.") for name in moved)
@@ -509,7 +513,7 @@ def test_while_the_critic_warms_up_it_alone_learns() -> None:
         state = algorithm.finish(state, update.metrics)
     assert not [name for name in trainer.moments() if not name.startswith("critic.")], "the policy's optimizer took a step"
     before = snapshot(trainer)
-    update = trainer.update(algorithm.prepare(material(algorithm), state), 1e-2, beside)
+    update = trainer.update(algorithm.prepare(material(algorithm), state), 1e-2)
     assert all(not torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
     assert {m.name for m in update.metrics} >= {"loss/policy", "loss/value", "loss/entropy", "pretraining/nll"}
 
@@ -520,7 +524,7 @@ def test_the_pretraining_mix_is_added_to_the_policys_gradient() -> None:
     prepared = algorithm.prepare(material(algorithm), {})
     plain = SFT()
     text = plain.prepare(pack_examples([Example(np.array([3, 4, 5, 6]), np.arange(4) > 0)]), {})
-    text = text.replace(weight_T=algorithm.pretraining * text.weight_T)
+    text = text.replace(weight_T=algorithm.additions["pretraining"] * text.weight_T)
 
     def slopes(own: bool, mixed: bool) -> dict[str, Tensor]:
         trainer = trainer_for(algorithm, small_policy(), Optimization())
@@ -528,8 +532,7 @@ def test_the_pretraining_mix_is_added_to_the_policys_gradient() -> None:
             trainer.forward_backward(prepared)
         if mixed:
             trainer.forward_backward(text, plain)
-        assert trainer.critic is not None
-        models = {"": trainer.policy.model, "critic.": trainer.critic.model}
+        models = {learner.prefix: learner.network.model for learner in trainer.learners}
         return {k + n: p.grad for k, m in models.items() for n, p in m.named_parameters() if p.grad is not None}
 
     both, alone, mix = slopes(True, True), slopes(True, False), slopes(False, True)
@@ -553,7 +556,9 @@ def train(policy: Policy, algorithm: PPO, steps: int, seed: int, sign: float = 1
     """The loop in small: rewards by step, and the critic's mean squared error by step. A response scores its share of right tokens."""
     engine = Engine(policy)
     reference = small_policy(dtype=torch.float32)
-    trainer = Trainer(policy, algorithm, Optimization(lr=1e-2), reference, from_policy(policy), Optimization(lr=2e-2))
+    trainer = Trainer(
+        policy, algorithm, Optimization(lr=1e-2), [Reference(reference), Critic(from_policy(policy), Optimization(lr=2e-2))]
+    )
     state, rewards, errors = algorithm.start(), [], []
     for step in range(steps):
         requests = [Prompt(p, algorithm.group, 10_000 * seed + 10 * step + i, Sampling(LENGTH)) for i, p in enumerate(PROMPTS)]
@@ -572,7 +577,7 @@ def train(policy: Policy, algorithm: PPO, steps: int, seed: int, sign: float = 1
         for piece in [p for epoch in range(algorithm.epochs) for p in mini_batches(filled, algorithm.mini_batches, epoch)]:
             update = trainer.update(algorithm.prepare(piece, state), 1e-2)
             metrics += update.metrics
-            if algorithm.stop_reuse(update.metrics):
+            if algorithm.reuse.stop(update.metrics):
                 break
         errors.append(next(m.value for m in metrics if m.name == "value/error"))
         state = algorithm.finish(state, metrics)

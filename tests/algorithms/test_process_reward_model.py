@@ -103,7 +103,7 @@ def test_refusals() -> None:
         ProcessRewardModel().prepare(labelled([0.0, 1.5]), {})
     with pytest.raises(UserError, match="^process_reward_model: reduction must be one of token_mean, sequence_mean, not 'x'$"):
         ProcessRewardModel(reduction="x")
-    assert ProcessRewardModel.trains == "scorer" and not ProcessRewardModel.online
+    assert ProcessRewardModel.trains == "scorer" and ProcessRewardModel.learns_from == "step_labels"
 
 
 def test_it_learns_which_steps_are_right() -> None:

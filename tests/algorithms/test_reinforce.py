@@ -33,8 +33,8 @@ def test_refusals(settings: dict, message: str) -> None:
 
 
 def test_contract() -> None:
-    assert (Reinforce().group_size, Reinforce().needs, Reinforce().start()) == (1, frozenset(), {})
-    assert Reinforce(beta=0.1).needs == {"reference"}
+    assert (Reinforce().group_size, Reinforce().roles, Reinforce().start()) == (1, frozenset(), {})
+    assert Reinforce(beta=0.1).roles == {"reference"}
     assert Reinforce(baseline="running").start() == {"baseline": None}
     assert Reinforce().select([], {}).metrics == ()  # groups of one have no variance to count
 

@@ -25,7 +25,7 @@ def test_refusals_and_contract() -> None:
     with pytest.raises(UserError, match=r"^reinforce_plus_plus: clip_low must lie in \(0, 1\), not 0.0$"):
         ReinforcePlusPlus(clip_low=0.0)
     algorithm = ReinforcePlusPlus()
-    assert (algorithm.group_size, algorithm.needs, algorithm.clip) == (1, {"reference"}, (0.2, 0.2))
+    assert (algorithm.group_size, algorithm.roles, algorithm.clip) == (1, {"reference"}, (0.2, 0.2))
 
 
 def test_whitening_by_hand() -> None:

@@ -173,8 +173,8 @@ def test_micro_batches_cut_between_rankings() -> None:
 
 
 def test_contract_and_refusals() -> None:
-    assert (RewardModel.trains, RewardModel.unit, RewardModel.online) == ("scorer", "ranking", False)
-    assert RewardModel().needs == frozenset()
+    assert (RewardModel.trains, RewardModel.unit, RewardModel.learns_from) == ("scorer", "ranking", "rankings")
+    assert RewardModel().roles == frozenset()
     for bad in (-0.1, NAN, math.inf):
         with pytest.raises(UserError, match="^reward_model: centring must be 0 or positive"):
             RewardModel(centring=bad)

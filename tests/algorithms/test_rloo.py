@@ -21,8 +21,8 @@ def test_refusals_and_contract() -> None:
         RLOO(group=1)
     with pytest.raises(UserError, match="^rloo: kl_in must be one of loss, reward, both, not 'advantage'"):
         RLOO(kl_in="advantage")
-    assert RLOO().needs == {"reference"} and RLOO(beta=0.0).needs == frozenset()
-    assert RLOO(epochs=2).needs == {"reference", "proximal"} and RLOO(epochs=2, correction="none").needs == {"reference"}
+    assert RLOO().roles == {"reference"} and RLOO(beta=0.0).roles == frozenset()
+    assert RLOO(epochs=2).roles == {"reference", "proximal"} and RLOO(epochs=2, correction="none").roles == {"reference"}
 
 
 def test_the_others_are_the_baseline() -> None:

@@ -84,9 +84,9 @@ def test_refusal() -> None:
 
 
 def test_it_samples_nothing_and_needs_nobody() -> None:
-    assert not SFT.online
-    assert SFT().needs == frozenset()
-    assert SFT().reuse == (1, 1)
+    assert SFT.learns_from == "demonstrations"
+    assert SFT().roles == frozenset()
+    assert SFT().reuse.once
     assert SFT().start() == {} and SFT().finish({"a": 1}, []) == {"a": 1}
 
 

@@ -57,7 +57,7 @@ def test_refusals_and_what_it_is() -> None:
         SimPO(beta=0)
     with pytest.raises(UserError, match="^simpo: gamma must not be negative, not -1.0$"):
         SimPO(gamma=-1.0)
-    assert not SimPO.online and SimPO.unit == "pair" and SimPO().needs == frozenset()
+    assert SimPO.learns_from == "pairs" and SimPO.unit == "pair" and SimPO().roles == frozenset()
 
 
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)

@@ -113,7 +113,7 @@ def test_a_run_stopped_by_a_guard_can_be_resumed(
     def faulty(self: Trainer, *given: Any) -> Any:
         found = healthy(self, *given)
         calls.append(self.algorithm)
-        if self.algorithm.online and sum(a.online for a in calls) == 4:
+        if self.algorithm.learns_from == "rollouts" and sum(a.learns_from == "rollouts" for a in calls) == 4:
             next(self.optimizer.gradients())[0] = torch.nan
         return found
 

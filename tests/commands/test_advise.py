@@ -81,7 +81,7 @@ def test_the_models_are_those_that_the_stages_need(name: str, tmp_path: Path, mo
     for stage in settings.recipe.stages:
         if type(stage).__name__ == "RewardModelStage":
             continue
-        needs = stage.algorithm.needs & {"reference", "value"}
+        needs = stage.algorithm.roles & {"reference", "critic"}
         rewards = [s.members for s in settings.recipe.stages if type(s).__name__ == "RewardModelStage"]
         models = ["policy", *sorted(needs), *["reward"] * sum(rewards)]
         widest = max(widest, models, key=len)
@@ -105,7 +105,7 @@ def test_every_name_exists() -> None:
     for method in advise.METHODS.values():
         for stage, algorithm in method.stages:
             assert stage in catalogue.names("stage") and algorithm in catalogue.names("algorithm")
-            assert algorithm_class(algorithm).online == (stage == "rl")
+            assert (algorithm_class(algorithm).learns_from == "rollouts") == (stage == "rl")
         assert method.example in catalogue.names("recipe")
     tables = [advise.PICKS, *(goal.picks for goal in advise.GOALS.values())]
     used = {method for picks in tables for methods in picks.values() for method in methods} | {"orpo"}

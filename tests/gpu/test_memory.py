@@ -115,7 +115,7 @@ def test_checkpointed_layers_keep_less_and_the_estimate_holds() -> None:
     del trainer
     automatic, *_ = trained(TOKENS)
     assert not automatic.checkpointed and automatic.events.texts == []
-    crowded = Trainer(make(), SFT(), Optimization(token_budget=TOKENS), beside=1e15, events=Emitted())
+    crowded = Trainer(make(), SFT(), Optimization(token_budget=TOKENS), reserved_bytes=1e15, events=Emitted())
     assert crowded.checkpointed and "layer by layer" in crowded.events.texts[0]
 
 

@@ -97,7 +97,7 @@ def test_every_exception_is_used() -> None:
 class Forgetful(Algorithm):
     """Has two coefficients and uses one."""
 
-    online: ClassVar[bool] = False
+    learns_from: ClassVar[str] = "demonstrations"
     used: float = 1.0
     forgotten: float = 1.0
     small: float = 0.0

@@ -60,7 +60,7 @@ def test_tokens_after_the_last_with_loss_do_not_matter() -> None:
 def test_tokens_without_loss_have_no_weight_nor_term(algorithm: Algorithm) -> None:
     step = material(algorithm)
     prepared = algorithm.prepare(step, {})
-    assert prepared.weight_T is None or not prepared.weight_T[~step.mask_T].any()
+    assert "weight_T" not in prepared.columns or not prepared.weight_T[~step.mask_T].any()
     assert not bool((prepared.mask_T & ~step.mask_T).any())
     terms = algorithm.terms(trainer_for(algorithm, shared_policy(), Optimization()).outputs(prepared), prepared)
     by_token = [t for t in terms.terms if t.loss.shape == step.mask_T.shape]
@@ -95,7 +95,7 @@ def test_the_stop_token_is_trained_when_it_was_sampled() -> None:
 @pytest.mark.parametrize("algorithm", CASES)
 def test_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
-    weights = {name: torch.zeros_like(w) for name in ("weight_T", "weight_N") if (w := getattr(prepared, name)) is not None}
+    weights = {name: torch.zeros_like(w) for name, w in prepared.columns.items() if name in ("weight_T", "weight_N")}
     empty = prepared.replace(mask_T=torch.zeros_like(prepared.mask_T), **weights)
     policy = shared_policy()
     policy.model.zero_grad()
@@ -159,7 +159,7 @@ def test_no_algorithm_gives_loss_to_a_first_token(algorithm: Algorithm) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
     first = torch.tensor(prepared.starts[:-1])
     assert not prepared.mask_T[first].any()
-    assert prepared.weight_T is None or not prepared.weight_T[first].any()
+    assert "weight_T" not in prepared.columns or not prepared.weight_T[first].any()
 
 
 def observed(observation: list[int]) -> Batch:

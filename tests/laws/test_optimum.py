@@ -87,7 +87,7 @@ def test_kl_in_the_reward_ends_at_the_shared_optimum(algorithm: Algorithm, flip:
     """Responses of one and two tokens, with every method's own scale, reduction and clip: at pi* all rewards less KL are equal, so
     all advantages are 0, and nothing that multiplies them can move the optimum."""
     table = TREE.flipped if flip else TREE
-    found = train(algorithm, every_group(table, algorithm), steps=60 if algorithm.reuse[0] > 1 else 160, rate=0.12)
+    found = train(algorithm, every_group(table, algorithm), steps=60 if algorithm.reuse.epochs > 1 else 160, rate=0.12)
     assert divergence(found, table.optimum(BETA)) < CLOSE
     assert divergence(found, TREE.optimum(BETA) if flip else TREE.flipped.optimum(BETA)) > 0.5
 
@@ -276,7 +276,7 @@ FREE = named(
 def test_without_an_anchor_the_best_response_takes_all(algorithm: Algorithm, flip: bool) -> None:
     """Also online DPO with hard labels, anchored as it is: verdicts without noise ask for infinite margins."""
     table = TREE.flipped if flip else TREE
-    found = train(algorithm, every_group(table, algorithm), steps=40 if algorithm.reuse[0] > 1 else 120, rate=0.2)
+    found = train(algorithm, every_group(table, algorithm), steps=40 if algorithm.reuse.epochs > 1 else 120, rate=0.2)
     assert found[table.best] > 0.99
 
 

@@ -32,7 +32,8 @@ def total(terms: Terms, name: str | None = None) -> Tensor:
 def outputs_of(batch: Batch) -> Outputs:
     with torch.no_grad():
         found = forward(shared_policy(), batch)
-    return Outputs(found.logprob_T.clone().requires_grad_(), found.entropy_T.clone().requires_grad_(), value_T=batch.value_T)
+    leaves = (found.logprob_T.clone().requires_grad_(), found.entropy_T.clone().requires_grad_())
+    return Outputs(*leaves, value_T=batch.columns.get("value_T"))
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
@@ -51,7 +52,7 @@ def test_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) -> Non
     torch.testing.assert_close(slope, by_hand, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("algorithm", [c for c in ONLINE if "reference" in c.values[0].needs])
+@pytest.mark.parametrize("algorithm", [c for c in ONLINE if "reference" in c.values[0].roles])
 def test_a_policy_that_is_its_reference_pays_no_kl(algorithm: Algorithm) -> None:
     step = material(algorithm, noise=0.0)
     outputs = outputs_of(step)
@@ -155,15 +156,15 @@ def test_values_at_masked_positions_change_no_loss_metric_or_gradient(algorithm:
     def answer(batch: Batch, dirty: bool) -> tuple[Any, ...]:
         tensors = [soiled(t) if dirty else t for t in (clean.logprob_T, clean.entropy_T)]
         leaves = [t.clone().requires_grad_() for t in tensors if t is not None]
-        terms = algorithm.terms(Outputs(leaves[0], leaves[1], value_T=batch.value_T), batch)
+        terms = algorithm.terms(Outputs(leaves[0], leaves[1], value_T=batch.columns.get("value_T")), batch)
         loss = total(terms)
         slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
         return loss.detach(), *slopes, *(m.total.detach() for m in terms.metrics if isinstance(m.total, Tensor))
 
     dirty = prepared.replace(
         behaviour_T=soiled(prepared.behaviour_T),
-        reference_T=soiled(prepared.reference_T),
-        value_T=soiled(prepared.value_T),
+        reference_T=soiled(prepared.columns.get("reference_T")),
+        value_T=soiled(prepared.columns.get("value_T")),
     )
     for one, other in zip(answer(prepared, False), answer(dirty, True), strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
@@ -177,9 +178,9 @@ def test_no_log_ratio_gives_nan(algorithm: Algorithm, difference: float, dtype: 
     prepared = algorithm.prepare(material(algorithm), {})
     logprob_T = torch.full((prepared.tokens,), -1.0, dtype=dtype, requires_grad=True)
     shifted = torch.full((prepared.tokens,), -1.0 - difference, dtype=dtype)
-    reference_T = None if prepared.reference_T is None else shifted
+    reference_T = shifted if "reference_T" in prepared.columns else None
     batch = prepared.replace(behaviour_T=shifted, reference_T=reference_T)
-    loss = total(algorithm.terms(Outputs(logprob_T, torch.ones_like(logprob_T), value_T=prepared.value_T), batch))
+    loss = total(algorithm.terms(Outputs(logprob_T, torch.ones_like(logprob_T), value_T=prepared.columns.get("value_T")), batch))
     (slope,) = torch.autograd.grad(loss, logprob_T)
     assert bool(torch.isfinite(loss)) and bool(torch.isfinite(slope).all())
 
@@ -209,7 +210,7 @@ def test_gradients_of_the_terms_equal_finite_differences(algorithm: Algorithm) -
 
     def loss(logprob_T: Tensor, entropy_T: Tensor) -> Tensor:
         with constants(kept):
-            value = total(algorithm.terms(Outputs(logprob_T, entropy_T, value_T=prepared.value_T), prepared))
+            value = total(algorithm.terms(Outputs(logprob_T, entropy_T, value_T=prepared.columns.get("value_T")), prepared))
         return value + 0.0 * entropy_T.sum()  # an algorithm need not use the entropy
 
     loss(outputs.logprob_T, outputs.entropy_T)

@@ -10,7 +10,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.train.pack import pack_groups
 from posttrain.types import Batch, Group
 
-SAMPLING = [case for case in CASES if case.values[0].online]
+SAMPLING = [case for case in CASES if case.values[0].learns_from == "rollouts"]
 
 
 def step(failed: bool) -> list[Group]:
@@ -39,10 +39,7 @@ def prepared(algorithm: Algorithm, groups: list[Group]) -> Batch:
 
 def weights(batch: Batch) -> dict[int, list[float]]:
     """The weight of every token that carries loss, by its id: each response has one of its own."""
-    weight_T = (
-        batch.weight_T if batch.weight_T is not None else None if batch.weight_N is None else batch.weight_N[batch.sequence_T]
-    )
-    assert weight_T is not None
+    weight_T = batch.weight_T if "weight_T" in batch.columns else batch.weight_N[batch.sequence_T]
     found: dict[int, list[float]] = {}
     for token, weight, loss in zip(batch.ids_T.tolist(), weight_T.tolist(), batch.mask_T.tolist(), strict=True):
         if loss:

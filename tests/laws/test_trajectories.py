@@ -89,8 +89,9 @@ def batches(algorithm: Algorithm) -> list[Batch]:
         mock.patch.object(material_for_tests, "shared_scorer", fixed_scorer),
     ):
         made = [material_for_tests.make_material(algorithm, seed) for seed in range(BATCHES)]
-    wide = [[f.name for f in fields(b) if isinstance(v := getattr(b, f.name), Tensor) and v.is_floating_point()] for b in made]
-    return [b.replace(**{name: getattr(b, name).to(WIDE) for name in names}) for b, names in zip(made, wide, strict=True)]
+    tensors = [{**{f.name: getattr(b, f.name) for f in fields(b)}, **b.columns} for b in made]
+    wide = [{k: v.to(WIDE) for k, v in own.items() if isinstance(v, Tensor) and v.is_floating_point()} for own in tensors]
+    return [b.replace(**changes) for b, changes in zip(made, wide, strict=True)]
 
 
 def begin(name: str, settings: Optimization) -> Trainer:
@@ -99,7 +100,7 @@ def begin(name: str, settings: Optimization) -> Trainer:
     policy = copy.deepcopy(fixed_policy())
     trainer = trainer_for(algorithm, policy, settings)
     for number, other in enumerate(
-        {id(m): m for m in (trainer.policy, trainer.critic) if m is not None and m is not policy}.values()
+        learner.network for learner in trainer.learners if learner.network is not policy
     ):
         settle(other.model, 3 + number)
     return trainer
@@ -117,7 +118,7 @@ def walk(name: str, settings: Optimization, count: int = STEPS, stop: int = 0, f
     trainer = begin(name, settings)
     algorithm = trainer.algorithm
     steps = batches(algorithm)
-    apart = [batch.behaviour_T - trainer.logprobs(batch) if algorithm.online else None for batch in steps]
+    apart = [batch.behaviour_T - trainer.logprobs(batch) if algorithm.learns_from == "rollouts" else None for batch in steps]
     state, losses = algorithm.start(), []
     for number in range(count):
         if folder is not None and number == stop:

@@ -28,6 +28,8 @@ from posttrain.stages.base import Context
 from posttrain.train.forward import forward, scores
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples
+from posttrain.train.roles.critic import Critic
+from posttrain.train.roles.reference import Reference
 from posttrain.train.trainer import Trainer
 from posttrain.types import Example, Sampling
 
@@ -215,7 +217,7 @@ def test_the_critic_shares_the_trunk_and_learns_apart() -> None:
     with torch.no_grad():
         assert float(scores(critic, BATCH).abs().max()) == 0.0
     algorithm = PPO()
-    trainer = Trainer(policy, algorithm, Optimization(lr=1e-2), reference, critic)
+    trainer = Trainer(policy, algorithm, Optimization(lr=1e-2), [Reference(reference), Critic(critic, Optimization(lr=1e-2))])
     frozen = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
     trained = {name: p.clone() for name, p in trainer.weights().items()}
     step = material(algorithm, noise=0.0)
@@ -225,7 +227,7 @@ def test_the_critic_shares_the_trunk_and_learns_apart() -> None:
     assert {n for n, p in trainer.weights().items() if not torch.equal(p, trained[n])} == set(trained)
     assert not {id(p) for p in trainer.optimizer.parameters.values()} & {
         id(p)
-        for p in trainer.critic_optimizer.parameters.values()  # type: ignore[union-attr]
+        for p in trainer.learners[1].optimizer.parameters.values()
     }
 
 

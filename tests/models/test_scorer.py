@@ -15,8 +15,9 @@ from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.scorer import from_policy, load_scorer
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.train.forward import scores, values
+from posttrain.train.forward import scores
 from posttrain.train.pack import pack_examples
+from posttrain.train.roles.critic import values
 from posttrain.types import Example
 
 IDS = ([3, 4, 5, 6, 7], [3, 4, 5, 9], [8, 3])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from material_for_tests import CASES, material, shared_policy, trainer_for
 
-from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms.base import Algorithm, Reuse, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.monitor.coefficients import coefficients, dead_coefficients
@@ -32,14 +32,14 @@ def dead(algorithm: Algorithm) -> list[str] | None:
 @pytest.mark.parametrize("algorithm", CASES)
 def test_no_shipped_setting_is_blamed(algorithm: Algorithm) -> None:
     """But for those that act on the groups, which this material does not have: which of them to keep."""
-    assert set(dead(algorithm) or ()) <= {"share"}
+    assert set(dead(algorithm) or ()) <= {"share", "threshold"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Odd(Algorithm):
     """Coefficients that act in several ways, and one that does not."""
 
-    online: ClassVar[bool] = False
+    learns_from: ClassVar[str] = "demonstrations"
     plain: float = 1.5
     below: float = 0.3  # cuts log-prob differences, as a clip does
     forgotten: float = 0.5
@@ -52,7 +52,6 @@ class Odd(Algorithm):
         return step.replace(weight_T=reduction("token_mean", step.mask_T, step.sequence_T, step.sequences))
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        assert batch.weight_T is not None
         logprob_T = outputs.logprob_T.where(batch.mask_T, 0.0)
         centred_T = logprob_T - logprob_T.detach().mean()
         loss_T = -self.plain * centred_T.clamp(-self.below, self.below) + 0.0 * self.forgotten * logprob_T
@@ -61,8 +60,9 @@ class Odd(Algorithm):
     def finish(self, state: State, metrics: object) -> State:
         return {"mean": self.moving * 0.5}
 
-    def stop_reuse(self, metrics: object) -> bool:
-        return any(m.name == "reward" and m.value > self.stopping for m in metrics)  # type: ignore[attr-defined]
+    @property
+    def reuse(self) -> Reuse:
+        return Reuse(metric="reward", limit=self.stopping)
 
     def start(self) -> State:
         return {"chosen": self.chosen}

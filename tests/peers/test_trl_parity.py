@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from material_for_tests import STOP, VOCABULARY
+from material_for_tests import STOP, VOCABULARY, roles_for
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
@@ -83,7 +83,7 @@ def ours(algorithm: Algorithm, model: Any, batch: Batch, reference: Any = None) 
     else:
         learner = wrap_model(copy.deepcopy(model), None, (STOP,))
     frozen = wrap_model(copy.deepcopy(reference), None, (STOP,)) if reference is not None else None
-    trainer = Trainer(learner, algorithm, Optimization(), frozen)
+    trainer = Trainer(learner, algorithm, Optimization(), roles_for(algorithm, learner, Optimization(), frozen))  # type: ignore[arg-type]
     metrics = trainer.forward_backward(algorithm.prepare(trainer.fill(batch), algorithm.start()))
     found = {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}
     return sum(float(m.total) for m in metrics if m.name == "loss"), found

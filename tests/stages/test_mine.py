@@ -129,7 +129,7 @@ def test_the_recipe_moves_model_reference_and_prompts_along() -> None:
     train = stages["train_2"]
     assert isinstance(train, RLStage)
     assert (train.model, train.problems, train.reference) == ("train_1", "mine_2", ""), "the reference is where the round began"
-    assert "reference" in train.algorithm.needs
+    assert "reference" in train.algorithm.roles
     held, chosen = replace(stages["after"], name="x").task, stages["check_1"].task  # type: ignore[attr-defined]
     shown = [{p.question for p in task.problems("test")[:n]} for task, n in ((held, 1000), (chosen, 500))]
     assert len(shown[0] & shown[1]) < 25, "rounds are chosen on other problems than they are judged on"

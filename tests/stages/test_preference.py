@@ -134,9 +134,9 @@ def test_a_resumed_run_ends_at_the_same_weights(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ({"algorithm": {"name": "grpo"}}, "samples its own data; use an rl stage"),
-    ({"algorithm": {"name": "sft"}}, "does not look at preferences"),
-    ({"algorithm": {"name": "reward_model"}}, "trains a scorer; use a reward_model stage"),
+    ({"algorithm": {"name": "grpo"}}, "grpo learns from rollouts; use an rl stage"),
+    ({"algorithm": {"name": "sft"}}, "sft learns from demonstrations; use an sft stage"),
+    ({"algorithm": {"name": "reward_model"}}, "reward_model learns from rankings; use a reward_model stage"),
     ({"algorithm": {"name": "simpo"}, "reference": "tiny:nano"}, "reference is given, but this algorithm has no use for one"),
     ({"steps": 0}, "steps must be at least 1"),
     ({"data": []}, "give at least one JSONL file"),

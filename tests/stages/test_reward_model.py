@@ -263,7 +263,7 @@ def test_pairs_about_one_prompt_are_one_observation() -> None:
         ({"held_out": 1.0}, r"held_out must be a share of the prompts in \[0, 1\), not 1.0"),
         ({"held_out": 0.0, "min_accuracy": 0.6}, "min_accuracy is judged on held-out data"),
         ({"min_accuracy": 1.5}, "min_accuracy must be in"),
-        ({"algorithm": SFT()}, "this algorithm trains a policy"),
+        ({"algorithm": SFT()}, "sft learns from demonstrations; use an sft stage"),
     ],
 )
 def test_refusals(changes: dict, words: str) -> None:

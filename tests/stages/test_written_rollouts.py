@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
@@ -54,7 +55,7 @@ def test_arrays_are_those_of_their_rollout_and_of_its_training(
     directory = run(tmp_path / "run", stage(algorithm=algorithm, reward=RewardModels(models=judges), steps=3))
     for number, (collected, trained) in enumerate(steps, 1):
         rollouts = [r for g in collected.groups for r in g.rollouts]
-        first = trained[: algorithm.reuse[1]]
+        first = trained[: algorithm.reuse.mini_batches]
         seen = [(piece, n) for piece in first for n in range(piece.sequences)]
         rows, arrays = Run(directory).rollouts("rl", number), Run(directory).arrays("rl", number)
         assert arrays is not None and arrays.sequences == len(rows) == len(rollouts)
@@ -69,7 +70,7 @@ def test_arrays_are_those_of_their_rollout_and_of_its_training(
             assert one["logprob"][-row.length :].tolist() == rollout.segments[1].logprobs.tolist()
             spans = [(p, slice(p.starts[n], p.starts[n + 1])) for p, n in seen]
             own = [(p, s) for p, s in spans if p.ids_T[s].tolist() == one["ids"].tolist()]
-            advantages = [np.zeros(len(one["ids"])) if p.advantage_T is None else p.advantage_T[s].numpy() for p, s in own]
+            advantages = [p.columns.get("advantage_T", torch.zeros(p.tokens))[s].numpy() for p, s in own]
             assert any(np.array_equal(one["advantage"], advantage) for advantage in advantages)
             assert row.advantage == one["advantage"][-1]
 

@@ -392,7 +392,7 @@ def test_a_warm_up_longer_than_its_stage_is_said_before_the_first_stage(
     line = ("warning: two.optimizer.warmup is 5 steps and the stage has 4: the learning rate ends at 8e-05 and never reaches 0.0001; "
             "lower it to 4, or raise the steps")  # fmt: skip
     stages = settings.recipe.stages
-    assert base.warnings_of(stages[0]) == [] and base.warnings_of(stages[1]) == [line]
+    assert stages[0].warnings() == [] and stages[1].warnings() == [line]
     monkeypatch.setattr(SFTStage, "run", lambda self, context: sys.exit("the first stage"))
     with RunWriter(tmp_path / "run", config={}) as writer, pytest.raises(SystemExit, match="the first stage"):
         base.run_stages(stages, base.Context(writer, 0))
@@ -411,12 +411,12 @@ def test_the_critic_follows_the_schedule_of_the_policy() -> None:
         )
 
     for warmup in (2, 9):
-        (line,) = base.warnings_of(stage(Optimization(lr=1e-3, warmup=warmup)))
+        (line,) = stage(Optimization(lr=1e-3, warmup=warmup)).warnings()
         assert line == ("warning: rl.critic_optimizer.warmup has no effect: the critic follows the warm-up and the schedule of "
                         "rl.optimizer at a rate of its own")  # fmt: skip
-    (line,) = base.warnings_of(stage(Optimization(lr=1e-3, schedule="cosine")))
+    (line,) = stage(Optimization(lr=1e-3, schedule="cosine")).warnings()
     assert line.startswith("warning: rl.critic_optimizer.schedule has no effect")
-    assert base.warnings_of(stage(Optimization(lr=1e-3))) == base.warnings_of(stage(Optimization(lr=1e-3, warmup=4))) == []
+    assert stage(Optimization(lr=1e-3)).warnings() == stage(Optimization(lr=1e-3, warmup=4)).warnings() == []
 
 
 def test_only_stages_that_will_run_are_warned_of(

@@ -62,7 +62,7 @@ def test_take_and_gather_by_hand() -> None:
         assert part.sequence_T.tolist() == [0] * 6 + [1] * 2
         assert part.advantage_T is not None and part.advantage_T.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
         assert part.valid_N.tolist() == [False, True] and part.group_N.tolist() == [0, 1]
-        assert part.unit_N == (1, 2) and part.temperature == 0.7 and part.reference_T is None
+        assert part.unit_N == (1, 2) and part.temperature == 0.7 and "reference_T" not in part.columns
     turned = gather(batch, [2, 0])
     assert turned.ids_T.tolist() == [9, 10, 1, 2, 3, 4] and turned.starts == (0, 2, 6)
     assert gather(batch, []).tokens == 0

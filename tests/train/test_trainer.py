@@ -24,6 +24,8 @@ from posttrain.train.forward import forward
 from posttrain.train.memory import activation_bytes, set_checkpointing
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import micro_batches, pack_examples
+from posttrain.train.roles import reference as reference_module
+from posttrain.train.roles.reference import Reference
 from posttrain.train.trainer import Trainer
 from posttrain.types import Batch, Example, Outputs, Terms
 
@@ -93,7 +95,7 @@ def test_what_is_alive_does_not_grow_with_micro_batches() -> None:
 def test_metrics_hold_no_graph() -> None:
     policy = small_policy(dtype=torch.float32)
     for algorithm in (SFT(), GRPO(entropy=0.1)):
-        trainer = Trainer(policy, algorithm, Optimization(), shared_policy(1))
+        trainer = Trainer(policy, algorithm, Optimization(), [Reference(shared_policy(1))])
         update = trainer.update(algorithm.prepare(material(algorithm), {}), 1e-3)
         for metric in update.metrics:
             for value in (metric.total, metric.count):
@@ -120,7 +122,7 @@ def test_an_update_reports_its_loss_and_terms(algorithm: Algorithm) -> None:
 def test_fill_asks_the_reference_at_the_same_temperature() -> None:
     algorithm = GRPO()
     step = material(algorithm).replace(reference_T=None)
-    trainer = Trainer(small_policy(), algorithm, Optimization(token_budget=15), shared_policy(1))
+    trainer = Trainer(small_policy(), algorithm, Optimization(token_budget=15), [Reference(shared_policy(1))])
     filled = trainer.fill(step)
     with torch.no_grad():
         expected = forward(shared_policy(1), step).logprob_T
@@ -136,7 +138,7 @@ def test_the_reference_is_never_moved() -> None:
     reference = small_policy(1)
     before = [p.detach().clone() for p in reference.model.parameters()]
     algorithm = GRPO()
-    trainer = Trainer(small_policy(), algorithm, Optimization(lr=1e-2), reference)
+    trainer = Trainer(small_policy(), algorithm, Optimization(lr=1e-2), [Reference(reference)])
     for _ in range(3):
         trainer.update(algorithm.prepare(trainer.fill(material(algorithm).replace(reference_T=None)), {}), 1e-2)
     assert all(torch.equal(p, b) for p, b in zip(reference.model.parameters(), before, strict=True))
@@ -226,8 +228,8 @@ def test_without_memory_a_second_time_it_stops() -> None:
 def test_the_reference_is_asked_in_halves_too(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = GRPO()
     step = material(algorithm).replace(reference_T=None)
-    expected = Trainer(small_policy(), algorithm, Optimization(), shared_policy(1)).fill(step).reference_T
-    plain, sizes = trainer_module.forward, []
+    expected = Trainer(small_policy(), algorithm, Optimization(), [Reference(shared_policy(1))]).fill(step).reference_T
+    plain, sizes = reference_module.forward, []
 
     def forward_once(policy: Policy, piece: Batch) -> Outputs:
         sizes.append(piece.tokens)
@@ -235,8 +237,8 @@ def test_the_reference_is_asked_in_halves_too(monkeypatch: pytest.MonkeyPatch) -
             raise torch.OutOfMemoryError("full")
         return plain(policy, piece)
 
-    monkeypatch.setattr(trainer_module, "forward", forward_once)
-    trainer = Trainer(small_policy(), algorithm, Optimization(token_budget=step.tokens), shared_policy(1))
+    monkeypatch.setattr(reference_module, "forward", forward_once)
+    trainer = Trainer(small_policy(), algorithm, Optimization(token_budget=step.tokens), [Reference(shared_policy(1))])
     found = trainer.fill(step).reference_T
     assert sizes[0] == step.tokens and len(sizes) > 2 and max(sizes[1:]) <= step.tokens // 2
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -256,9 +258,9 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_less(algorithm: Al
         assert trainer.checkpointed == (way == "layer") == policy.body.layers[3].gradient_checkpointing
         alive = Alive()
         with torch.autograd.graph.saved_tensors_hooks(alive.pack, alive.unpack):
-            trainer._accumulate(algorithm.prepare(material(algorithm), {}), None)
+            trainer._accumulate(algorithm.prepare(material(algorithm), {}), [])
         peaks.append(alive.peak)
-        optimizers = [o for o in (trainer.optimizer, trainer.critic_optimizer) if o is not None]
+        optimizers = [learner.optimizer for learner in trainer.learners]
         found.append([g.clone() for optimizer in optimizers for g in optimizer.gradients()])
     assert len(found[0]) > 20 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     if not adapted:
@@ -272,7 +274,7 @@ def test_checkpointing_is_chosen_by_the_memory_at_hand(monkeypatch: pytest.Monke
     for have, beside, expected in ((need + 1, 0.0, False), (need - 1, 0.0, True), (need + 1, 2.0, True), (None, 9e99, False)):
         monkeypatch.setattr(trainer_module, "at_hand", lambda device, have=have: have)
         events = Emitted()
-        trainer = Trainer(policy, SFT(), settings, beside=beside, events=events)
+        trainer = Trainer(policy, SFT(), settings, reserved_bytes=beside, events=events)
         assert trainer.checkpointed == expected == policy.body.gradient_checkpointing
         assert len(events.of("memory")) == expected
     monkeypatch.setattr(trainer_module, "at_hand", lambda device: 0.0)

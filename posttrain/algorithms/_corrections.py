@@ -1,4 +1,4 @@
-"""What policy gradients share, with a critic or without: corrections for samples of another policy."""
+"""Corrections for samples of another policy than the one that learns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.ops.policy import mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
 
+DEFAULT_CAP = 2.0
 
-@dataclass(frozen=True, kw_only=True)
-class OffPolicy(Algorithm):
+
+@dataclass(frozen=True)
+class Corrections:
     """The policy's loss of token t of response i is c_it l(rho_it, A_it), for a sampler whose policy mu may not be the policy
     pi_prox at the start of the step (another engine, other rounding, stale weights):
 
@@ -28,42 +30,30 @@ class OffPolicy(Algorithm):
 
     `proximal` is for a sampler that has the policy's own weights and rounds otherwise: its log-probs then differ from the trainer's by
     noise that is no change of the policy, and that a ratio of whole responses adds up over all their tokens. Dropping c is right
-    for that alone; with stale weights it is biased. In one update a rollout (epochs = mini_batches = 1) pi_prox is the policy that
-    learns: rho is exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
+    for that alone; with stale weights it is biased. In one update a rollout (`once`) pi_prox is the policy that learns: rho is
+    exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
     """
 
-    correction: str = "none"
-    cap: float = 2.0
-    drop: str = "none"
-    bound: float = 0.0
+    correction: str
+    cap: float
+    drop: str
+    bound: float
+    once: bool
 
-    def check_corrections(self) -> None:
+    def check(self, algorithm: Algorithm) -> None:
         """Refuse corrections that are none, and numbers without the choice that they belong to."""
-        self.choose("correction", ("none", "proximal", "token", "sequence", "decoupled"))
-        self.check(self.cap > 0, f"cap must be positive, not {self.cap}")
+        algorithm.choose("correction", ("none", "proximal", "token", "sequence", "decoupled"))
+        algorithm.check(self.cap > 0, f"cap must be positive, not {self.cap}")
         cut = self.correction in ("token", "sequence")
-        self.check(
-            cut or self.cap == type(self).cap,
+        algorithm.check(
+            cut or self.cap == DEFAULT_CAP,
             "cap cuts the weights of correction=token and sequence; there are none",
         )
-        self.choose("drop", ("none", "mean", "sequence"))
-        self.check(
+        algorithm.choose("drop", ("none", "mean", "sequence"))
+        algorithm.check(
             self.bound > 0 if self.drop != "none" else self.bound == 0,
             "drop=mean or sequence and a bound above 0 go together",
         )
-
-    def step_values(self, step: Batch) -> Tensor:
-        """[T]: the values of steps at the tokens they end in, NaN elsewhere; refused where the reward gives none. A step in which no
-        response could be scored has none either, and is skipped."""
-        found, chosen = step.step_T, getattr(self, "supervision", "outcome")
-        if found is None and not bool(step.valid_N.any()):
-            return torch.full_like(step.behaviour_T, torch.nan)
-        self.check(
-            found is not None,
-            f"supervision={chosen} needs a reward that scores steps (Score.steps); this one scores none",
-        )
-        assert found is not None
-        return found
 
     @property
     def weighs(self) -> bool:
@@ -71,43 +61,38 @@ class OffPolicy(Algorithm):
         return self.correction not in ("none", "proximal") or self.drop != "none"
 
     @property
-    def compares(self) -> bool:
-        """Whether the log-probs of the policy at the start of the step are needed (`proximal`)."""
-        return self.weighs or (self.correction == "proximal" and self.reuse != (1, 1))
+    def roles(self) -> frozenset[str]:
+        """`proximal`, where the log-probs of the policy at the start of the step are needed."""
+        needed = self.weighs or (self.correction == "proximal" and not self.once)
+        return frozenset({"proximal"}) if needed else frozenset()
 
     def old(self, logprob_T: Tensor, batch: Batch) -> Tensor:
         """[T]: log-probs of the policy that the ratio is to and the clip is about, 0 outside the mask."""
         if self.correction == "none":
-            old_T: Tensor | None = batch.behaviour_T
-        elif self.correction == "proximal" and self.reuse == (1, 1):
+            old_T = batch.behaviour_T
+        elif self.correction == "proximal" and self.once:
             old_T = logprob_T.detach()
         else:
             old_T = batch.proximal_T
-        assert old_T is not None
         return old_T.where(batch.mask_T, 0.0)
 
-    def corrected(self, policy_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
-        """c_it l_it, and the figures of c; l_it as it is where nothing is corrected."""
+    def apply(self, policy_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
+        """c_it l_it, and the metrics of c; l_it as it is where nothing is corrected."""
         if not self.weighs:
             return policy_T, []
-        factor_T, metrics = self.corrections(batch)
+        factor_T, metrics = self.factors(batch)
         return factor_T * policy_T, metrics
 
-    def corrections(self, batch: Batch) -> tuple[Tensor, list[Metric]]:
+    def factors(self, batch: Batch) -> tuple[Tensor, list[Metric]]:
         """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where its response is dropped."""
-        assert batch.proximal_T is not None
         mask_T, sequence_T = batch.mask_T, batch.sequence_T
-        proximal_T, behaviour_T, count = batch.proximal_T, batch.behaviour_T, batch.sequences
-        factor_T, metrics = torch.ones_like(behaviour_T), []
+        given = (batch.proximal_T, batch.behaviour_T, mask_T, sequence_T, batch.sequences)
+        factor_T, metrics = torch.ones_like(batch.behaviour_T), []
         if self.correction not in ("none", "proximal"):
-            factor_T = mismatch_weights(
-                self.correction, proximal_T, behaviour_T, mask_T, sequence_T, count, self.cap
-            )
+            factor_T = mismatch_weights(self.correction, *given, self.cap)
             metrics.append(Metric("correction", factor_T.where(mask_T, 0.0).sum(), mask_T.sum()))
         if self.drop != "none":
-            near_N = near_sequences(
-                self.drop, proximal_T, behaviour_T, mask_T, sequence_T, count, self.bound
-            )
-            metrics.append(Metric("dropped", (~near_N).sum(), count))
+            near_N = near_sequences(self.drop, *given, self.bound)
+            metrics.append(Metric("dropped", (~near_N).sum(), batch.sequences))
             factor_T = factor_T.where(near_N[sequence_T], 0.0)
         return factor_T, metrics

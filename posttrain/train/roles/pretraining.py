@@ -1,0 +1,39 @@
+"""Pretraining text that is mixed into every update, so that the policy stays good at it (InstructGPT's ptx)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from posttrain.algorithms.sft import SFT
+from posttrain.train.roles.base import Addition, Role
+from posttrain.types import JSON, Batch
+
+
+class TextSource(Protocol):
+    """Gives batches of text; its position is saved with every checkpoint."""
+
+    def draw(self, together: bool) -> Batch: ...
+
+    def state(self) -> JSON: ...
+
+    def restore(self, state: JSON) -> None: ...
+
+
+class Pretraining(Role):
+    """The negative log-likelihood of a batch of text, times `coefficient`."""
+
+    name = "pretraining"
+
+    def __init__(self, source: TextSource, coefficient: float):
+        self.source, self.coefficient = source, coefficient
+
+    def draw(self) -> Addition:
+        algorithm = SFT()
+        batch = algorithm.prepare(self.source.draw(together=False), {})
+        return Addition(algorithm, batch.replace(weight_T=self.coefficient * batch.weight_T))
+
+    def state(self) -> JSON:
+        return self.source.state()
+
+    def restore(self, state: JSON) -> None:
+        self.source.restore(state)
