@@ -65,7 +65,7 @@ def test_a_mistyped_command_is_one_line_with_the_nearest_name(
     [
         ("rl.lr=-1", "rl.optimizer: lr must be positive, not -1.0"),
         ("rl.sampling.max_new_tokens=0", "rl.sampling: max_new_tokens must be at least 1, not 0"),
-        ("rl.monitor.kl=-1", "rl.monitor: monitor: kl must be positive"),
+        ("rl.monitor.kl=-1", "rl.monitor: monitor: kl must be above 0"),
         ("rl.task.level=99", "rl.task: arithmetic needs 1 <= min_level <= level <= 18"),
         ("rl.stps=1", "unknown key 'rl.stps': no 'stps'; did you mean 'steps' or"),
         ("rl.steps=0", "rl: steps must be positive, not 0"),

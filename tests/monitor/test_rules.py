@@ -147,9 +147,16 @@ def test_nan_figures_are_not_measurements() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"off": ("kll",)}, "did you mean 'kl'"), ({"failed": 1.5}, r"failed must be in \[0, 1\]"), ({"kl": -1.0}, "must be positive"), ({"flat": 0}, "flat must be at least 1"),
-     ({"off": ("nonfinite",)}, "skip=N"), ({"skip": -1}, "skip must be at least 0"), ({"warn": ("nonfinite",)}, "neither off")],
-)  # fmt: skip
+    [
+        ({"off": ("kll",)}, "did you mean 'kl'"),
+        ({"failed": 1.5}, r"monitor: failed must be in \[0, 1\]"),
+        ({"kl": -1.0}, "monitor: kl must be"),
+        ({"flat": 0}, "flat must be at least 1"),
+        ({"off": ("nonfinite",)}, "skip=N"),
+        ({"skip": -1}, "skip must be at least 0"),
+        ({"warn": ("nonfinite",)}, "neither off"),
+    ],
+)
 def test_settings_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         MonitorSettings(**settings)
