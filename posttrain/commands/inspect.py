@@ -20,7 +20,7 @@ from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
 from posttrain.types import JSON, Message, Sampling
 
-Options = TypeVar("Options", bound="EvalOptions | SampleOptions")
+Options = TypeVar("Options", bound="MachineOptions")
 
 
 def open_policy(name: str, device: str = "auto") -> Any:
@@ -39,16 +39,25 @@ def open_policy(name: str, device: str = "auto") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """Options of `posttrain eval` that are not settings of an evaluate stage."""
+class MachineOptions:
+    """Where a model runs, and its seed."""
 
     seed: int = 0
     device: str = "auto"
+
+    def __post_init__(self) -> None:
+        config.check_machine(self.seed, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(MachineOptions):
+    """Options of `posttrain eval` that are not settings of an evaluate stage."""
+
     against: str = ""
     save: str = ""
 
     def __post_init__(self) -> None:
-        config.check_machine(self.seed, self.device)
+        super().__post_init__()
         place = Path(self.save)
         writable = (
             place.parent.is_dir()
@@ -59,16 +68,14 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions:
+class SampleOptions(MachineOptions):
     """Options of `posttrain sample` that are not settings of sampling."""
 
-    seed: int = 0
-    device: str = "auto"
     plain: bool = False
     group: int = 1
 
     def __post_init__(self) -> None:
-        config.check_machine(self.seed, self.device)
+        super().__post_init__()
         require(self.group >= 1, f"group must be at least 1, not {self.group}")
 
 

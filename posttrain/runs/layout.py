@@ -7,8 +7,8 @@ rollouts/STAGE/step-000123.jsonl   one rollout a line
 rollouts/STAGE/step-000123.safetensors   per-token arrays, flat, with `starts`; only some steps are kept
 alarms/                            what a monitor kept: a batch that could not be trained on, stacks of a step that hung
 checkpoints/  export/              written by others
-summary.json                       the end of the story
-lock, lock.holder                  held by whoever writes, and who that is
+summary.json                       results, written when the run has ended
+lock, lock.holder                  held by the process that writes, and its name
 """
 
 from __future__ import annotations
@@ -26,15 +26,8 @@ import numpy as np
 from posttrain.errors import require
 from posttrain.types import JSON
 
-CONFIG, METRICS, EVENTS, SUMMARY, LOCK, ROLLOUTS = (
-    "config.yaml",
-    "metrics.jsonl",
-    "events.jsonl",
-    "summary.json",
-    "lock",
-    "rollouts",
-)
-ALARMS = "alarms"
+CONFIG, METRICS, EVENTS, SUMMARY = "config.yaml", "metrics.jsonl", "events.jsonl", "summary.json"
+LOCK, ROLLOUTS, ALARMS = "lock", "rollouts", "alarms"
 FORMAT = 2  # of what a run directory holds, in its configuration; the first edition wrote none
 ROW_KEYS = ("step", "stage", "attempt", "time")
 EVENT_KEYS = ("kind", "time", "attempt")
@@ -160,12 +153,8 @@ def step_of(path: Path) -> int | None:
 
 def dump_line(record: Mapping[str, JSON]) -> bytes:
     """One JSON object on one line. ASCII only, so nothing a model wrote can end a line or reach a terminal unescaped."""
-    return (
-        json.dumps(
-            encode(record), allow_nan=False, ensure_ascii=True, separators=(",", ":")
-        ).encode()
-        + b"\n"
-    )
+    text = json.dumps(encode(record), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.encode() + b"\n"
 
 
 def encode(value: JSON) -> JSON:

@@ -1,4 +1,4 @@
-"""The picture of a run: one PNG that a newcomer can read. Panels whose figures were not recorded are left out."""
+"""Draws the curves of a run as one PNG. Panels whose figures were not recorded are left out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 INK, FAINT, GRID = "#24292f", "#8c959f", "#e7eaed"
 BLUE, GREEN, ORANGE, PURPLE, RED = "#2f6fde", "#1f9d61", "#e08214", "#8250df", "#cf3f4f"
 COLOURS, DASHES = (BLUE, ORANGE, GREEN, PURPLE, RED), ("-", "--", ":", "-.")
+STYLE = Path(__file__).with_suffix(".mplstyle")
 OVERLAID = {
     "accuracy/test": "Held-out accuracy",
     "reward": "Reward while training",
@@ -41,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What is drawn in one square: a title that needs no glossary, and who draws it."""
+    """One set of axes: a title in plain words, and the function that draws it."""
 
     title: str
     subtitle: str
@@ -83,7 +84,7 @@ def _overlay(axes: Axes, order: Sequence[str], having: Sequence[tuple[str, list[
         for series in found:
             place = stages.index(series.stage)
             label = f"{name} {series.stage}" if len(stages) > 1 else name
-            _curve(axes, series, colour, label.replace("$", r"\$"), DASHES[place % len(DASHES)])
+            _curve(axes, series, colour, _plain(label), DASHES[place % len(DASHES)])
 
 
 def draw_pass_at_k(
@@ -93,47 +94,44 @@ def draw_pass_at_k(
     large k, training made likely what was possible before; where it stays above, it made something new."""
 
     def paint(axes: Axes) -> None:
-        from matplotlib.ticker import PercentFormatter
-
         every = sorted({k for curve in curves.values() for k in curve})
         for number, (name, curve) in enumerate(curves.items()):
             ks, colour = sorted(curve), COLOURS[number % len(COLOURS)]
             value, low, high = (np.array([curve[k][part] for k in ks]) for part in range(3))
             axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(
-                ks,
-                value,
-                color=colour,
-                linewidth=2.1,
-                marker="o",
-                markersize=4.5,
-                label=name.replace("$", r"\$"),
-            )
+            axes.plot(ks, value, color=colour, marker="o", label=_plain(name))
         axes.set_xscale("log", base=2)
         axes.set_xticks(every, [str(k) for k in every])
-        axes.set_xlabel("k: answers to a problem", fontsize=8.5, color=FAINT)
-        axes.set_ylim(-0.03, 1.03)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("k: answers to a problem")
+        _percent(axes, 1.03)
 
     require(bool(curves) and all(curves.values()), "nothing to draw: no pass@k was measured")
-    _save(
-        [
-            Panel(
-                "pass@k", "held-out problems with a right answer among k; band: 95% interval", paint
-            )
-        ],
-        title,
-        path,
-    )
+    subtitle = "held-out problems with a right answer among k; band: 95% interval"
+    _save([Panel("pass@k", subtitle, paint)], title, path)
+
+
+def _plain(text: str) -> str:
+    """Text without formulas, which a dollar would begin."""
+    return text.replace("$", r"\$")
+
+
+def _percent(axes: Axes, top: float) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.set_ylim(-0.03, top)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """matplotlib's defaults: it reads a matplotlibrc in the working directory, which may be a stranger's and have TeX run on labels."""
+    """matplotlib's defaults and ours: it reads a matplotlibrc in the working directory, which may come with a run and have TeX run on
+    labels."""
     import matplotlib
+    import matplotlib.style
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
+        matplotlib.style.use(STYLE)
         yield
 
 
@@ -146,21 +144,20 @@ def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
 
     columns = min(3, len(panels)) if len(panels) != 4 else 2
     rows = -(-len(panels) // columns)
-    figure = Figure(
-        figsize=(4.9 * columns, 3.5 * rows + 0.7),
-        dpi=130,
-        facecolor="white",
-        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
-    )
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure((4.9 * columns, 3.5 * rows + 0.7), dpi=130, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)  # draws to memory: no window, no global state
-    shown = title.replace("$", r"\$")  # a dollar would start a formula
-    figure.suptitle(shown, fontsize=14, fontweight="bold", color=INK, x=0.012, ha="left")
+    bold: dict[str, Any] = {"fontsize": 14, "fontweight": "bold", "color": INK}
+    figure.suptitle(_plain(title), x=0.012, ha="left", **bold)
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
-        _dress(axes, panel)
+        axes.set_title(panel.title)
+        axes.text(0, 1.035, panel.subtitle, transform=axes.transAxes, fontsize=8.5, color=FAINT)
+        axes.set_xlabel("training step")
+        axes.locator_params(axis="x", integer=True)
         panel.paint(axes)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="best", handlelength=1.4)
+            axes.legend(loc="best")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 
@@ -170,50 +167,30 @@ def _panels(run: Run) -> list[Panel]:
     figures = _collect(run)
     panels = []
 
-    def add(title: str, subtitle: str, names: tuple[str, ...], paint: Callable[..., None]) -> None:
-        found = [figures[name] for name in names if name in figures]
-        if found:
-            panels.append(
-                Panel(
-                    title,
-                    subtitle,
-                    lambda axes: paint(axes, *[figures.get(name, []) for name in names]),
-                )
-            )
+    def add(title: str, subtitle: str, paint: Callable[..., None], *names: str) -> None:
+        if any(name in figures for name in names):
+            found = [figures.get(name, []) for name in names]
+            panels.append(Panel(title, subtitle, lambda axes: paint(axes, *found)))
 
-    add("Reward while training", "mean score of the samples it learns from", ("reward",), _rewards)
-    add(
-        "What the reward stands for",
-        "the same samples, scored by the task itself",
-        ("reward/task",),
-        _rewards,
-    )
+    add("Reward while training", "mean score of the samples it learns from", _rewards, "reward")
+    task = "the same samples, scored by the task itself"
+    add("What the reward stands for", task, _rewards, "reward/task")
     interval = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
-    add("Held-out accuracy", "problems it never trains on; band: 95% interval", interval, _accuracy)
-    add(
-        "Pairs told apart",
-        "held-out pairs in which the better answer is rated higher",
-        ("accuracy/held_out",),
-        _rewards,
-    )
-    add(
-        "Margin",
-        "by how much the better answer of a pair is rated higher",
-        ("margin",),
-        _lines(ORANGE),
-    )
-    add(
-        "Supervised loss",
-        "how surprised it is by worked examples; lower is better",
-        ("sft loss",),
-        _lines(ORANGE),
-    )
-    add("Response length", "tokens a response", ("length",), _lines(PURPLE))
+    unseen = "problems it never trains on; band: 95% interval"
+    add("Held-out accuracy", unseen, _accuracy, *interval)
+    better = "held-out pairs in which the better answer is rated higher"
+    add("Pairs told apart", better, _rewards, "accuracy/held_out")
+    distance = "by how much the better answer of a pair is rated higher"
+    add("Margin", distance, partial(_several, colours=(ORANGE, *COLOURS)), "margin")
+    loss = "negative log-likelihood of the examples; lower is better"
+    add("Supervised loss", loss, partial(_several, colours=(ORANGE, *COLOURS)), "sft loss")
+    tokens = partial(_several, colours=(PURPLE, *COLOURS))
+    add("Response length", "tokens a response", tokens, "length")
     words = {"kl": "KL: distance from the start", "entropy": "entropy: how undecided it is"}
     both = "; ".join(text for name, text in words.items() if name in figures)
-    add("Drift and variety" if "kl" in figures else "Variety", both, ("kl", "entropy"), _drift)
+    add("Drift and variety" if "kl" in figures else "Variety", both, _drift, "kl", "entropy")
     if any(np.ptp(series.values) for series in figures.get("level", [])):
-        add("Difficulty", "level of the problems it is given", ("level",), _levels)
+        add("Difficulty", "level of the problems it is given", _levels, "level")
     return panels
 
 
@@ -243,20 +220,6 @@ def _collect(run: Run) -> dict[str, list[Series]]:
     return figures
 
 
-def _dress(axes: Axes, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=20)
-    axes.text(0, 1.035, panel.subtitle, transform=axes.transAxes, fontsize=8.5, color=FAINT)
-    axes.set_xlabel("training step", fontsize=8.5, color=FAINT)
-    axes.tick_params(labelsize=8.5, colors=FAINT, length=0)
-    axes.grid(axis="y", color=GRID, linewidth=1)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)
-    axes.margins(x=0.02)
-    axes.locator_params(axis="x", integer=True)
-
-
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
     """A centred moving mean over `span` values, over those that exist at the ends.
 
@@ -274,24 +237,22 @@ def _curve(
 ) -> None:
     """A faint line for every step and a strong one for its moving mean; only the strong one where there are few."""
     span = len(series.values) // 12
-    style: dict[str, Any] = {"color": colour, "solid_capstyle": "round", "linestyle": dash}
+    style: dict[str, Any] = {"color": colour, "linestyle": dash}
     if span >= 2:
         axes.plot(series.steps, series.values, linewidth=0.9, alpha=0.28, **style)
     line = smooth(series.values, span | 1) if span >= 2 else series.values
-    marker = "o" if len(line) == 1 else None
-    axes.plot(series.steps, line, linewidth=2.1, label=label, marker=marker, **style)
+    axes.plot(series.steps, line, label=label, marker="o" if len(line) == 1 else None, **style)
 
 
-def _several(axes: Axes, found: list[Series], colours: tuple[str, ...]) -> None:
-    """The series of several stages, each from its own step 0; named when there is more than one."""
+def _label(series: Series, found: Sequence[Series]) -> str | None:
+    """Stages are named where there is more than one."""
+    return _plain(series.stage) if len(found) > 1 else None
+
+
+def _several(axes: Axes, found: Sequence[Series], colours: Sequence[str]) -> None:
+    """The series of several stages, each from its own step 0."""
     for number, series in enumerate(found):
-        _curve(
-            axes, series, colours[number % len(colours)], series.stage if len(found) > 1 else None
-        )
-
-
-def _lines(colour: str) -> Callable[..., None]:
-    return lambda axes, found: _several(axes, found, (colour, BLUE, GREEN, RED, PURPLE))
+        _curve(axes, series, colours[number % len(colours)], _label(series, found))
 
 
 def _rewards(axes: Axes, found: list[Series]) -> None:
@@ -301,41 +262,21 @@ def _rewards(axes: Axes, found: list[Series]) -> None:
 
 
 def _accuracy(axes: Axes, found: list[Series], lows: list[Series], highs: list[Series]) -> None:
-    from matplotlib.ticker import PercentFormatter
-
     low_of, high_of = {s.stage: s for s in lows}, {s.stage: s for s in highs}
     for number, series in enumerate(found):
         colour = (GREEN, BLUE, ORANGE, PURPLE)[number % 4]
         low, high = low_of.get(series.stage), high_of.get(series.stage)
         if low is not None and high is not None and np.array_equal(low.steps, high.steps):
-            axes.fill_between(
-                low.steps, low.values, high.values, color=colour, alpha=0.15, linewidth=0
-            )
-        label = series.stage if len(found) > 1 else None
-        axes.plot(
-            series.steps,
-            series.values,
-            color=colour,
-            linewidth=2.1,
-            marker="o",
-            markersize=4.5,
-            label=label,
-        )
+            band: dict[str, Any] = {"color": colour, "alpha": 0.15, "linewidth": 0}
+            axes.fill_between(low.steps, low.values, high.values, **band)
+        label = _label(series, found)
+        axes.plot(series.steps, series.values, color=colour, marker="o", label=label)
+        style: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+        style |= {"fontsize": 9, "color": colour, "weight": "bold"}
         for place in {0, len(series.values) - 1}:
-            text = f"{series.values[place]:.0%}"
-            spot = (series.steps[place], series.values[place])
-            axes.annotate(
-                text,
-                spot,
-                xytext=(0, 8),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-                color=colour,
-                weight="bold",
-            )
-    axes.set_ylim(-0.03, 1.08)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            step, value = series.steps[place], series.values[place]
+            axes.annotate(f"{value:.0%}", (step, value), **style)
+    _percent(axes, 1.08)
 
 
 def _drift(axes: Axes, kl: list[Series], entropy: list[Series]) -> None:
@@ -347,20 +288,17 @@ def _drift(axes: Axes, kl: list[Series], entropy: list[Series]) -> None:
         return
     other = axes.twinx() if kl else axes
     _several(other, entropy, (BLUE, PURPLE))
-    for side, spine in other.spines.items():
-        spine.set_visible(side == "bottom" and other is axes)
-    other.tick_params(axis="y", labelsize=8.5, length=0, colors=BLUE)
+    other.spines["bottom"].set_visible(other is axes)
+    other.tick_params(axis="y", colors=BLUE)
     other.set_ylabel("entropy", color=BLUE, fontsize=9)
     if kl:
+        other.grid(visible=False)
         axes.tick_params(axis="y", colors=RED)
         axes.set_ylabel("KL", color=RED, fontsize=9)
 
 
 def _levels(axes: Axes, found: list[Series]) -> None:
     for number, series in enumerate(found):
-        colour = (ORANGE, BLUE, GREEN)[number % 3]
-        label = series.stage if len(found) > 1 else None
-        axes.step(
-            series.steps, series.values, where="post", color=colour, linewidth=2.1, label=label
-        )
+        colour, label = (ORANGE, BLUE, GREEN)[number % 3], _label(series, found)
+        axes.step(series.steps, series.values, where="post", color=colour, label=label)
     axes.locator_params(axis="y", integer=True)

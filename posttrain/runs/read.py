@@ -1,4 +1,4 @@
-"""Reading a run directory: while it is written, after it was killed, or years later. Never writes, never imports torch.
+"""Reads a run directory: while it is written, after it was killed, or years later. Never writes, never imports torch.
 
 run = Run(Path("runs/quickstart"))
 steps, reward = run.column("reward", stage="rl")
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,27 +62,20 @@ class Run:
     @property
     def torn(self) -> int:
         """How many lines of the metrics and events are not whole: 0, or 1 after a kill that no attempt has repaired yet."""
-        return sum(
-            row is None
-            for name in (layout.METRICS, layout.EVENTS)
-            for row in layout.json_lines(self.directory / name)
-        )
+        files = (self.directory / name for name in (layout.METRICS, layout.EVENTS))
+        return sum(row is None for file in files for row in layout.json_lines(file))
 
     def events(self) -> list[EventRow]:
         """All events of all attempts, in the order they were written."""
-        return [
-            _event(record)
-            for record in layout.json_lines(self.directory / layout.EVENTS)
-            if record and "kind" in record
-        ]
+        records = layout.json_lines(self.directory / layout.EVENTS)
+        return [_event(record) for record in records if record and "kind" in record]
 
     def metrics(self, stage: str | None = None) -> list[Row]:
         """One row a step, by stage and step: the rows of the attempt that counts."""
         records = layout.json_lines(self.directory / layout.METRICS)
         rows = [row for record in records if record and (row := _row(record)) is not None]
-        return [
-            row for row in supersede(rows, self.events()) if stage is None or row.stage == stage
-        ]
+        rows = supersede(rows, self.events())
+        return [row for row in rows if stage is None or row.stage == stage]
 
     def stages(self) -> list[str]:
         """Stages that have metrics, in the order they ran."""
@@ -91,35 +84,24 @@ class Run:
     def column(self, name: str, stage: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of one figure, where it was recorded."""
         rows = [row for row in self.metrics(stage) if name in row.figures]
-        return np.array([row.step for row in rows], dtype=np.int64), np.array(
-            [row.figures[name] for row in rows], dtype=np.float64
-        )
+        steps, values = [row.step for row in rows], [row.figures[name] for row in rows]
+        return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def rollout_steps(self, stage: str) -> list[int]:
         """Steps of a stage whose rollouts were kept and still count."""
         folder = layout.rollout_file(self.directory, stage, 0).parent
-        found = sorted(
-            step
-            for path in folder.glob("step-*.jsonl")
-            if (step := layout.step_of(path)) is not None
-        )
+        steps = (layout.step_of(path) for path in folder.glob("step-*.jsonl"))
+        found = sorted(step for step in steps if step is not None)
         history = self._history()
         if not history.resumes:
             return found  # nothing can be superseded, and no file need be opened
-        return [
-            step
-            for step in found
-            if not history.superseded(stage, step, self._attempt(stage, step))
-        ]
+        attempts = {step: self._attempt(stage, step) for step in found}
+        return [step for step in found if not history.superseded(stage, step, attempts[step])]
 
     def rollouts(self, stage: str, step: int) -> list[RolloutRow]:
         """The rollouts of a step, in the order they were written; empty where there are none that count."""
-        path = layout.rollout_file(self.directory, stage, step)
-        rows = [
-            row
-            for record in layout.json_lines(path)
-            if record and (row := _rollout(record)) is not None
-        ]
+        records = layout.json_lines(layout.rollout_file(self.directory, stage, step))
+        rows = [row for record in records if record and (row := _rollout(record)) is not None]
         history = self._history()
         return [row for row in rows if not history.superseded(stage, step, row.attempt)]
 
@@ -130,10 +112,8 @@ class Run:
 
     def _history(self) -> History:
         records = layout.json_lines(self.directory / layout.METRICS)
-        return History.of(
-            self.events(),
-            (str(record["stage"]) for record in records if record and "stage" in record),
-        )
+        stages = (str(record["stage"]) for record in records if record and "stage" in record)
+        return History.of(self.events(), stages)
 
     def arrays(self, stage: str, step: int) -> TokenArrays | None:
         """The per-token arrays of a step, or None where they were not kept."""
@@ -153,9 +133,7 @@ class History:
 
     resumes: tuple[tuple[int, str, int], ...]  # attempt, stage, step
     order: Mapping[str, int]
-    kept: Mapping[str, int] = field(
-        default_factory=dict
-    )  # stage -> the last attempt that found it done and unchanged
+    kept: Mapping[str, int]  # stage -> the last attempt that found it done and unchanged
 
     @classmethod
     def of(cls, events: Sequence[EventRow], stages: Iterable[str]) -> History:
@@ -164,37 +142,23 @@ class History:
             for event in events
             if event.kind == "resume" and {"stage", "step"} <= set(event.details)
         )
-        kept = {
-            str(event.details.get("stage")): event.attempt
-            for event in events
-            if event.kind == "kept"
-        }
+        kept = {str(e.details.get("stage")): e.attempt for e in events if e.kind == "kept"}
         # the order matters only where something may be superseded; a run that never resumed need not be read for it
-        return cls(
-            resumes,
-            {stage: place for place, stage in enumerate(dict.fromkeys(stages))} if resumes else {},
-            kept,
-        )
+        order = enumerate(dict.fromkeys(stages)) if resumes else ()
+        return cls(resumes, {stage: place for place, stage in order}, kept)
 
     def superseded(self, stage: str, step: int, attempt: int) -> bool:
         """Whether a later attempt went back to before this step: to an earlier step of the stage, or to an earlier stage without
         finding afterwards that this one still stands."""
-        last = len(
-            self.order
-        )  # a stage without metrics has not finished its first step: it comes last
+        last = len(self.order)  # a stage without metrics has not finished its first step
+        place = self.order.get(stage, last)
+        whole = re.sub(r"-\d+$", "", stage)  # of reward-1, a member of an ensemble
+        kept = max(self.kept.get(stage, 0), self.kept.get(whole, 0))
         for later, resumed_stage, resumed_step in self.resumes:
-            if later <= attempt:
-                continue
-            if stage == resumed_stage and step > resumed_step:
+            if later > attempt and stage == resumed_stage and step > resumed_step:
                 return True
-            stands = (
-                max(self.kept.get(stage, 0), self.kept.get(re.sub(r"-\d+$", "", stage), 0)) >= later
-            )  # reward-1: a member
-            if (
-                stage != resumed_stage
-                and not stands
-                and self.order.get(stage, last) > self.order.get(resumed_stage, last)
-            ):
+            after = stage != resumed_stage and place > self.order.get(resumed_stage, last)
+            if later > attempt and after and kept < later:
                 return True
         return False
 
@@ -229,12 +193,8 @@ def _event(record: Mapping[str, JSON]) -> EventRow:
 def _row(record: Mapping[str, JSON]) -> Row | None:
     """A line of metrics.jsonl; None for one that is JSON but not ours. Values that are not numbers are left out."""
     try:
-        stage, step, attempt, time = (
-            str(record["stage"]),
-            int(record["step"]),
-            int(record["attempt"]),
-            float(record["time"]),
-        )
+        stage, step = str(record["stage"]), int(record["step"])
+        attempt, time = int(record["attempt"]), float(record["time"])
     except (KeyError, TypeError, ValueError):
         return None
     figures = {}
@@ -272,7 +232,5 @@ def list_runs(root: Path | str, depth: int = 3) -> list[Run]:
 
     if root.is_dir():
         search(root, depth)
-    return sorted(
-        found,
-        key=lambda run: (-(run.directory / layout.CONFIG).stat().st_mtime, str(run.directory)),
-    )
+    times = {run: (run.directory / layout.CONFIG).stat().st_mtime for run in found}
+    return sorted(found, key=lambda run: (-times[run], str(run.directory)))

@@ -1,4 +1,4 @@
-"""What may change between two attempts of one run, and what would make it another run."""
+"""Decides which settings may change between two attempts of one run, and which would make it another run."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ HARMLESS = frozenset(
         "monitor",
     }
 )
-SUMMARY = frozenset(
-    {"next_command", "before", "after"}
-)  # of the recipe; a stage may have fields of these names that matter
+# of the recipe; a stage may have fields of these names that matter
+SUMMARY = frozenset({"next_command", "before", "after"})
 WHOLE = "options"  # a mapping whose keys are a user's own: one more of them is a change, not a setting of a later version
 ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """`named` ones are let through and told; `refused` ones would make a resumed run neither the old run nor a new one."""
+    """`named` ones are let through and reported; `refused` ones would make a resumed run neither the old run nor a new one."""
 
     named: tuple[str, ...]
     refused: tuple[str, ...]
@@ -52,7 +51,7 @@ def compare(
     before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collection[str]
 ) -> Changes:
     """What differs between two resolved configurations. A stage that has not begun may change; a setting that the version of posttrain
-    that began the run did not have is news, not a change.
+    that began the run did not have is not a change.
 
     >>> old, new = ({"seed": 0, "threads": t, "stages": [{"name": "rl", "lr": r}]} for t, r in ((1, 0.1), (2, 0.2)))
     >>> compare(old, new, ["rl"])
