@@ -34,7 +34,7 @@ from posttrain.ops.fused import gated
 class Attend(Protocol):
     """How a layer's tokens attend: rotated [T, (Hq + 2 Hk) D] in, [T, Hq D] out."""
 
-    def __call__(self, layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor: ...
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads, rule: Rule, /) -> Tensor: ...
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:

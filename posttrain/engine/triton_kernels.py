@@ -99,6 +99,45 @@ def rotate_store_kernel(
 
 
 @triton.jit
+def attend_page(
+    q,
+    keys_ptr,
+    values_ptr,
+    at,
+    wide,
+    allowed,
+    top,
+    total,
+    acc,
+    scaling,
+    softcap,
+    WHOLE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take one page of keys and values, at the addresses `at`, into a running softmax: its largest score, its sum and the weighted
+    values. A page is always there as a whole, and always finite: what is not allowed weighs nothing."""
+    if WHOLE:
+        k = tl.load(keys_ptr + at)
+    else:
+        k = tl.load(keys_ptr + at, mask=wide[None, :], other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+    if CAPPED:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+    score = tl.where(allowed, score, -float("inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    safe = tl.where(higher == -float("inf"), 0.0, higher)
+    p = tl.exp(score - safe[:, None])
+    shrink = tl.exp(top - safe)
+    if WHOLE:
+        v = tl.load(values_ptr + at)
+    else:
+        v = tl.load(values_ptr + at, mask=wide[None, :], other=0.0)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
 def prefix_kernel(
     qkv_ptr,
     keys_ptr,
@@ -131,10 +170,8 @@ def prefix_kernel(
     first, length = tl.load(tile_ptr + tile), tl.load(tile_ptr + 2 * tiles + tile)
     GROUPED: tl.constexpr = HEADS // KEYS
     member, at_d, at_n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, PAGE)
-    row = (first + member // GROUPED).to(tl.int64)
-    mine = member < rows * GROUPED
-    query_head = head * GROUPED + member % GROUPED
-    wide = at_d < WIDTH
+    row, mine = (first + member // GROUPED).to(tl.int64), member < rows * GROUPED
+    query_head, wide = head * GROUPED + member % GROUPED, at_d < WIDTH
     q = tl.load(
         qkv_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
         mask=mine[:, None] & wide[None, :],
@@ -151,30 +188,25 @@ def prefix_kernel(
         slot = tl.load(table_ptr + tile * pages + page).to(tl.int64) * PAGE + at_n
         seen = page * PAGE + at_n < length
         at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
-        if (
-            WIDE == WIDTH
-        ):  # a page is always there as a whole, and always finite: what is not seen weighs nothing
-            k = tl.load(keys_ptr + at)
-        else:
-            k = tl.load(keys_ptr + at, mask=wide[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        if CAPPED:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
         allowed = seen[None, :]
         if WINDOWED:
             allowed = allowed & (page * PAGE + at_n[None, :] > position[:, None] - window)
-        score = tl.where(allowed, score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        p = tl.exp(score - safe[:, None])
-        shrink = tl.exp(top - safe)
-        total = total * shrink + tl.sum(p, 1)
-        if WIDE == WIDTH:
-            v = tl.load(values_ptr + at)
-        else:
-            v = tl.load(values_ptr + at, mask=wide[None, :], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = higher
+        top, total, acc = attend_page(
+            q,
+            keys_ptr,
+            values_ptr,
+            at,
+            wide,
+            allowed,
+            top,
+            total,
+            acc,
+            scaling,
+            softcap,
+            WIDE == WIDTH,
+            CAPPED,
+            PRECISION,
+        )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     lse = tl.where(total == 0.0, -float("inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
     to = row * HEADS + query_head
@@ -233,26 +265,22 @@ def suffix_kernel(
         slot = tl.load(table_ptr + row * pages + page).to(tl.int64) * PAGE + at_n
         seen = (page * PAGE + at_n < length) & (page * PAGE + at_n >= oldest)
         at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
-        if (
-            WIDE == WIDTH
-        ):  # a page is always there as a whole, and always finite: what is not seen weighs nothing
-            k = tl.load(keys_ptr + at)
-        else:
-            k = tl.load(keys_ptr + at, mask=wide[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        if CAPPED:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-        score = tl.where(seen[None, :], score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp(score - higher[:, None])
-        shrink = tl.exp(top - higher)
-        total = total * shrink + tl.sum(p, 1)
-        if WIDE == WIDTH:
-            v = tl.load(values_ptr + at)
-        else:
-            v = tl.load(values_ptr + at, mask=wide[None, :], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = higher
+        top, total, acc = attend_page(
+            q,
+            keys_ptr,
+            values_ptr,
+            at,
+            wide,
+            seen[None, :],
+            top,
+            total,
+            acc,
+            scaling,
+            softcap,
+            WIDE == WIDTH,
+            CAPPED,
+            PRECISION,
+        )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         out_ptr + state[:, None] * WIDTH + at_d[None, :],
