@@ -32,7 +32,7 @@ LIMITS = Limits(wall=0.6, memory=256 * MEGABYTE)
 DOUBLE = [CallTest("double", [n], 2 * n) for n in (3, 10, -4)]
 STAND_IN = """#!{python}
 import json, os, signal, sys
-folder, walls = {folder!r}, {walls!r}
+folder, arguments = {folder!r}, {arguments!r}
 with open(folder + "/asked", "a") as log:
     log.write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1] == "kill":
@@ -43,25 +43,25 @@ with open(folder + "/" + title, "w") as file:
     file.write(str(os.getpid()))
 inside = sys.argv[sys.argv.index("--entrypoint") + 3:]
 inside[inside.index("python3")] = {interpreter!r}
-line = [*walls, "/usr/bin/env", *inside]
+line = [*arguments, "/usr/bin/env", *inside]
 os.execv(line[0], line)
 """
 
 
-def stand_in(folder: Path, walls: list[str]) -> None:
-    """A `docker` in the folder that puts the program behind these walls."""
+def stand_in(folder: Path, arguments: list[str]) -> None:
+    """A `docker` in the folder that puts the program in a sandbox with these arguments."""
     file = folder / "docker"
     interpreter = mechanisms.interpreter()
-    file.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), walls=walls, interpreter=interpreter))
+    file.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), arguments=arguments, interpreter=interpreter))
     file.chmod(0o755)
 
 
 def bubblewrap() -> list[str]:
     """Walls of another make, with the program that an image must hold, and /proc, as containers have it."""
-    walls = Bubblewrap(privileged=False).walls()
-    at = walls.index("--remount-ro")
+    arguments = Bubblewrap(privileged=False).arguments()
+    at = arguments.index("--remount-ro")
     tools = ["--ro-bind", "/usr/bin/env", "/usr/bin/env", "--proc", "/proc"]
-    return [str(shutil.which("bwrap")), *walls[:at], "--perms", "0755", "--dir", "/usr/bin", *tools, *walls[at:], "--"]
+    return [str(shutil.which("bwrap")), *arguments[:at], "--perms", "0755", "--dir", "/usr/bin", *tools, *arguments[at:], "--"]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_runtime_that_passes_the_self_test_grades(tmp_path: Path, asked: Calla
 def test_what_a_runtime_is_asked_for() -> None:
     """Every limit by hand, and nothing of the host."""
     limits = Limits(memory=128 * MEGABYTE, threads=6, open_files=20)
-    line = container.Container("docker").walls(limits, "t")
+    line = container.Container("docker").arguments(limits, "t")
     pairs = {a: b for a, b in pairwise(line) if a.startswith("--") and not b.startswith("--")}
     assert pairs == {
         "--name": "t",
@@ -139,7 +139,7 @@ def test_what_a_runtime_is_asked_for() -> None:
     }
     assert {"--rm", "--interactive", "--read-only"} <= set(line) and "core=1:1" in line
     assert not {"--env", "-e", "--env-file", "--volume", "-v", "--mount", "--privileged", "--device", "--gpus"} & set(line)
-    assert "--http-proxy=false" in container.Container("podman").walls(limits, "t")
+    assert "--http-proxy=false" in container.Container("podman").arguments(limits, "t")
     inside = container.Container("docker").inside(limits)
     settings = json.loads(inside[-1])
     assert inside[0] == "-i" and "python3" in inside and settings["longest"] == 3600

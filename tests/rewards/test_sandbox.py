@@ -333,9 +333,9 @@ def test_a_wall_with_a_hole_is_not_chosen(name: str, value: Any, ways: set[str],
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_bubblewrap_without_its_network_wall_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     mechanism = Bubblewrap(privileged=os.getuid() == 0)
-    walls = Bubblewrap.walls
+    arguments = Bubblewrap.arguments
     monkeypatch.setattr(seccomp, "supported", lambda: False)
-    monkeypatch.setattr(Bubblewrap, "walls", lambda self: [wall for wall in walls(self) if wall != "--unshare-net"])
+    monkeypatch.setattr(Bubblewrap, "arguments", lambda self: [one for one in arguments(self) if one != "--unshare-net"])
     assert {"connecting by TCP", "sending by UDP", "something reached a socket of the host"} <= set(
         isolation.probe(mechanism)[0]
     )

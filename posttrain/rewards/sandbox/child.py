@@ -143,8 +143,8 @@ def receive(descriptor: int) -> Any:
     ]
 
 
-def send(descriptor: int, text: str, most: int) -> None:
-    data = text.encode("ascii") if len(text) <= most else b'["large"]'
+def send(descriptor: int, text: str, limit: int) -> None:
+    data = text.encode("ascii") if len(text) <= limit else b'["large"]'
     data = b"%08x" % len(data) + data
     while data:
         data = data[os.write(descriptor, data) :]
@@ -289,28 +289,27 @@ def channels() -> tuple[int, int]:
     return requests, replies
 
 
-def serve_calls(source: str, most: int) -> None:
+def serve_calls(source: str, limit: int) -> None:
     requests, replies = channels()
     try:
         module = run(source, "program", {})
     except BaseException as error:
-        send(replies, complaint(error), most)
+        send(replies, complaint(error), limit)
         return
-    send(replies, words("loaded"), most)
+    send(replies, words("loaded"), limit)
     while True:
         function, arguments = receive(requests)
-        send(replies, answer(module, function, [plain(item) for item in arguments]), most)
+        send(replies, answer(module, function, [plain(item) for item in arguments]), limit)
 
 
-def serve_check(source: str, functions: list[str], most: int) -> None:
+def serve_check(source: str, functions: list[str], limit: int) -> None:
     """A data set's own check, which calls the program under test through the grader and sees only plain values of it."""
     requests, replies = channels()
 
     def remote(function: str) -> Any:
         def call(*arguments: Any) -> Any:
-            send(
-                replies, f'["call","{function}",[' + ",".join(map(text_of, arguments)) + "]]", most
-            )
+            given = ",".join(map(text_of, arguments))
+            send(replies, f'["call","{function}",[{given}]]', limit)
             kind, content = receive(requests)
             return plain(content) if kind == "value" else Opaque(content)
 
@@ -319,9 +318,9 @@ def serve_check(source: str, functions: list[str], most: int) -> None:
     try:
         run(source, "check", {name: remote(name) for name in functions})
     except BaseException:
-        send(replies, words("failed"), most)
+        send(replies, words("failed"), limit)
         return
-    send(replies, words("done"), most)
+    send(replies, words("done"), limit)
 
 
 def run_with_streams(source: str) -> None:

@@ -1,4 +1,4 @@
-"""A container runtime as the wall: docker or podman, where the user names one. It is never chosen by itself, and is self-tested like
+"""A container runtime as the sandbox: docker or podman, where the user names one. It is never chosen by itself, and is self-tested like
 the others. The image must be there already and hold `env` and `python3`, as python:3.12-slim does.
 
 A container is no child of ours, so a small process outside it, which ends when the grader does however that happens, has the runtime
@@ -54,9 +54,7 @@ class ContainerChild(PopenChild):
             self.reaper.stdin.close()
         self.process.kill()
 
-    def finish(self, patience: float) -> Exit:
-        if self._exit is not None:
-            return self._exit
+    def _end(self, patience: float) -> Exit:
         running = not self._waited(max(patience, 0.0))
         if running:
             with suppress(OSError):
@@ -65,10 +63,9 @@ class ContainerChild(PopenChild):
                 # nobody reads any more, and a client that still has something to say would not end
                 close_all(self.streams)
                 self._stop()
-        found = super().finish(0.0)
+        found = super()._end(0.0)
         self._end_reaper()
-        self._exit = Exit(found.code, found.signal, ended=running)
-        return self._exit
+        return Exit(found.code, found.signal, ended=running)
 
     def _end_reaper(self) -> None:
         stdin = self.reaper.stdin
@@ -114,12 +111,11 @@ class Container:
         if program is None:
             raise Infrastructure(f"{self.name} is not on PATH")
         title = f"posttrain-{secrets.token_hex(8)}"
-        process = mechanisms.spawn(
-            [program, *self.walls(limits, title), self.image, *self.inside(limits)], self.name
-        )
+        line = [program, *self.arguments(limits, title), self.image, *self.inside(limits)]
+        process = mechanisms.spawn(line, self.name)
         return ContainerChild(process, program, title)
 
-    def walls(self, limits: Limits, title: str) -> list[str]:
+    def arguments(self, limits: Limits, title: str) -> list[str]:
         """What the runtime is asked for. Output goes to us and into no log on disk; an image is never fetched."""
         line = f"run --rm --interactive --name {title} --pull never --log-driver none --network none --ipc none --read-only"
         line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.threads + 1} --cpus 1"

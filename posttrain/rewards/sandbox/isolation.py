@@ -1,4 +1,4 @@
-"""Which wall to use: the first candidate that passes a self-test here, in this process's own circumstances. None means: refuse.
+"""Which sandbox to use: the first candidate that passes a self-test here, in this process's own circumstances. None means: refuse.
 
 The self-test runs hostile programs against things it sets up itself: a listening socket, a secret file and a variable of the
 environment, a writable folder, this process. What a mechanism cannot stop is found out now, not during training.
@@ -57,9 +57,8 @@ class Isolation:
             kept = (
                 "limits, no sockets, no other processes" if seccomp.supported() else "limits only"
             )
-            return (
-                f"code sandbox: unsafe ({kept}; programs read your files and variables as you do)"
-            )
+            risk = "programs read your files and variables as you do"
+            return f"code sandbox: unsafe ({kept}; {risk})"
         image = getattr(self.mechanism, "image", "")
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
         kind = f"a container of {image} for each run" if image else user
@@ -124,11 +123,9 @@ def _run_probes(mechanism: Mechanism, facts: dict[str, object]) -> tuple[list[st
         return [], str(error)
     finally:
         pool.close()
-    return [
-        name
-        for name in probes.NAMES
-        if f"open {name}" in said or (name in probes.PROBES and f"closed {name}" not in said)
-    ], ""
+    through = {name for name in probes.NAMES if f"open {name}" in said}
+    through |= {name for name in probes.PROBES if f"closed {name}" not in said}
+    return [name for name in probes.NAMES if name in through], ""
 
 
 _chosen: dict[tuple[str, int], Isolation] = {}

@@ -1,4 +1,4 @@
-"""Ways to put an interpreter behind a wall. Each starts `child.py` in a fresh process and can end all that came of it.
+"""Ways to put an interpreter into a sandbox. Each starts `child.py` in a fresh process and can end all that came of it.
 
 sandlock    Landlock and seccomp, from a package; no root, no namespaces
 bubblewrap  namespaces and an empty file system
@@ -63,25 +63,35 @@ class Exit:
     ended: bool = False  # it was still running
 
 
-class Child(Protocol):
-    """One interpreter behind the wall. The descriptors are the grader's ends of its pipes."""
+class Child:
+    """One interpreter in a sandbox. The descriptors are the grader's ends of its pipes."""
 
-    pid: int
-    stdin: int
-    stdout: int
-    stderr: int
+    def __init__(self, process: Any) -> None:
+        self.process, self.pid = process, process.pid
+        self.streams = (process.stdin, process.stdout, process.stderr)
+        self.stdin, self.stdout, self.stderr = (stream.fileno() for stream in self.streams)
+        self._exit: Exit | None = None
+        _alive.add(self)
 
-    def close_input(self) -> None: ...
+    def close_input(self) -> None:
+        self.streams[0].close()
 
-    def close_pipes(self) -> None: ...
+    def close_pipes(self) -> None:
+        close_all(self.streams)
 
     def kill(self) -> None:
         """End it without waiting; another thread may be talking to it."""
-        ...
+        self.process.kill()
 
     def finish(self, patience: float) -> Exit:
         """Wait so long for it to end, then end it and everything it started; close the pipes. A second call changes nothing."""
-        ...
+        if self._exit is None:
+            _alive.discard(self)
+            self._exit = self._end(patience)
+        return self._exit
+
+    def _end(self, patience: float) -> Exit:
+        raise NotImplementedError
 
 
 class Mechanism(Protocol):
@@ -110,20 +120,16 @@ def readable() -> list[str]:
         "/usr/lib64",
     }
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        paths.add(
-            os.path.join(
-                str(sysconfig.get_config_var("LIBDIR")), str(sysconfig.get_config_var("INSTSONAME"))
-            )
-        )
+        folder, name = map(sysconfig.get_config_var, ("LIBDIR", "INSTSONAME"))
+        paths.add(os.path.join(str(folder), str(name)))
     # all of the base installation, nothing of a virtual environment; a link is followed to where Landlock sees it
     return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
 
 
 def open_to_all(path: str) -> bool:
     """Whether every user may pass through all folders above `path` and read it."""
-    return all(os.stat(folder).st_mode & 0o001 for folder in Path(path).parents) and bool(
-        os.stat(path).st_mode & 0o004
-    )
+    passable = all(os.stat(folder).st_mode & 0o001 for folder in Path(path).parents)
+    return passable and bool(os.stat(path).st_mode & 0o004)
 
 
 def command(
@@ -159,17 +165,8 @@ def command(
         "longest": longest,
         "rules": seccomp.program().hex() if seccomp.supported() else "",
     }
-    return [
-        program or interpreter(),
-        "-I",
-        "-S",
-        "-B",
-        "-X",
-        "utf8",
-        "-c",
-        SOURCE,
-        json.dumps(settings),
-    ]
+    flags = ("-I", "-S", "-B", "-X", "utf8")
+    return [program or interpreter(), *flags, "-c", SOURCE, json.dumps(settings)]
 
 
 def next_user() -> int:
@@ -195,38 +192,15 @@ def close_all(streams: Iterable[IO[bytes] | None]) -> None:
                 stream.close()
 
 
-class SandlockChild:
-    def __init__(self, process: Any) -> None:
-        self.process, self.pid = process, process.pid
-        self.stdin, self.stdout, self.stderr = (
-            s.fileno() for s in (process.stdin, process.stdout, process.stderr)
-        )
-        self._exit: Exit | None = None
-        _alive.add(self)
-
-    def close_input(self) -> None:
-        self.process.stdin.close()
-
-    def close_pipes(self) -> None:
-        close_all((self.process.stdin, self.process.stdout, self.process.stderr))
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def finish(self, patience: float) -> Exit:
-        if self._exit is not None:
-            return self._exit
-        _alive.discard(self)
+class SandlockChild(Child):
+    def _end(self, patience: float) -> Exit:
         if patience <= 0:
             self.process.kill()
         result = self.process.wait(max(patience, 0.001))
         self.close_pipes()
-        reason = result.reason.name
-        number = signal.SIGKILL if reason == "KILLED" and patience > 0 else max(result.signal, 0)
-        self._exit = Exit(
-            max(result.exit_code, 0), number, ended=reason == "TIMEOUT" or patience <= 0
-        )
-        return self._exit
+        reason, ended = result.reason.name, patience <= 0
+        number = signal.SIGKILL if reason == "KILLED" and not ended else max(result.signal, 0)
+        return Exit(max(result.exit_code, 0), number, ended=ended or reason == "TIMEOUT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,32 +266,12 @@ def spawn(
         raise Infrastructure(f"{name}: {error}") from error
 
 
-class PopenChild:
+class PopenChild(Child):
     def __init__(self, process: subprocess.Popen[bytes], whole_group: bool = False) -> None:
-        self.process, self.whole_group = process, whole_group
-        self.pid = process.pid
-        self.streams = [
-            stream
-            for stream in (process.stdin, process.stdout, process.stderr)
-            if stream is not None
-        ]
-        self.stdin, self.stdout, self.stderr = (stream.fileno() for stream in self.streams)
-        self._exit: Exit | None = None
-        _alive.add(self)
+        self.whole_group = whole_group
+        super().__init__(process)
 
-    def close_input(self) -> None:
-        self.streams[0].close()
-
-    def close_pipes(self) -> None:
-        close_all(self.streams)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def finish(self, patience: float) -> Exit:
-        if self._exit is not None:
-            return self._exit
-        _alive.discard(self)
+    def _end(self, patience: float) -> Exit:
         ended = False
         try:
             code = self.process.wait(max(patience, 0))
@@ -336,9 +290,8 @@ class PopenChild:
                 os.killpg(self.pid, signal.SIGKILL)
         close_all(self.streams)
         # bubblewrap reports a signal as a shell does
-        number = -code if code < 0 else code - 128 if code > 128 else 0
-        self._exit = Exit(max(code, 0), number, ended)
-        return self._exit
+        number = -code if code < 0 else max(0, code - 128)
+        return Exit(max(code, 0), number, ended)
 
 
 class BubblewrapChild(PopenChild):
@@ -365,29 +318,24 @@ class Bubblewrap:
         program = shutil.which("bwrap")
         if program is None:
             raise Infrastructure("bubblewrap: no bwrap on PATH")
-        line = [
-            program,
-            *self.walls(),
-            "--",
-            *command(limits, next_user() if self.privileged else 0, count_tasks=True),
-        ]
+        user = next_user() if self.privileged else 0
+        line = [program, *self.arguments(), "--", *command(limits, user, count_tasks=True)]
         return BubblewrapChild(spawn(line, "bubblewrap", env={}))
 
-    def walls(self) -> list[str]:
+    def arguments(self) -> list[str]:
+        """What bubblewrap is asked for."""
         spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
         if self.privileged:
             user = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
         else:
             user = f"--unshare-user --disable-userns --uid {NOBODY} --gid {NOBODY} --cap-drop ALL"
-        line = (
-            f"{spaces} {user} --die-with-parent --new-session --clearenv --hostname sandbox".split()
-        )
+        rest = "--die-with-parent --new-session --clearenv --hostname sandbox"
+        line = f"{spaces} {user} {rest}".split()
         for name, value in ENVIRONMENT.items():
             line += ["--setenv", name, value]
         paths = readable()
-        for folder in sorted(
-            {str(parent) for path in paths for parent in Path(path).parents} | {"/dev"} - {"/"}
-        ):
+        folders = {str(parent) for path in paths for parent in Path(path).parents}
+        for folder in sorted(folders | {"/dev"}):
             # else closed to others where the host's own is: /root
             line += ["--perms", "0755", "--dir", folder]
         for path in paths:
@@ -409,10 +357,8 @@ class Unsafe:
 
     def start(self, limits: Limits) -> Child:
         line = command(limits, user=0, count_tasks=False, parent=os.getpid())
-        return PopenChild(
-            spawn(line, "no process could be started", env=ENVIRONMENT, apart=True),
-            whole_group=True,
-        )
+        process = spawn(line, "no process could be started", env=ENVIRONMENT, apart=True)
+        return PopenChild(process, whole_group=True)
 
 
 def candidates() -> list[tuple[Mechanism, str]]:

@@ -1,4 +1,4 @@
-"""Plain values as text: what crosses the wall between the grader and a program, in both directions.
+"""Plain values as text: what crosses between the grader and a program in its sandbox, in both directions.
 
 A value is null, true, false, a string or an integer below 2^53 as JSON has them; everything else is [tag, content]. Only exact
 builtins come out of `decode`, so no `__eq__` of the program survives; the text is bounded before it is parsed, and whatever is
@@ -55,22 +55,19 @@ def tagged(value: Plain, depth: int = DEPTH) -> Any:
     if kind in TAGS:
         return [TAGS[kind], [tagged(item, depth - 1) for item in value]]
     if kind is dict:
-        return [
-            "d",
-            [[tagged(key, depth - 1), tagged(item, depth - 1)] for key, item in value.items()],
-        ]
+        return ["d", [[tagged(each, depth - 1) for each in pair] for pair in value.items()]]
     raise Malformed(f"a value of type {kind.__name__} cannot cross into a sandbox")
 
 
-def parse(text: bytes, most: int) -> Any:
-    """JSON without objects, floats, constants or long numbers, of at most `most` bytes.
+def parse(text: bytes, limit: int) -> Any:
+    """JSON without objects, floats, constants or long numbers, of at most `limit` bytes.
 
     >>> parse(b'[1, {"a": 2}]', 100)
     Traceback (most recent call last):
     posttrain.rewards.sandbox.wire.Malformed: an object, float or constant
     """
-    if len(text) > most:
-        raise Malformed(f"{len(text)} bytes, more than {most}")
+    if len(text) > limit:
+        raise Malformed(f"{len(text)} bytes, more than {limit}")
     try:
         return json.loads(
             text.decode("ascii"),
@@ -136,10 +133,9 @@ class _Decoder:
         if tag == "d":
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
                 raise Malformed("a dict without pairs")
-            pairs = [
-                (self.value(key, depth - 1), self.value(item, depth - 1)) for key, item in content
-            ]
-            return _hashed(dict, pairs)
+            return _hashed(
+                dict, [tuple(self.value(each, depth - 1) for each in pair) for pair in content]
+            )
         items = [self.value(item, depth - 1) for item in content]
         if tag == "l":
             return items
@@ -189,9 +185,9 @@ def same(given: Plain, expected: Plain, exact: bool = False, tolerance: float = 
             return False
         return all(same(a, b, exact, tolerance) for a, b in zip(given, expected, strict=True))
     if isinstance(given, dict) and isinstance(expected, dict):
-        return given.keys() == expected.keys() and all(
-            same(given[key], expected[key], exact, tolerance) for key in expected
-        )
+        if given.keys() != expected.keys():
+            return False
+        return all(same(given[key], expected[key], exact, tolerance) for key in expected)
     if isinstance(given, set | frozenset) and isinstance(expected, set | frozenset):
         return given == expected
     return type(given) is type(expected) and bool(given == expected)
@@ -203,8 +199,7 @@ def _same_number(given: complex, expected: complex, tolerance: float) -> bool:
     if given == expected or (given != given and expected != expected):
         return True
     try:
-        return abs(given - expected) <= tolerance * max(1.0, abs(expected)) and abs(
-            expected
-        ) != float("inf")
+        size = abs(expected)
+        return abs(given - expected) <= tolerance * max(1.0, size) and size != float("inf")
     except OverflowError:  # an integer beyond the floats
         return False
