@@ -30,6 +30,7 @@ from posttrain.runs.metrics import group_metrics
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.train.forward import forward
+from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import gather, pack_groups
 from posttrain.train.saving import Saving, Store
 from posttrain.train.trainer import Trainer

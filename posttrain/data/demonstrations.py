@@ -93,7 +93,7 @@ def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set
     extra = record.keys() - set(known)
     for name in sorted(extra & NEEDED):
         hint = "write it into the messages or remove it"
-        require(not record[name], f"{where}: the column {name} would be lost; {hint}")
+        require(not record[name], f"{where}: the column {name} would be dropped; {hint}")
     return extra
 
 
@@ -105,7 +105,7 @@ def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Exampl
     if "prompt" in record and "completion" in record:
         return completion_example(record["prompt"], record["completion"], tokenizer, where, tools)
     if "text" in record:
-        require(not tools, f"{where}: tools beside a plain text would be lost; give messages")
+        require(not tools, f"{where}: tools with a plain text would be dropped; give messages")
         require(isinstance(record["text"], str), f"{where}: text is not a string")
         ids = list(tokenizer(record["text"])["input_ids"])
         return plain_example(ids, 0, tokenizer)

@@ -1,4 +1,4 @@
-"""What people prefer, from JSONL files, in the conventions of TRL and of OpenAI as they are. The kind is told by the file's first row:
+"""What people prefer, from JSONL files, in the conventions of TRL and of OpenAI as they are. The first row decides the kind of a file:
 
     pair      {"prompt": ..., "chosen": ..., "rejected": ...}     text or messages; without a prompt, chosen and rejected are
               conversations that begin alike (or Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." texts, taken as such)
@@ -238,7 +238,7 @@ def _spoken(said: Any) -> str:
 
 
 def _words(message: dict[str, Any]) -> str:
-    """What a message says, and what it holds beside that."""
+    """What a message says, and what else it holds."""
     rest = {key: value for key, value in message.items() if key not in ("role", "content")}
     more = {key: value for key, value in rest.items() if value not in (None, "", [], {})}
     said = [str(message["content"])] if message.get("content") else []
@@ -325,8 +325,8 @@ def _step_labels(
     text, offsets = decoder.decode(example.ids[at])
     joined = JOINT.join(steps)
     begin = text.find(joined)
-    lost = f"{where}: the steps are not found in the text that the tokenizer makes of them"
-    require(begin >= 0, lost)
+    missing = f"{where}: the steps are not found in the text that the tokenizer makes of them"
+    require(begin >= 0, missing)
     label_T = np.full(len(example.ids), np.nan, np.float32)
     end = begin - len(JOINT)
     for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
@@ -452,7 +452,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def _text(response: Any) -> str:
-    """What a response says, to tell empty and equal ones. The type is checked where it is rendered."""
+    """What a response says, to find empty and equal ones. The type is checked where it is rendered."""
     if isinstance(response, list):
         said = [(m.get("role"), _words(m)) if isinstance(m, dict) else m for m in response]
         turns = [m for m in response if isinstance(m, dict) and m.get("role") == "assistant"]

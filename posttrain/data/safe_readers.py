@@ -82,7 +82,7 @@ def probe(render: Callable[[], object], seconds: float) -> str | None:
     import resource
 
     with warnings.catch_warnings():
-        # of forks beside threads: the child touches none of them
+        # about a fork in a process with threads: the child uses none of them
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -97,7 +97,7 @@ def probe(render: Callable[[], object], seconds: float) -> str | None:
         except MemoryError:
             code = 2
         except BaseException:
-            # a template may refuse a conversation; that is told where it is rendered for good
+            # a template may refuse a conversation; that is reported where it is rendered for good
             code = 0
         finally:
             os._exit(code)

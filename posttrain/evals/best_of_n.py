@@ -20,7 +20,7 @@ from posttrain.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One n: the most that KL(best-of-n || policy) can be, and the expected rewards with intervals over prompts."""
+    """One n: the upper bound of KL(best-of-n || policy), and the expected rewards with intervals over prompts."""
 
     n: int
     kl: float
@@ -87,12 +87,12 @@ def frontier(
             curves.append((expected_best(proxy, proxy), expected_best(proxy, true)))
     if not curves:
         raise ValueError("no sample has a score")
-    most = min(len(proxy) for proxy, _ in curves)
+    largest = min(len(proxy) for proxy, _ in curves)
     points = []
-    for n in ns if ns is not None else range(1, most + 1):
-        if not 1 <= n <= most:
-            raise ValueError(f"the best of {n} cannot be estimated from {most} samples")
+    for n in ns if ns is not None else range(1, largest + 1):
+        if not 1 <= n <= largest:
+            raise ValueError(f"the best of {n} cannot be estimated from {largest} samples")
         proxies, golds = [float(c[0][n - 1]) for c in curves], [float(c[1][n - 1]) for c in curves]
-        gold_interval = score_interval(golds, asked, means=most > 1)
+        gold_interval = score_interval(golds, asked, means=largest > 1)
         points.append(Point(n, best_of_n_kl(n), mean_interval(proxies, asked), gold_interval))
     return points

@@ -58,7 +58,7 @@ def accuracy_by(
 ) -> tuple[Bucket, ...]:
     """Accuracy over pairs sorted by `keys` and cut into `buckets` of about equal size; equal keys are never parted.
 
-    With the distance of labels as the key it tells whether errors are among pairs that people found close too. Few
+    With the distance of labels as the key it shows whether errors are among pairs that people found close too. Few
     different keys give fewer buckets.
 
     >>> accuracy_by([1, 1, 2, 2], [0.5, -0.5, 1.0, 2.0], buckets=2)

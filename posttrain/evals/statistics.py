@@ -197,8 +197,8 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
         if given is not None and verdict.setdefault(given, right) != right:
             raise ValueError(f"answer {given!r} is called both right and wrong")
     votes = Counter(given for given in answers[:k] if given is not None)
-    most = max(votes.values(), default=0)
-    leaders = [given for given, count in votes.items() if count == most]
+    highest = max(votes.values(), default=0)
+    leaders = [given for given, count in votes.items() if count == highest]
     return sum(verdict[given] for given in leaders) / len(leaders) if leaders else 0.0
 
 
@@ -224,7 +224,7 @@ def compare(
 ) -> Comparison:
     """The second against the first on paired scores: an exact sign test, which on scores of 0 and 1 is McNemar's exact test.
 
-    Without a difference each of the w + l problems that tell them apart is a fair coin, so the two-sided
+    Without a difference each of the w + l problems on which they differ is a fair coin, so the two-sided
     p = min(1, 2 P[Binomial(w + l, 1/2) <= min(w, l)]). The interval is `paired_interval`'s. The order of problems must be the
     same in both; a pair with a NaN, which is a problem that could not be scored, is left out and counted. Problems with the same key in
     `clusters` are one observation.

@@ -361,7 +361,7 @@ def is_equation(relation: Node) -> bool:
 
 
 def is_fraction(ratio: Node, other: Node) -> bool:
-    """Whether a ratio may be told as the number `other`: 7:20 may also be a time, so 7/20 tells it and 0.35 does not."""
+    """Whether a ratio may be written as the number `other`: 7:20 may also be a time, so 7/20 is the same and 0.35 is not."""
     if is_time(ratio) or len(ratio.nodes) != 2 or other.kind not in SCALARS:
         return False
     return not is_clock(ratio) or other.kind == "divide"

@@ -163,7 +163,7 @@ def _look_at_power(value: Node, found: set[str]) -> None:
 
 
 def _is_rational(value: Node) -> bool:
-    """Whether a power or root of numbers is one; a power too large to tell is one that was not worked out."""
+    """Whether a power or root of numbers is one; a power too large to compute is one that was left to do."""
     try:
         return isinstance(evaluate(value, {}, Meter(500)), Fraction)
     except Exhausted:

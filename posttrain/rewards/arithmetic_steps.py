@@ -5,7 +5,7 @@ A step is a line (or whatever `separator` cuts off), and says something where it
 
     wrong  0   its sides are not equal, exactly, or one has no value (a division by zero)
     right  1   it is true, says a number that was not known yet, works with a number of the question or of a right step before it,
-               and its result is the response's answer or is worked with, in turn, by a right step after it
+               and its result is the response's answer or is used, in turn, by a right step after it
     idle   -   anything else that is true (7 = 7, a step said again, 1+1 = 2 from nowhere, work that the answer does not need,
                what follows from an error) or that cannot be read: no value, so it is neither paid nor punished
 
@@ -41,7 +41,7 @@ BULLET = re.compile(r"\s*(?:step\s+[0-9]{1,3}\s*[:.)]|[0-9]{1,3}[.)]\s|[-*]\s)",
 EMPHASIS = re.compile(r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)")
 RUN = re.compile(r"[-+*/().,0-9 \t=%]+")
 LABEL = re.compile(r"\S:$")  # with a space after it; 12:30 and 12 : 4 are something else
-BINDING = "^!:_{}|~\\"  # beside a number, these make it part of something else
+BINDING = "^!:_{}|~\\"  # next to a number, these make it part of something else
 SCALE = re.compile(
     r"(?:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)", re.IGNORECASE
 )

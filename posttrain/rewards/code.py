@@ -41,7 +41,7 @@ LOG = logging.getLogger(__name__)
 class CallTest:
     """`function(*args)` must return `expected`. A method is named `Class.method`: the class is made without arguments.
 
-    `exact` tells a list from a tuple; `tolerance` is for floats (see `sandbox.wire.same`).
+    `exact` distinguishes a list from a tuple; `tolerance` is for floats (see `sandbox.wire.same`).
     """
 
     function: str

@@ -2,7 +2,7 @@
 
     consistency = (words of the target language) / (all words)
 
-A word is told by its script. Languages of one script are told apart by their commonest words, where `others` names them: a word
+The language of a word is known by its script. Languages of one script are distinguished by their commonest words, where `others` names them: a word
 that one of those has in its list and the target has not is foreign. Other words of the script count as the target's.
 """
 
@@ -28,7 +28,7 @@ SCRIPTS = dict.fromkeys(("latin", "en", "de", "fr", "es"), ("LATIN",)) | {
     "zh": ("CJK",),
     "ja": ("HIRAGANA", "KATAKANA", "CJK"),
 }
-# What reasoning is held together by, in the languages of one script that can be told apart.
+# Common words of reasoning, in the languages of one script that can be distinguished.
 COMMON = {
     "en": """the a an and or but not of to in on at by for with from as is are was were be been has have had do does so then than
     thus hence that this these those there here it its we you they what which who when where how because if else each every all some

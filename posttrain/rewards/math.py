@@ -49,7 +49,7 @@ class MathReward(Conventions):
     reasoning_end: str = "</think>"
     marker: str = ""  # search for what follows the last of these (such as "####") instead of a box
     decimal_comma: bool = False  # 1,5 is 1.5
-    variables: tuple[str, ...] = ()  # the declared order in which (5, 6) tells x = 5, y = 6
+    variables: tuple[str, ...] = ()  # the declared order in which (5, 6) means x = 5, y = 6
 
     def __post_init__(self) -> None:
         # a file has a list, and settings are hashed

@@ -178,7 +178,7 @@ def carries(operation: str, a: int, b: int) -> bool:
 
 
 def _smallest(level: int) -> tuple[int, int]:
-    """The least number with `level` digits, and how many such numbers there are. Level 1 includes 0."""
+    """The smallest number with `level` digits, and how many such numbers there are. Level 1 includes 0."""
     first = 10 ** (level - 1) if level > 1 else 0
     return first, 10**level - first
 

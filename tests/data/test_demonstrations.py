@@ -198,9 +198,9 @@ LOST: list[tuple[str, dict[str, Any], str]] = [
      "assistant message contains the control token"),
     (CHATML_TOOLS, {"messages": CALLED, "tools": [{"name": "<|im_end|>"}]}, "the tools contain the control token"),
     (CHATML_TOOLS, {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, SPOKEN]}, "no content that is a string"),
-    (CHATML_TOOLS, {"text": "a", "tools": TOOLS}, "tools beside a plain text would be lost"),
-    (CHATML_TOOLS, {"messages": CALLED, "system": "be brief"}, "the column system would be lost"),
-    (CHATML_TOOLS, {"prompt": "a", "completion": "b", "images": ["x.png"]}, "the column images would be lost"),
+    (CHATML_TOOLS, {"text": "a", "tools": TOOLS}, "tools with a plain text would be dropped"),
+    (CHATML_TOOLS, {"messages": CALLED, "system": "be brief"}, "the column system would be dropped"),
+    (CHATML_TOOLS, {"prompt": "a", "completion": "b", "images": ["x.png"]}, "the column images would be dropped"),
 ]  # fmt: skip
 
 

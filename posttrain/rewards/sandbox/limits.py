@@ -1,4 +1,4 @@
-"""How much a program may use. Every limit is enforced outside the program's reach; what it exceeds names the outcome."""
+"""How much a program may use. Every limit is enforced outside of the program; the one that it exceeds names the outcome."""
 
 from __future__ import annotations
 

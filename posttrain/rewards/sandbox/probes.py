@@ -48,7 +48,7 @@ def call(numbers, *arguments):
     return check(library.syscall(numbers[platform.machine() == 'aarch64'], *arguments))
 def pidfd():
     return call((434, 434), pid, 0)
-def reach(number, action, *arguments):  # this error says that the call was looked at
+def attempt(number, action, *arguments):  # this error says that the call was looked at
     try: action(*arguments)
     except OSError as error: assert error.errno == number
 def iov(address):
@@ -95,17 +95,17 @@ PROBES = {
     "a group that owns signals": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, -os.getpgid(pid))",
     "prlimit": "resource.prlimit(pid, resource.RLIMIT_CORE, resource.prlimit(pid, resource.RLIMIT_CORE))",
     "setpriority": "os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid))",
-    "setpriority of a group": "reach(3, os.setpriority, os.PRIO_PGRP, 0x7FFFFFF0, 0)",
-    "setpriority of a user": "reach(3, os.setpriority, os.PRIO_USER, 0x7FFFFFF0, 0)",
-    "priority inheritance": "reach(110, call, (202, 98), (ctypes.c_uint * 1)(pid), 6, 0, bytes(16))",
+    "setpriority of a group": "attempt(3, os.setpriority, os.PRIO_PGRP, 0x7FFFFFF0, 0)",
+    "setpriority of a user": "attempt(3, os.setpriority, os.PRIO_USER, 0x7FFFFFF0, 0)",
+    "priority inheritance": "attempt(110, call, (202, 98), (ctypes.c_uint * 1)(pid), 6, 0, bytes(16))",
     "sched_setaffinity": "os.sched_setaffinity(pid, os.sched_getaffinity(pid))",
     "sched_setscheduler": "os.sched_setscheduler(pid, os.sched_getscheduler(pid), os.sched_getparam(pid))",
     "sched_setparam": "os.sched_setparam(pid, os.sched_getparam(pid))",
     "sched_setattr": "call((315, 275), pid, space, 48, 0); call((314, 274), pid, space, 0)",
     "ioprio_set": "call((251, 30), 1, pid, call((252, 31), 1, pid))",
-    "ioprio_set of a user": "reach(22, call, (251, 30), 3, os.getuid(), 7 << 13)",
+    "ioprio_set of a user": "attempt(22, call, (251, 30), 3, os.getuid(), 7 << 13)",
     "ptrace": "check(library.ptrace(0x4206, pid, None, None))",  # PTRACE_SEIZE, which does not stop the other
-    "process_vm_readv": "reach(14, call, (310, 270), pid, iov(ctypes.addressof(space)), 1, iov(4096), 1, 0)",
+    "process_vm_readv": "attempt(14, call, (310, 270), pid, iov(ctypes.addressof(space)), 1, iov(4096), 1, 0)",
     "kcmp": "call((312, 272), pid, pid, 0, 0, 0)",
     "get_robust_list": "call((274, 100), pid, space, ctypes.byref(space, 64))",
     "process_madvise": "call((440, 440), pidfd(), space, 0, 20, 0)",
@@ -113,7 +113,7 @@ PROBES = {
     "move_pages": "call((279, 239), pid, 0, None, None, None, 0)",
     "a process by fork": "os.fork() or os._exit(0)",
     "a process by clone": "call((56, 220), 17, 0, 0, 0, 0) or os._exit(0)",
-    "another program": "reach(2, os.execv, '/nonexistent', ['x'])",
+    "another program": "attempt(2, os.execv, '/nonexistent', ['x'])",
     "outliving the grader": "check(library.prctl(1, 0, 0, 0, 0))",
     "adopting processes": "check(library.prctl(36, 1, 0, 0, 0))",
     "another user": "os.setresuid(os.getuid(), os.getuid(), os.getuid())",

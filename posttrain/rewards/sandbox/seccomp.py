@@ -13,7 +13,7 @@ system. Where a call is needed but some of its arguments are not, the arguments 
 - `clone` makes threads, and neither it nor `close_range` a second table of open files, which would have a limit of its own.
 
 There are no links to read (EINVAL, as for what is no link): sandlock answers that call itself, with the rights of the grader, and
-would tell which files other processes have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit
+would show which files other processes have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit
 had been reached; clone3 and newer calls do not exist (ENOSYS), so that the C library falls back to those that are listed. A call of
 another architecture (32-bit x86) ends the process; numbers of x32 are too large to be listed.
 """
