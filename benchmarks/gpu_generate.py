@@ -34,22 +34,30 @@ from gpu_cases import (  # noqa: E402
     settle,
 )
 
-from posttrain.collect import Prompt, generate_groups  # noqa: E402
+from posttrain.collect import Prompt, generate_groups, group_requests  # noqa: E402
+from posttrain.engine.cuda import CUDABackend, pages_of  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
-from posttrain.engine.paged_batch import PagedBatch  # noqa: E402
+from posttrain.engine.scheduler import Scheduler, Work  # noqa: E402
 from posttrain.types import Completion  # noqa: E402
 
 
-class Varied(PagedBatch):
-    """Rows that end at lengths given beforehand, as real answers end at their own. The schedule does not look at them."""
+class Varied(Scheduler):
+    """Rows that end at lengths given beforehand, as real answers end at their own. Requests promise the longest."""
 
-    lengths = np.zeros(0)
+    lengths = np.zeros(0, np.int64)
 
-    def _enter(self, request: Prompt, pages: np.ndarray) -> None:
-        first = self.count
-        super()._enter(request, pages)
-        at = self.waiting * request.group
-        self["limit"][first : self.count] = self.lengths[at : at + request.group]
+    def _enter(self, work: Work) -> None:
+        first = self.rows.count
+        super()._enter(work)
+        given = self.lengths[[request.session for request in work.requests]]
+        backend = backend_of(self)
+        backend.promised -= sum(map(pages_of, work.limits)) - sum(pages_of(int(n)) for n in given)
+        self.rows.live("limit", first)[:] = given
+
+
+def backend_of(scheduler: Scheduler | None) -> CUDABackend:
+    assert scheduler is not None and isinstance(scheduler.backend, CUDABackend), "the plain path was taken"
+    return scheduler.backend
 
 
 def gate(case: Case, engine: Engine, requests: list[Prompt], answers: list[tuple[Completion, ...]]) -> dict[str, float]:
@@ -85,11 +93,12 @@ def run_case(name: str, repeats: int) -> dict[str, Any]:
         answers = list(generate_groups(engine, make_requests(case, 1 + repeat)))
         seconds.append(clock() - began)
     tokens = sum(len(c.ids) for group in answers for c in group)
-    assert tokens == case.rows * case.new and engine.pager.paged is not None
+    assert tokens == case.rows * case.new
+    backend = backend_of(engine.scheduler)
     middle = statistics.median(seconds[1:])
     return {
         "case": name, "tokens_s": tokens / middle, "seconds": middle, "fastest": min(seconds[1:]), "slowest": max(seconds[1:]),
-        "first_call": first, "capture": engine.pager.paged.capture_seconds, "graphs": len(engine.pager.paged.graphs),
+        "first_call": first, "capture": backend.capture_seconds, "graphs": len(backend.graphs),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "logprob_difference": checked, "engine": engine,
     }  # fmt: skip
 
@@ -99,19 +108,20 @@ def run_lognormal(engine: Engine, case: Case, repeats: int) -> dict[str, Any]:
     from dataclasses import replace
 
     long = replace(case, new=1024)
+    backend = backend_of(engine.scheduler)
+    engine.scheduler = Varied(engine.policy, backend, case.rows)
     Varied.lengths = lognormal_lengths(case, 256, 1024)
     seconds = []
     for repeat in range(repeats + 1):
         requests = make_requests(long, 50 + repeat, endless=False)
         began = clock()
-        with torch.inference_mode():
-            assert engine.pager.takes(requests) and engine.pager.paged is not None
-            answers = list(Varied(engine.pager.paged, requests, case.rows, 0).run())
+        answers = list(generate_groups(engine, requests))
         seconds.append(clock() - began)
     tokens = sum(len(c.ids) for group in answers for c in group)
     middle = statistics.median(seconds[1:])
+    engine.scheduler = Scheduler(engine.policy, backend, case.rows)
     return {"tokens_s": tokens / middle, "seconds": middle, "tokens": tokens, "first_call": seconds[0],
-            "graphs": len(engine.pager.paged.graphs), "capture": engine.pager.paged.capture_seconds}  # fmt: skip
+            "graphs": len(backend.graphs), "capture": backend.capture_seconds}  # fmt: skip
 
 
 def profile(engine: Engine, case: Case) -> list[tuple[str, float, int]]:
@@ -122,17 +132,20 @@ def profile(engine: Engine, case: Case) -> list[tuple[str, float, int]]:
     from torch.profiler import profile as watch
 
     requests = make_requests(replace(case, new=case.new // 2 + 64), 99)
-    batch = PagedBatch(engine.pager.paged, requests, case.rows, 0)  # type: ignore[arg-type]
+    scheduler, backend = engine.scheduler, backend_of(engine.scheduler)
+    assert scheduler is not None
+    engine.submit(group_requests(requests))
+    engine.poll()
+    while int(scheduler.rows["count"][0]) < case.new // 2 - 64:
+        engine.poll()
     with torch.inference_mode():
-        while batch._fits():
-            batch._admit()
-        while int(batch["count"][0]) < case.new // 2 - 64:
-            batch._decode()
-        before = int(batch["count"][0])
+        scheduler._collect()
         with watch(activities=[ProfilerActivity.CUDA]) as seen:
-            batch._decode()
+            backend.launch()
             torch.cuda.synchronize()
-        steps = int(batch["count"][0]) - before
+        steps = backend.steps
+        scheduler.launched = True
+    engine.cancel(list(engine.sessions))
     rows = [(e.key[:70], e.self_device_time_total / 1000 / steps, e.count // steps) for e in seen.key_averages()]
     return sorted(rows, key=lambda r: -r[1])[:24]
 

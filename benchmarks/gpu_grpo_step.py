@@ -31,9 +31,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from gpu_cases import CASES, Case, ceilings, clock, decode_bound, make_policy, make_requests, settle, train_flops  # noqa: E402
 
 from posttrain.algorithms.grpo import GRPO  # noqa: E402
-from posttrain.collect import generate_groups  # noqa: E402
+from posttrain.collect import generate_groups, group_requests  # noqa: E402
+from posttrain.engine.cuda import CUDABackend, pages_of  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
-from posttrain.engine.paged_batch import PagedBatch, pages_of  # noqa: E402
+from posttrain.engine.scheduler import Work  # noqa: E402
 from posttrain.train import forward as forward_module  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import micro_batches, pack_groups  # noqa: E402
@@ -72,12 +73,12 @@ class Ours:
         whole, self.case = self.case, replace(self.case, new=64)
         with torch.inference_mode(False):
             self.step(0)
-        paged = self.engine.pager.paged
-        assert paged is not None, "the plain path was taken"
-        PagedBatch(paged, make_requests(whole, 0), whole.rows, 0)
+        backend, asked = backend_of(self.engine), make_requests(whole, 0)
+        works = [Work(n, tuple(group_requests([p])), np.array(p.ids)) for n, p in enumerate(asked)]
+        backend.prepare(works, whole.rows, True)
         pool = 1 + whole.prompts * (pages_of(whole.prompt) + whole.group * pages_of(whole.new))
-        if pool > paged.pages.pages:
-            paged.grow(pool)
+        if pool > backend.pages.pages:
+            backend.grow(pool)
         self.rollout(1)
         self.case = whole
 
@@ -93,6 +94,11 @@ class Ours:
             )
             groups.append(Group(problem, rollouts))
         return pack_groups(groups, 1.0, "cuda")
+
+
+def backend_of(engine: Engine) -> CUDABackend:
+    assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend), "the plain path was taken"
+    return engine.scheduler.backend
 
 
 def mismatch(metrics: tuple[Any, ...]) -> float:
@@ -171,12 +177,11 @@ def run_brief(name: str, budget: int | None) -> dict[str, Any]:
     settle()
     result: dict[str, Any] = {"case": name, "budget": ours.trainer.settings.token_budget, "warm_up": clock() - began}
     result["shared"] = ours.step(10)
-    paged = ours.engine.pager.paged
-    assert paged is not None
+    backend = backend_of(ours.engine)
     step, peak = result["shared"]["step"], torch.cuda.max_memory_allocated() / 2**30
     result["shared"] |= {"fastest": step, "slowest": step, "peak_gib": peak}
-    result |= {"checkpointed": ours.trainer.checkpointed, "capture": paged.capture_seconds, "cache_gib": paged.bytes / 2**30,
-               "copies_gib": paged.decoder.bytes / 2**30, "ours": ours}  # fmt: skip
+    result |= {"checkpointed": ours.trainer.checkpointed, "capture": backend.capture_seconds, "cache_gib": backend.bytes / 2**30,
+               "copies_gib": backend.decoder.bytes / 2**30, "ours": ours}  # fmt: skip
     return result
 
 

@@ -275,7 +275,17 @@ def report(found: dict[str, Any]) -> None:
          one["lost_drifts"], said(one["no_gold"]), between(one["agreement"]), ", ".join(map(said, one["in_time"])) or "none")
         for one in found["hacked"]
     ])  # fmt: skip
-    names = ("control run", "seed", "gold at first", "at the end", "std errors", "lost at most", "length", "agreement", "alarms")
+    names = (
+        "control run",
+        "seed",
+        "gold at first",
+        "at the end",
+        "std errors",
+        "lost at most",
+        "length",
+        "agreement",
+        "alarms",
+    )
     table([names] + [
         (one["case"], one["seed"], f"{one['gold'][0]:.3f}", f"{one['gold'][-1]:.3f}", one["rise"], one["lost_most"],
          "{} to {}".format(*one["length"]), between(one["agreement"]), ", ".join(map(said, one["detected"])) or "-")

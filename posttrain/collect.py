@@ -243,24 +243,22 @@ class Prompt:
     sampling: Sampling
 
 
+def group_requests(prompts: Sequence[Prompt]) -> list[Request]:
+    """A request for each sample of each prompt; sessions are numbered from 0."""
+    drawn = [(n, sample) for n, prompt in enumerate(prompts) for sample in range(prompt.samples)]
+    return [
+        Request(
+            prompts[n].ids, derive(prompts[n].seed, sample), prompts[n].sampling, session, group=n
+        )
+        for session, (n, sample) in enumerate(drawn)
+    ]
+
+
 def generate_groups(
     sampler: Sampler, prompts: Sequence[Prompt]
 ) -> Generator[tuple[Completion, ...], None, None]:
     """The samples of each prompt, in order, each group as soon as it and those before it are complete."""
-    drawn = [(n, sample) for n, prompt in enumerate(prompts) for sample in range(prompt.samples)]
-    completions = generate(
-        sampler,
-        [
-            Request(
-                prompts[n].ids,
-                derive(prompts[n].seed, sample),
-                prompts[n].sampling,
-                session,
-                group=n,
-            )
-            for session, (n, sample) in enumerate(drawn)
-        ],
-    )
+    completions = generate(sampler, group_requests(prompts))
     try:
         for prompt in prompts:
             yield tuple(islice(completions, prompt.samples))

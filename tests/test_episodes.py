@@ -60,7 +60,9 @@ class Scripted(Task):
         return found
 
 
-def groups(task: Task, reply: Callable[[Request], Completion], samples: int = 2, **more: Any) -> tuple[list[Group], ScriptedSampler]:
+def groups(
+    task: Task, reply: Callable[[Request], Completion], samples: int = 2, **more: Any
+) -> tuple[list[Group], ScriptedSampler]:
     sampler = ScriptedSampler(reply)
     return rollout_groups(task, sampler, DECODER, task.problems("train"), samples, SAMPLING, 5, **more), sampler
 
@@ -94,7 +96,9 @@ def test_a_second_turn_appends_what_the_template_writes_in_between() -> None:
     rollout = found[0].rollouts[0]
     whole = [Message("user", "q0"), Message("assistant", "x"), Message("user", "after x")]
     assert rollout.ids.tolist() == [*render_prompt(TOKENIZER, whole), *encoded("y"), END]
-    assert [s.sampled for s in rollout.segments] == [False, True, False, True] and rollout.response == "xy" and rollout.turns == 2
+    assert (
+        [s.sampled for s in rollout.segments] == [False, True, False, True] and rollout.response == "xy" and rollout.turns == 2
+    )
 
 
 def test_a_turn_that_was_cut_off_is_closed_by_the_template() -> None:

@@ -1,4 +1,4 @@
-"""The key-value cache: rows of tensors that grow, and the two layouts that read and write it."""
+"""The key-value cache: rows of tensors that grow, and the layouts that read and write it."""
 
 from __future__ import annotations
 
@@ -51,6 +51,28 @@ class Cache:
             self.values[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return self.keys[layer], self.values[layer]
 
+    def resize(self, rows: int) -> None:
+        """Have room for so many rows, keeping what is there."""
+        if rows <= self.rows:
+            return
+        self.rows = rows
+        for store in (self.keys, self.values):
+            for layer, old in store.items():
+                store[layer] = old.new_zeros(rows, *old.shape[1:])
+                store[layer][: len(old)] = old
+
+    def save(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """A copy of a row's keys and values, by layer: [heads, length, width] each."""
+        return {
+            layer: (keys[row, :, :length].clone(), self.values[layer][row, :, :length].clone())
+            for layer, keys in self.keys.items()
+        }
+
+    def restore(self, row: int, saved: dict[int, tuple[Tensor, Tensor]]) -> None:
+        for layer, pair in saved.items():
+            for store, one in zip(self.layer(layer, pair[0][None]), pair, strict=True):
+                store[row, :, : one.shape[1]] = one
+
     def move(self, source: list[int], target: list[int], length: int) -> None:
         """Copy rows, so that live rows stay first when others leave."""
         for store in (self.keys, self.values):
@@ -82,6 +104,42 @@ class Prefill:
             rows = store[self.first : self.first + self.rows, :, : self.longest]
             rows.copy_(fresh[0].transpose(0, 1)[self.from_NL].transpose(1, 2))
         return self.packed.attend(layer, query, key, value, rule)
+
+
+class Extend:
+    """Packed new tokens of rows that have a beginning in the cache: those of each row attend to it and to one another."""
+
+    def __init__(self, cache: Cache, starts: tuple[int, ...], first: int, cached: list[int]):
+        self.cache, self.first, self.rows = cache, first, len(cached)
+        start_N, end_N = torch.tensor(starts[:-1]), torch.tensor(starts[1:])
+        length_N, cached_N = end_N - start_N, torch.tensor(cached)
+        step_S = torch.arange(int(length_N.max()))
+        row_T = torch.arange(self.rows).repeat_interleave(length_N)
+        step_T = torch.arange(starts[-1]) - start_N[row_T]
+        self.longest = int((length_N + cached_N).max())
+        self.device = cache.device
+        self.row_T = (first + row_T).to(self.device)
+        self.position_T = (cached_N[row_T] + step_T).to(self.device)
+        self.order_T = (row_T * len(step_S) + step_T).to(self.device)
+        # the last token of a shorter row is repeated, and the repetitions are left out of what is returned
+        from_NS = torch.minimum(start_N[:, None] + step_S, end_N[:, None] - 1)
+        self.from_NS = from_NS.to(self.device)
+        self.position_NS = (cached_N[:, None] + step_S).to(self.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        stores = self.cache.layer(layer, key)
+        for store, fresh in zip(stores, (key, value), strict=True):
+            store[self.row_T, :, self.position_T] = fresh[0].transpose(0, 1)
+        keys, values = (
+            store[self.first : self.first + self.rows, :, : self.longest] for store in stores
+        )
+        at = torch.arange(self.longest, device=self.device)
+        allowed = at <= self.position_NS[..., None]
+        if rule.sliding_window is not None:
+            allowed &= at > self.position_NS[..., None] - rule.sliding_window
+        rows = query[0].transpose(0, 1)[self.from_NS].transpose(1, 2)  # [N, H, S, D]
+        out = masked(rows, keys, values, allowed[:, None], rule)
+        return out.transpose(1, 2).flatten(0, 1)[self.order_T][None]
 
 
 class Decode:

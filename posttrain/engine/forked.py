@@ -1,11 +1,11 @@
-"""Generation on several cores of a CPU: helpers, forked once, one for each core, answer a share of the requests each.
+"""Generation on several cores of a CPU: worker processes, forked once, one for each core, decode a share of the works each.
 
 A small model's decode step is a few hundred operators of microseconds each. Threads that split every one of them wait for each other
-more than they work; processes that split the rows do not meet before the end. The weights lie in memory that parent and helpers share,
-so a helper reads what the optimizer wrote without being sent anything, and randomness belongs to the request, so it draws what this
-process would have drawn. A helper that dies or hangs costs its time only: its share is answered here. This process only listens,
-so what its own memory and threads look like after training is no matter. (Forking for each call would be
-simpler, and was: every page that the parent writes afterwards then costs a fault, which took more from training than it gave.)
+more than they work; processes that split the rows do not meet before the end. The weights lie in memory that parent and workers share,
+so a worker reads what the optimizer wrote without being sent anything, and randomness belongs to the request, so it draws what this
+process would have drawn. Each worker runs a scheduler of its own, takes new works while it decodes, and keeps the caches of its
+sessions. One that dies or hangs costs its time only: its works and sessions are prefilled again in this process. (Forking for each call
+would be simpler, and was: every page that the parent writes afterwards then costs a fault, which took more from training than it gave.)
 """
 
 from __future__ import annotations
@@ -18,108 +18,48 @@ import select
 import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from posttrain.engine.work import Work
-from posttrain.system import machine
-from posttrain.system import processes as children
-from posttrain.types import Completion, Sampling
+from posttrain.engine.scheduler import Scheduler, Work
+from posttrain.system import machine, processes
+from posttrain.types import JSON, Completion, Request, Sampling, Statistics
 
 CORES = machine.requested_threads() or machine.cores()
-LARGEST = 8_000_000  # parameters: above, weights leave the shared cache and cores that read them twice are slower than threads
+MAX_PARAMETERS = 8_000_000  # above, weights leave the shared cache and cores that read them twice are slower than threads
 MIN_TOKENS = 2048  # a call for fewer is over before the others are awake
-STACKS = "-stacks.txt"  # of the watchdog's file, into which a helper that is asked writes where it stands
+STACKS = "-stacks.txt"  # of the watchdog's file, into which a worker that is asked writes where it stands
 LOOK, SILENCE = (
     1.0,
     60.0,
-)  # seconds between looks at a helper that says nothing; how long it may use no processor time
+)  # seconds between looks at a worker that sends nothing; how long it may use no processor time
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
 
-Answer = tuple[Completion, ...]
-Serve = Callable[[Sequence[Work], int], Iterator[Answer]]  # requests and the policy's version
+Finished = list[tuple[Request, Completion]]
 
 
-def worthwhile(requests: Sequence[Work], parameters: int, processes: int) -> bool:
+def worthwhile(works: Sequence[Work], parameters: int, count: int) -> bool:
     """Whether a call is long enough, and the model small enough, for shares in processes of their own."""
-    tokens = sum(r.group * r.sampling.max_new_tokens for r in requests)
-    able = sys.platform == "linux" and processes > 1 and len(requests) > 1
-    return able and parameters <= LARGEST and tokens >= MIN_TOKENS
+    able = sys.platform == "linux" and count > 1 and len(works) > 1 and parameters <= MAX_PARAMETERS
+    return able and sum(r.sampling.max_new_tokens for w in works for r in w.requests) >= MIN_TOKENS
 
 
-def shares(requests: Sequence[Work], processes: int) -> list[Sequence[Work]]:
-    """Runs of neighbouring requests with about equally many responses."""
-    reached = np.cumsum([r.group for r in requests])
-    cuts = [
-        int(np.searchsorted(reached, reached[-1] * n / processes)) + 1 for n in range(1, processes)
-    ]
-    bounds = sorted({0, *cuts, len(requests)})
-    return [requests[a:b] for a, b in pairwise(bounds)]
-
-
-class Crew:
-    """The helpers of one engine. Whoever holds it ends it with `close`; helpers also end with this process."""
-
-    def __init__(self, processes: int):
-        self.processes, self.lost = (
-            processes,
-            0,
-        )  # helpers that died or hung: their shares were answered here, more slowly
-        self.helpers: list[_Helper] = []
-
-    def generate(self, serve: Serve, requests: Sequence[Work], version: int) -> Iterator[Answer]:
-        """What `serve` yields for the requests, in their order, worked out on several cores of one thread each."""
-        parts, finished = shares(requests, self.processes), False
-        try:
-            with _one_thread():
-                while len(self.helpers) < len(parts):
-                    self.helpers.append(_Helper.fork(serve))
-            busy = self.helpers[: len(parts)]
-            messages = [
-                _message(part, version) for part in parts
-            ]  # before the first is awake and wants this core
-            for helper, message in zip(busy, messages, strict=True):
-                helper.ask(message)
-            for helper, part in zip(busy, parts, strict=True):
-                told = 0
-                while told < len(part) and (answer := _next(helper, busy)) is not None:
-                    yield answer
-                    told += 1
-                if told < len(part):
-                    with _one_thread():  # sums come out as they would have there
-                        yield from serve(part[told:], version)
-            for helper in [h for h in busy if h.gone]:  # the next call has a new one
-                helper.end()
-                self.helpers.remove(helper)
-                self.lost += 1
-            finished = True
-        finally:
-            if (
-                not finished
-            ):  # the caller stopped listening, or failed: what the helpers still write is of no use
-                self.close()
-
-    def close(self) -> None:
-        for helper in self.helpers:
-            helper.end()
-        self.helpers.clear()
-
-
-def _message(share: Sequence[Work], version: int) -> bytes:
-    return json.dumps(
-        [version, [[r.prompt_ids, r.seeds, asdict(r.sampling)] for r in share]]
-    ).encode()
+def shares(works: Sequence[Work], count: int) -> list[Sequence[Work]]:
+    """Runs of neighbouring works with about equally many rows."""
+    rows = np.cumsum([len(work.requests) for work in works])
+    cuts = [int(np.searchsorted(rows, rows[-1] * n / count)) + 1 for n in range(1, count)]
+    bounds = sorted({0, *cuts, len(works)})
+    return [works[a:b] for a, b in pairwise(bounds)]
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -128,35 +68,133 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _next(helper: _Helper, busy: Sequence[_Helper]) -> Answer | None:
-    """The next answer of a helper, while everyone is listened to: a helper whose pipe is full would wait. None where it is gone."""
-    while not helper.answers and not helper.gone:
-        speaking = select.select([h.out for h in busy if not h.gone], [], [], LOOK)[0]
-        for other in busy:
-            if other.out in speaking:
-                other.listen()
-        if helper.out not in speaking and helper.idle() > SILENCE:
-            helper.gone = True
-    return helper.answers.popleft() if helper.answers else None
+class EngineWorkers:
+    """The workers of one engine. They end with `close`, and with this process."""
+
+    def __init__(self) -> None:
+        self.workers: list[EngineWorker] = []
+        self.past = Statistics()  # of workers that are gone
+        self.failed: list[Work] = []
+        self.finished: Finished = []
+        self.paused = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.failed or self.finished) or any(w.works for w in self.workers)
+
+    @property
+    def statistics(self) -> list[Statistics]:
+        return [self.past, *(worker.statistics for worker in self.workers)]
+
+    def submit(
+        self, works: Sequence[Work], count: int, make: Callable[[], Scheduler]
+    ) -> list[tuple[EngineWorker, Sequence[Work]]]:
+        """Deal works to up to `count` workers; which got which."""
+        parts = shares(works, count)
+        with one_thread():
+            while len(self.workers) < len(parts):
+                self.workers.append(EngineWorker.fork(make))
+        dealt = list(zip(self.workers, parts, strict=False))
+        messages = [_message("submit", _encode_works(part)) for part in parts]
+        for (worker, part), message in zip(
+            dealt, messages, strict=True
+        ):  # encoded before the first is awake
+            worker.submit(part, message)
+        return dealt
+
+    def poll(self, timeout: float | None) -> Finished:
+        """What workers have finished; waits for one of them up to `timeout` seconds, or until it is time for another look."""
+        found, self.finished = self.finished, []
+        if self.paused:
+            self._send("resume")
+        asked = [worker for worker in self.workers if worker.works]
+        wait = 0.0 if found else LOOK if timeout is None else min(timeout, LOOK)
+        ready = (
+            select.select([w.out for w in asked if not w.gone], [], [], wait)[0] if asked else []
+        )
+        for worker in asked:
+            if worker.out in ready:
+                found += worker.read()
+            elif worker.idle() > SILENCE:
+                worker.gone = True
+        self._bury()
+        return found
+
+    def failed_works(self) -> list[Work]:
+        """Works of workers that died or hung, once."""
+        works, self.failed = self.failed, []
+        return works
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        for worker in self.workers:
+            worker.cancel(sessions)
+        self.finished = [pair for pair in self.finished if pair[0].session not in sessions]
+        self.failed = [
+            w
+            for w in (_subset(w, lambda r: r.session not in sessions) for w in self.failed)
+            if w.requests
+        ]
+
+    def publish(self, version: int) -> None:
+        self._send("publish", version)
+
+    def _send(self, what: str, *about: JSON) -> None:
+        for worker in self.workers:
+            worker.send(what, *about)
+        self.paused = what == "release"
+
+    def release(self) -> None:
+        """Let workers stop, drop their caches, and wait until they have. They go on at the next poll."""
+        self._send("release")
+        for worker in self.workers:
+            while worker.seen < worker.sent and not worker.gone:
+                if select.select([worker.out], [], [], LOOK)[0]:
+                    self.finished += worker.read()
+                elif worker.idle() > SILENCE:
+                    worker.gone = True
+        self._bury()
+
+    def close(self) -> list[Work]:
+        """End all workers; the works that they have not finished."""
+        left = [work for worker in self.workers for work in worker.unfinished()]
+        for worker in self.workers:
+            self.past = _sum(self.past, worker.statistics)
+            worker.end()
+        self.workers.clear()
+        return left
+
+    def _bury(self) -> None:
+        for worker in [w for w in self.workers if w.gone]:
+            self.failed += worker.unfinished()
+            self.past = replace(
+                _sum(self.past, worker.statistics), failed_workers=self.past.failed_workers + 1
+            )
+            worker.end()
+            self.workers.remove(worker)
 
 
 @dataclass(eq=False)
-class _Helper:
-    """A process that answers what it is asked until its pipe closes."""
+class EngineWorker:
+    """A process that runs a scheduler until its pipe closes."""
 
     pid: int
     into: int
     out: int
     gone: bool = False  # it died, or waits for something that will not come
-    heard: bytearray = field(default_factory=bytearray)  # the beginning of its next message
-    answers: deque[Answer] = field(default_factory=deque)
+    sent: int = 0  # messages to it, and how many of them it had read when it last wrote
+    seen: int = 0
+    works: dict[tuple[int, int], tuple[int, Work]] = field(
+        default_factory=dict
+    )  # by session and turn: in which message
+    received: bytearray = field(default_factory=bytearray)  # the beginning of its next message
+    statistics: Statistics = field(default_factory=Statistics)
     worked: tuple[float, float] = (
         -1.0,
         0.0,
     )  # its processor time when last looked at, and when it last had less
 
     @classmethod
-    def fork(cls, serve: Serve) -> _Helper:
+    def fork(cls, make: Callable[[], Scheduler]) -> EngineWorker:
         def live(questions: int, answers: int) -> None:
             _close_all_but(questions, answers)
             with suppress(
@@ -164,47 +202,83 @@ class _Helper:
             ):  # so that it does not take this core from the parent, who has not asked the others yet
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             _keep_memory()
-            _work(serve, questions, answers)
+            _work(make(), questions, answers)
 
-        return cls(*children.fork(live))
+        return cls(*processes.fork(live))
 
-    def ask(self, message: bytes) -> None:
+    def submit(self, works: Sequence[Work], message: bytes = b"") -> None:
         self.worked = (-1.0, time.monotonic())
+        self._send(message or _message("submit", _encode_works(works)))
+        for work in works:
+            self.works |= {(r.session, r.turn): (self.sent, work) for r in work.requests}
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        self.works = {key: value for key, value in self.works.items() if key[0] not in sessions}
+        self.send("cancel", sorted(sessions))
+
+    def send(self, what: str, *about: JSON) -> None:
+        self.worked = (-1.0, time.monotonic())
+        self._send(_message(what, *about))
+
+    def _send(self, message: bytes) -> None:
+        self.sent += 1
         try:
             _write(self.into, message)
         except OSError:
             self.gone = True
 
-    def listen(self) -> None:
-        """Take what the helper wrote since."""
+    def read(self) -> Finished:
+        """Take what the worker wrote since. Completions of requests that were cancelled meanwhile are left out."""
         piece = os.read(self.out, 1 << 20)
         self.gone = not piece
-        self.heard += piece
-        while len(self.heard) >= 8 and len(self.heard) >= 8 + (
-            size := struct.unpack_from("<Q", self.heard)[0]
+        self.received += piece
+        found: Finished = []
+        while len(self.received) >= 8 and len(self.received) >= 8 + (
+            size := struct.unpack_from("<Q", self.received)[0]
         ):
-            answer = decode(bytes(self.heard[8 : 8 + size]))
-            del self.heard[: 8 + size]
-            if answer is None:
+            reply = decode(bytes(self.received[8 : 8 + size]))
+            del self.received[: 8 + size]
+            if reply is None:
                 self.gone = True
-                return
-            self.answers.append(answer)
+                break
+            self.seen, self.statistics, completions = reply
+            for key, completion in completions.items():
+                message, work = self.works.get(key, (self.seen + 1, None))
+                if work is not None and message <= self.seen:
+                    del self.works[key]
+                    request = next(r for r in work.requests if r.session == key[0])
+                    found.append((request, completion))
+        return found
+
+    def unfinished(self) -> list[Work]:
+        """Works, without the requests that were finished. Their ids were computed before, there."""
+        numbers = {work.number: work for _, work in self.works.values()}
+        left = (_subset(w, lambda r: (r.session, r.turn) in self.works) for w in numbers.values())
+        return [replace(work, computed=len(work.ids) - 1) for work in left]
 
     def idle(self) -> float:
         """Seconds since it last used its core. Work may take any time; a lock that nobody will release takes no processor time."""
         with open(f"/proc/{self.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        used, now = float(fields[11]) + float(fields[12]), time.monotonic()
+            columns = file.read().rpartition(")")[2].split()
+        used, now = float(columns[11]) + float(columns[12]), time.monotonic()
         if used != self.worked[0]:
             self.worked = (used, now)
         return now - self.worked[1]
 
     def end(self) -> None:
-        children.end(self.pid, self.into, self.out)
+        processes.end(self.pid, self.into, self.out)
+
+
+def _sum(one: Statistics, other: Statistics) -> Statistics:
+    return Statistics(*(a + b for a, b in zip(astuple(one), astuple(other), strict=True)))
+
+
+def _subset(work: Work, wanted: Callable[[Request], bool]) -> Work:
+    return replace(work, requests=tuple(r for r in work.requests if wanted(r)))
 
 
 def _keep_memory() -> None:
-    """Let this helper's allocator keep what is freed, in large pages. Each call makes its cache and its packed weights anew: asking the
+    """Let this worker's allocator keep what is freed, in large pages. Each call makes its cache and its packed weights anew: asking the
     system for the same pages again took 6% of the time, and finding them among small ones as much."""
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):  # not glibc
@@ -221,7 +295,7 @@ def _keep_memory() -> None:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Files that the parent has open, its locks among them, are none of a helper's business."""
+    """Files that the parent has open, its locks among them, are none of a worker's business."""
     for handle in (int(name) for name in os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if (
@@ -232,20 +306,64 @@ def _close_all_but(*kept: int) -> None:
                 os.close(handle)
 
 
-def _work(serve: Serve, theirs: int, ours: int) -> None:
-    """A helper's life: requests in, completions out. An error ends it, and its share is answered by the parent."""
-    while (data := _read(theirs)) is not None:
-        version, fields = json.loads(data)
-        requests = [
-            Work(tuple(ids), tuple(seeds), Sampling(**sampling)) for ids, seeds, sampling in fields
+def _work(scheduler: Scheduler, theirs: int, ours: int) -> None:
+    """A worker's life: messages in, completions out. An error ends it, and the parent computes its share."""
+    seen, paused = 0, False
+    while True:
+        while paused or not scheduler.busy or select.select([theirs], [], [], 0)[0]:
+            data = _read(theirs)
+            if data is None:
+                return
+            what, *about = json.loads(data)
+            seen += 1
+            paused = what == "release" or (paused and what == "cancel")
+            if what == "submit":
+                scheduler.submit(_decode_works(about[0]))
+            elif what == "cancel":
+                scheduler.cancel(about[0])
+            elif what == "publish":
+                scheduler.publish(about[0])
+            elif what == "release":
+                scheduler.release()
+                _write(ours, encode(seen, scheduler.statistics, []))
+        if finished := scheduler.poll():
+            _write(ours, encode(seen, scheduler.statistics, finished))
+
+
+def _message(what: str, *about: JSON) -> bytes:
+    return json.dumps([what, *about]).encode()
+
+
+def _encode_works(works: Sequence[Work]) -> JSON:
+    """Rows that are computed again stay in the process that began them: `written` is never sent."""
+    return [
+        [
+            work.number,
+            [[r.seed, asdict(r.sampling), r.session, r.turn, r.keep] for r in work.requests],
+            work.ids.tolist(),
+            work.computed,
         ]
-        with torch.inference_mode():
-            for answer in serve(requests, version):
-                _write(ours, encode(answer))
+        for work in works
+    ]
+
+
+def _decode_works(fields: JSON) -> list[Work]:
+    return [
+        Work(
+            number,
+            tuple(
+                Request((0,), seed, Sampling(**sampling), session, turn, keep=keep)
+                for seed, sampling, session, turn, keep in requests
+            ),
+            np.array(ids, np.int64),
+            computed,
+        )
+        for number, requests, ids, computed in fields
+    ]
 
 
 def _write(handle: int, data: bytes) -> None:
-    children.write_all(handle, struct.pack("<Q", len(data)) + data, time.monotonic() + SILENCE)
+    processes.write_all(handle, struct.pack("<Q", len(data)) + data, time.monotonic() + SILENCE)
 
 
 def _read(handle: int) -> bytes | None:
@@ -261,30 +379,43 @@ def _read(handle: int) -> bytes | None:
     return bytes(pieces[8:])
 
 
-def encode(answer: Answer) -> bytes:
-    """Completions as bytes: the length of a JSON header, the header, all ids, all log-probs."""
-    header = json.dumps([(len(c.ids), c.finish, int(c.versions[0])) for c in answer]).encode()
-    ids = np.concatenate([c.ids for c in answer]).astype(np.int64).tobytes()
-    logprobs = np.concatenate([c.logprobs for c in answer]).astype(np.float32).tobytes()
-    return struct.pack("<Q", len(header)) + header + ids + logprobs
+def encode(seen: int, statistics: Statistics, finished: Finished) -> bytes:
+    """A reply as bytes: the length of a JSON header, the header, all ids, all log-probs, all versions."""
+    rows = [(r.session, r.turn, len(c.ids), c.finish) for r, c in finished]
+    header = json.dumps([seen, astuple(statistics), rows]).encode()
+    arrays = (
+        np.concatenate([getattr(c, name) for _, c in finished]).astype(kind).tobytes()
+        for name, kind in ARRAYS
+        if finished
+    )
+    return struct.pack("<Q", len(header)) + header + b"".join(arrays)
 
 
-def decode(data: bytes) -> Answer | None:
+ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
+Reply = tuple[int, Statistics, dict[tuple[int, int], Completion]]
+
+
+def decode(data: bytes) -> Reply | None:
     """What `encode` was given; None where the bytes are not all there."""
     if len(data) < 8:
         return None
     (size,) = struct.unpack_from("<Q", data)
     if len(data) < 8 + size:
         return None
-    rows = json.loads(data[8 : 8 + size])
-    lengths = [length for length, _, _ in rows]
+    seen, statistics, rows = json.loads(data[8 : 8 + size])
+    lengths = [length for _, _, length, _ in rows]
     total, at = sum(lengths), 8 + size
-    if len(data) != at + total * 12:
+    if len(data) != at + total * 16:
         return None
-    ends = np.cumsum(lengths)[:-1]
-    ids = np.split(np.frombuffer(data, np.int64, total, at).copy(), ends)
-    logprobs = np.split(np.frombuffer(data, np.float32, total, at + 8 * total).copy(), ends)
-    return tuple(
-        Completion(i, p, np.full(len(i), version, np.int32), finish)
-        for i, p, (_, finish, version) in zip(ids, logprobs, rows, strict=True)
+    ends, parts = np.cumsum(lengths)[:-1], []
+    for _, kind in ARRAYS:
+        parts.append(np.split(np.frombuffer(data, kind, total, at).copy(), ends)[: len(rows)])
+        at += total * np.dtype(kind).itemsize
+    return (
+        seen,
+        Statistics(*statistics),
+        {
+            (session, turn): Completion(arrays[0], arrays[1], arrays[2], finish)
+            for (session, turn, _, finish), *arrays in zip(rows, *parts, strict=True)
+        },
     )

@@ -283,7 +283,7 @@ def advance(id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, rows: Rows) -> None
             rows["position"],
             rows["slot"],
             rows["limit"],
-            rows["least"],
+            rows["min"],
             rows["done"],
             rows.table,
             rows.step,
@@ -303,7 +303,7 @@ def advance(id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, rows: Rows) -> None
         rows["last"][:count] = torch.where(live, id_N, rows["last"][:count])
         written = rows["count"][:count] + live
         rows["count"][:count] = written
-        finished = (stop_V[id_N].bool() & (written > rows["least"][:count])) | (
+        finished = (stop_V[id_N].bool() & (written > rows["min"][:count])) | (
             written >= rows["limit"][:count]
         )
         rows["done"][:count] = torch.where(live, finished.long(), rows["done"][:count])

@@ -52,7 +52,7 @@ def varlen(
     itself, torch's counts those to its left.
     """
     if not query_THD.is_cuda:
-        return _plain(query_THD, key_THD, value_THD, from_N, of_N, rule)
+        return varlen_plain(query_THD, key_THD, value_THD, from_N, of_N, max_q, max_k, rule)
     window = (-1 if rule.sliding_window is None else rule.sliding_window - 1, 0)
     return varlen_attn(  # type: ignore[return-value]  # a pair only where the log-sum-exp is asked for
         query_THD,
@@ -68,12 +68,20 @@ def varlen(
     )
 
 
-def _plain(
-    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, from_N: Tensor, of_N: Tensor, rule: Rule
+def varlen_plain(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    from_N: Tensor,
+    of_N: Tensor,
+    max_q: int,
+    max_k: int,
+    rule: Rule,
 ) -> Tensor:
-    out = []
+    """`varlen` by torch's own attention, sequence by sequence, on any device and for any rule."""
+    out, at = [], torch.arange(max_k, device=query_THD.device)
     for (a, b), (c, d) in zip(pairwise(from_N.tolist()), pairwise(of_N.tolist()), strict=True):
-        behind = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)
+        behind = at[d - c - (b - a) : d - c, None] - at[: d - c]
         allowed = behind >= 0
         if rule.sliding_window is not None:
             allowed &= behind < rule.sliding_window

@@ -10,16 +10,15 @@ import torch
 from material_for_tests import STOP, small_policy
 
 from posttrain.collect import Prompt, generate_groups
-from posttrain.engine import engine as engine_module
-from posttrain.engine import packed_linear
+from posttrain.engine import cpu, cuda, packed_linear
 from posttrain.engine.cache import GROWTH, Cache
+from posttrain.engine.cpu import CPUBackend
+from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
-from posttrain.engine.paged import Paged
-from posttrain.engine.paged_batch import PagedBatch
-from posttrain.engine.work import Work
+from posttrain.engine.scheduler import Scheduler
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy
-from posttrain.types import Completion, Sampler, Sampling
+from posttrain.types import Completion, Sampler, Sampling, Statistics
 
 pytestmark = pytest.mark.usefixtures("every_way")
 NARROW = torch.float32
@@ -71,7 +70,12 @@ def test_it_is_a_sampler(policy: Policy) -> None:
 
 
 def test_every_way_is_really_taken(policy: Policy, every_way: str) -> None:
-    decoder = Engine(policy).decoder([Work(p.ids, (0,) * p.samples, p.sampling) for p in several()])
+    backend = Engine(policy)._backend()
+    assert isinstance(backend, CUDABackend) == (every_way == "pages")
+    if isinstance(backend, CUDABackend):
+        return
+    assert isinstance(backend, CPUBackend)
+    decoder = backend.make_decoder(300)
     assert (decoder is None) == (every_way == "module")
     if decoder is not None:
         assert (decoder.bytes > 0) == (every_way == "packed" and packed_linear.available())
@@ -105,29 +109,24 @@ def test_order_of_requests_is_the_order_of_answers(policy: Policy) -> None:
     assert_same(run(policy, requests), backwards[::-1])
 
 
-def test_requests_enter_in_order_and_answers_come_as_they_complete(
-    policy: Policy, every_way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A later request never enters before an earlier one, even if it alone would fit; no answer waits for all the others."""
+def test_requests_enter_in_order(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later request never enters before an earlier one, even if it alone would fit."""
     entered: list[int] = []
     live: list[int] = []
-    kind: Any = PagedBatch if every_way == "pages" else engine_module._Batch
-    admit = kind._admit
+    admit = Scheduler._admit
 
-    def watched(batch: Any) -> None:
-        before = batch.waiting
-        admit(batch)
-        entered.extend(range(before, batch.waiting))
-        live.append(batch.count)
+    def watched(scheduler: Any) -> None:
+        before = list(scheduler.waiting)
+        admit(scheduler)
+        entered.extend(work.number for work in before[: len(before) - len(scheduler.waiting)])
+        live.append(scheduler.rows.count)
 
-    monkeypatch.setattr(kind, "_admit", watched)
+    monkeypatch.setattr(Scheduler, "_admit", watched)
     big, small = Sampling(20, min_new_tokens=20), Sampling(2)
     requests = [Prompt((3,), 2, 0, big), Prompt((4,), 3, 1, big), Prompt((5,), 1, 2, small)]
-    answers = generate_groups(Engine(policy, 3), requests)
-    next(answers)
-    assert entered == [0], "the second does not fit beside the first, and the third may not overtake it"
-    list(answers)
+    assert [len(group) for group in generate_groups(Engine(policy, 3), requests)] == [2, 3, 1]
     assert entered == [0, 1, 2] and max(live) <= 3
+    assert live[0] == 2, "the second does not fit beside the first, and the third may not overtake it"
 
 
 def test_a_group_shares_its_prompt_and_differs_in_samples(policy: Policy) -> None:
@@ -154,24 +153,17 @@ def test_global_random_state_plays_no_part(policy: Policy) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_prompt_is_computed_once_for_its_group(policy: Policy, every_way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[int] = []
-    kind, name = (Paged, "prefill") if every_way == "pages" else (engine_module._Batch, "_hidden")
-    hidden = getattr(kind, name)
-
-    def counting(batch: Any, ids: Any, *rest: Any) -> torch.Tensor:
-        computed.append(np.asarray(ids).size)
-        return hidden(batch, ids, *rest)
-
-    monkeypatch.setattr(kind, name, counting)
-    run(policy, [Prompt(tuple(range(3, 13)), 5, 0, Sampling(1))])
-    assert computed == [10]
+def test_a_prompt_is_computed_once_for_its_group(policy: Policy) -> None:
+    engine = Engine(policy)
+    list(generate_groups(engine, [Prompt(tuple(range(3, 13)), 5, 0, Sampling(1))]))
+    assert engine.statistics == Statistics(prefilled=10, sampled=5)
 
 
 @pytest.mark.parametrize("budget", [1, 4, 9])
 def test_prompts_longer_than_a_prefill(policy: Policy, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(policy, several())
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", budget)
+    for module in (cpu, cuda):
+        monkeypatch.setattr(module, "PREFILL_TOKENS", budget)
     assert_same(expected, run(policy, several()))
 
 
@@ -225,12 +217,12 @@ def test_a_stop_id_as_the_very_last_token_is_a_stop(policy: Policy) -> None:
     assert [(c.finish, len(c.ids)) for c in group] == [("stop", 1)] * 3
 
 
-@pytest.mark.parametrize("least", [0, 1, 5])
-def test_min_new_tokens(policy: Policy, least: int) -> None:
-    """With every id a stop id, a response ends with the first token after the least number."""
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_min_new_tokens(policy: Policy, count: int) -> None:
+    """With every id a stop id, a response ends with the first token after the min number."""
     everything = Policy(policy.model, None, tuple(range(24)))
-    (group,) = run(everything, [Prompt((5,), 3, 0, Sampling(10, min_new_tokens=least))])
-    assert [len(c.ids) for c in group] == [least + 1] * 3
+    (group,) = run(everything, [Prompt((5,), 3, 0, Sampling(10, min_new_tokens=count))])
+    assert [len(c.ids) for c in group] == [count + 1] * 3
 
 
 def test_versions(policy: Policy) -> None:
@@ -268,7 +260,7 @@ def test_an_abandoned_generation_leaves_the_model_usable(policy: Policy) -> None
 
 
 def test_gradients_can_be_taken_between_answers(policy: Policy) -> None:
-    """The caller scores and may train while it listens: inference mode holds only inside the engine."""
+    """The caller scores and may train between completions: inference mode holds only inside the engine."""
     for _ in generate_groups(Engine(policy, 2), several(4)):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         policy.model(torch.tensor([[5, 6, 7]]), use_cache=False).logits.sum().backward()

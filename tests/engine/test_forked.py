@@ -7,19 +7,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 from children_for_tests import children, no_child_left
 from material_for_tests import small_policy
+from sampler_for_tests import completion
 
-from posttrain.collect import Prompt, generate_groups
+from posttrain.collect import Prompt, generate, generate_groups
 from posttrain.engine import forked
 from posttrain.engine.engine import Engine
-from posttrain.engine.work import Work
-from posttrain.types import Completion, Sampling
+from posttrain.engine.scheduler import Work
+from posttrain.types import Completion, Request, Sampling, Statistics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the engine forks on Linux only")
 
@@ -35,7 +36,8 @@ def request(number: int, group: int = 4, tokens: int = 12) -> Prompt:
 
 
 def work(number: int, group: int = 1) -> Work:
-    return Work((3, 4 + number), (number,) * group, Sampling(12))
+    requests = tuple(Request((3, 4 + number), number, Sampling(12), 10 * number + n) for n in range(group))
+    return Work(number, requests, np.array([3, 4 + number]))
 
 
 def same(one: Sequence[tuple[Completion, ...]], other: Sequence[tuple[Completion, ...]]) -> None:
@@ -54,7 +56,7 @@ def test_the_same_answers_on_any_number_of_cores(processes: int, monkeypatch: py
     for engine in engines:
         engine.publish(5)
     threads = torch.get_num_threads()
-    for _ in range(3):  # the helpers stay for the next call
+    for _ in range(3):  # the workers stay for the next call
         same(*(list(generate_groups(engine, requests)) for engine in engines))
         for engine in engines:
             engine.publish(engine.version + 1)
@@ -73,7 +75,7 @@ def test_new_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
             parameter.mul_(1.5)
     after = list(generate_groups(engine, requests))
     same(after, list(generate_groups(Engine(policy, processes=1), requests)))
-    policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.detach() * 3)  # other memory: other helpers
+    policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.detach() * 3)  # other memory: other workers
     moved = list(generate_groups(engine, requests))
     same(moved, list(generate_groups(Engine(policy, processes=1), requests)))
     assert [c.ids.tolist() for c in moved[-1]] != [c.ids.tolist() for c in after[-1]]
@@ -82,83 +84,157 @@ def test_new_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [c.ids.tolist() for c in after[-1]] != [c.ids.tolist() for c in before[-1]]
 
 
-def answers(requests: Sequence[Work], version: int = 0) -> Iterator[tuple[Completion, ...]]:
-    for one in requests:
-        yield (Completion(np.array([one.seeds[0]]), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop"),)
+class Counting:
+    """Stands for a scheduler: answers each request with its seed, after what a test does in the worker."""
+
+    def __init__(self, fault: Callable[[], None] = lambda: None):
+        self.fault, self.works, self.statistics = fault, list[Work](), Statistics(sampled=1)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.works)
+
+    def submit(self, works: Sequence[Work]) -> None:
+        self.works += works
+
+    def cancel(self, sessions: Sequence[int]) -> None:
+        self.works = []
+
+    def poll(self) -> forked.Finished:
+        self.fault()
+        one = self.works.pop(0)
+        return [(r, completion([r.seed])) for r in one.requests]
 
 
-def seeds(found: Sequence[tuple[Completion, ...]]) -> list[int]:
-    return [int(c.ids[0]) for answer in found for c in answer]
+def drained(pool: forked.EngineWorkers) -> tuple[list[int], list[Work]]:
+    """Seeds of what is finished, and works that failed."""
+    found, failed = list[int](), list[Work]()
+    while pool.busy:
+        found += [int(c.ids[0]) for _, c in pool.poll(None)]
+        failed += pool.failed_works()
+    return found, failed
 
 
 @pytest.mark.parametrize("fault", ["killed", "raised", "hung"])
-def test_what_a_child_could_not_do_is_done_here(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_could_not_do_is_given_back(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "SILENCE", 0.3)
     monkeypatch.setattr(forked, "LOOK", 0.1)
-    parent = os.getpid()
 
-    def faulty(requests: Sequence[Work], version: int) -> Iterator[tuple[Completion, ...]]:
-        if os.getpid() != parent:
-            if fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "raised":
-                os.close(2)  # what the child would print of its error is not of interest
-                raise RuntimeError("on purpose")
-            time.sleep(60)
-        yield from answers(requests)
-
-    crew = forked.Crew(2)
-    for number in range(2):  # the second call has a new helper
-        assert crew.lost == 2 * number
-        assert seeds(list(crew.generate(faulty, [work(n) for n in range(5)], 0))) == [0, 1, 2, 3, 4]
-    crew.close()
-
-
-def test_a_caller_who_stops_listening_leaves_no_child() -> None:
-    began = time.monotonic()
-
-    def slow(requests: Sequence[Work], version: int) -> Iterator[tuple[Completion, ...]]:
-        yield from answers(requests[:1])
+    def fail() -> None:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "raised":
+            os.close(2)  # what the child would print of its error is not of interest
+            raise RuntimeError("on purpose")
         time.sleep(60)
 
-    crew = forked.Crew(2)
-    going = crew.generate(slow, [work(n) for n in range(4)], 0)
-    next(going)
-    going.close()
-    assert not crew.helpers
-    assert time.monotonic() - began < 10
+    pool = forked.EngineWorkers()
+    for number in range(2):  # the second call has a new worker
+        assert pool.past.failed_workers == 2 * number
+        pool.submit([work(n) for n in range(5)], 2, lambda: Counting(fail))  # type: ignore[arg-type, return-value]
+        found, failed = drained(pool)
+        assert not found and sorted(w.number for w in failed) == [0, 1, 2, 3, 4]
+    pool.close()
+
+
+def kill_one(engine: Engine) -> None:
+    os.kill(engine.pool.workers[0].pid, signal.SIGKILL)
+
+
+def test_a_killed_worker_loses_nothing_sessions_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two workers dies between two turns and the other in the middle of the second: ids are those of a run without."""
+    monkeypatch.setattr(forked, "MIN_TOKENS", 0)
+    policy = small_policy(dtype=torch.float32)
+    found: list[list[list[int]]] = []
+    for kill in (False, True):
+        engine = Engine(policy, processes=2)
+        turns = [
+            [Request((3, 4 + n), 7 + n, Sampling(9, min_new_tokens=9), n, keep=True) for n in range(6)],
+            [Request((5, n), 70 + n, Sampling(300, min_new_tokens=300), n, 1) for n in range(6)],
+        ]
+        first = [c.ids.tolist() for c in generate(engine, turns[0])]
+        assert len(engine.pool.workers) == 2
+        if kill:
+            kill_one(engine)
+        engine.submit(turns[1])
+        if kill:
+            engine.poll()
+            kill_one(engine)
+        answers: dict[int, list[int]] = {}
+        while len(answers) < 6:
+            answers |= {r.session: c.ids.tolist() for r, c in engine.poll()}
+        found.append([*first, *(answers[n] for n in range(6))])
+        statistics = engine.statistics
+        assert (statistics.failed_workers > 0) == kill == (statistics.recomputed > 0)
+        assert not engine.sessions
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_a_session_stays_with_its_worker_and_publish_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "MIN_TOKENS", 0)
+    engine = Engine(small_policy(dtype=torch.float32), processes=2)
+    list(generate(engine, [Request((3, 4), n, Sampling(5), n, keep=True) for n in range(4)]))
+    assert engine.statistics.recomputed == 0 and all(s.worker is not None for s in engine.sessions.values())
+    engine.release()
+    engine.publish(3)
+    (again,) = generate(engine, [Request((9,), 1, Sampling(4), 2, 1)])
+    assert again.versions.tolist() == [3] * len(again.ids) and engine.statistics.recomputed > 0
+    engine.cancel(range(4))
+    assert not engine.sessions
+    engine.close()
+
+
+def test_cancelled_requests_leave_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "MIN_TOKENS", 0)
+    engine = Engine(small_policy(dtype=torch.float32), processes=2)
+    requests = [Request((3, 4), n, Sampling(400, min_new_tokens=400), n) for n in range(4)]
+    engine.submit(requests)
+    engine.cancel(range(4))
+    assert not engine.pool.busy
+    again = list(generate(engine, [Request((3, 4), 50 + n, Sampling(4), n) for n in range(4)]))
+    alone = Engine(engine.policy, processes=1)
+    for one, two in zip(again, generate(alone, [Request((3, 4), 50 + n, Sampling(4), n) for n in range(4)]), strict=True):
+        assert one.ids.tolist() == two.ids.tolist(), "the number of a session that was cancelled can be used again"
+    engine.close()
 
 
 def test_shares_are_even_whole_and_in_order() -> None:
-    requests = [work(n, group) for n, group in enumerate((8, 1, 1, 1, 1, 4, 8))]
-    cut = forked.shares(requests, 3)
-    assert [r for share in cut for r in share] == requests and len(cut) == 3 and all(cut)
-    assert [sum(r.group for r in share) for share in cut] == [8, 8, 8]
-    assert forked.shares(requests[:1], 4) == [requests[:1]]
+    works = [work(n, group) for n, group in enumerate((8, 1, 1, 1, 1, 4, 8))]
+    cut = forked.shares(works, 3)
+    assert [w for share in cut for w in share] == works and len(cut) == 3 and all(cut)
+    assert [sum(len(w.requests) for w in share) for share in cut] == [8, 8, 8]
+    assert forked.shares(works[:1], 4) == [works[:1]]
 
 
-def test_bytes_that_are_not_all_there_are_no_answer() -> None:
-    (one,), (two,) = answers([work(3), work(9)])
-    data = forked.encode((one, two))
-    assert seeds([forked.decode(data) or ()]) == [3, 9]
+def test_bytes_that_are_not_all_there_are_no_reply() -> None:
+    finished = [(Request((3,), 0, Sampling(), 7, 1), completion([3, 4], 5)), (Request((3,), 0, Sampling(), 8), completion([9]))]
+    data = forked.encode(2, Statistics(sampled=3), finished)
+    seen, statistics, found = forked.decode(data) or (0, Statistics(), {})
+    assert (seen, statistics.sampled, {key: c.ids.tolist() for key, c in found.items()}) == (
+        2,
+        3,
+        {(7, 1): [3, 4], (8, 0): [9]},
+    )
+    assert found[7, 1].versions.tolist() == [5, 5]
     for cut in (0, 5, 20, len(data) - 1):
         assert forked.decode(data[:cut]) is None
 
 
-def test_work_that_takes_long_is_waited_for_and_answers_come_as_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "SILENCE", 0.3)
     monkeypatch.setattr(forked, "LOOK", 0.05)
 
-    def busy(requests: Sequence[Work], version: int) -> Iterator[tuple[Completion, ...]]:
-        for n, answer in enumerate(answers(requests)):
-            until = time.process_time() + (1.0 if n else 0.0)
-            while time.process_time() < until:
-                pass
-            yield answer
+    def compute() -> None:
+        until = time.process_time() + 0.7
+        while time.process_time() < until:
+            pass
 
-    crew = forked.Crew(2)
-    going = crew.generate(busy, [work(n) for n in range(4)], 0)
-    first, began = next(going), time.process_time()
-    assert seeds([first, *going]) == [0, 1, 2, 3] and crew.lost == 0
-    assert time.process_time() - began < 0.5  # this process only listens
-    crew.close()
+    pool = forked.EngineWorkers()
+    pool.submit([work(n) for n in range(4)], 2, lambda: Counting(compute))  # type: ignore[arg-type, return-value]
+    began = time.process_time()
+    found, failed = drained(pool)
+    assert sorted(found) == [0, 1, 2, 3] and not failed and pool.past.failed_workers == 0
+    assert time.process_time() - began < 0.5, "this process only waits"
+    assert sum(s.sampled for s in pool.statistics) == 2
+    pool.close()

@@ -231,7 +231,7 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
         setattr(owner, name, outer)
 
     for owner, name in (
-        (Engine, "generate"), (_Episodes, "submit"), (rollouts, "rollout_groups"), (Trainer, "forward_backward"), (Trainer, "update"),
+        (Engine, "submit"), (_Episodes, "submit"), (rollouts, "rollout_groups"), (Trainer, "forward_backward"), (Trainer, "update"),
         (checkpoint, "save_file"), (files, "sync"), (checkpoint, "_digest"), (checkpoint, "_write_json"),
         (checkpoint, "prune"), (loop.Loop, "save"), (RunWriter, "metrics"), (RunWriter, "event"), (RunWriter, "rollouts"),
         (Context, "finish"), (Context, "save_model"), (Path, "rename"),

@@ -49,7 +49,7 @@ DERIVED = {
     r".*\.training": "set by whoever uses the model next, before it uses it",
     r".*\.grad": "dropped after every update",
     r".*optimizer\.adam\.param_groups.*": "the rate is set before every update, from the step",
-    r".*\.(sampler|source\.sampler)\.(pager|rules|proved|processes|prefilled|sampled).*": "caches, and counts of tokens",
+    r".*\.(sampler|source\.sampler)\.(scheduler|pool|memory|numbers|took_over).*": "caches, and counts of tokens",
     r"loop\.(source|pretraining)\.decoder.*": "a cache of what tokens decode to",
     r"global\.cuda": "saved where there is a device",
 }

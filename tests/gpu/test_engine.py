@@ -10,17 +10,18 @@ import pytest
 import torch
 import transformers
 
-from posttrain.collect import Prompt, generate_groups
+from posttrain.collect import Prompt, generate, generate_groups
+from posttrain.engine import engine as engine_module
 from posttrain.engine import kernels
+from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
-from posttrain.engine.paged import Paged
 from posttrain.engine.rows import PAGE, Rows
 from posttrain.models.attention import Rule
 from posttrain.models.layers import Heads
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
-from posttrain.types import Completion, Example, Sampling
+from posttrain.types import Completion, Example, Request, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = {"vocab_size": 5000, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.15,
@@ -53,8 +54,19 @@ def models(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Policy
 def run(policy: Policy, requests: list[Prompt], rows: int = 256) -> list[Completion]:
     engine = Engine(policy, rows)
     answers = [c for group in generate_groups(engine, requests) for c in group]
-    assert engine.pager.paged is not None, "the plain path was taken"
+    backend_of(engine)
     return answers
+
+
+def backend_of(engine: Engine) -> CUDABackend:
+    assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend), "the plain path was taken"
+    return engine.scheduler.backend
+
+
+def plain(policy: Policy, requests: list[Prompt]) -> list[Completion]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "PAGED_DEVICES", set())
+        return [c for group in generate_groups(Engine(policy), requests) for c in group]
 
 
 def several(temperature: float = 1.0) -> list[Prompt]:
@@ -88,9 +100,7 @@ def test_greedy_ids_in_float32_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pages_sample_what_the_plain_path_samples(family: str) -> None:
     _, policy = models(family)
-    engine = Engine(policy)
-    engine.pager.wanted = False
-    alike(run(policy, several(0.7)), [c for group in generate_groups(engine, several(0.7)) for c in group])
+    alike(run(policy, several(0.7)), plain(policy, several(0.7)))
 
 
 def test_few_rows_and_truncated_sampling() -> None:
@@ -98,23 +108,21 @@ def test_few_rows_and_truncated_sampling() -> None:
     _, policy = models("qwen2")
     alike(run(policy, several()), run(policy, several(), 7))
     cut = [Prompt(p, 3, n, Sampling(30, top_k=9, top_p=0.9)) for n, p in enumerate(PROMPTS)]
-    engine = Engine(policy)
-    engine.pager.wanted = False
-    alike(run(policy, cut), [c for group in generate_groups(engine, cut) for c in group])
+    alike(run(policy, cut), plain(policy, cut))
 
 
 def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     _, policy = models("qwen2", torch.bfloat16)
     captured = run(policy, several())
 
-    def uncaptured(paged: Paged, number: int, count: int, tiles: int, queries: int, truncated: bool, push: Any) -> None:
+    def uncaptured(backend: CUDABackend, steps: int, size: int, tiles: int, push: Any) -> None:
         push(False)
-        assert paged.rows is not None
-        paged.rows.step.zero_()
-        for _ in range(number):
-            paged.step(count, tiles, queries, truncated)
+        assert backend.state is not None
+        backend.state.step.zero_()
+        for _ in range(steps):
+            backend._step(size, tiles)
 
-    monkeypatch.setattr(Paged, "steps", uncaptured)
+    monkeypatch.setattr(CUDABackend, "_run", uncaptured)
     for one, other in zip(captured, run(policy, several()), strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
@@ -141,7 +149,54 @@ def test_log_probs_after_an_update_are_those_of_the_new_weights() -> None:
                 batch = pack_examples([Example(ids, np.arange(len(ids)) >= len(PROMPTS[n]))], "cuda")
                 expected = forward(policy, batch).logprob_T[len(PROMPTS[n]) :].cpu().numpy()
             assert float(np.abs(expected - completion.logprobs).mean()) < 0.03
-    assert engine.pager.paged is not None and len(engine.pager.paged.graphs) > 0
+    assert len(backend_of(engine).graphs) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen2", torch.bfloat16), ("qwen2-window", torch.float32), ("gemma", torch.bfloat16)]
+)
+def test_a_second_turn_on_kept_pages_is_the_turn_computed_from_scratch(family: str, dtype: torch.dtype) -> None:
+    """By the flash kernel in bfloat16, by torch's own attention in float32."""
+    _, policy = models(family, dtype)
+    engine = Engine(policy)
+    first = list(generate(engine, [Request(p, n, Sampling(90), n, keep=True) for n, p in enumerate(PROMPTS)]))
+    second = [Request((9, 8, 7), 50 + n, Sampling(40), n, 1) for n in range(len(PROMPTS))]
+    kept = list(generate(engine, second))
+    assert engine.statistics.recomputed == 0
+    whole = [Request((*p, *first[n].ids.tolist(), 9, 8, 7), 50 + n, Sampling(40), n) for n, p in enumerate(PROMPTS)]
+    again = list(generate(engine, whole))
+    if dtype == torch.float32:
+        alike(kept, again)
+    for one, other in zip(kept, again, strict=True):
+        same = one.ids[: len(other.ids)] == other.ids[: len(one.ids)]
+        until = int(np.argmin(same)) if not same.all() else len(same)
+        assert until == 0 or float(np.abs(one.logprobs[:until] - other.logprobs[:until]).mean()) < 0.03
+    backend = backend_of(engine)
+    assert sorted(backend.pages.free.tolist()) == list(range(1, backend.pages.pages)) and not backend.promised
+
+
+def test_new_weights_while_a_burst_is_in_flight() -> None:
+    """The burst that was launched before the weights changed is of the old ones; what follows is of the new."""
+    _, policy = models("qwen2")
+    engine, request = Engine(policy), Request((5, 6, 7), 3, Sampling(200, min_new_tokens=200))
+    (old,) = generate(Engine(policy), [request])
+    engine.submit([request])
+    assert engine.poll() == []
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.2)
+    engine.publish(4)
+    found: list[Completion] = []
+    while not found:
+        found = [c for _, c in engine.poll()]
+    before = int((found[0].versions == 0).sum())
+    assert 0 < before < 200 and found[0].versions.tolist() == [0] * before + [4] * (200 - before)
+    assert found[0].ids[:before].tolist() == old.ids[:before].tolist()
+    ids = np.concatenate([request.ids, found[0].ids])
+    with torch.no_grad():
+        batch = pack_examples([Example(ids, np.arange(len(ids)) >= 3)], "cuda")
+        expected = forward(policy, batch).logprob_T[3:].cpu().numpy()
+    np.testing.assert_allclose(found[0].logprobs[before:], expected[before:], rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("size", [700, 5000, 151936])

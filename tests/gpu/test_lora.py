@@ -9,6 +9,7 @@ import transformers
 
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Prompt, generate_groups
+from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
 from posttrain.models.fused_body import fused_body
 from posttrain.models.lora import Lora, add_adapters, perturbed_adapters, share_weights
@@ -55,7 +56,9 @@ def test_what_is_sampled_after_an_update_has_the_log_probs_of_the_new_adapters(t
     apart = []
     for _ in range(3):
         answers = list(generate_groups(engine, requests))
-        assert engine.pager.paged is not None and fused_body(policy) is not None
+        assert engine.scheduler is not None and fused_body(policy) is not None
+        backend = engine.scheduler.backend
+        assert isinstance(backend, CUDABackend)
         ours, others = [], []
         for prompt, group in zip(PROMPTS, answers, strict=True):
             batch = batch_of(prompt, group[0])
@@ -65,11 +68,11 @@ def test_what_is_sampled_after_an_update_has_the_log_probs_of_the_new_adapters(t
             others.append(np.abs(frozen - group[0].logprobs).mean())
         assert max(ours) < 0.05, ours
         apart.append(min(others))
-        kept = engine.pager.paged
+        kept = backend.decoder
         for _ in range(4):
             trainer.update(SFT().prepare(batch_of(PROMPTS[1], answers[1][0]), {}), 2e-2)
     assert apart[0] < 0.03 and apart[1] > 0.1 and apart[2] > 0.1, apart
-    assert engine.pager.paged is kept and len(kept.graphs) > 0
+    assert backend.decoder is kept and len(backend.graphs) > 0
 
 
 def gradients(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:

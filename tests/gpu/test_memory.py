@@ -18,8 +18,8 @@ from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Collected, Prompt, generate_groups
+from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
-from posttrain.engine.pager import Pager
 from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule
 from posttrain.models.policy import Policy, wrap_model
@@ -119,14 +119,19 @@ def test_checkpointed_layers_keep_less_and_the_estimate_holds() -> None:
     assert crowded.checkpointed and "layer by layer" in crowded.events.texts[0]
 
 
+def backend_of(engine: Engine) -> CUDABackend:
+    assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend)
+    return engine.scheduler.backend
+
+
 def test_the_cache_is_given_back_to_the_device_and_taken_anew() -> None:
     policy = make()
     engine = Engine(policy, 256)
     requests = [Prompt(tuple(range(3, 60)), 32, n, Sampling(200, min_new_tokens=200)) for n in range(8)]
     before = [c.ids.tolist() for group in generate_groups(engine, requests) for c in group]
-    paged = engine.pager.paged
-    assert paged is not None and paged.bytes > 1 << 25 and paged.decoder.bytes > 1 << 24
-    size, copies, held = paged.bytes, paged.decoder.bytes, torch.cuda.memory_reserved()
+    backend = backend_of(engine)
+    assert backend.bytes > 1 << 25 and backend.decoder.bytes > 1 << 24
+    size, copies, held = backend.bytes, backend.decoder.bytes, torch.cuda.memory_reserved()
     engine.release()
     assert held - torch.cuda.memory_reserved() >= 0.95 * (size + copies)
     assert [c.ids.tolist() for group in generate_groups(engine, requests) for c in group] == before
@@ -184,7 +189,7 @@ def run(folder: Path, release: bool = False) -> list[dict[str, float]]:
         release=engine.release if release else None,
     )
     loop.run()
-    assert engine.pager.paged is not None and bool(engine.pager.paged.stores) != release
+    assert bool(backend_of(engine).stores) != release
     return [dict(row.figures) for row in Run(folder).metrics()]
 
 
@@ -193,17 +198,15 @@ def test_a_sampler_with_other_weights_stops_the_run(tmp_path: Path, monkeypatch:
     at its first step, before the next one samples."""
     figures = run(tmp_path / "sound")
     assert len(figures) == 3 and max(f["mismatch"] for f in figures) < 0.03
-    plain = Pager._ready
+    plain = CUDABackend._refresh
 
-    def wrong(pager: Pager) -> bool:
-        ready = plain(pager)
-        assert pager.paged is not None
-        for product in pager.paged.decoder.products:
+    def wrong(backend: CUDABackend) -> None:
+        plain(backend)
+        for product in backend.decoder.products:
             if product.copied:
                 product.weight.mul_(1.33)
-        return ready
 
-    monkeypatch.setattr(Pager, "_ready", wrong)
+    monkeypatch.setattr(CUDABackend, "_refresh", wrong)
     with pytest.raises(
         GuardStop, match=r"mismatch: .*above 0\.1; the sampler's weights or its temperature are not the trainer's"
     ):

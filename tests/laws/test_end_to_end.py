@@ -115,8 +115,8 @@ def test_ten_steps_are_those_that_were_pinned(
     name: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    generate = forked.Crew.generate
-    monkeypatch.setattr(forked.Crew, "generate", lambda crew, *given: calls.append(crew.processes) or generate(crew, *given))
+    submit = forked.EngineWorkers.submit
+    monkeypatch.setattr(forked.EngineWorkers, "submit", lambda pool, *given: calls.append(given[1]) or submit(pool, *given))
     monkeypatch.setattr(forked, "MIN_TOKENS", 512)  # two processes for as few tokens as suffice here
     made = facts(run(name, processes, tmp_path))
     assert bool(calls) == (processes > 1 and STAGES[name]["stage"] == "rl"), (

@@ -180,7 +180,9 @@ def test_no_log_ratio_gives_nan(algorithm: Algorithm, difference: float, dtype: 
     shifted = torch.full((prepared.tokens,), -1.0 - difference, dtype=dtype)
     reference_T = shifted if "reference_T" in prepared.columns else None
     batch = prepared.replace(behaviour_T=shifted, reference_T=reference_T)
-    loss = total(algorithm.terms(Outputs(logprob_T, torch.ones_like(logprob_T), value_T=prepared.columns.get("value_T")), batch))
+    loss = total(
+        algorithm.terms(Outputs(logprob_T, torch.ones_like(logprob_T), value_T=prepared.columns.get("value_T")), batch)
+    )
     (slope,) = torch.autograd.grad(loss, logprob_T)
     assert bool(torch.isfinite(loss)) and bool(torch.isfinite(slope).all())
 

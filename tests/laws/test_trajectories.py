@@ -99,9 +99,7 @@ def begin(name: str, settings: Optimization) -> Trainer:
     algorithm = algorithm_class(name)(**SETTINGS_OF.get(name, {}))
     policy = copy.deepcopy(fixed_policy())
     trainer = trainer_for(algorithm, policy, settings)
-    for number, other in enumerate(
-        learner.network for learner in trainer.learners if learner.network is not policy
-    ):
+    for number, other in enumerate(learner.network for learner in trainer.learners if learner.network is not policy):
         settle(other.model, 3 + number)
     return trainer
 

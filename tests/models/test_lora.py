@@ -226,8 +226,7 @@ def test_the_critic_shares_the_trunk_and_learns_apart() -> None:
     assert all(torch.equal(p, frozen[name]) for name, p in reference.model.named_parameters())
     assert {n for n, p in trainer.weights().items() if not torch.equal(p, trained[n])} == set(trained)
     assert not {id(p) for p in trainer.optimizer.parameters.values()} & {
-        id(p)
-        for p in trainer.learners[1].optimizer.parameters.values()
+        id(p) for p in trainer.learners[1].optimizer.parameters.values()
     }
 
 

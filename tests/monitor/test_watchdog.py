@@ -9,20 +9,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from sampler_for_tests import completion
 
-from posttrain.engine.forked import Crew
-from posttrain.engine.work import Work
+from posttrain.engine.forked import EngineWorkers, Finished
+from posttrain.engine.scheduler import Work
 from posttrain.monitor import watchdog as watchdog_module
 from posttrain.monitor.watchdog import WRITING, Watchdog, forks
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
-from posttrain.types import Completion, Problem, Sampling, Score
+from posttrain.types import Problem, Request, Sampling, Score, Statistics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux shows them")
 
@@ -124,30 +125,51 @@ def test_by_hand(tmp_path: Path) -> None:
         assert "in test_by_hand" in path.read_text()
 
 
-@pytest.mark.usefixtures("apart")
-def test_generation_helpers_are_asked_too(tmp_path: Path) -> None:
-    path, gate = tmp_path / "rl-stacks.txt", tmp_path / "gate"
+class Waiting:
+    """Stands for a scheduler in a worker that waits until a file is there."""
 
-    def helper_waits(requests: Sequence[Work], version: int) -> Iterator[tuple[Completion, ...]]:
-        assert until(gate.exists)
-        for request in requests:
-            yield (Completion(np.array(request.seeds), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop"),)
+    def __init__(self, gate: Path):
+        self.gate, self.works, self.statistics = gate, list[Work](), Statistics()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.works)
+
+    def submit(self, works: Sequence[Work]) -> None:
+        self.works += works
+
+    def poll(self) -> Finished:
+        assert until(self.gate.exists)
+        works, self.works = self.works, []
+        return [(r, completion([r.seed])) for work in works for r in work.requests]
+
+
+@pytest.mark.usefixtures("apart")
+def test_generation_workers_are_asked_too(tmp_path: Path) -> None:
+    path, gate = tmp_path / "rl-stacks.txt", tmp_path / "gate"
 
     def open_the_gate() -> None:
         until(lambda: path.read_text().count(", a worker of process") == 2)
         time.sleep(5 * WRITING)
         gate.touch()
 
-    requests = [Work((1,), (seed,), Sampling(4)) for seed in range(4)]
-    crew, opener = Crew(2), threading.Thread(target=open_the_gate)
-    with closing(Watchdog(path)) as watchdog, closing(crew):
+    def answers() -> list[int]:
+        works = [Work(n, (Request((1,), n, Sampling(4), n),), np.array([1])) for n in range(4)]
+        pool.submit(works, 2, lambda: Waiting(gate))  # type: ignore[arg-type, return-value]
+        found: list[int] = []
+        while pool.busy:
+            found += [int(c.ids[0]) for _, c in pool.poll(None)]
+        return sorted(found)
+
+    pool, opener = EngineWorkers(), threading.Thread(target=open_the_gate)
+    with closing(Watchdog(path)) as watchdog, closing(pool):
         gate.touch()
-        assert len(list(crew.generate(helper_waits, requests, 7))) == 4, "they are there"
+        assert answers() == [0, 1, 2, 3], "they are there"
         gate.unlink()
         opener.start()
         with watchdog.step(0.5):
-            answers = [answer[0].ids.tolist() for answer in crew.generate(helper_waits, requests, 7)]
+            found = answers()
         opener.join(30)
-    assert answers == [[0], [1], [2], [3]] and crew.lost == 0
+    assert found == [0, 1, 2, 3] and pool.past.failed_workers == 0
     asked = path.read_text().split("\nprocess ")[1:]
     assert len(asked) == 2 and all("forked.py" in stacks and "in _work" in stacks for stacks in asked), asked

@@ -10,7 +10,8 @@ import torch
 from test_loop import make, make_again
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.engine import pager
+from posttrain.engine import engine
+from posttrain.engine.cuda import CUDABackend
 from posttrain.errors import GuardStop
 from posttrain.loop import Loop
 from posttrain.runs.read import Run
@@ -89,16 +90,16 @@ def test_the_cache_is_given_back_between_sampling_and_learning(tmp_path: Path) -
 @pytest.mark.parametrize("release", [False, True])
 def test_the_setting_of_the_stage(release: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`release_cache` gives the engine's pool back in every step, and is off unless asked for."""
-    monkeypatch.setattr(pager, "DEVICES", {"cpu"})
+    monkeypatch.setattr(engine, "PAGED_DEVICES", {"cpu"})
     held: list[bool] = []
-    plain = pager.Pager.release
+    plain = CUDABackend.release
 
-    def watched(one: pager.Pager) -> None:
-        before = one.paged is not None and bool(one.paged.stores)
+    def watched(one: CUDABackend) -> None:
+        before = bool(one.stores)
         plain(one)
-        held.append(before and not one.paged.stores)  # type: ignore[union-attr]
+        held.append(before and not one.stores)
 
-    monkeypatch.setattr(pager.Pager, "release", watched)
+    monkeypatch.setattr(CUDABackend, "release", watched)
     stage = RLStage(name="rl", model="tiny:nano", task=Arithmetic(), steps=2, prompts=1, algorithm=GRPO(beta=0.0, group=2),
                     sampling=Sampling(3), evaluate_every=0, release_cache=release)  # fmt: skip
     with RunWriter.create(tmp_path / "run", {}) as writer:

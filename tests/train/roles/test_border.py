@@ -47,7 +47,13 @@ def test_the_trainer_and_the_loop_name_no_role(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["x = trainer.critic", 'if "reference" in roles: pass', "batch.value_T", "f(proximal_T=1)", "from a.roles.teacher import Teacher"],
+    [
+        "x = trainer.critic",
+        'if "reference" in roles: pass',
+        "batch.value_T",
+        "f(proximal_T=1)",
+        "from a.roles.teacher import Teacher",
+    ],
 )
 def test_a_name_is_found(source: str) -> None:
     assert list(named(source))

@@ -1,4 +1,5 @@
-"""Generation in pages: the merge of partial attentions, who has which page, when rows close up, and when the plain path is taken."""
+"""The CUDA backend, run on the CPU: the merge of partial attentions, which row has which page, how rows are compacted, and when the
+plain path is taken."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ import transformers
 from material_for_tests import small_policy
 
 from posttrain.collect import Prompt, generate_groups
-from posttrain.engine import paged, paged_batch, pager
+from posttrain.engine import cuda
+from posttrain.engine import engine as engine_module
+from posttrain.engine.cuda import CUDABackend, Pages, bucket, pages_of
 from posttrain.engine.engine import Engine
 from posttrain.engine.kernels import merge
-from posttrain.engine.paged import Pages, bucket
-from posttrain.engine.paged_batch import PagedBatch, check_room, pages_of
 from posttrain.engine.rows import PAGE
-from posttrain.engine.work import Work
+from posttrain.engine.scheduler import Work
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora, add_adapters, merge_adapters
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
-from posttrain.types import Completion, Example, Sampling
+from posttrain.types import Completion, Example, Request, Sampling
 
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pager, "DEVICES", {"cpu"})
+    monkeypatch.setattr(engine_module, "PAGED_DEVICES", {"cpu"})
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,25 @@ def ids(answers: list[tuple[Completion, ...]]) -> list[list[list[int]]]:
 
 
 def plain(policy: Policy, requests: list[Prompt]) -> list[tuple[Completion, ...]]:
-    engine = Engine(policy)
-    engine.pager.wanted = False
-    return list(generate_groups(engine, requests))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "PAGED_DEVICES", set())
+        return list(generate_groups(Engine(policy, processes=1), requests))
+
+
+def pages_backend(engine: Engine) -> CUDABackend:
+    assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend)
+    return engine.scheduler.backend
+
+
+def all_free(engine: Engine) -> bool:
+    """Every page was given back, once."""
+    backend = pages_backend(engine)
+    return sorted(backend.pages.free.tolist()) == list(range(1, backend.pages.pages)) and not backend.promised
 
 
 def work(prompt: Prompt) -> Work:
-    return Work(prompt.ids, tuple(range(prompt.samples)), prompt.sampling)
+    requests = tuple(Request(prompt.ids, n, prompt.sampling, n) for n in range(prompt.samples))
+    return Work(0, requests, np.array(prompt.ids))
 
 
 def test_two_parts_merge_to_attention_over_both() -> None:
@@ -109,9 +122,7 @@ def test_long_responses_cross_pages_while_others_leave(policy: Policy, rows: int
     found = list(generate_groups(engine, requests))
     assert ids(found) == ids(plain(policy, requests))
     assert [c.finish for g in found for c in g] == [c.finish for g in plain(policy, requests) for c in g]
-    assert engine.pager.paged is not None
-    pages = engine.pager.paged.pages
-    assert sorted(pages.free.tolist()) == list(range(1, pages.pages)), "every page was given back, once"
+    assert all_free(engine)
 
 
 def test_a_group_beyond_a_tile_is_cut(policy: Policy) -> None:
@@ -119,34 +130,37 @@ def test_a_group_beyond_a_tile_is_cut(policy: Policy) -> None:
     request = Prompt((5, 6, 7), 40, 3, Sampling(12))
     engine = Engine(policy)
     assert ids(list(generate_groups(engine, [request]))) == ids(plain(policy, [request]))
-    request = work(request)
-    batch = PagedBatch(engine.pager.paged, [request], 64, 0)  # type: ignore[arg-type]
-    batch._enter(request, np.array([1]))
-    batch.tile_size = 16
-    assert batch._tiles(batch.count).tolist() == [[0, 16, 32], [16, 16, 8], [3, 3, 3]]
+    backend = entered(engine, [request])
+    backend.tile_size = 16
+    assert backend._tiles().tolist() == [[0, 16, 32], [16, 16, 8], [3, 3, 3]]
+
+
+def entered(engine: Engine, prompts: list[Prompt]) -> CUDABackend:
+    """The backend with rows for these prompts, of which nothing is computed."""
+    scheduler = engine._scheduler()
+    works = [work(prompt) for prompt in prompts]
+    scheduler.rows.reserve(64)
+    scheduler.backend.prepare(works, 64, True)
+    for one in works:
+        scheduler._enter(one)
+    return pages_backend(engine)
 
 
 def test_tiles_follow_the_rows_that_stay(policy: Policy) -> None:
-    engine = Engine(policy)
-    requests = [Prompt((5, 6), 3, 0, Sampling(4)), Prompt((7,), 2, 1, Sampling(4))]
-    list(generate_groups(engine, requests))
-    requests = [work(request) for request in requests]
-    batch = PagedBatch(engine.pager.paged, requests, 64, 0)  # type: ignore[arg-type]
-    for request in requests:
-        batch._enter(request, np.array([9]))
-        batch.waiting += 1
-    batch._close_up(np.array([0, 2, 4]))
-    assert batch._tiles(3).tolist() == [[0, 2], [2, 1], [2, 1]]
-    assert batch.host[1, :3].tolist() == [0, 2, 1] and batch["done"][:5].tolist() == [0, 0, 0, 1, 1]
+    backend = entered(Engine(policy), [Prompt((5, 6), 3, 0, Sampling(4)), Prompt((7,), 2, 1, Sampling(4))])
+    rows = backend.rows
+    rows.take(backend.remove(np.array([1, 3])))
+    assert backend._tiles().tolist() == [[0, 2], [2, 1], [2, 1]]
+    assert rows["seed"][:3].tolist() == [0, 2, 1] and rows["done"][:5].tolist() == [0, 0, 0, 1, 1]
 
 
 def test_the_pool_grows_and_keeps_what_it_holds(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_batch, "AHEAD", 1)
+    monkeypatch.setattr(cuda, "AHEAD", 1)
     requests = [Prompt((5, 6, 7), 3, n, Sampling(3 * PAGE, min_new_tokens=3 * PAGE)) for n in range(2)]
     engine = Engine(policy)
     found = list(generate_groups(engine, requests))
     assert ids(found) == ids(plain(policy, requests))
-    assert engine.pager.paged is not None and engine.pager.paged.pages.pages > 1 + 2 + 6
+    assert pages_backend(engine).pages.pages > 1 + 2 + 6
 
 
 def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:
@@ -156,37 +170,43 @@ def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> Non
     half = generate_groups(engine, requests)
     assert ids([next(half)]) == expected[:1]
     half.close()
-    assert not engine.pager.busy and ids(list(generate_groups(engine, requests))) == expected
+    assert all_free(engine) and ids(list(generate_groups(engine, requests))) == expected
 
 
 def test_memory_given_back_is_taken_anew(policy: Policy) -> None:
     engine, requests = Engine(policy), [Prompt((5, 6), 2, 0, Sampling(20))]
     before = ids(list(generate_groups(engine, requests)))
-    assert engine.pager.paged is not None and engine.pager.paged.stores
-    copied = engine.pager.paged.decoder.bytes
-    assert copied == 4 * 2 * 16 * (16 + 8 + 8 + 24 + 24), "q, k, v, gate and up of two layers of width 16"
+    backend = pages_backend(engine)
+    copied = backend.decoder.bytes
+    assert backend.stores and copied == 4 * 2 * 16 * (16 + 8 + 8 + 24 + 24), "q, k, v, gate and up of two layers of width 16"
     engine.release()
-    assert not engine.pager.paged.stores and engine.pager.paged.rows is None
-    assert all(product.weight.numel() == 0 for product in engine.pager.paged.decoder.products)
-    assert ids(list(generate_groups(engine, requests))) == before and engine.pager.paged.decoder.bytes == copied
+    assert not backend.stores and backend.state is None
+    assert all(product.weight.numel() == 0 for product in backend.decoder.products)
+    assert ids(list(generate_groups(engine, requests))) == before and backend.decoder.bytes == copied
 
 
-def test_nothing_is_given_back_while_an_answer_is_half_way(policy: Policy) -> None:
+def test_rows_in_flight_go_on_after_their_memory_was_given_back(policy: Policy) -> None:
     engine = Engine(policy, 2)
-    requests = [Prompt((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 6)]
+    requests = [Prompt((5, n), 2, n, Sampling(100, min_new_tokens=100)) for n in range(3, 6)]
     half = generate_groups(engine, requests)
     first = next(half)
     engine.release()
-    assert ids([first, *half]) == ids(plain(policy, requests))
+    assert ids([first, *half]) == ids(plain(policy, requests)) and all_free(engine)
+    assert engine.statistics.recomputed > 0
 
 
-def test_too_little_memory_for_a_group_says_what_to_lower() -> None:
+def test_too_little_memory_for_a_group_says_what_to_lower(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Prompt(tuple(range(3, 3 + PAGE)), 8, 0, Sampling(4 * PAGE))
+    backend = Engine(policy)._backend()
+    assert isinstance(backend, CUDABackend)
+    monkeypatch.setattr(CUDABackend, "page_bytes", 1 << 30)
+    monkeypatch.setattr(CUDABackend, "room", lambda _: 10)
     with pytest.raises(
         UserError, match=r"needs 33 GiB of cache, and there is room for 10 GiB: lower max_new_tokens to 64, or the group to 2"
     ):
-        check_room([work(request)], 10, 1 << 30)
-    check_room([work(request)] * 9, 34, 1)
+        backend.check_room([work(request)])
+    monkeypatch.setattr(CUDABackend, "room", lambda _: 34)
+    backend.check_room([work(request)] * 9)
 
 
 def prompt(pages: int) -> tuple[int, ...]:
@@ -212,12 +232,12 @@ CROWDS: dict[str, tuple[list[Prompt], int]] = {  # requests, and the pages that 
 def test_the_pool_never_grows_past_its_room(name: str, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for room is answered as if there were enough; and the room is used."""
     requests, room = CROWDS[name]
-    monkeypatch.setattr(paged_batch, "AHEAD", PAGE)
-    monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: room)
+    monkeypatch.setattr(cuda, "AHEAD", PAGE)
+    monkeypatch.setattr(CUDABackend, "room", lambda _: room)
     engine, sizes, live = Engine(policy), [], []
-    grow, decode = paged.Paged.grow, PagedBatch._decode
-    monkeypatch.setattr(paged.Paged, "grow", lambda one, pool: (sizes.append(pool), grow(one, pool))[1])
-    monkeypatch.setattr(PagedBatch, "_decode", lambda one: (live.append(len(one.prompts)), decode(one))[1])
+    grow, launch = CUDABackend.grow, CUDABackend.launch
+    monkeypatch.setattr(CUDABackend, "grow", lambda one, pool: (sizes.append(pool), grow(one, pool))[1])
+    monkeypatch.setattr(CUDABackend, "launch", lambda one: (live.append(len(one.prompts)), launch(one))[1])
     found = list(generate_groups(engine, requests))
     assert sizes and max(sizes) <= room and max(live) > 1 - (name == "no page to spare")
     assert ids(found) == ids(plain(policy, requests))
@@ -225,17 +245,14 @@ def test_the_pool_never_grows_past_its_room(name: str, policy: Policy, monkeypat
 
 def test_a_quarter_more_is_cut_at_the_room(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of 23 pages are taken, a quarter of them is 5, and there is room for 3."""
-    monkeypatch.setattr(paged_batch, "AHEAD", PAGE)
-    monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: 26)
-    engine = Engine(policy)
-    list(generate_groups(engine, [Prompt((5,), 1, 0, Sampling(1))]))
-    assert engine.pager.paged is not None
-    batch = PagedBatch(engine.pager.paged, [work(Prompt((5,), 8, 0, exactly(3)))], 8, 0)
-    pages = engine.pager.paged.pages
-    batch._take(23 - pages.pages + len(pages.free))
+    monkeypatch.setattr(cuda, "AHEAD", PAGE)
+    monkeypatch.setattr(CUDABackend, "room", lambda _: 26)
+    backend = entered(Engine(policy), [Prompt((5,), 8, 0, exactly(3))])
+    pages = backend.pages
+    backend._take(23 - pages.pages + len(pages.free))
     assert pages.pages == 23
-    assert len(batch._take(1)) == 1 and pages.pages == 26, "not 28"
-    assert len(batch._take(2)) == 2 and pages.pages == 26
+    assert len(backend._take(1)) == 1 and pages.pages == 26, "not 28"
+    assert len(backend._take(2)) == 2 and pages.pages == 26
 
 
 def test_random_crowds_stay_within_their_room(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,10 +265,10 @@ def test_random_crowds_stay_within_their_room(policy: Policy, monkeypatch: pytes
         ]  # fmt: skip
         need = [pages_of(len(r.ids)) + r.samples * pages_of(r.sampling.max_new_tokens) for r in requests]
         room = max(need) + 1 + int(generator.integers(0, 4))
-        monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda _, room=room: room)
+        monkeypatch.setattr(CUDABackend, "room", lambda _, room=room: room)
         engine = Engine(policy)
         assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests))
-        assert engine.pager.paged is not None and engine.pager.paged.pages.pages <= room
+        assert pages_backend(engine).pages.pages <= room and all_free(engine)
 
 
 def test_new_weights_are_sampled_from_at_once() -> None:
@@ -259,8 +276,7 @@ def test_new_weights_are_sampled_from_at_once() -> None:
     policy = small_policy(dtype=torch.float32)
     engine, requests = Engine(policy), [Prompt((5, 6), 4, 0, Sampling(20))]
     old = ids(list(generate_groups(engine, requests)))
-    assert engine.pager.paged is not None
-    kept = engine.pager.paged
+    kept = pages_backend(engine).decoder
     for change in ("place", "data"):
         with torch.no_grad():
             for parameter in policy.model.parameters():
@@ -270,7 +286,7 @@ def test_new_weights_are_sampled_from_at_once() -> None:
                     parameter.data = parameter.data * 0.8
         new = ids(list(generate_groups(engine, requests)))
         assert new == ids(plain(policy, requests)) and new != old
-        assert (engine.pager.paged is kept) == (change == "place")
+        assert (pages_backend(engine).decoder is kept) == (change == "place")
         old = new
 
 
@@ -287,16 +303,16 @@ def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(t
     bits = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     old = ids(list(generate_groups(engine, requests)))
     assert all(torch.equal(p, bits[name]) for name, p in policy.model.named_parameters()), "the proof left no trace"
-    kept = engine.pager.paged
-    assert kept is not None and old == ids(plain(policy, requests))
+    kept = pages_backend(engine).decoder
+    assert old == ids(plain(policy, requests))
     copied = sum(INPUTS[name] * RANK for name in targets) + sum(OUTPUTS[name] * RANK for name in targets)
-    assert kept.decoder.bytes == 4 * 2 * (16 * (16 + 8 + 8 + 24 + 24) + copied)
+    assert kept.bytes == 4 * 2 * (16 * (16 + 8 + 8 + 24 + 24) + copied)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if "lora_" in name:
                 parameter.add_(0.3 * torch.sin(torch.arange(parameter.numel()).view_as(parameter) + 1.0))
     found = list(generate_groups(engine, requests))
-    assert engine.pager.paged is kept and ids(found) == ids(plain(policy, requests)) != old
+    assert pages_backend(engine).decoder is kept and ids(found) == ids(plain(policy, requests)) != old
     for completion in found[0]:
         sequence = np.concatenate([(5, 6, 7), completion.ids])
         with torch.no_grad():
@@ -304,7 +320,7 @@ def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(t
             expected = forward(policy, batch).logprob_T[3:].numpy()
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
     merge_adapters(policy.model)
-    assert ids(list(generate_groups(engine, requests))) == ids(found) and engine.pager.paged is not kept
+    assert ids(list(generate_groups(engine, requests))) == ids(found) and pages_backend(engine).decoder is not kept
 
 
 OUTPUTS = {"q_proj": 16, "k_proj": 8, "v_proj": 8, "o_proj": 16, "gate_proj": 24, "up_proj": 24, "down_proj": 16}
@@ -315,7 +331,7 @@ def test_adapters_of_another_kind_take_the_plain_path(capsys: pytest.CaptureFixt
     policy = small_policy(dtype=torch.float32)
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), policy.body)
     engine, requests = Engine(policy), [Prompt((5, 6), 2, 0, Sampling(8))]
-    assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and engine.pager.paged is None
+    assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests))
     assert "linear layers that are neither plain matrices nor have a plain adapter" in capsys.readouterr().err
 
 
@@ -324,10 +340,10 @@ def test_too_little_memory_reaches_the_caller_before_anything_is_computed(
 ) -> None:
     """Six pages at hand, one of which is nobody's, and a group of three of 100 tokens: a page for the prompt and two for each."""
     engine = Engine(policy)
-    monkeypatch.setattr("posttrain.engine.paged.Paged.room", lambda paged: 6)
+    monkeypatch.setattr(CUDABackend, "room", lambda _: 6)
     with pytest.raises(UserError, match="lower max_new_tokens to 64, or the group to 2"):
         list(generate_groups(engine, [Prompt((5, 6), 3, 0, Sampling(100))]))
-    assert engine.pager.paged is not None and not engine.pager.paged.stores and not engine.pager.busy
+    assert not pages_backend(engine).stores and not engine.sessions
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), [

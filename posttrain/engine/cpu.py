@@ -1,0 +1,196 @@
+"""Computes by the policy's own module or, where it is a Llama on the CPU, by a faster decoder, with a cache of rows.
+
+This is how a CPU generates; on other devices it serves models that the CUDA backend does not know.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.engine.cache import Cache, Decode, Extend, Prefill
+from posttrain.engine.decoder import Decoder, cpu_decoder
+from posttrain.engine.random import uniforms
+from posttrain.engine.rows import RowTable
+from posttrain.engine.sampler import Choices, sample
+from posttrain.engine.scheduler import Work
+from posttrain.models.attention import LAYOUT, Layout
+from posttrain.models.policy import Policy
+
+PREFILL_TOKENS = 8192  # prompt tokens computed in one forward
+AHEAD = 256  # positions that the cache holds from the start, where responses may get that far: growing means copying
+DECODER_TOKENS = 512  # a call for fewer tokens is over before a `Decoder` has paid for itself
+PACKED_TOKENS = 2048  # and packing its weights, a few nanoseconds each, takes as many more
+UNIFORMS = 16  # made at once for a row: making them takes as many operators for one as for all
+KEPT_BYTES = 1 << 30  # of the caches of sessions between two turns, in each process
+
+
+@dataclass(slots=True, eq=False)
+class KeptRow:
+    """Keys and values of a session, by layer."""
+
+    number: int
+    length: int
+    layers: dict[int, tuple[Tensor, Tensor]]
+    decoded: bool  # by a `Decoder`, whose keys have another order than the module's
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
+
+
+class CPUBackend:
+    """A step is computed when it is launched. Live rows are the first of the cache; rows from the end fill holes."""
+
+    bursts = 16
+
+    def __init__(self, policy: Policy):
+        self.policy, self.device, self.rows = policy, policy.device, RowTable()
+        self.kept_bytes = 0
+        self.decoder: Decoder | None = None
+        self.idle()
+
+    @property
+    def prefill_tokens(self) -> int:
+        return PREFILL_TOKENS
+
+    def prepare(self, works: Sequence[Work], rows: int, fresh: bool) -> None:
+        if fresh:
+            requests = [r for work in works for r in work.requests]
+            tokens = sum(r.sampling.max_new_tokens for r in requests)
+            lasting = any(r.keep or r.turn for r in requests)
+            self.decoder = self.make_decoder(tokens, lasting)
+            self.cache, self.head = Cache(rows, self.policy.dtype, self.device), self.policy.head
+        self.cache.resize(rows)
+
+    def make_decoder(self, tokens: int, lasting: bool = False) -> Decoder | None:
+        """A faster way through the policy's module with its present weights, where there is one and it pays."""
+        if tokens < DECODER_TOKENS and not lasting:
+            return None
+        return cpu_decoder(self.policy, pack=tokens >= PACKED_TOKENS)
+
+    def fits(self, work: Work | None) -> bool:
+        return self.kept_bytes <= KEPT_BYTES
+
+    def enter(self, work: Work, first: int) -> None:
+        """A row of the cache is there already."""
+
+    def prefill(
+        self, works: Sequence[Work], caches: Sequence[KeptRow | None], first: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        groups = [len(work.requests) for work in works]
+        same = [
+            cache is not None and cache.decoded == (self.decoder is not None) for cache in caches
+        ]
+        cached = [
+            c.length if c is not None and ok else 0 for c, ok in zip(caches, same, strict=True)
+        ]
+        new = [work.ids[skip:] for work, skip in zip(works, cached, strict=True)]
+        starts = (0, *np.cumsum([len(ids) for ids in new]).tolist())
+        prefix = self.rows.live("prefix", first)
+        self._reserve(int(prefix.max()), int((prefix + self.rows.live("limit", first)).max()))
+        if any(cached):
+            for row, cache in enumerate(caches):
+                if cache is not None and same[row]:
+                    self.cache.restore(first + row, cache.layers)
+            layout: Layout = Extend(self.cache, starts, first, cached)
+        else:
+            layout = Prefill(self.cache, starts, first, groups)
+        position = np.concatenate(
+            [skip + np.arange(len(i)) for skip, i in zip(cached, new, strict=True)]
+        )
+        ids = torch.from_numpy(np.concatenate(new))
+        hidden_TH = self._hidden(ids[None], torch.from_numpy(position)[None], layout)[0]
+        last_N = torch.from_numpy(np.repeat(np.array(starts[1:]) - 1, groups)).to(self.device)
+        self._settle()
+        return self._draw(hidden_TH[last_N], first)
+
+    def launch(self) -> None:
+        """One token for every live row."""
+        if not self.settled:
+            self._settle()
+        position = self.rows.live("prefix") + self.rows.live("count") - 1
+        longest = int(position.max())
+        self._reserve(longest, 0)
+        position_N = torch.from_numpy(position).to(self.device)
+        layout = Decode(self.cache, position_N, int(position.min()), longest)
+        hidden_NH = self._hidden(self.last_N[:, None], position_N[:, None], layout)[:, 0]
+        self.drawn = self._draw(hidden_NH, 0)
+
+    def collect(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.drawn
+
+    def keep(self, row: int, number: int) -> KeptRow:
+        length = int(self.rows["prefix"][row] + self.rows["count"][row]) - 1
+        kept = KeptRow(number, length, self.cache.save(row, length), self.decoder is not None)
+        self.kept_bytes += kept.bytes
+        return kept
+
+    def drop(self, kept: KeptRow) -> None:
+        self.kept_bytes -= kept.bytes
+
+    def remove(self, gone: np.ndarray) -> np.ndarray:
+        rows = self.rows
+        stay = rows.count - len(gone)
+        order, leaving = np.arange(stay), gone.tolist()
+        holes = [i for i in leaving if i < stay]
+        if holes:
+            movers = sorted(set(range(stay, rows.count)) - set(leaving))
+            length = int((rows["prefix"][movers] + rows["count"][movers]).max())
+            self.cache.move(movers, holes, min(length, self.cache.length))
+            order[holes] = movers
+        self.settled = False
+        return order
+
+    def idle(self) -> None:
+        self.decoder = None
+        self.cache = Cache(0, self.policy.dtype, self.device)
+        self.settled = False
+
+    def release(self) -> None:
+        self.kept_bytes = 0
+        self.idle()
+
+    def _reserve(self, length: int, limit: int) -> None:
+        """Room for rows of `length` tokens and one more, and for those to come as far as `AHEAD`, if they may come."""
+        self.cache.reserve(max(length + 1, min(limit, AHEAD)))
+        if self.decoder is not None:
+            self.decoder.ensure_rope_table(self.cache.length)
+
+    def _hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        ids, position_ids = ids.to(self.device), position_ids.to(self.device)
+        if self.decoder is not None:
+            return self.decoder.hidden(ids, position_ids, layout)
+        options: dict[str, Any] = {LAYOUT: layout}
+        return self.policy.hidden(ids, position_ids, **options)
+
+    def _settle(self) -> None:
+        """What the device must know of the live rows, made again when they change."""
+        rows, count = self.rows, self.rows.count
+        temperature, top_p = rows.floats[:, :count]
+        self.choices = Choices.of(temperature, rows.live("top_k"), top_p, self.device)
+        self.seed_N, self.last_N = (
+            torch.from_numpy(rows.live(name).copy()).to(self.device) for name in ("seed", "last")
+        )
+        self.uniforms: deque[Tensor] = deque()  # [N] each, for the tokens to come of these rows
+        self.settled = True
+
+    def _draw(self, hidden_NH: Tensor, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sample a token for each row from `first` on."""
+        choices = self.choices if not first else self.choices.rest(first)
+        if first or not self.uniforms:
+            ahead = 1 if first else UNIFORMS
+            count_NL = self.rows.live("count", first)[:, None] + np.arange(ahead)
+            drawn = uniforms(self.seed_N[first:, None], torch.from_numpy(count_NL).to(self.device))
+            self.uniforms.extend(drawn.unbind(1))
+        id_N, logprob_N = sample(
+            hidden_NH, self.head, choices, self.uniforms.popleft(), choices.plain
+        )
+        self.last_N = id_N if not first else torch.cat([self.last_N[:first], id_N])
+        return id_N.cpu().numpy()[None], logprob_N.cpu().numpy()[None]

@@ -1,0 +1,523 @@
+"""Computes in pages of keys and values, with decode steps captured in CUDA graphs.
+
+One graph holds a whole step, from embedding to the sampled id, its log-prob, the length and the done flag; the host looks after a burst
+of steps. There is a graph for each bucket of rows and tiles, so that the long tail of a batch runs at its own size. Rows of one prompt
+stay neighbours, in order: it is read once for all of them. Elsewhere than on CUDA the same step runs without a graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.engine.fused import Attend, Fused, fused, packed_attend
+from posttrain.engine.kernels import advance, attend, choose, tile_rows
+from posttrain.engine.rows import INTEGERS, PAGE, Rows, RowTable
+from posttrain.engine.scheduler import Work
+from posttrain.errors import require
+from posttrain.models.attention import Packed, Rule
+from posttrain.models.layers import Heads
+from posttrain.models.policy import Policy
+from posttrain.models.varlen import available, offsets, varlen, varlen_plain
+from posttrain.ops.logprobs import head_logits
+
+PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
+BURST = 64  # max steps between two looks of the host
+STOPPABLE = 16  # the same where a response may end at any of them
+AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
+MARGIN = 0.08  # of the device's memory that the cache leaves to others
+
+
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def max_pages(work: Work) -> int:
+    """Of a work at its longest."""
+    return pages_of(len(work.ids)) + sum(map(pages_of, work.limits))
+
+
+def slots_of(pages: np.ndarray, length: int) -> np.ndarray:
+    """Where in the pool the tokens of a sequence lie that begins with the first of these pages."""
+    at = np.arange(length)
+    return pages[at // PAGE].astype(np.int64) * PAGE + at % PAGE
+
+
+def bucket(count: int, capacity: int) -> int:
+    """The size of the graph for `count` rows: eighths of the next power of two, and no more than there are.
+
+    >>> [bucket(n, 1000) for n in (1, 3, 17, 130, 700, 999)]
+    [1, 4, 20, 160, 768, 1000]
+    """
+    power = 1 << max(0, count - 1).bit_length()
+    grain = max(1, power // 8) if count > 4 else power
+    return min(-(-count // grain) * grain, capacity)
+
+
+class Pages:
+    """Which pages of the pool are free. Page 0 is never given: rows that are done, or not there, write to it."""
+
+    def __init__(self, pages: int):
+        self.pages = pages
+        self.free = np.arange(pages - 1, 0, -1)  # a stack; the top is its end
+
+    def take(self, count: int) -> np.ndarray:
+        assert count <= len(self.free)
+        taken, self.free = (
+            self.free[len(self.free) - count :][::-1],
+            self.free[: len(self.free) - count],
+        )
+        return taken
+
+    def give(self, pages: np.ndarray) -> None:
+        self.free = np.concatenate([self.free, pages])
+
+    def grow(self, pages: int) -> None:
+        self.free = np.concatenate([np.arange(pages - 1, self.pages - 1, -1), self.free])
+        self.pages = pages
+
+
+@dataclass(slots=True, eq=False)
+class KeptPages:
+    """The cache of a session: a prompt, which others may share, and pages of its own."""
+
+    number: int
+    length: int
+    prompt: int
+    slots: np.ndarray  # where its tokens lie
+    own: np.ndarray
+
+
+class CUDABackend:
+    """The pool, the rows and the graphs; they stay from burst to burst and from call to call."""
+
+    bursts = 1
+
+    def __init__(self, policy: Policy, decoder: Fused):
+        self.policy, self.decoder, self.rows = policy, decoder, RowTable()
+        self.device, self.dtype = policy.device, policy.dtype
+        self.stop_V = torch.zeros(
+            policy.head.weight_VH.shape[0], dtype=torch.int64, device=self.device
+        )
+        self.stop_V[list(policy.stop_ids)] = 1
+        self.stoppable = bool(policy.stop_ids)
+        self.capture_seconds = 0.0
+        self.graphs: dict[tuple[int, int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.stores: list[tuple[Tensor, Tensor]] = []
+        self.pages = Pages(1)
+        self.state: Rows | None = None
+        self._forget_graphs()
+        self.table, self.prompt_table = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.int32)
+        self.prompts: dict[int, tuple[int, np.ndarray]] = {}  # references, pages
+        self.numbers = count()
+        self.promised = (
+            0  # pages of all live rows at their longest, of their prompts, and of kept sessions
+        )
+        self.changed, self.shape = (
+            True,
+            (0, 0),
+        )  # the device does not know yet; rows and tiles it knew last
+        self.steps = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        return PREFILL_TOKENS
+
+    @property
+    def page_bytes(self) -> int:
+        size = torch.tensor([], dtype=self.dtype).element_size()
+        return sum(2 * PAGE * h.keys * h.width * size for h in self.decoder.heads)
+
+    @property
+    def bytes(self) -> int:
+        return self.pages.pages * self.page_bytes
+
+    def room(self) -> int:
+        """Pages that the memory at hand can hold, those of the pool included."""
+        if self.device.type != "cuda":
+            return 1 << 40
+        free, total = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return max(0, int(free - MARGIN * total)) // self.page_bytes + self.pages.pages
+
+    def check_room(self, works: Sequence[Work]) -> None:
+        """Refuse a work that would not fit alone, at its longest; one page of the room is nobody's."""
+        if not works:
+            return
+        need, room = [max_pages(work) for work in works], self.room()
+        worst = works[int(np.argmax(need))]
+        size, limit = len(worst.requests), max(worst.limits)
+        left = max(0, room - 1 - pages_of(len(worst.ids)))
+        require(
+            max(need) < room,
+            f"a group of {size} responses of up to {limit} tokens needs {max(need) * self.page_bytes / 2**30:.3g} GiB "
+            f"of cache, and there is room for {room * self.page_bytes / 2**30:.3g} GiB: lower max_new_tokens to "
+            f"{left // size * PAGE}, or the group to {left // pages_of(limit)}",
+        )
+
+    def prepare(self, works: Sequence[Work], rows: int, fresh: bool) -> None:
+        """Take the present weights where `fresh`, and have room for the works' rows, pages and positions."""
+        if fresh:
+            self._refresh()
+            self.room_pages, self.capacity = self.room(), 0
+            self.truncated, self.endless, self.largest = False, True, 1
+        if not works:
+            return
+        settings = [r.sampling for work in works for r in work.requests]
+        self.truncated |= any(s.truncated for s in settings)
+        ends = self.stoppable and any(s.min_new_tokens < s.max_new_tokens for s in settings)
+        self.endless &= not ends
+        self.largest = max(self.largest, *(len(work.requests) for work in works))
+        self.tile_size, self.queries = tile_rows(self.decoder.heads[0], self.largest)
+        self.capacity = max(self.capacity, rows)
+        rows_R, pages_R = (
+            np.cumsum(counts)
+            for counts in zip(*((len(w.requests), max_pages(w)) for w in works), strict=True)
+        )
+        fitting = (rows_R <= self.capacity) & (pages_R < self.room_pages)
+        pool = 1 + sum(
+            pages_of(len(w.ids)) + sum(pages_of(min(limit, AHEAD)) for limit in w.limits)
+            for w in works[: int(fitting.sum())]
+        )
+        pages = pages_of(max(limit for w in works for limit in w.limits))
+        positions = max(len(w.ids) + max(w.limits) for w in works)
+        self._allocate(pages, pages_of(max(len(w.ids) for w in works)), pool, positions)
+
+    def _refresh(self) -> None:
+        if self.decoder.places == self.decoder.addresses():
+            self.decoder.refresh()
+            return
+        decoder, reason = fused(self.policy)  # parameters were moved: captured graphs read the old
+        require(decoder is not None, f"the model cannot be decoded in pages any more: {reason}")
+        assert decoder is not None
+        self.decoder = decoder
+        self._forget_graphs()
+
+    def _allocate(self, pages: int, prompt_pages: int, pool: int, positions: int) -> None:
+        """Room for rows, pages a row and a prompt, pages in all. What is moved makes captured graphs worthless."""
+        state = self.state
+        old = (0, 0, 0) if state is None else (state.capacity, state.pages, state.prompt_pages)
+        new = tuple(
+            max(a, b) for a, b in zip(old, (self.capacity, pages, prompt_pages), strict=True)
+        )
+        if new != old:
+            self.state = Rows(new[0], new[1], new[2], BURST, self.device)
+            self.table, self.prompt_table = (
+                np.pad(table, ((0, new[0] - old[0]), (0, width - table.shape[1])))
+                for table, width in ((self.table, new[1]), (self.prompt_table, new[2]))
+            )
+            self.changed = True
+            self._forget_graphs()
+        self.rows.reserve(new[0])
+        if self.decoder.ensure_rope_table(positions):
+            self._forget_graphs()
+        if pool > self.pages.pages:
+            self.grow(pool)
+
+    def grow(self, pool: int) -> None:
+        """A larger pool with the same contents, moved layer by layer."""
+        kept = self.pages.pages * PAGE if self.stores else 0
+        for layer, heads in enumerate(self.decoder.heads):
+            made = []
+            for side in range(2):
+                new = torch.zeros(
+                    pool * PAGE, heads.keys, heads.width, dtype=self.dtype, device=self.device
+                )
+                if kept:
+                    new[:kept] = self.stores[layer][side]
+                made.append(new)
+            if kept:
+                self.stores[layer] = (made[0], made[1])
+            else:
+                self.stores.append((made[0], made[1]))
+        self.pages.grow(pool)
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        """What they read has moved."""
+        self.graphs.clear()
+        self.memory: Any = None  # the graphs' common pool: they never run at the same time
+
+    def fits(self, work: Work | None) -> bool:
+        return work is None or self.promised + max_pages(work) < self.room_pages
+
+    def enter(self, work: Work, first: int) -> None:
+        pages, number = self._take(pages_of(len(work.ids))), next(self.numbers)
+        self.prompts[number] = (len(work.requests), pages)
+        self.promised += max_pages(work)
+        self.rows.live("prompt", first)[:] = number
+        self.prompt_table[first : self.rows.count, : len(pages)] = pages
+
+    def _take(self, number: int) -> np.ndarray:
+        """Pages of the pool, which grows where it must: by a quarter, and never past its room, in which `fits` keeps all."""
+        pages = self.pages
+        short = number - len(pages.free)
+        if short > 0:
+            self.grow(min(pages.pages + max(short, pages.pages // 4), self.room_pages))
+        return pages.take(number)
+
+    def _reserve(self, steps: int) -> None:
+        """Pages for the tokens of the next steps and for where the one after them will be stored."""
+        rows = self.rows
+        need = -(-np.minimum(rows.live("count") + steps, rows.live("limit")) // PAGE)
+        have = rows.live("pages")
+        short = np.flatnonzero(need > have)
+        if not len(short):
+            return
+        more = need[short] - have[short]
+        row = np.repeat(short, more)
+        column = (
+            np.repeat(have[short], more)
+            + np.arange(len(row))
+            - np.repeat(np.cumsum(more) - more, more)
+        )
+        self.table[row, column] = self._take(len(row))
+        have[short] = need[short]
+        self.changed = True
+
+    def prefill(
+        self, works: Sequence[Work], caches: Sequence[KeptPages | None], first: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        groups = [len(work.requests) for work in works]
+        row = first + np.cumsum([0, *groups[:-1]])
+        self._reserve(1)
+        slots = [
+            slots_of(self.prompt_table[r], len(w.ids)) for r, w in zip(row, works, strict=True)
+        ]
+        cached = [0 if cache is None else cache.length for cache in caches]
+        if any(cached):
+            old = np.concatenate([cache.slots for cache in caches if cache is not None])
+            self._copy(old, np.concatenate([s[:n] for s, n in zip(slots, cached, strict=True)]))
+        hidden_PH = self._hidden([work.ids for work in works], slots, cached)
+        self._push(self.rows.count, 0)
+        which_N = torch.from_numpy(np.repeat(np.arange(len(groups)), groups)).to(self.device)
+        assert self.state is not None
+        state = self.state.after(first)
+        state.step.zero_()
+        logits_NV = head_logits(hidden_PH[which_N], self.policy.head)
+        advance(*choose(logits_NV, state, self.truncated), self.stop_V, state)
+        return self._drawn(1, first)
+
+    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        source_T, target_T = (torch.from_numpy(a).to(self.device) for a in (source, target))
+        for store in (side for pair in self.stores for side in pair):
+            store[target_T] = store[source_T]
+
+    def _hidden(self, ids: list[np.ndarray], slots: list[np.ndarray], cached: list[int]) -> Tensor:
+        """Store the keys and values of whole sequences of which the first `cached` tokens are stored already; the last hidden
+        state of each, [P, H]."""
+        every = [len(i) for i in ids]
+        new = [length - skip for length, skip in zip(every, cached, strict=True)]
+        parts = (
+            [i[skip:] for i, skip in zip(ids, cached, strict=True)],
+            [np.arange(skip, length) for skip, length in zip(cached, every, strict=True)],
+            [s[skip:] for s, skip in zip(slots, cached, strict=True)],
+        )
+        id_T, position_T, slot_T = (
+            torch.from_numpy(np.concatenate(part)).to(self.device) for part in parts
+        )
+        starts, heads = np.cumsum([0, *new]), self.decoder.heads[0]
+        slot_L = torch.from_numpy(np.concatenate(slots)).to(self.device) if any(cached) else None
+        softcap = any(layer.rule.softcap is not None for layer in self.decoder.layers)
+        if slot_L is not None or (not softcap and available(self.stores[0][0], heads.width, None)):
+            how = self._prefill_attend(new, every, slot_L)
+        else:
+            how = packed_attend(Packed(tuple(starts.tolist()), self.device))
+        hidden_TH = self.decoder.hidden(id_T, position_T, slot_T, self.stores, how)
+        return hidden_TH[torch.from_numpy(starts[1:] - 1).to(self.device)]
+
+    def _prefill_attend(self, new: list[int], every: list[int], slot_L: Tensor | None) -> Attend:
+        """Queries are the last tokens of their keys' sequence; keys come from the pool where a part of them was there before."""
+        from_N = offsets(new, self.device)
+        of_N = from_N if slot_L is None else offsets(every, self.device)
+        longest = (max(new), max(every))
+
+        def attend_packed(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
+            split = qkv.view(qkv.shape[0], -1, heads.width)
+            query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
+            if slot_L is not None:
+                key, value = (side[slot_L] for side in self.stores[layer])
+            how = varlen if available(query, heads.width, rule.softcap) else varlen_plain
+            return how(query, key, value, from_N, of_N, *longest, rule).reshape(qkv.shape[0], -1)
+
+        return attend_packed
+
+    def launch(self) -> None:
+        rows = self.rows
+        left = int((rows.live("limit") - rows.live("count")).max())
+        self.steps = min(BURST if self.endless else STOPPABLE, left)
+        self._reserve(self.steps)
+        size = bucket(rows.count, self.capacity)
+        tiles = bucket(self._tiles().shape[1], size)
+
+        def push(anew: bool) -> None:
+            if anew or self.changed or (size, tiles) != self.shape:
+                self._push(size, tiles)
+                self.shape = (size, tiles)
+
+        self._run(self.steps, size, tiles, push)
+
+    def collect(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._drawn(self.steps, 0)
+
+    def _drawn(self, steps: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+        assert self.state is not None
+        part = slice(first, self.rows.count)
+        return (
+            self.state.ids[:steps, part].cpu().numpy(),
+            self.state.logprobs[:steps, part].cpu().numpy(),
+        )
+
+    def _tiles(self) -> np.ndarray:
+        """[3, tiles]: runs of rows that share a prompt, none longer than a tile."""
+        prompt = self.rows.live("prompt")
+        begin = np.flatnonzero(np.r_[True, prompt[1:] != prompt[:-1]])
+        length = np.diff(np.r_[begin, self.rows.count])
+        parts = -(-length // self.tile_size)
+        offset = (
+            np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        ) * self.tile_size
+        first = np.repeat(begin, parts) + offset
+        rows = np.minimum(np.repeat(length, parts) - offset, self.tile_size)
+        return np.stack([first, rows, self.rows["prefix"][first]])
+
+    def _push(self, size: int, tiles: int) -> None:
+        """Bring the state of the first `size` rows, those past the live ones marked done, and of `tiles` tiles to the device."""
+        state, rows, device = self.state, self.rows, self.device
+        assert state is not None
+        written = rows.live("count") - 1
+        page = np.clip(written // PAGE, 0, self.table.shape[1] - 1)
+        own = self.table[np.arange(rows.count), page].astype(np.int64)
+        rows.live("position")[:] = rows.live("prefix") + written
+        rows.live("slot")[:] = np.where(written < 0, 0, own * PAGE + written % PAGE)
+        for target, source in (
+            (state.integers[:, :size], rows.integers[: len(INTEGERS), :size]),
+            (state.floats[:, :size], rows.floats[:, :size]),
+            (state.table[:size], self.table[:size]),
+        ):
+            target.copy_(torch.from_numpy(source).to(device))
+        if tiles:
+            made = self._tiles()
+            tile, prompt = (
+                np.zeros((3, tiles), np.int32),
+                np.zeros((tiles, state.prompt_pages), np.int32),
+            )
+            tile[:, : made.shape[1]], prompt[: made.shape[1]] = made, self.prompt_table[made[0]]
+            state.tile[:, :tiles].copy_(torch.from_numpy(tile).to(device))
+            state.prompt_table[:tiles].copy_(torch.from_numpy(prompt).to(device))
+        self.changed = not tiles
+
+    def _run(self, steps: int, size: int, tiles: int, push: Callable[[bool], None]) -> None:
+        """Steps of the first `size` rows, which lie in `tiles` tiles. `push` brings the host's state to the device where it changed;
+        called with true, whatever the device knew is lost."""
+        assert self.state is not None and steps <= BURST
+        if self.device.type != "cuda":
+            push(False)
+            self.state.step.zero_()
+            for _ in range(steps):
+                self._step(size, tiles)
+            return
+        key = (size, tiles, self.queries, self.truncated)
+        new = key not in self.graphs
+        if new:
+            self.graphs[key] = self._capture(size, tiles)
+        push(new)
+        self.state.step.zero_()
+        for _ in range(steps):
+            self.graphs[key].replay()
+
+    def _step(self, size: int, tiles: int) -> None:
+        """One token for each of the first rows."""
+        state = self.state
+        assert state is not None
+
+        def attend_pages(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
+            return attend(qkv, self.stores[layer], state, heads, rule, size, tiles, self.queries)
+
+        last, position, slot = (state[name][:size] for name in ("last", "position", "slot"))
+        hidden_NH = self.decoder.hidden(last, position, slot, self.stores, attend_pages)
+        logits_NV = head_logits(hidden_NH, self.policy.head)
+        advance(*choose(logits_NV, state, self.truncated), self.stop_V, state)
+
+    def _capture(self, size: int, tiles: int) -> torch.cuda.CUDAGraph:
+        """The graph of one step. The step that warms it up finds every row done, and changes nothing."""
+        began = time.perf_counter()
+        assert self.state is not None
+        self.state["done"].fill_(1)
+        for state in (self.state["slot"], self.state.tile, self.state.step):
+            state.zero_()
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            self._step(size, tiles)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            self._step(size, tiles)
+        self.memory = self.memory or graph.pool()
+        torch.cuda.synchronize(self.device)
+        self.capture_seconds += time.perf_counter() - began
+        return graph
+
+    def keep(self, row: int, number: int) -> KeptPages:
+        """The row's pages, without those that it did not come to, and a reference to its prompt. The slot of its last input is left
+        out: the rest of the burst in which the row ended has written to it."""
+        rows, prompt = self.rows, int(self.rows["prompt"][row])
+        stored, prefix = max(0, int(rows["count"][row]) - 2), int(rows["prefix"][row])
+        own, used = self.table[row, : rows["pages"][row]].copy(), pages_of(stored)
+        self.pages.give(own[used:])
+        rows["pages"][row] = 0
+        references, pages = self.prompts[prompt]
+        self.prompts[prompt] = (references + 1, pages)
+        self.promised += used
+        slots = np.concatenate([slots_of(pages, prefix), slots_of(own, stored)])
+        return KeptPages(number, prefix + stored, prompt, slots, own[:used])
+
+    def drop(self, kept: KeptPages) -> None:
+        self.promised -= len(kept.own)
+        self.pages.give(kept.own)
+        self._dereference(kept.prompt, 1)
+
+    def _dereference(self, prompt: int, number: int) -> None:
+        """A prompt keeps its pages until its last row, live or kept, is gone."""
+        references, pages = self.prompts.pop(prompt)
+        if references > number:
+            self.prompts[prompt] = (references - number, pages)
+        else:
+            self.promised -= len(pages)
+            self.pages.give(pages)
+
+    def remove(self, gone: np.ndarray) -> np.ndarray:
+        """The rows that stay keep their order."""
+        rows = self.rows
+        taken = np.arange(self.table.shape[1]) < rows["pages"][gone][:, None]
+        self.pages.give(self.table[gone][taken])
+        self.promised -= int((-(-rows["limit"][gone] // PAGE)).sum())
+        counted = np.unique(rows["prompt"][gone], return_counts=True)
+        for prompt, number in zip(*(a.tolist() for a in counted), strict=True):
+            self._dereference(prompt, number)
+        stay = np.delete(np.arange(rows.count), gone)
+        for table in (self.table, self.prompt_table):
+            table[: len(stay)], table[len(stay) : rows.count] = table[stay], 0
+        self.changed = True
+        return stay
+
+    def idle(self) -> None:
+        """The pool, the graphs and the copied weights stay for the next call."""
+
+    def release(self) -> None:
+        """Give the pool, the graphs and the copied weights back; the next call makes them anew."""
+        self._clear()
+        self.decoder.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # to the device: a private pool of graphs would not serve the trainer
