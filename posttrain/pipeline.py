@@ -196,8 +196,8 @@ def _run(settings: Settings, writer: RunWriter) -> None:
 def _run_stages(settings: Settings, writer: RunWriter, workers: WorkerPool) -> Context:
     import torch
 
-    from posttrain.train.determinism import use_deterministic_kernels
     from posttrain.train.saving import Saving
+    from posttrain.train.torch_settings import use_deterministic_kernels
 
     device = settings.device
     if device == "auto":

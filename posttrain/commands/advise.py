@@ -15,7 +15,7 @@ import yaml
 from posttrain.errors import UserError, require, unknown
 from posttrain.types import JSON
 
-TRAINED = ("policy", "value")  # these have gradients and moments; the others are frozen
+TRAINED = ("policy", "critic")  # these have gradients and moments; the others are frozen
 
 
 @dataclass(frozen=True, slots=True)

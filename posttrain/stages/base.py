@@ -303,7 +303,7 @@ def load_policy(name: str, context: Context, alphabet: str = "", place: str = ""
     from posttrain.models.load import load, stop_ids
     from posttrain.models.policy import wrap_model
     from posttrain.models.tiny import character_tokenizer, tiny_model
-    from posttrain.train.threads import use_threads
+    from posttrain.train.torch_settings import use_threads
 
     if name.startswith("tiny:"):
         tokenizer = character_tokenizer(alphabet)

@@ -286,7 +286,7 @@ class SourceRating:
     @property
     def models(self) -> tuple[nn.Module, ...]:
         """The networks, for a checkpoint to name them by their weights."""
-        return tuple(getattr(self.rating, "models", ()))
+        return tuple(self.rating.models)
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
         own = [rollout.problem.id.partition("/")[0] == self.source for rollout in rollouts]
@@ -304,7 +304,7 @@ class MixedRating:
     @property
     def models(self) -> tuple[nn.Module, ...]:
         """The networks, for a checkpoint to name them by their weights."""
-        return tuple(model for one in self.ratings for model in getattr(one, "models", ()))
+        return tuple(model for one in self.ratings for model in one.models)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         by_part = [

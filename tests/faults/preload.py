@@ -27,11 +27,10 @@ import posttrain.pipeline
 import posttrain.recipes.quickstart
 import posttrain.stages.preference
 import posttrain.stages.reward_model
-import posttrain.train.determinism
 import posttrain.train.implicit
 import posttrain.train.rating
 import posttrain.train.saving
-import posttrain.train.threads
+import posttrain.train.torch_settings
 import posttrain.train.trainer
 import tests.faults.harness
 

@@ -36,8 +36,8 @@ def train(folder: Path, name: str, device: str, kill_at: int = 0) -> None:
     from posttrain.stages.base import Context, run_stages
     from posttrain.stages.rl import RLStage
     from posttrain.tasks.arithmetic import Arithmetic
-    from posttrain.train.determinism import use_deterministic_kernels
     from posttrain.train.optimizer import Optimization
+    from posttrain.train.torch_settings import use_deterministic_kernels
     from posttrain.types import Sampling
 
     use_deterministic_kernels(device)

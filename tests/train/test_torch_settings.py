@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from posttrain import config, pipeline
-from posttrain.train import determinism
+from posttrain.train import torch_settings
 
 
 @pytest.fixture
@@ -24,19 +24,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_on_a_gpu_every_kernel_runs_in_one_order(asked: list[tuple[Any, ...]]) -> None:
-    determinism.use_deterministic_kernels("cuda:0")
+    torch_settings.use_deterministic_kernels("cuda:0")
     assert asked == [(True,)], "as errors: warnings would leave flash attention as it is"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and not torch.backends.cudnn.benchmark
 
 
 def test_on_a_cpu_nothing_is_to_be_done(asked: list[tuple[Any, ...]]) -> None:
-    determinism.use_deterministic_kernels("cpu")
+    torch_settings.use_deterministic_kernels("cpu")
     assert asked == [] and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_the_setting_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(determinism, "use_deterministic_kernels", seen.append)
+    monkeypatch.setattr(torch_settings, "use_deterministic_kernels", seen.append)
     monkeypatch.setattr(pipeline, "run_stages", lambda *given: None)
     for number, words in enumerate(([], ["deterministic=true"])):
         settings = config.parse("quickstart", [*words, "device=cpu", f"out={tmp_path / str(number)}"])
