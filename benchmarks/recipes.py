@@ -1,4 +1,4 @@
-"""Every recipe in its CPU size: does its one primary figure move by at least two standard errors on held-out prompts?
+"""Every recipe with its toy model: does its one primary figure move by at least two standard errors on held-out prompts?
 
     python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0] [--processes 2]
 

@@ -7,9 +7,9 @@ import inspect
 import re
 import shlex
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import yaml
@@ -17,7 +17,7 @@ import yaml
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.safe_readers import read_values, read_yaml
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import Checked, Count, Range, UserError, require, unknown
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.runs.layout import FORMAT
 from posttrain.stages._lineage import MODELS, PLACES, inside, place
@@ -28,55 +28,42 @@ from posttrain.tasks.base import Task
 from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
 from posttrain.types import JSON
 
+# polymorphic: a dict with its catalogue name
 NAMED: dict[type, str] = {
     Algorithm: "algorithm",
     Task: "task",
     Stage: "stage",
     RewardSource: "reward_source",
-}  # polymorphic: a dict with its catalogue name
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """A whole run: its recipe and the keys that belong to no stage."""
 
     recipe: Recipe
     name: str
     seed: int = 0
     device: str = "auto"
-    threads: int = 0  # 0: chosen by the model's size
+    threads: Annotated[int, Range(ge=0, text="a number of threads, 0 for as many as pay")] = 0
     out: str = ""  # the run directory; "" makes a new one under runs/
     trackers: tuple[str, ...] = ()
-    checkpoint_hook: tuple[
-        str, ...
-    ] = ()  # a program and its arguments; it gets the directory of each finished checkpoint
-    checkpoint_sync: bool = (
-        False  # wait for the disk at every checkpoint, instead of writing in the background
-    )
-    checkpoint_keep: int = 2
-    deterministic: bool = (
-        False  # on a GPU: the same bits every time, for some speed; on a CPU that is always so
-    )
-    only: tuple[
-        str, ...
-    ] = ()  # stages to run alone, on what is in the directory; never part of a run's configuration
+    # a program and its arguments; it gets the directory of each finished checkpoint
+    checkpoint_hook: tuple[str, ...] = ()
+    checkpoint_sync: bool = False  # wait for the disk at every checkpoint
+    checkpoint_keep: Count = 2
+    deterministic: bool = False  # on a GPU: the same bits every time; on a CPU that is always so
+    # stages to run alone, on what is in the directory; never part of a run's configuration
+    only: tuple[str, ...] = ()
     again: bool = False  # let the directory hold a run, and do again what has changed
-    trust: Trust = dataclasses.field(
-        default=EVERYTHING, compare=False
-    )  # in whoever named all this; no key
+    # in whoever named all this; no key
+    trust: Trust = dataclasses.field(default=EVERYTHING, compare=False)
 
     def __post_init__(self) -> None:
         """Refused before there is a directory."""
+        super().__post_init__()
         check_machine(self.seed, self.device)
-        require(
-            self.threads >= 0,
-            f"threads is a number of threads, 0 for as many as pay, not {self.threads}",
-        )
         check_threads(self.threads, "threads")
-        require(
-            self.checkpoint_keep >= 1,
-            f"checkpoint_keep must be 1 or more, not {self.checkpoint_keep}",
-        )
 
 
 def check_machine(seed: int, device: str) -> None:
@@ -87,6 +74,7 @@ def check_machine(seed: int, device: str) -> None:
     check_threads(requested_threads(), "OMP_NUM_THREADS")
 
 
+NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+"
 TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage
 PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
 
@@ -110,9 +98,7 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
     """Call the recipe with its own keys, then apply the keys of its stages."""
     own = inspect.signature(function).parameters
     top = {key: value for key, value in pairs.items() if "." not in key}
-    for key in top:
-        if key not in own and key not in TOP:
-            raise unknown("key", key, [*own, *TOP], [name])
+    refuse_unknown("key", top, [*own, *TOP], [name])
     active().require_program(top.get("checkpoint_hook"))
     hints = typing.get_type_hints(function)
     made = function(
@@ -214,36 +200,32 @@ def pair(argument: str) -> tuple[str, JSON]:
 
 def number(value: JSON) -> JSON:
     """YAML 1.1 reads 1e-4 as a string; people mean a number."""
-    if isinstance(value, str):
-        try:
-            return (
-                float(value)
-                if "e" in value.lower() and value.lower().strip("+-.0123456789e") == ""
-                else value
-            )
-        except ValueError:
-            return value
-    return value
+    written = isinstance(value, str) and re.fullmatch(NUMBER, value) is not None
+    return float(value) if written else value
+
+
+def refuse_unknown(
+    what: str, keys: Iterable[str], known: Sequence[str], owners: Sequence[str] = ()
+) -> None:
+    for key in keys:
+        if key not in known:
+            raise unknown(what, str(key), known, owners)
 
 
 def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage, ...]:
     """Apply `stage.key=value`, where key may be a path, or the one nested key of that name."""
-    trees = dict(
-        zip(check_names(stages) if stages else [], map(to_tree, stages), strict=True)
-    )  # two of one name would be one
+    check_names(stages)  # two of one name would be one
+    kinds = {stage.name: type(stage) for stage in stages}
+    trees = {stage.name: to_tree(stage) for stage in stages}
     for dotted, value in pairs.items():
         name, *path = dotted.split(".")
-        meant = (
-            [name]
-            if name in trees
-            else [
-                n for n in trees if n.rpartition("_")[0] == name and n.rpartition("_")[2].isdigit()
-            ]
-        )
+        # of a stage in rounds: all of them, unless one is named
+        rounds = [n for n in trees if re.fullmatch(rf"{re.escape(name)}_\d+", n)]
+        meant = [name] if name in trees else rounds
         if not meant:
             raise unknown("stage", name, trees)
-        for one in meant:  # of a stage in rounds: all of them, unless one is named
-            _assign(trees[one], type(next(s for s in stages if s.name == one)), path, value, dotted)
+        for one in meant:
+            _assign(trees[one], kinds[one], path, value, dotted)
     return tuple(from_tree(tree, Stage, name) for name, tree in trees.items())
 
 
@@ -325,12 +307,9 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
         hints = typing.get_type_hints(kind)
         names = _keys(kind)
-        for key in tree:
-            if key not in names:
-                raise unknown(f"key in {where}:", str(key), names, [catalogue.name_of(kind)])
-        return _construct(
-            kind, {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}, where
-        )
+        refuse_unknown(f"key in {where}:", tree, names, [catalogue.name_of(kind)])
+        values = {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}
+        return _construct(kind, values, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and inner and (dataclasses.is_dataclass(inner[0]) or inner[0] in NAMED):
         require(isinstance(tree, list), f"{where} takes a list")
@@ -351,21 +330,18 @@ def _shorthand(tree: Mapping[str, JSON]) -> dict[str, JSON]:
     return {**tree, "name": name, key: value}
 
 
-def _construct(kind: type, values: dict[str, Any], where: str) -> Any:
-    missing = [
+def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
+    free = {
         f.name
         for f in dataclasses.fields(kind)
-        if f.init
-        and f.name not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
+        if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+    }
+    missing = [name for name in _keys(kind) if name not in values and name not in free]
     require(not missing, f"{where}: missing {', '.join(missing)}")
     try:
         return kind(**values)
-    except (
-        UserError
-    ) as error:  # a stage gives its name itself; what it holds does not know whose it is
+    except UserError as error:
+        # a stage gives its name itself; what it holds does not know whose it is
         raise error if issubclass(kind, Stage) else UserError(f"{where}: {error}") from None
 
 
@@ -426,9 +402,7 @@ def from_config(
 def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:
     """A configuration that says everything in full."""
     known = ("format", "name", "stages", "before", "after", "next_command", "versions", *TOP)
-    for key in tree:
-        if key not in known:
-            raise unknown(f"key in {where}:", str(key), known)
+    refuse_unknown(f"key in {where}:", tree, known)
     active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
     stages = tuple(
@@ -438,9 +412,7 @@ def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -
         **{k: v for k, v in tree.items() if k in TOP},
         **{k: v for k, v in pairs.items() if "." not in k},
     }
-    for key in top:
-        if key not in TOP:
-            raise unknown("key", key, TOP)
+    refuse_unknown("key", top, TOP)
     stages = override(stages, {k: v for k, v in pairs.items() if "." in k})
     recipe = Recipe(
         stages,
@@ -455,10 +427,7 @@ def _expanded(tree: JSON, where: str) -> list[Stage]:
     """One stage, or those of some rounds: {rounds: 3, first: {...}, advance: {...}, stages: [...]}; see recipes/base.py."""
     if not isinstance(tree, dict) or "rounds" not in tree:
         return [from_tree(tree, Stage, where)]
-    known = ("rounds", "first", "advance", "stages")
-    for key in tree:
-        if key not in known:
-            raise unknown(f"key in {where}:", str(key), known)
+    refuse_unknown(f"key in {where}:", tree, ("rounds", "first", "advance", "stages"))
     require(isinstance(tree.get("stages"), list), f"{where}: rounds need a list of stages")
     stages = [from_tree(t, Stage, f"{where}.stages[{n}]") for n, t in enumerate(tree["stages"])]
     first = _check(f"{where}.first", dict[str, str], tree.get("first") or {})

@@ -105,13 +105,15 @@ class Range:
     infinite: bool = False  # whether infinity is accepted
 
     def __contains__(self, value: object) -> bool:
+        if not isinstance(value, Real):
+            return False
+        number = float(value)
         return (
-            isinstance(value, Real)
-            and (math.isfinite(value) or (self.infinite and value == math.inf))
-            and (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
+            (math.isfinite(number) or (self.infinite and number == math.inf))
+            and (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
         )
 
     def __str__(self) -> str:
@@ -137,7 +139,8 @@ Interval = Annotated[int, Range(ge=0, text="0 (never) or a number of steps")]
 def check_fields(settings: Any, where: str = "") -> None:
     """Refuse a dataclass with a value outside of its field's type: a `Range`, or the choices of a `Literal`, also inside an optional
     field or a tuple. `where` stands before the field's name."""
-    for name, hint in _checked_fields(type(settings)):
+    kind: type = type(settings)
+    for name, hint in _checked_fields(kind):
         value = getattr(settings, name)
         accepted = _accepted(hint, value)
         require(not accepted, f"{where}{name} must be {accepted}, not {value!r}")

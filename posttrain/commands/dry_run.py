@@ -69,10 +69,10 @@ def measure_stage(stage: Stage, context: Context, lengths: dict[str, float]) -> 
             rows = Run(context.directory).metrics(stage.name)
             lengths[stage.name] = rows[-1].figures["trained"] / dry.batch
         return made
-    worst = dry.at_length(dry.limit, dry.limit, f"{stage.name}-longest")
+    worst = dry.at_length(dry.limit, f"{stage.name}-longest")
     longest = measure(stage.name, replace(dry, loops=(worst.name,)), worst, context)
     length = min(dry.limit, round(lengths.get(stage.starts_from(), 0.0)))
-    small = dry.at_length(length, length, stage.name) if length else dry.stage
+    small = dry.at_length(length, stage.name) if length else dry.stage
     usual = measure(stage.name, dry, small, context)
     lengths[stage.name] = length
     return replace(

@@ -1,4 +1,4 @@
-"""The two sizes of R1: a model of 0.2M parameters that is made here, on a CPU, and a real one, on a GPU."""
+"""The two scales of R1: a toy model of 0.2M parameters, made here on a CPU, and a real model, on a GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Scale:
     mixture_steps: int
     batch: int  # examples a step of supervised stages
     imitate: Optimization  # of stage 3
-    compared: int  # prompts whose two answers the annotator compares
+    compared: int  # prompts whose two answers the simulated annotator compares
     fit: Optimization  # of the reward model
     fit_steps: int
     reasoning_steps: int

@@ -1,4 +1,4 @@
-"""What the recipes of alignment begin with: a small model that writes tiny reviews as people do, good and bad."""
+"""What the toy models of the alignment recipes begin with: a small model that writes tiny reviews as people do, good and bad."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def beginning(size: str) -> list[Stage]:
 
 
 def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
-    """From the beginning, learn from the policy's own best samples as the annotator sees them."""
+    """From the beginning, learn from the policy's own best samples as the simulated annotator sees them."""
     return [
         *beginning(size),
         RLStage(
@@ -67,14 +67,14 @@ def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
 
 
 def comparisons(name: str, model: str, prompts: int = 2000, skip: int = 0) -> ComparisonsStage:
-    """The annotator compares two answers of `model` to each prompt."""
+    """The simulated annotator compares two answers of `model` to each prompt."""
     return ComparisonsStage(
         name=name, model=model, task=TASK, prompts=prompts, noise=0.1, skip=skip, sampling=SAMPLING
     )
 
 
 def versus(name: str, model: str, against: str = "sft") -> VersusStage:
-    """Who pleases the annotator more on held-out prompts, and what it cost in perplexity."""
+    """Which model the simulated annotator prefers on held-out prompts, and what it cost in perplexity."""
     return VersusStage(
         name=name,
         model=model,

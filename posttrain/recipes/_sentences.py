@@ -1,4 +1,4 @@
-"""What the GPU sizes of the recipes of alignment begin with: a real model that is asked for sentences, and what it writes itself.
+"""What the real models of the alignment recipes begin with: one is asked for sentences, and what it writes itself.
 
 Where no person has written demonstrations or ordinary text, the model's own stand in: of its answers those that the annotator likes
 best, and what it says in conversation.
@@ -15,7 +15,7 @@ TALK = Sentiment("continue")  # ordinary conversation: what no stage tunes
 
 
 def favourites(name: str, model: str, tokens: int, prompts: int = 600) -> SampleStage:
-    """The best of four answers of `model` to each prompt, where the annotator likes it."""
+    """The best of four answers of `model` to each prompt, where the simulated annotator gives it 0.7 or more."""
     return SampleStage(
         name=name,
         model=model,

@@ -18,10 +18,10 @@ def dpo(
     data: str = "",
     lr: float | None = None,
 ) -> Recipe:
-    """Rafailov et al. 2023, on tiny reviews and comparisons by an annotator whose taste is known, on a CPU.
+    """Rafailov et al. 2023, on tiny reviews and comparisons by a simulated annotator (the rules of tasks/reviews.py), with a toy model.
 
     With a `model` (a hub name, a directory, a GGUF file) and `data` (a JSONL file of pairs; data/preferences.py has the conventions)
-    the GPU size: that model learns from these preferences, and is measured on a quarter of the prompts, which are kept apart.
+    a real model learns from these preferences, and is measured on a quarter of the prompts, which are kept apart.
     """
     require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
     if model:

@@ -32,10 +32,10 @@ class Scale:
     steps: int
     prompts: int
     fit: Optimization  # of the reward model
-    fit_steps: int
+    fit_steps: int = 250
     policy: Optimization
     critic: Optimization
-    compared: int = 2500  # prompts whose two answers the annotator compares
+    compared: int = 2500  # prompts whose two answers the simulated annotator compares
     data: str = ""  # comparisons that people made, in place of the annotator's
     ordinary: tuple[Data, ...]  # text of the pretraining mix
     unseen: tuple[Data, ...]  # text whose perplexity is what was paid
@@ -58,74 +58,73 @@ def instructgpt(
     ordinary: str = "",
     unseen: str = "",
 ) -> Recipe:
-    """On tiny reviews with an annotator whose taste is known (tasks/reviews.py), on a CPU.
+    """On tiny reviews with a simulated annotator (the rules of tasks/reviews.py), with a toy model on a CPU.
 
     Ouyang et al. 2022: a policy that pleases a Bradley-Terry model of people's comparisons, kept near the SFT model by
     KL in the reward, and good at its old text by gradients of its likelihood. The reward model must pass an accuracy gate first.
 
-    With a `model` (a hub name, a directory, a GGUF file) the GPU size: that model writes sentences of at most `tokens` tokens
-    (tasks/sentiment.py), and the annotator is the VADER lexicon. JSONL files of people's own work can stand in: `demonstrations` for
-    the annotator's favourites, `data` for its comparisons, `ordinary` for text of the pretraining mix and `unseen` for text whose
-    perplexity is measured, both of which the model writes itself otherwise.
+    With a `model` (a hub name, a directory, a GGUF file) a real model: it writes sentences of at most `tokens` tokens
+    (tasks/sentiment.py), and the simulated annotator is the VADER lexicon. JSONL files of people's own work can stand in:
+    `demonstrations` for the annotator's favourites, `data` for its comparisons, `ordinary` for text of the pretraining mix and
+    `unseen` for text whose perplexity is measured, both of which the model writes itself otherwise.
     """
     require(
         bool(model) or not any((demonstrations, data, ordinary, unseen)),
-        "instructgpt: files are for the GPU size: give a model",
+        "instructgpt: files are for a real model: give one as model",
     )
     if model:
-        return real(
-            model,
-            demonstrations,
-            Scale(
-                task=SENTENCES,
-                sampling=Sampling(tokens),
-                steps=given(steps, 40),
-                prompts=given(prompts, 256),
-                problems=problems,
-                compared=4000,
-                algorithm=PPO(
-                    beta=given(beta, 0.05),
-                    epochs=2,
-                    mini_batches=2,
-                    critic_warmup=3,
-                    missing_eos=1.0,
-                    ptx=ptx,
-                ),
-                fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"),
-                fit_steps=250,
-                data=data,
-                policy=Optimization(lr=given(lr, 1e-5), warmup=5),
-                critic=Optimization(lr=2e-5),
-                ordinary=(Data(file=ordinary or "ordinary"),),
-                unseen=(Data(file=unseen or "unseen"),),
-                checkpoint_every=1000,
-            ),
+        scale = Scale(
+            task=SENTENCES,
+            sampling=Sampling(tokens),
+            steps=given(steps, 40),
+            prompts=given(prompts, 256),
+            problems=problems,
+            compared=4000,
+            algorithm=ppo(given(beta, 0.05), ptx, critic_warmup=3, missing_eos=1.0),
+            fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"),
+            data=data,
+            policy=Optimization(lr=given(lr, 1e-5), warmup=5),
+            critic=Optimization(lr=2e-5),
+            ordinary=(Data(file=ordinary or "ordinary"),),
+            unseen=(Data(file=unseen or "unseen"),),
+            checkpoint_every=1000,
         )
-    scale = Scale(
-        task=_reviews.TASK,
-        sampling=_reviews.SAMPLING,
-        steps=given(steps, 50),
-        prompts=given(prompts, 128),
-        problems=problems,
-        algorithm=PPO(beta=given(beta, 0.1), epochs=2, mini_batches=2, critic_warmup=5, ptx=ptx),
-        fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-        fit_steps=250,
-        policy=Optimization(lr=given(lr, 3e-4), warmup=5),
-        critic=Optimization(lr=1e-3),
-        ordinary=(_reviews.PEOPLE,),
-        unseen=(_reviews.UNSEEN,),
-    )
-    return Recipe(
-        (*_reviews.beginning(size), *aligned(scale)),
-        next_command="posttrain run instructgpt beta=0.02 ptx=0",
+        first, again = real(model, demonstrations, scale), f"model={model} "
+    else:
+        scale = Scale(
+            task=_reviews.TASK,
+            sampling=_reviews.SAMPLING,
+            steps=given(steps, 50),
+            prompts=given(prompts, 128),
+            problems=problems,
+            algorithm=ppo(given(beta, 0.1), ptx, critic_warmup=5),
+            fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+            policy=Optimization(lr=given(lr, 3e-4), warmup=5),
+            critic=Optimization(lr=1e-3),
+            ordinary=(_reviews.PEOPLE,),
+            unseen=(_reviews.UNSEEN,),
+        )
+        first, again = _reviews.beginning(size), ""
+    stages = (*first, *aligned(scale))
+    return Recipe(stages, next_command=f"posttrain run instructgpt {again}beta=0.02 ptx=0")
+
+
+def ppo(beta: float, ptx: float, critic_warmup: int, missing_eos: float = 0.0) -> PPO:
+    return PPO(
+        beta=beta,
+        ptx=ptx,
+        epochs=2,
+        mini_batches=2,
+        critic_warmup=critic_warmup,
+        missing_eos=missing_eos,
     )
 
 
-def real(model: str, demonstrations: str, scale: Scale) -> Recipe:
-    """The same from a real model, which first writes what no file was given for."""
+def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
+    """What a real model begins with: it first writes what no file was given for, then learns the demonstrations."""
     made = {"ordinary": talk("ordinary", model, 240), "unseen": talk("unseen", model, 60, skip=240)}
     needed = (*(scale.ordinary if scale.algorithm.ptx else ()), *scale.unseen)
-    stages = [stage for name, stage in made.items() if Data(file=name) in needed]
+    stages: list[Stage] = [stage for name, stage in made.items() if Data(file=name) in needed]
     if not demonstrations:
         stages.append(favourites("demonstrations", model, scale.sampling.max_new_tokens))
     sft = SFTStage(
@@ -136,10 +135,7 @@ def real(model: str, demonstrations: str, scale: Scale) -> Recipe:
         batch=32,
         optimizer=Optimization(lr=1e-5, warmup=5, schedule="cosine"),
     )
-    return Recipe(
-        (*stages, sft, *aligned(scale)),
-        next_command=f"posttrain run instructgpt model={model} beta=0.02 ptx=0",
-    )
+    return [*stages, sft]
 
 
 def aligned(scale: Scale) -> list[Stage]:

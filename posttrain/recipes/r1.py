@@ -34,11 +34,11 @@ def r1(
 ) -> Recipe:
     """DeepSeek-R1 (Guo et al. 2025) on two-digit sums and tiny reviews, on a CPU; docs/recipes/r1.md has what each stage did.
 
-    The base model's habits are what the stages mend: hardly any tags, words of two languages, forgotten carries, reviews of any mood.
+    The base model's habits are what the stages fix: hardly any tags, words of two languages, forgotten carries, reviews of any mood.
     Stage 3 begins again at `restart`, the base as in the paper; "reasoning" goes on from stage 2. The last stage is short: its reward
-    model is right only near the answers that it has seen, and more steps please it and not the annotator.
+    model is right only near the answers that it has seen, and more steps please it and not the simulated annotator.
 
-    With a `model` (a hub name, a directory, a GGUF file) the GPU size: that model is the base, is asked sums in words, and its general
+    With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, is asked sums in words, and its general
     answers are sentences that the VADER lexicon judges (tasks/sentiment.py). `lr` is that of both stages of RL.
     """
     scale = real(model) if model else nano(size)
@@ -49,7 +49,7 @@ def r1(
         explore=replace(scale.explore, lr=given(lr, scale.explore.lr)),
     )
     made = [*scale.before, *measures(scale, "base", problems)]
-    for stage in stages(scale, restart):
+    for stage in [*reasoning(scale), *alignment(scale, restart)]:
         made += [stage, *measures(scale, stage.name, problems)]
     return Recipe(
         tuple(made),
@@ -59,8 +59,8 @@ def r1(
     )
 
 
-def stages(scale: Scale, restart: str) -> list[Stage]:
-    both = Mixed((Source(name="sums", task=scale.sums), Source(name="general", task=scale.general)))
+def reasoning(scale: Scale) -> list[Stage]:
+    """Stages 1 and 2: a cold start, RL on sums, and right answers of the model as data."""
     return [
         SFTStage(
             name="cold_start",
@@ -93,6 +93,13 @@ def stages(scale: Scale, restart: str) -> list[Stage]:
             samples=2,
             sampling=scale.think,
         ),
+    ]
+
+
+def alignment(scale: Scale, restart: str) -> list[Stage]:
+    """Stages 3 and 4: SFT on reasoning and general data, and RL over verifiable and preference rewards together."""
+    both = Mixed((Source(name="sums", task=scale.sums), Source(name="general", task=scale.general)))
+    return [
         SFTStage(
             name="mixture",
             model=scale.base if restart == "base" else restart,

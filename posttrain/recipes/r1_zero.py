@@ -30,7 +30,7 @@ def r1_zero(
     """DeepSeek-R1-Zero on three-digit sums, on a CPU: a base model pretrained on worked sums, most of them easier, then GRPO without
     any fine-tuning between. pass@k of base and trained model up to `samples` tells what RL created and what it only made likelier.
 
-    With a `model` (a hub name, a directory, a GGUF file) the GPU size: that model is the base, and the sums are asked in words.
+    With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, and the sums are asked in words.
     """
     if model:
         return real(

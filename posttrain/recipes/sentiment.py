@@ -59,15 +59,15 @@ def sentiment(
     tokens: int = 64,
     problems: int = 500,
 ) -> Recipe:
-    """Ziegler et al. 2019 and Stiennon et al. 2020 on tiny reviews, on a CPU: a model of what people write is made, an annotator
-    ranks four of its answers to each of `comparisons` prompts, a reward model is fitted to the rankings, and PPO pleases it at a KL
-    price `beta` too low for a reward model that weak. Each further round ranks two answers of what came out among two of the first
-    model, for `fresh` prompts more than the round before, and fits the reward model to all rankings so far (Christiano et al. 2017);
-    and its KL price is `beta_increment` by so much: what was overdone once is done with more care.
+    """Ziegler et al. 2019 and Stiennon et al. 2020 on tiny reviews, on a CPU: a toy model of what people write is made, a simulated
+    annotator (the rules of tasks/reviews.py) ranks four of its answers to each of `comparisons` prompts, a reward model is fitted to
+    the rankings, and PPO raises its score at a coefficient of KL, `beta`, that is too low for a reward model that weak. Each further
+    round ranks two answers of what came out among two of the first model, for `fresh` prompts more than the round before, fits the
+    reward model to all rankings so far (Christiano et al. 2017), and raises beta by `beta_increment`.
 
-    With a `model` (a directory, a GGUF file, a hub name) the GPU size: that model writes sentences (tasks/sentiment.py), `tokens` long
-    at most, and the annotator is the VADER lexicon, strict: it wants what it asked about named, and tires of flattery. Reward model and
-    critic learn at `reward_lr`.
+    With a `model` (a directory, a GGUF file, a hub name) a real model: it writes sentences (tasks/sentiment.py), `tokens` long at most,
+    and the simulated annotator is the VADER lexicon, strict: it wants what it asked about named, and gives less for flattery. Reward
+    model and critic learn at `reward_lr`.
     """
     if model:
         scale = Scale(
@@ -116,6 +116,61 @@ def sentiment(
     return Recipe(tuple(stages), next_command="posttrain run sentiment beta=0.2")
 
 
+def one_round(
+    scale: Scale, comparisons: int, beta: float, steps: int, problems: int
+) -> list[Stage]:
+    """Comparing, fitting and optimising, always from the first model."""
+    start, task, sampling = scale.start, scale.task, scale.sampling
+    return [
+        ComparisonsStage(
+            name="comparisons",
+            model="previous rl",
+            against=start,
+            before="previous comparisons",
+            task=task,
+            prompts=comparisons,
+            samples=4,
+            noise=0.1,
+            sampling=sampling,
+        ),
+        RewardModelStage(
+            name="reward",
+            model=start,
+            data=("comparisons",),
+            steps=scale.fit_steps,
+            batch=16,
+            optimizer=scale.fit,
+            evaluate_every=0,
+        ),
+        RLStage(
+            name="rl",
+            model=start,
+            task=task,
+            steps=steps,
+            prompts=scale.prompts,
+            sampling=sampling,
+            algorithm=PPO(beta=beta, epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0),
+            reward=RewardModels(models=("reward",)),
+            critic="reward",
+            optimizer=scale.policy,
+            critic_optimizer=scale.critic,
+            evaluate_every=max(1, steps // 8),
+            evaluate_problems=0,
+            measure_problems=scale.measured,
+            checkpoint_every=100,
+        ),
+        VersusStage(
+            name="versus_sft",
+            model="rl",
+            against=start,
+            task=task,
+            problems=problems,
+            sampling=sampling,
+            text=scale.text,
+        ),
+    ]
+
+
 def optimised(
     scale: Scale,
     rounds: int,
@@ -126,61 +181,11 @@ def optimised(
     steps: int,
     problems: int,
 ) -> list[Stage]:
-    """Rounds of comparing, fitting and optimising, always from the first model, and the curves of all of it."""
-    start, task, sampling = scale.start, scale.task, scale.sampling
+    """The rounds, and the curves of all of them."""
     stages = repeat(
-        [
-            ComparisonsStage(
-                name="comparisons",
-                model="previous rl",
-                against=start,
-                before="previous comparisons",
-                task=task,
-                prompts=comparisons,
-                samples=4,
-                noise=0.1,
-                sampling=sampling,
-            ),
-            RewardModelStage(
-                name="reward",
-                model=start,
-                data=("comparisons",),
-                steps=scale.fit_steps,
-                batch=16,
-                optimizer=scale.fit,
-                evaluate_every=0,
-            ),
-            RLStage(
-                name="rl",
-                model=start,
-                task=task,
-                steps=steps,
-                prompts=scale.prompts,
-                sampling=sampling,
-                algorithm=PPO(
-                    beta=beta, epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0
-                ),
-                reward=RewardModels(models=("reward",)),
-                critic="reward",
-                optimizer=scale.policy,
-                critic_optimizer=scale.critic,
-                evaluate_every=max(1, steps // 8),
-                evaluate_problems=0,
-                measure_problems=scale.measured,
-                checkpoint_every=100,
-            ),
-            VersusStage(
-                name="versus_sft",
-                model="rl",
-                against=start,
-                task=task,
-                problems=problems,
-                sampling=sampling,
-                text=scale.text,
-            ),
-        ],
+        one_round(scale, comparisons, beta, steps, problems),
         rounds,
-        first={"rl": start, "comparisons": ""},
+        first={"rl": scale.start, "comparisons": ""},
         advance={
             "comparisons.skip": SKIP,
             "comparisons.prompts": fresh,
@@ -191,11 +196,11 @@ def optimised(
     numbers = range(1, rounds + 1)
     curves = OveroptimisationStage(
         name="overoptimisation",
-        model=start,
-        task=task,
+        model=scale.start,
+        task=scale.task,
         trained=tuple(f"rl_{n}" for n in numbers),
         reward_models=tuple(f"reward_{n}" for n in numbers),
         problems=scale.problems,
-        sampling=sampling,
+        sampling=scale.sampling,
     )
     return [*stages, curves]

@@ -63,25 +63,24 @@ def proxy_gold_kl(
 ) -> dict[str, Interval]:
     """What rated samples say of over-optimisation: the reward that was trained for (proxy), the task's own score (gold), and KL from
     `reference` in nats a response. Of the rewards, samples without a score are left out."""
-    asked = [
-        key for group, key in zip(groups, prompts(groups), strict=True) for _ in group.rollouts
+    scored = [
+        (rollout.score, key)
+        for group, key in zip(groups, prompts(groups), strict=True)
+        for rollout in group.rollouts
+        if rollout.score.valid
     ]
-    scores = [
-        (r.score, key)
-        for r, key in zip((r for g in groups for r in g.rollouts), asked, strict=True)
-        if r.score.valid
-    ]
-    proxy = [(score.value, key) for score, key in scores if score.value is not None]
-    gold = [(score.parts["task"], key) for score, key in scores if "task" in score.parts]
+    proxy = [(score.value, key) for score, key in scored if score.value is not None]
+    gold = [(score.parts["task"], key) for score, key in scored if "task" in score.parts]
     require(
         len(proxy) > 1 and len(gold) > 1,
         "hardly any sample could be scored: proxy and gold reward need at least 2",
     )
-    intervals = {
-        "proxy": mean_interval(*zip(*proxy, strict=True)),
-        "gold": score_interval(*zip(*gold, strict=True)),
+    (rewards, asked), (golds, gold_asked) = zip(*proxy, strict=True), zip(*gold, strict=True)
+    return {
+        "proxy": mean_interval(rewards, asked),
+        "gold": score_interval(golds, gold_asked),
+        "kl": kl_to(groups, reference, sampling),
     }
-    return {**intervals, "kl": kl_to(groups, reference, sampling)}
 
 
 def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:

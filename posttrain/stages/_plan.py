@@ -48,10 +48,12 @@ class DryRun:
     batch: int = 0
     same_time_as: str = ""  # an earlier stage whose time it takes
 
-    def at_length(self, tokens: int, least: int, name: str) -> Any:
-        """The small stage with responses of `least` to `tokens` tokens, under another name."""
-        sampling = replace(self.stage.sampling, max_new_tokens=tokens, min_new_tokens=least)
-        return replace(self.stage, name=name, sampling=sampling)
+    def at_length(self, tokens: int, name: str) -> Stage:
+        """The small stage with every response `tokens` long, under another name."""
+        small: Any = self.stage
+        sampling = replace(small.sampling, max_new_tokens=tokens, min_new_tokens=tokens)
+        made: Stage = replace(small, name=name, sampling=sampling)
+        return made
 
 
 def fewer(stage: Any, field: str, **changes: Any) -> DryRun:

@@ -98,9 +98,8 @@ class AgreementStage(Stage):
             for v, own, q in zip(verdicts, labels, questions, strict=True)
             if v.winner is not None
         ]
-        interval = share_interval(
-            *zip(*same, strict=True)
-        )  # over prompts: one may have been compared several times
+        marks, asked = zip(*same, strict=True)
+        interval = share_interval(marks, asked)  # over prompts: one may be compared several times
         ties = [v for v in verdicts if v.winner == "tie"]
         return {
             "agreement": interval.row(),

@@ -1,42 +1,33 @@
-"""Comparisons made on the spot: a model answers twice or more, and an annotator whose taste is known says which answer is better."""
+"""Comparisons by a simulated annotator: a model answers twice or more, and the task's own score, with noise, says which is better."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, NotNegative, Range, Whole, require
-from posttrain.stages._answers import BATCH, training_problems
-from posttrain.stages._material import alphabet
-from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, Stage, data_place, load_policy
-from posttrain.tasks.base import Task
-from posttrain.types import JSON, Group, Rollout, Sampling
+from posttrain.errors import NotNegative, Range, require
+from posttrain.stages._answers import BATCH, AskingStage, answers, assistant
+from posttrain.stages.base import Context, data_place, load_policy
+from posttrain.types import JSON, Group, Rollout
 
 KINDS = ("written", "equal", "failed", "truncated", "empty")  # what becomes of answers
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonsStage(Stage):
-    """`prompts` training problems, `samples` answers to each, ordered by the task's own score: the stand-in for people. An annotator
+class ComparisonsStage(AskingStage):
+    """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s. It
     prefers a to b with probability sigmoid((s_a - s_b) / noise), the Bradley-Terry model; noise 0 never errs. What is written,
     `data.jsonl` in the stage's folder, is read by reward_model and preference stages that name this stage as their data.
     """
 
-    model: str
-    task: Task
-    prompts: Count = 1000
     samples: Annotated[int, Range(ge=2, text="at least 2: one answer cannot be compared")] = 2
     noise: NotNegative = 0.1
-    skip: Whole = 0  # problems to pass over, so that another round sees fresh ones
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
-    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,24 +35,16 @@ class ComparisonsStage(Stage):
             self.sampling.temperature > 0, f"{self.name}: a temperature of 0 gives equal answers"
         )
 
-    def alphabet(self) -> str:
-        return alphabet([self.task])
-
-    def dry_run(self) -> DryRun:
-        return fewer(self, "prompts")
-
     def run(self, context: Context) -> dict[str, JSON]:
         counts = dict.fromkeys(KINDS, 0)
         rows = [json.dumps(row) for row in self.rows(context, counts)]
         require(
             bool(rows),
-            f"{self.name}: no two answers differed in a way the annotator could see; raise the temperature",
+            f"{self.name}: no two answers differed in a way that the task's score could see; raise the temperature",
         )
-        earlier = (
-            Path(data_place(self.before, context)).read_text("utf-8").splitlines()
-            if self.before
-            else []
-        )
+        earlier: list[str] = []
+        if self.before:
+            earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines()
         context.write_lines(self.name, [*earlier, *rows], "data.jsonl")
         said = f"{len(earlier):,} from before; " if earlier else ""
         said += ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
@@ -69,48 +52,37 @@ class ComparisonsStage(Stage):
         return {**counts, "from_before": len(earlier)} if self.before else {**counts}
 
     def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
-        from posttrain.data.text import Decoder
         from posttrain.engine.random import derive
 
-        policies = [
-            load_policy(name, context, self.alphabet())
-            for name in (self.model, self.against)
-            if name
+        def seed(first: int) -> int:
+            return derive(context.seed, self.skip + first) >> 1
+
+        half = self.samples // 2 if self.against else 0
+        drawn = [(self.model, self.samples - half, seed)]
+        if self.against:
+            drawn.append((self.against, half, lambda first: derive(seed(first), 1) >> 1))
+        problems = self.training_problems()
+        made = [
+            answers(
+                context,
+                load_policy(name, context, self.alphabet()),
+                self.task,
+                problems,
+                count,
+                self.sampling,
+                seeds,
+            )
+            for name, count, seeds in drawn
         ]
-        samplers = [context.sampler(policy) for policy in policies]
-        shares = (
-            [self.samples - self.samples // 2, self.samples // 2]
-            if self.against
-            else [self.samples]
-        )
-        decoders = [Decoder(policy.tokenizer) for policy in policies]
-        chosen = training_problems(self.task, self.skip, self.prompts)
-        for first in range(0, len(chosen), BATCH):
-            part = chosen[first : first + BATCH]
-            seed = derive(context.seed, self.skip + first) >> 1
-            answers = [
-                rollout_groups(
-                    self.task,
-                    sampler,
-                    decoder,
-                    part,
-                    count,
-                    self.sampling,
-                    derive(seed, number) >> 1 if number else seed,
-                    context.workers,
-                )
-                for number, (decoder, sampler, count) in enumerate(
-                    zip(decoders, samplers, shares, strict=True)
-                )
-            ]
-            for place, groups in enumerate(zip(*answers, strict=True)):
-                group = Group(groups[0].problem, tuple(r for g in groups for r in g.rollouts))
-                row = self.row(group, derive(seed, place), counts)
-                if row is not None:
-                    yield row
+        for number, groups in enumerate(zip(*made, strict=True)):
+            group = Group(groups[0].problem, tuple(r for g in groups for r in g.rollouts))
+            place = number % BATCH
+            row = self.row(group, derive(seed(number - place), place), counts)
+            if row is not None:
+                yield row
 
     def row(self, group: Group, coin: int, counts: dict[str, int]) -> dict[str, JSON] | None:
-        """One prompt's answers in the annotator's order; None, and counted, where there is nothing to order."""
+        """One prompt's answers in the simulated annotator's order; None, and counted, where there is nothing to order."""
         usable = [r for r in group.rollouts if r.finish != "length"]
         counts["truncated"] += len(group.rollouts) - len(usable)
         scored = [r for r in usable if r.score.value is not None]
@@ -125,10 +97,14 @@ class ComparisonsStage(Stage):
         prompt = [m.row() for m in self.task.prompt(group.problem)]
         ranked = self.ordered(different, coin)
         if self.samples == 2:  # a file holds rows of one kind
-            return {"prompt": prompt, "chosen": _said(ranked[0]), "rejected": _said(ranked[1])}
+            return {
+                "prompt": prompt,
+                "chosen": assistant(ranked[0]),
+                "rejected": assistant(ranked[1]),
+            }
         return {
             "prompt": prompt,
-            "responses": [_said(r) for r in ranked],
+            "responses": [assistant(r) for r in ranked],
             "ranking": list(range(1, len(ranked) + 1)),
         }
 
@@ -143,7 +119,3 @@ class ComparisonsStage(Stage):
             return value - self.noise * math.log(-math.log(uniform))
 
         return [rollouts[n] for n in sorted(range(len(rollouts)), key=liked, reverse=True)]
-
-
-def _said(rollout: Rollout) -> list[dict[str, JSON]]:
-    return [{"role": "assistant", "content": rollout.response}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -160,9 +160,7 @@ class EvaluateStage(Stage):
         return evaluation, result
 
 
-def seen(
-    evaluation: Evaluation, model: str, hashes: Collection[str]
-) -> tuple[dict[str, JSON], str]:
+def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[dict[str, JSON], str]:
     """How many of the problems the model was trained on, by the hashes of that, and its accuracy on the others; and a line to say
     so, "" where there are none."""
     marks = known([g.problem for g in evaluation.groups], hashes)

@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 from posttrain.data.records import read_jsonl
-from posttrain.errors import Count, Range, Whole, require
-from posttrain.stages._answers import answers, training_problems
-from posttrain.stages._material import alphabet
-from posttrain.stages._plan import DryRun, fewer
+from posttrain.errors import Count, Range, require
+from posttrain.stages._answers import AskingStage
 from posttrain.stages.base import Context, Stage, data_place
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Message, Problem, Sampling, Score
+from posttrain.types import JSON, Message, Problem, Score
 
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class MineStage(Stage):
+class MineStage(AskingStage):
     """`prompts` fresh training problems, after what an earlier mine stage kept (`again`), answered `samples` times each. Written to
     `data.jsonl`, for an rl stage that names this one as its `problems`: those of which at most a share `max_solved` of the answers was
     right. A problem that could not be scored at all says nothing of the model and is left out, and counted.
     """
 
-    model: str
-    task: Task
-    prompts: Count = 1000
-    samples: Count = 4
     max_solved: Annotated[float, Range(ge=0, lt=1, text="a share of the answers in [0, 1)")] = 0.5
-    skip: Whole = 0  # problems of the task to pass over, so that another round sees fresh ones
-    again: str = ""  # an earlier mine stage, or a file: what it kept is looked at once more
-    min_problems: Count = (
-        16  # problems to keep; where fewer were failed, the hardest of the others make up for it
-    )
-    sampling: Sampling = field(default_factory=Sampling)
-
-    def alphabet(self) -> str:
-        return alphabet([self.task])
+    again: str = ""  # an earlier mine stage, or a file: what it kept is asked once more
+    min_problems: Count = 16  # where fewer were failed, the hardest of the others are kept too
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         again = f", after those that {self.again} kept" if self.again else ""
@@ -48,14 +35,11 @@ class MineStage(Stage):
             f"{self.prompts} training problems{again}, x {self.samples} answers; those solved at most {self.max_solved:.0%} are kept"
         ]
 
-    def dry_run(self) -> DryRun:
-        return fewer(self, "prompts")
-
     def run(self, context: Context) -> dict[str, JSON]:
-        fresh = training_problems(self.task, self.skip, self.prompts)
+        fresh = self.training_problems()
         before = read_problems(data_place(self.again, context)) if self.again else []
         problems = list({problem.id: problem for problem in [*before, *fresh]}.values())
-        shares = self.answer(context, problems)
+        shares = self.solved(context, problems)
         scored = [p for p in problems if p.id in shares]
         require(
             len(scored) >= self.min_problems,
@@ -86,24 +70,13 @@ class MineStage(Stage):
             "unscored": len(problems) - len(scored),
         }
 
-    def answer(self, context: Context, problems: Sequence[Problem]) -> Mapping[str, float]:
+    def solved(self, context: Context, problems: Sequence[Problem]) -> Mapping[str, float]:
         """The share of right answers to each problem that could be scored."""
-        alphabet = self.alphabet()
-        groups = answers(
-            context,
-            self.model,
-            self.task,
-            problems,
-            self.samples,
-            self.sampling,
-            self.skip,
-            alphabet,
-        )
-        solved = {
+        right = {
             g.problem.id: [float(r.score.solved) for r in g.rollouts if r.score.valid]
-            for g in groups
+            for g in self.answers(context, problems)
         }
-        return {name: sum(right) / len(right) for name, right in solved.items() if right}
+        return {name: sum(marks) / len(marks) for name, marks in right.items() if marks}
 
 
 def read_problems(path: str) -> list[Problem]:

@@ -11,11 +11,12 @@ from typing import Annotated
 from posttrain.errors import Range, require
 from posttrain.evals.best_of_n import frontier
 from posttrain.runs.plot import own_style
+from posttrain.stages._answers import answers, rated_by
 from posttrain.stages._material import alphabet
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Group, Sampling
+from posttrain.types import JSON, Sampling
 
 FIGURES = ("proxy", "gold", "kl")
 BATCH = 8  # problems of which all samples are written together
@@ -88,52 +89,34 @@ class OveroptimisationStage(Stage):
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
         """One set of samples, ordered by each reward model in turn."""
-        from posttrain.collect import rate_groups
-        from posttrain.train.rating import ModelRating
+        from posttrain.engine.random import derive
 
         policy = load_policy(self.model, context, self.alphabet())
-        groups = self.answers(context, policy)
-        ns = [2**power for power in range(self.samples.bit_length()) if 2**power <= self.samples]
-        curves = {}
-        for name in self.reward_models:
-            scorers = [load_reward_model(place, context) for place in model_places(name, context)]
-            rated = rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
-            curves[f"best of n, {name}"] = [
-                {
-                    "n": p.n,
-                    "kl": p.kl,
-                    **{
-                        f"{what}{end}": value
-                        for what, one in (("proxy", p.proxy), ("gold", p.gold))
-                        for end, value in (("", one.value), ("_low", one.low), ("_high", one.high))
-                    },
-                }
-                for p in frontier(rated, ns=ns)
-            ]
-        return curves
-
-    def answers(self, context: Context, policy: object) -> list[Group]:
-        from posttrain.data.text import Decoder
-        from posttrain.engine.random import derive
-        from posttrain.episodes import rollout_groups
-        from posttrain.models.policy import Policy
-
-        assert isinstance(policy, Policy)
-        sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
-        problems, groups = self.task.problems("test")[: self.problems], []
-        for first in range(0, len(problems), BATCH):
-            seed, part = derive(context.seed, 64, first) >> 1, problems[first : first + BATCH]
-            groups += rollout_groups(
+        groups = list(
+            answers(
+                context,
+                policy,
                 self.task,
-                sampler,
-                decoder,
-                part,
+                self.task.problems("test")[: self.problems],
                 self.samples,
                 self.sampling,
-                seed,
-                context.workers,
+                lambda first: derive(context.seed, 64, first) >> 1,
+                BATCH,
             )
-        return groups
+        )
+        ns = [2**power for power in range(self.samples.bit_length()) if 2**power <= self.samples]
+        return {
+            f"best of n, {name}": [
+                {
+                    "n": point.n,
+                    "kl": point.kl,
+                    **point.proxy.figures("proxy"),
+                    **point.gold.figures("gold"),
+                }
+                for point in frontier(rated_by(context, policy, name, groups), ns=ns)
+            ]
+            for name in self.reward_models
+        }
 
 
 def training_curve(context: Context, stage: str) -> Curve:
@@ -189,7 +172,10 @@ def draw(curves: Mapping[str, Curve], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     for number, (what, title) in enumerate(
-        (("gold", "gold: the annotator"), ("proxy", "proxy: the reward model of that curve"))
+        (
+            ("gold", "gold: the score of the task"),
+            ("proxy", "proxy: the reward model of that curve"),
+        )
     ):
         axes = figure.add_subplot(1, 2, number + 1)
         for (name, curve), colour in zip(

@@ -188,7 +188,8 @@ class PreferenceStage(TrainStage):
             one = merge(metrics).merged["accuracy"]
             count = round(float(one.count or 0))
             right += [(float(one.value), prompt)] * count
-        accuracy, count = share_interval(*zip(*right, strict=True)), len(right)
+        marks, prompts = zip(*right, strict=True)
+        accuracy, count = share_interval(marks, prompts), len(right)
         context.announce(self.name, [f"held-out accuracy {accuracy}, loss {figures['loss']:.4f}"])
         named = {
             name: value for name, value in figures.items() if value == value and name != "accuracy"

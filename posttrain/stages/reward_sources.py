@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from posttrain.models.policy import Policy
+    from posttrain.models.scorer import Scorer
 
 Device = Literal["same", "cpu"]
 
@@ -121,11 +122,11 @@ class _Scorers(RewardSource):
         for scorer in scorers:
             same_vocabulary(where, policy, scorer)
             scorer.model.requires_grad_(False)
-        settings = (scorers, self.combine, self.k, token_budget, policy.tokenizer)
-        return placed(self.scored(settings), [s.model for s in scorers], self.device, policy)
+        rating = self.scored(scorers, token_budget, policy.tokenizer)
+        return placed(rating, [s.model for s in scorers], self.device, policy)
 
     @abstractmethod
-    def scored(self, settings: tuple[Any, ...]) -> Rating:
+    def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
         """The rating of loaded scorers."""
 
 
@@ -135,10 +136,10 @@ class RewardModels(_Scorers):
 
     name: ClassVar[str] = "models"
 
-    def scored(self, settings: tuple[Any, ...]) -> Rating:
+    def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
         from posttrain.train.rating import ModelRating
 
-        return ModelRating(*settings)
+        return ModelRating(scorers, self.combine, self.k, token_budget, tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +152,12 @@ class ProcessRewardModels(_Scorers):
 
     steps: str = "\n"
 
-    def scored(self, settings: tuple[Any, ...]) -> Rating:
+    def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
         from posttrain.train.rating import ProcessRating
 
-        return ProcessRating(*settings, self.steps)
+        return ProcessRating(
+            scorers, self.combine, self.k, token_budget, tokenizer, separator=self.steps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

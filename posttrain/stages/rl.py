@@ -179,11 +179,7 @@ class RLStage(TrainStage):
     def run(self, context: Context) -> dict[str, JSON]:
         from posttrain.train.roles.reference import Reference
 
-        source = (
-            Chosen(self.task, tuple(read_problems(data_place(self.problems, context))))
-            if self.problems
-            else self.task
-        )
+        source = self.training_task(context)
         text = placed(self.pretraining, context)
         guard_training(
             context, self.name, self.model, (source,), text, measures=self.evaluate_every > 0
@@ -228,6 +224,12 @@ class RLStage(TrainStage):
         )
         context.save_model(self.name, policy, self.lora)
         return {**trained(loop), "level": curriculum_state.level}
+
+    def training_task(self, context: Context) -> Task:
+        """The task, with the problems that a mine stage chose where one is named."""
+        if not self.problems:
+            return self.task
+        return Chosen(self.task, tuple(read_problems(data_place(self.problems, context))))
 
     def rows(self, device: str) -> int:
         """Responses written at once. A GPU is fastest with all of them; its cache grows with what is written."""

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from posttrain.collect import rate_groups
-from posttrain.data.text import Decoder
-from posttrain.episodes import rollout_groups
 from posttrain.errors import Range, Whole, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import (
@@ -27,11 +24,12 @@ from posttrain.monitor.rules import RULES, SYMPTOMS
 from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import Verdict
 from posttrain.runs.metrics import group_metrics, merge
+from posttrain.stages._answers import answers, rated_by
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.agreement import check_judging, open_judge
-from posttrain.stages.base import Context, Stage, load_policy, load_reward_model, model_places
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Sampling
 
@@ -159,26 +157,20 @@ class VersusStage(Stage):
             )
 
     def answers(self, context: Context, policy: Policy) -> list[Group]:
-        from posttrain.train.rating import ModelRating
-
         problems = self.task.problems("test")[: self.problems]
-        sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
-        groups = rollout_groups(
+        groups = answers(
+            context,
+            policy,
             self.task,
-            sampler,
-            decoder,
             problems,
             1,
             self.sampling,
-            context.seed,
-            context.workers,
+            lambda first: context.seed,
+            batch=len(problems),
         )
         if not self.reward_model:
-            return groups
-        scorers = [
-            load_reward_model(place, context) for place in model_places(self.reward_model, context)
-        ]
-        return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
+            return list(groups)
+        return rated_by(context, policy, self.reward_model, list(groups))
 
 
 def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> Interval:

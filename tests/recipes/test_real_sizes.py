@@ -172,7 +172,7 @@ def test_instructgpt_takes_the_files_of_people() -> None:
     assert list(made) == ["sft", "reward", "rl", "versus_sft"]
     assert (made["sft"].data, made["reward"].data) == ((Data(file="a.jsonl"),), ("b.jsonl",))
     assert (made["rl"].pretraining, made["versus_sft"].text) == ((Data(file="c.jsonl"),), (Data(file="d.jsonl"),))
-    with pytest.raises(UserError, match="give a model"):
+    with pytest.raises(UserError, match="give one as model"):
         instructgpt(data="b.jsonl")
 
 

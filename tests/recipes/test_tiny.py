@@ -1,4 +1,4 @@
-"""One recipe from the command line to its figure, a good deal shorter than its CPU size: it moves what it is meant to move."""
+"""One recipe from the command line to its figure, a good deal shorter than the shipped one: it moves what it is meant to move."""
 
 from __future__ import annotations
 
