@@ -36,6 +36,8 @@ RENAMED = {
     "mine.least": "min_problems",
     "mine.most": "max_solved",
     "ppo.value": "critic_optimizer.lr: the critic has an optimizer of its own, in which a coefficient of its loss has no effect",
+    "reward.ensemble": "reward: {name: models, models: [...], combine: mean} of the rl stage",
+    "reward.implicit": "reward: {name: implicit, model: ..., reference: ...} of the rl stage",
     "reward.worked": "arithmetic_steps",
     "reward_model.least_accuracy": "min_accuracy",
     "rl.combine": "reward.combine",
