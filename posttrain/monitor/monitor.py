@@ -17,7 +17,7 @@ from posttrain.collect import Collected
 from posttrain.errors import GuardStop
 from posttrain.monitor.coefficients import dead_coefficients
 from posttrain.monitor.probes import LARGEST, Keywords, rollout_figures, unusable, words
-from posttrain.monitor.rules import RULES, Alarm, MonitorSettings, Rules
+from posttrain.monitor.rules import RULES, Alarm, MonitorSettings, View
 from posttrain.monitor.series import START, History
 from posttrain.monitor.traits import TraitSums
 from posttrain.monitor.watchdog import Watchdog
@@ -28,6 +28,9 @@ from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer
 from posttrain.types import JSON, Batch, Group, Metric
 
+TREND = "/trend"  # ends the name of a trend's streak
+PARTS = {"history": History, "keywords": Keywords, "traits": TraitSums}
+PLAIN = ("streak", "last", "skipped", "coefficients_checked", "frozen")
 MIN_SECONDS = 10.0  # a step shorter than this is never called slow
 
 
@@ -36,36 +39,24 @@ class Monitor:
     durations of recent steps: another attempt may run on another machine."""
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
-        self.rules, self.history = Rules(settings or MonitorSettings()), History()
+        self.settings, self.history = settings or MonitorSettings(), History()
         self.keywords, self.traits = Keywords(), TraitSums()
+        self.streak: dict[str, int] = {}  # of a rule's limit or trend: steps in a row
+        self.last: dict[str, int] = {}  # of a rule: the step of its last alarm
         self.skipped = 0  # steps in a row that were left out
         self.coefficients_checked = False
         self.frozen: int | None = None  # checksum of the weights that must not move
         self.seconds: deque[float] = deque(maxlen=64)
 
-    @property
-    def settings(self) -> MonitorSettings:
-        return self.rules.settings
-
     def state(self) -> dict[str, JSON]:
-        return {
-            "streak": self.rules.streak,
-            "last": self.rules.last,
-            "history": self.history.state(),
-            "keywords": self.keywords.state(),
-            "traits": vars(self.traits),
-            "skipped": self.skipped,
-            "coefficients_checked": self.coefficients_checked,
-            "frozen": self.frozen,
-        }
+        parts = {name: vars(getattr(self, name)) for name in PARTS}
+        return {**parts, **{name: getattr(self, name) for name in PLAIN}}
 
     def restore(self, state: Mapping[str, JSON]) -> None:
-        self.rules.streak, self.rules.last = dict(state["streak"]), dict(state["last"])
-        self.history.restore(state["history"])
-        self.keywords.restore(state["keywords"])
-        self.traits = TraitSums(**state["traits"])
-        self.skipped, self.frozen = int(state["skipped"]), state["frozen"]
-        self.coefficients_checked = bool(state["coefficients_checked"])
+        for name, kind in PARTS.items():
+            setattr(self, name, kind(**state[name]))
+        for name in PLAIN:
+            setattr(self, name, state[name])
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
         """Figures of a step's rollouts, with those that need earlier steps: `keyword`, the share of responses with the most widespread
@@ -86,10 +77,40 @@ class Monitor:
             self.skipped = 0  # an update was made
         if "reward" not in figures:
             return []
-        if self.history.add(step, figures):
-            self.rules.forget_trends()
+        # with several updates on one rollout, later ones are meant to differ from what sampled
+        first_update = figures.get("mismatch/start", figures.get("mismatch", math.nan))
+        now = {**figures, "mismatch": first_update}
+        if self.history.add(step, now):
+            self.streak = {key: n for key, n in self.streak.items() if not key.endswith(TREND)}
             self.traits = TraitSums()
-        return self.rules.apply(step, self.history, self.traits.conflicts())
+        view = View(self.settings, now, self.history, self.traits.conflicts())
+        alarms: list[Alarm] = []
+        for name, rule in RULES.items():
+            for check, kind in ((rule.limit, ""), (rule.trend, TREND)):
+                seen = None if check is None else check(view)
+                if seen is None:
+                    continue
+                key = name + kind
+                self.streak[key] = self.streak.get(key, 0) + 1 if seen else 0
+                setting = "trend_patience" if kind and rule.patience else rule.patience
+                patience = getattr(self.settings, setting) if setting else 1
+                if self.streak[key] >= patience:
+                    late = 0 < rule.stop_after * patience <= self.streak[key]
+                    stops = late or (rule.action == "stop" and not kind)
+                    alarms += self.alarm(step, name, seen, stops)
+        return alarms
+
+    def alarm(self, step: int, name: str, seen: str, stops: bool | None = None) -> list[Alarm]:
+        """One alarm, or none where the rule is off, or has warned a few steps ago. It `stops` the run by default as the rule does."""
+        rule, settings = RULES[name], self.settings
+        stops = rule.action == "stop" if stops is None else stops
+        stop = name in settings.stop or (stops and name not in settings.warn)
+        last = self.last.get(name)
+        recent = last is not None and last <= step < last + settings.repeat_after
+        if name in settings.off or (recent and not stop):
+            return []
+        self.last[name] = step
+        return [Alarm(name, "; ".join(filter(None, (f"step {step}: {seen}", rule.advice))), stop)]
 
     def check_rollouts(self, step: int, groups: Sequence[Group]) -> list[Alarm]:
         """Look at what was sampled and scored, before it is trained on."""
@@ -101,7 +122,7 @@ class Monitor:
             named = ", ".join(f"{count} {kind}" for kind, count in kinds)
             text = f"{len(failed)} of {len(rollouts)} responses could not be scored: {named}"
             first = f"problem {failed[0].problem.id}, {failed[0].score.failure}"
-            alarms += self.rules.alarm(step, "failed", f"{text}; the first: {first}")
+            alarms += self.alarm(step, "failed", f"{text}; the first: {first}")
         bad = [r for r in rollouts if unusable(r)]
         if bad:
             problems = ", ".join(r.problem.id for r in bad[:4])
@@ -130,13 +151,13 @@ class Monitor:
             return []
         middle = statistics.median(self.seconds)
         text = f"the step took {seconds:.1f} s, the median is {middle:.2g} s; stacks of all threads and workers are in {stacks}"
-        return self.rules.alarm(step, "slow", text)
+        return self.alarm(step, "slow", text)
 
     def check_coefficients(self, step: int, dead: Sequence[str] | None) -> list[Alarm]:
         """What the check at the start found; None: the batch had no gradient to compare, so that the next one is taken."""
         self.coefficients_checked = dead is not None
         text = "of the algorithm changes no gradient of the first batch"
-        return self.rules.alarm(step, "coefficient", f"{', '.join(dead)} {text}") if dead else []
+        return self.alarm(step, "coefficient", f"{', '.join(dead)} {text}") if dead else []
 
     def check_frozen(self, step: int, checksum: int | None) -> list[Alarm]:
         """Compare a checksum of the frozen weights with the one that the stage began with."""
@@ -145,7 +166,7 @@ class Monitor:
         if checksum is None or checksum == self.frozen:
             return []
         text = "weights that must not move are not those the stage began with: the reference, or the base under adapters"
-        return self.rules.alarm(step, "frozen", text)
+        return self.alarm(step, "frozen", text)
 
 
 @dataclass(eq=False)
@@ -203,9 +224,7 @@ class StageMonitor:
             seen, budget = " ".join(str(error).split())[:200], self.trainer.token_budget
             advice = f"lower optimizer.token_budget (now {budget}: the gradient stays the same), set optimizer.checkpointing=layer or "
             advice += "release_cache=true, lower max_rows where it was generating, or max_new_tokens; then resume"
-            self.emit(
-                step, self.monitor.rules.alarm(step, "memory", f"out of memory ({seen}); {advice}")
-            )
+            self.emit(step, self.monitor.alarm(step, "memory", f"out of memory ({seen}); {advice}"))
             raise
 
     def before(self, step: int, collected: Collected) -> bool:

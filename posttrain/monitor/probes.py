@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.monitor.series import START
-from posttrain.types import JSON, Group, Rollout
+from posttrain.types import Group, Rollout
 
 SHORT = 16  # tokens; shorter responses do not count in the mean repetition
 HEAD = 64  # tokens of a response in which distinct 2-grams are counted, so that length alone does not move the figure
@@ -76,12 +76,6 @@ class Keywords:
 
     common: list[str] = field(default_factory=list)
     steps: int = 0
-
-    def state(self) -> JSON:
-        return {"common": self.common, "steps": self.steps}
-
-    def restore(self, state: Mapping[str, JSON]) -> None:
-        self.common, self.steps = list(state["common"]), int(state["steps"])
 
     def share(self, having: Mapping[str, Sequence[int]], responses: int) -> float:
         """The share of responses that have the most widespread word that few had at first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -64,14 +64,17 @@ class MonitorSettings(Checked):
         )
 
 
+Moved = Callable[[float, float], bool]  # from then to now
+
+
 @dataclass(frozen=True, slots=True)
 class Symptom:
     """A series whose drift, with a reward that rises and a gold that does not, shows how the reward is gamed."""
 
     figure: str
     words: str
-    moved: Callable[[float, float], bool]  # (then, now): far enough where a gold is measured
-    far: Callable[[float, float], bool]  # far enough without a gold
+    moved: Moved  # far enough where a gold is measured
+    far: Moved  # far enough without a gold
 
     def seen(self, drift: Change | None, gold: str, real: Change | None, when: str = "") -> str:
         """What a drift shows, where it is far enough; `real` is the change of the `gold`."""
@@ -82,36 +85,35 @@ class Symptom:
         return f"{drift} {self.words}{when}, and {known}"
 
 
+def grew(factor: float) -> Moved:
+    return lambda then, now: now > factor * then
+
+
+def shrank(factor: float) -> Moved:
+    return lambda then, now: now < factor * then
+
+
+def rose(by: float) -> Moved:
+    return lambda then, now: now > then + by
+
+
+def left(low: float, high: float) -> Moved:
+    return lambda then, now: not low * then < now < high * then
+
+
 SYMPTOMS = {
-    "length": Symptom(
-        "length",
-        "tokens a response",
-        lambda a, b: not 0.7 * a < b < 1.25 * a,
-        lambda a, b: not 0.25 * a < b < 3 * a,
-    ),
-    "format": Symptom(
-        "reward/format",
-        "of the responses are well formed",
-        lambda a, b: b > a + 0.06,
-        lambda a, b: False,
-    ),
-    "repetition": Symptom(
-        "repetition", "of n-grams repeated", lambda a, b: b > a + 0.05, lambda a, b: b > a + 0.25
-    ),
-    "distinct": Symptom(
-        "distinct", "of 2-grams distinct", lambda a, b: b < 0.8 * a, lambda a, b: b < 0.3 * a
-    ),
+    "length": Symptom("length", "tokens a response", left(0.7, 1.25), left(0.25, 3)),
+    "format": Symptom("reward/format", "of the responses are well formed", rose(0.06), rose(2.0)),
+    "repetition": Symptom("repetition", "of n-grams repeated", rose(0.05), rose(0.25)),
+    "distinct": Symptom("distinct", "of 2-grams distinct", shrank(0.8), shrank(0.3)),
     "keyword": Symptom(
         "keyword",
         "of responses have a word few had",
-        lambda a, b: b > a + 0.1,
-        lambda a, b: b > 0.9 > a + 0.5,
+        rose(0.1),
+        lambda then, now: now > 0.9 > then + 0.5,
     ),
     "disagreement": Symptom(
-        "reward/disagreement",
-        "spread of the reward models",
-        lambda a, b: b > 1.4 * a,
-        lambda a, b: b > 2.5 * a,
+        "reward/disagreement", "spread of the reward models", grew(1.4), grew(2.5)
     ),
 }
 
@@ -121,8 +123,12 @@ class View:
     """What the rules read at a step. Rises of the reward and conflicts of traits serve several rules and are worked out once."""
 
     settings: MonitorSettings
+    now: Mapping[str, float]
     history: History
     conflicts: Sequence[Conflict] = ()
+
+    def value(self, name: str) -> float:
+        return self.now.get(name, math.nan)
 
     @property
     def long_enough(self) -> bool:
@@ -168,7 +174,7 @@ def above(name: str, words: str) -> Check:
     """A figure above the threshold of its name."""
 
     def check(view: View) -> str | None:
-        value, limit = view.history.value(name), getattr(view.settings, name)
+        value, limit = view.value(name), getattr(view.settings, name)
         if math.isnan(value):
             return None
         return f"{value:.3g} {words}, above {limit:g}" if value > limit else ""
@@ -180,7 +186,7 @@ def outside(figure: str, bounds: Callable[[MonitorSettings], tuple[float, float]
     """A figure outside these multiples of its mean over the first steps."""
 
     def check(view: View) -> str | None:
-        value, start = view.history.value(figure), view.history.mean_of_first(figure)
+        value, start = view.value(figure), view.history.mean_of_first(figure)
         if start is None or math.isnan(value):
             return None
         low, high = bounds(view.settings)
@@ -191,7 +197,7 @@ def outside(figure: str, bounds: Callable[[MonitorSettings], tuple[float, float]
 
 
 def flat(view: View) -> str | None:
-    share = view.history.value("groups/zero_variance")
+    share = view.value("groups/zero_variance")
     if math.isnan(share):
         return None
     seen = f"all rewards of every group were equal for {view.settings.flat} steps or more: nothing is learned"
@@ -199,14 +205,14 @@ def flat(view: View) -> str | None:
 
 
 def mismatch(view: View) -> str | None:
-    value, limit = view.history.value("mismatch"), view.settings.mismatch
+    value, limit = view.value("mismatch"), view.settings.mismatch
     differ = f"log-probs of sampler and trainer differ by {value:.3g} on average"
     return f"{differ}, above {limit:g}" if value > limit else ""
 
 
 def mismatch_jump(view: View) -> str | None:
     """Suddenly much more than at the start: the sampler has other weights."""
-    value, start = view.history.value("mismatch"), view.history.mean_of_first("mismatch")
+    value, start = view.value("mismatch"), view.history.mean_of_first("mismatch")
     jumped = start is not None and max(JUMP * start, FLOOR) < value <= view.settings.mismatch
     differ = f"log-probs of sampler and trainer differ by {value:.3g} on average"
     return f"{differ}, {start:.3g} in the first steps" if jumped else ""
@@ -306,7 +312,6 @@ def without_gain(figure: str, words: str, lost: Callable[[Change], bool]) -> Che
 class Rule:
     """`action` is that of a limit and of a report; a trend warns. `patience` names the setting for steps in a row; "" is one step."""
 
-    sees: str
     advice: str = ""
     limit: Check | None = None
     trend: Check | None = None
@@ -315,37 +320,32 @@ class Rule:
     stop_after: int = 0  # times `patience`, after which a warning becomes a stop
 
 
+# What each rule sees, with its threshold, is in docs/reliability.md (limits and reports) and docs/alarms.md (trends).
 RULES: Mapping[str, Rule] = {
     "nonfinite": Rule(
-        "a loss, gradient, log-prob or reward that is not a number: nothing is updated, the batch is kept in alarms/",
         "look at the batch in alarms/; lower the learning rate, or set monitor.skip to leave such steps out",
         action="stop",
     ),
     "failed": Rule(
-        "share of a step's responses that could not be scored, above a limit",
         "fix the reward, or raise monitor.failed",
         action="stop",
     ),
     "kl": Rule(
-        "KL from the reference, in nats per token, above a limit",
         "lower the learning rate, raise beta, or start again from an earlier checkpoint",
         above("kl", "nats per token from the reference"),
     ),
     "entropy": Rule(
-        "entropy per token below this share of the first steps; or to 40% with no gain in reward",
         "lower the learning rate, raise the temperature or clip_high, or add an entropy bonus",
         outside("entropy", lambda s: (s.entropy, math.inf)),
         without_gain("entropy", "entropy fell", lambda m: m.now < 0.4 * m.then and m.z < -5),
     ),
     "length": Rule(
-        "response length above this multiple of the first steps, or below its inverse; or paid and harmful",
         "look at some rollouts; penalise length in the reward, mask truncated responses, use a reduction by token, or normalise the "
         "judge for length",
         outside("length", lambda s: (1 / s.length, s.length)),
         gamed("length"),
     ),
     "repetition": Rule(
-        "share of a response's 4-grams that are repeated, above a limit; or paid and harmful",
         "look at the last rollouts; add the repetition reward as a penalty, raise beta, lower the learning rate, or resume from an "
         "earlier checkpoint",
         above("repetition", "of a response's 4-grams were there before"),
@@ -353,12 +353,10 @@ RULES: Mapping[str, Rule] = {
         action="stop",
     ),
     "spread": Rule(
-        "standard deviation of the rewards below this share of the first steps: nothing left to compare",
         "use harder problems or another reward; if all is solved, the stage is done",
         outside("reward_spread", lambda s: (s.spread, math.inf)),
     ),
     "mismatch": Rule(
-        "mean difference of a token's log-prob between sampler and trainer, before any update, above a limit; or a jump",
         "the sampler's weights or its temperature are not the trainer's; check what updates them, or set correction=token",
         mismatch,
         mismatch_jump,
@@ -366,68 +364,55 @@ RULES: Mapping[str, Rule] = {
         patience="",
     ),
     "dropped": Rule(
-        "share of a step's responses that the algorithm left out as too far from the policy, above a limit",
         "update the sampler more often, or lower the learning rate",
         above("dropped", "of the responses were left out"),
     ),
     "flat": Rule(
-        "steps in a row in which every group has equal rewards: no gradient. Warns, and stops after five times as many",
         "use problems that are sometimes solved (task.level, a curriculum), more samples a group, or a finer reward",
         flat,
         patience="flat",
         stop_after=5,
     ),
     "coefficient": Rule(
-        "a coefficient of the algorithm that is set, and changes no gradient of the first batch",
         "it has no effect here; check what it needs",
     ),
     "frozen": Rule(
-        "weights that must not move (the reference, the base under adapters) have moved, or are not those of the start",
         "resume from the last checkpoint with the same models, and report this",
         action="stop",
     ),
-    "memory": Rule("the device has no memory left for a step", action="stop"),
+    "memory": Rule(action="stop"),
     "slow": Rule(
-        "a step takes this many times the median: the stacks of every thread and worker are written to alarms/",
         "look there for what it waited for; if steps of this length are normal, raise monitor.slow",
     ),
     "proxy": Rule(
-        "the gold fell from its best while the reward rose",
         "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",
         trend=proxy,
     ),
     "frontier": Rule(
-        "the gold fell while the reward and KL rose: the best of the reward-KL frontier is past",
         "stop here and keep the earlier model; more KL buys nothing. Raise beta, or use an ensemble of reward models",
         trend=past_frontier,
     ),
     "held_out": Rule(
-        "held-out accuracy fell from its best while the reward rose",
         "what it learns does not carry over: stop at the better step, use more problems, or raise beta",
         trend=held_out,
     ),
     "format": Rule(
-        "well-formed responses are paid, and the gold is against them",
         "give format less weight than the answer, or pay for it only where the answer is right",
         trend=gamed("format"),
     ),
     "distinct": Rule(
-        "responses of a step become alike while the reward rises and the gold does not",
         "raise the temperature or beta, add an entropy bonus, or mix in more prompts",
         trend=gamed("distinct"),
     ),
     "keyword": Rule(
-        "a word is paid, and the gold is against it; or it spreads while the gold does not rise",
         "read rollouts with the word: if the judge pays for it, change its prompt, or take the word out before judging",
         trend=gamed("keyword"),
     ),
     "disagreement": Rule(
-        "reward models disagree more and more while the reward rises and the gold does not",
         "the policy is where the reward models were not trained: refit them on its answers, or use reward.combine=worst",
         trend=gamed("disagreement"),
     ),
     "zero_variance": Rule(
-        "the share of groups with equal rewards rose above 80% with no gain in reward",
         "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
         trend=without_gain(
             "groups/zero_variance",
@@ -445,50 +430,3 @@ class Alarm:
     rule: str
     text: str
     stop: bool
-
-
-@dataclass(eq=False)
-class Rules:
-    """Applies the table to a history. Steps in a row and the last warnings are saved with every checkpoint, so that a resumed run
-    warns and stops where the whole one would."""
-
-    settings: MonitorSettings = field(default_factory=MonitorSettings)
-    streak: dict[str, int] = field(default_factory=dict)
-    last: dict[str, int] = field(default_factory=dict)  # the step of the last alarm
-
-    def apply(self, step: int, history: History, conflicts: Sequence[Conflict]) -> list[Alarm]:
-        """Check every limit and trend on the figures of a step."""
-        view = View(self.settings, history, conflicts)
-        alarms: list[Alarm] = []
-        for name, rule in RULES.items():
-            for check, trend in ((rule.limit, False), (rule.trend, True)):
-                seen = None if check is None else check(view)
-                if seen is None:
-                    continue
-                key = f"{name}/trend" if trend else name
-                self.streak[key] = self.streak.get(key, 0) + 1 if seen else 0
-                setting = "trend_patience" if trend and rule.patience else rule.patience
-                patience = getattr(self.settings, setting) if setting else 1
-                if seen and self.streak[key] >= patience:
-                    late = 0 < rule.stop_after * patience <= self.streak[key]
-                    alarms += self.alarm(step, name, seen, trend, late)
-        return alarms
-
-    def alarm(
-        self, step: int, name: str, seen: str, trend: bool = False, late: bool = False
-    ) -> list[Alarm]:
-        """One alarm, or none where the rule is off, or has warned a few steps ago."""
-        rule, settings = RULES[name], self.settings
-        serious = (rule.action == "stop" and not trend) or late
-        stop = name in settings.stop or (serious and name not in settings.warn)
-        last = self.last.get(name)
-        recent = last is not None and last <= step < last + settings.repeat_after
-        if name in settings.off or (recent and not stop):
-            return []
-        self.last[name] = step
-        return [
-            Alarm(name, f"step {step}: {seen}" + (f"; {rule.advice}" if rule.advice else ""), stop)
-        ]
-
-    def forget_trends(self) -> None:
-        self.streak = {key: n for key, n in self.streak.items() if not key.endswith("/trend")}

@@ -16,8 +16,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from posttrain.types import JSON
-
 START = 5  # steps that define what is normal
 KEPT = 400  # values of a series
 GOLD = ("reward/task", "reward/gold", "reward/answer")  # what the reward stands for, by step
@@ -116,47 +114,30 @@ def frontier(kl: np.ndarray, gold: np.ndarray, window: int = 20) -> Frontier | N
 
 @dataclass(eq=False)
 class History:
-    """The figures of the present step, the last values of tracked ones with their steps, and sums over the first steps."""
+    """The last values of tracked figures with their steps, and sums over the first steps."""
 
-    now: Mapping[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)
     steps: dict[str, list[int]] = field(default_factory=dict)
     first: dict[str, list[float]] = field(default_factory=dict)  # total and count
     level: float | None = None  # of a curriculum
 
-    def state(self) -> JSON:
-        names = ("series", "steps", "first", "level")
-        return {name: getattr(self, name) for name in names}
-
-    def restore(self, state: Mapping[str, JSON]) -> None:
-        self.series, self.steps, self.first = (
-            dict(state[name]) for name in ("series", "steps", "first")
-        )
-        self.level = state["level"]
-
     def add(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Take the figures of a step. True where the series begin anew: problems of another level compare with nothing before."""
+        """Add the figures of a step. True where the series begin anew: problems of another level compare with nothing before."""
         found = figures.get("level", math.nan)
         level = None if math.isnan(found) else found
         anew = self.level is not None and level != self.level
         if anew:
             self.series, self.steps = {}, {}
         self.level = level
-        # with several updates on one rollout, later ones are meant to differ from what sampled
-        first_update = figures.get("mismatch/start", figures.get("mismatch", math.nan))
-        self.now = {**figures, "mismatch": first_update}
         for name in TRACKED:
-            if math.isfinite(value := self.value(name)):
+            if math.isfinite(value := figures.get(name, math.nan)):
                 self.series[name] = [*self.series.get(name, []), round(float(value), 6)][-KEPT:]
                 self.steps[name] = [*self.steps.get(name, []), step][-KEPT:]
         for name in COMPARED:
             total, count = self.first.get(name, (0.0, 0))
-            if math.isfinite(value := self.value(name)) and count <= START:
+            if math.isfinite(value := figures.get(name, math.nan)) and count <= START:
                 self.first[name] = [total + value if count < START else total, count + 1]
         return anew
-
-    def value(self, name: str) -> float:
-        return self.now.get(name, math.nan)
 
     def values(self, name: str) -> np.ndarray:
         return np.array(self.series.get(name, []), dtype=np.float64)

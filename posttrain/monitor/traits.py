@@ -14,6 +14,7 @@ explains of it).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,16 +27,11 @@ from posttrain.types import Group, Rollout
 MIN_SQUARE = 1e-12  # of differences within groups; less is rounding
 WINDOW = 10  # steps that are added up
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
-AGREE, REWARD = (
-    0.9,
-    "reward",
-)  # synthetic hacks lie below, control runs with a reward for form above
+REWARD = "reward"
+AGREE = 0.9  # synthetic hacks lie below, control runs with a reward for form above
 FAR = 0.15  # a share of what a trait was in the first steps
-TAIL, SHORT, LONG = (
-    0.1,
-    "short",
-    "long",
-)  # lengths that few had at first: what is good at one length need not be at twice that
+# lengths that few had at first: what is good at one length need not be at twice that
+TAIL, SHORT, LONG = 0.1, "short", "long"
 TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
 RARE = 0.02  # a word is measured where more than this share of responses have it, and more lack it
 MAX_WORDS = 60  # that are measured in a step
@@ -63,9 +59,8 @@ class Conflict:
         side = math.copysign(1.0, self.paid)
         harm = -side * self.gold
         spreads = side * self.moved >= SURE and abs(self.now - self.then) >= FAR * abs(self.then)
-        harmful = harm >= SURE or (
-            spreads and harm >= (HARM_LENGTH if self.trait == "length" else HARM)
-        )
+        enough = HARM_LENGTH if self.trait == "length" else HARM
+        harmful = harm >= SURE or (spreads and harm >= enough)
         return abs(self.paid) >= PAID and harmful and (side > 0 or self.trait == "length")
 
 
@@ -73,15 +68,13 @@ class Conflict:
 class TraitSums:
     """Sums over the last steps, and over the first, of traits and of their products with reward and gold."""
 
-    recent: list[dict[str, list[float]]] = field(
-        default_factory=list
-    )  # trait -> n, f, f^2, f~r~, (f~r~)^2, f~g~, (f~g~)^2
+    # trait -> n, f, f^2, f~r~, (f~r~)^2, f~g~, (f~g~)^2
+    recent: list[dict[str, list[float]]] = field(default_factory=list)
     first: dict[str, list[float]] = field(default_factory=dict)  # trait -> n, f, f^2
     steps: int = 0
     responses: float = 0.0  # of the first steps: a word that has no sums there was in none of them
-    usual: list[float] = field(
-        default_factory=list
-    )  # lengths of the first step: a tenth of it is below, and above
+    # lengths of the first step: a tenth of it is below, and above
+    usual: list[float] = field(default_factory=list)
 
     def add(self, groups: Sequence[Group], having: Mapping[str, Sequence[int]]) -> None:
         """Add the rollouts of a step; `having` says which responses have a word."""
@@ -96,79 +89,62 @@ class TraitSums:
             self.usual = np.quantile([r.length for r in rollouts], (TAIL, 1 - TAIL)).tolist()
         names, traits_FN = measure(rollouts, having, self.usual)
         traits_FN, owner = traits_FN[:, known], owner[known]
-        reward_N, gold_N = (
-            centred(values[None, known], owner)[0],
-            centred(golds[None, known], owner)[0],
-        )
+        reward_N, gold_N = (centred(x[None, known], owner)[0] for x in (values, golds))
         centred_FN = centred(traits_FN, owner)
         word = np.array([name.startswith('"') for name in names])
         length_N = centred_FN[0]
         if word.any() and length_N @ length_N > 0:
-            centred_FN[word] -= np.outer(
-                centred_FN[word] @ length_N / (length_N @ length_N), length_N
-            )
-        paid_FN, gold_FN = centred_FN * reward_N, centred_FN * gold_N
-        columns = (
-            np.full(len(names), known.sum()),
-            traits_FN.sum(1),
-            (traits_FN**2).sum(1),
-            paid_FN.sum(1),
-            (paid_FN**2).sum(1),
-            gold_FN.sum(1),
-            (gold_FN**2).sum(1),
-        )
+            explained = centred_FN[word] @ length_N / (length_N @ length_N)
+            centred_FN[word] -= np.outer(explained, length_N)
+        columns = [np.full(len(names), known.sum())]
+        for x_FN in (traits_FN, centred_FN * reward_N, centred_FN * gold_N):
+            columns += [x_FN.sum(1), (x_FN**2).sum(1)]
         sums = dict(zip(names, np.stack(columns, 1).tolist(), strict=True))
         both = (reward_N @ gold_N, reward_N @ reward_N, gold_N @ gold_N)
         sums[REWARD] = [0.0, 0.0, 0.0, *map(float, both), 0.0]
         if self.steps < START:
             self.responses += float(known.sum())
             for name, row in sums.items():
-                self.first[name] = summed(self.first.get(name, [0.0, 0.0, 0.0]), row[:3])
+                self.first[name] = np.add(self.first.get(name, [0.0] * 3), row[:3]).tolist()
         self.steps += 1
         self.recent = [*self.recent, sums][-WINDOW:]
 
     def agreement(self) -> float | None:
         """The correlation of reward and gold within groups over the last steps; None where either never differs in a group."""
-        sums = [step[REWARD][3:6] for step in self.recent if REWARD in step]
-        product, reward_2, gold_2 = (
-            (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
-        )
-        return (
-            product / math.sqrt(reward_2 * gold_2) if min(reward_2, gold_2) > MIN_SQUARE else None
-        )
+        rows = [step[REWARD][3:6] for step in self.recent if REWARD in step]
+        product, reward_2, gold_2 = np.sum(rows, 0).tolist() if rows else (0.0, 0.0, 0.0)
+        known = min(reward_2, gold_2) > MIN_SQUARE
+        return product / math.sqrt(reward_2 * gold_2) if known else None
 
     def conflicts(self) -> list[Conflict]:
         """Every trait of the last steps, the clearest first."""
-        total: dict[str, list[float]] = {}  # of the last WINDOW steps
-        late: dict[str, list[float]] = {}  # n, f and f^2 of the last START
-        for place, sums in enumerate(reversed(self.recent)):
-            for name, row in sums.items():
-                total[name] = summed(total[name], row) if name in total else row
-                if place < START:
-                    late[name] = summed(late[name], row[:3]) if name in late else row[:3]
-        total.pop(REWARD, None)
         agreement = self.agreement()
         if agreement is not None and agreement > AGREE:
             return []
-        paids, golds = (
-            {name: certainty(row[at], row[at + 1]) for name, row in total.items()} for at in (3, 5)
-        )
+        total: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(7))  # of the last WINDOW steps
+        late: dict[str, np.ndarray] = defaultdict(
+            lambda: np.zeros(3)
+        )  # n, f, f^2 of the last START
+        for steps_ago, sums in enumerate(reversed(self.recent)):
+            for name, row in sums.items():
+                total[name] += row
+                if steps_ago < START:
+                    late[name] += row[:3]
+        rows = {name: row.tolist() for name, row in total.items() if name != REWARD}
+        paids = {name: certainty(row[3], row[4]) for name, row in rows.items()}
+        golds = {name: certainty(row[5], row[6]) for name, row in rows.items()}
         found = []
         for name, paid in paids.items():
-            (n, f, f_2), before = late.get(name, [0.0] * 3), self.first.get(name, [0.0] * 3)
+            (n, f, f_2), before = late[name].tolist(), self.first.get(name, [0.0] * 3)
             n_before = self.responses if name.startswith('"') else before[0]
-            if n == 0 or n_before == 0 or total[name][4] <= 0 or name in (SHORT, LONG):
+            if n == 0 or n_before == 0 or rows[name][4] <= 0 or name in (SHORT, LONG):
                 continue
-            then, now = before[1] / n_before, f / n  # the same at first
-            error = math.sqrt(
-                max(before[2] / n_before - then**2, 0.0) / n_before
-                + max(f_2 / n - now**2, 0.0) / n
-                + 1e-12
-            )
+            then, now = before[1] / n_before, f / n
+            variances = (before[2] / n_before - then**2, n_before), (f_2 / n - now**2, n)
+            error = math.sqrt(sum(max(v, 0.0) / count for v, count in variances) + 1e-12)
             gold, tail = golds[name], LONG if paid > 0 else SHORT
-            if (
-                name == "length" and paids[tail] >= TAIL_PAID
-            ):  # lengths that few had: their gold says so first
+            # lengths that few had: their gold falls first
+            if name == "length" and paids[tail] >= TAIL_PAID:
                 gold = min(gold, golds[tail]) if paid > 0 else max(gold, -golds[tail])
             found.append(Conflict(name, paid, gold, (now - then) / error, then, now))
         return sorted(found, key=lambda one: -min(abs(one.paid), abs(one.gold)))
@@ -179,29 +155,21 @@ def certainty(total: float, squares: float) -> float:
     return total / math.sqrt(squares) if squares > 0 else 0.0
 
 
-def summed(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(one, other, strict=True)]
-
-
 def measure(
     rollouts: Sequence[Rollout], having: Mapping[str, Sequence[int]], usual: Sequence[float]
 ) -> tuple[list[str], np.ndarray]:
     """Names and values [F, N] of the responses' traits; length comes first. `usual` lengths lie between these two."""
     length_N = np.array([r.length for r in rollouts], np.float64)
-    rows = {
-        "length": length_N,
-        SHORT: 1.0 * (length_N < usual[0]),
-        LONG: 1.0 * (length_N > usual[1]),
-    }
+    rows: dict[str, np.ndarray] = {"length": length_N}
+    rows[SHORT], rows[LONG] = 1.0 * (length_N < usual[0]), 1.0 * (length_N > usual[1])
     rows["repetition"] = repetition(rollouts, 3)
     for part in ("format", "disagreement"):
         if part in rollouts[0].score.parts:
             rows[part] = np.array([r.score.parts.get(part, 0.0) for r in rollouts])
     count = len(rollouts)
     middle = [word for word, at in having.items() if RARE * count <= len(at) <= (1 - RARE) * count]
-    for word in sorted(middle, key=lambda word: (abs(len(having[word]) - count / 2), word))[
-        :MAX_WORDS
-    ]:
+    middle.sort(key=lambda word: (abs(len(having[word]) - count / 2), word))
+    for word in middle[:MAX_WORDS]:
         rows[f'"{word}"'] = np.zeros(count)
         rows[f'"{word}"'][having[word]] = 1.0
     return list(rows), np.stack(list(rows.values()))
@@ -218,8 +186,5 @@ def centred(rows_FN: np.ndarray, owner_N: np.ndarray) -> np.ndarray:
     counts = np.bincount(owner_N)
     if counts.max() < 2:
         return np.asarray(rows_FN - rows_FN.mean(1, keepdims=True))
-    counts = np.maximum(counts, 1)
-    means_FG = np.stack(
-        [np.bincount(owner_N, row, minlength=len(counts)) / counts for row in rows_FN]
-    )
-    return np.asarray(rows_FN - means_FG[:, owner_N])
+    sums_FG = np.stack([np.bincount(owner_N, row, minlength=len(counts)) for row in rows_FN])
+    return np.asarray(rows_FN - (sums_FG / np.maximum(counts, 1))[:, owner_N])

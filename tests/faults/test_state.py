@@ -44,7 +44,6 @@ from tests.faults.letters import Letters
 DERIVED = {
     r"loop\.elapsed": "wall time, saved; two attempts differ in it by what they measure",
     r"loop\.stage_monitor\.monitor\.seconds.*": "how long recent steps took: another attempt may run on another machine",
-    r"loop\.stage_monitor\.monitor\.history\.now.*": "the figures of the last step: replaced before a rule reads them",
     r"loop\.identities.*": "of the frozen models' weights, worked out once, compared on resume",
     r".*\.training": "set by whoever uses the model next, before it uses it",
     r".*\.grad": "dropped after every update",

@@ -22,7 +22,7 @@ from material_for_tests import group, rollout, segment
 from posttrain import config
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import UserError
-from posttrain.monitor import rules
+from posttrain.monitor import monitor as module
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.probes import repetition, rollout_figures
 from posttrain.monitor.rules import RULES, Alarm, MonitorSettings
@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules without their trends, which see steps of this size too."""
     alone = {name: rule if name == "mismatch" else replace(rule, trend=None) for name, rule in RULES.items()}
-    monkeypatch.setattr(rules, "RULES", alone)
+    monkeypatch.setattr(module, "RULES", alone)
 
 
 @pytest.mark.usefixtures("limits")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.monitor import rules as module
+from posttrain.monitor import monitor as module
 from posttrain.monitor.monitor import Monitor, alarm_lines
 from posttrain.monitor.rules import RULES, MonitorSettings
 from posttrain.monitor.series import change, frontier, since_best, spread
