@@ -9,9 +9,11 @@ import pytest
 from events_for_tests import Emitted
 
 from posttrain.events import Event, Events
+from posttrain.models.layers import report_plain_path
 from posttrain.runs.read import Run
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context, load_policy
 
 
 def test_a_message_is_shown_and_every_event_is_delivered() -> None:
@@ -82,3 +84,13 @@ def test_trackers_mark_the_alarms_of_a_step(tmp_path: Path) -> None:
         writer.events.emit("alarm", "length: long", "warning", stage="versus", data={"rule": "length"})
         writer.events.emit("memory", "halved", stage="rl", step=3)
     assert [(row.stage, row.step, dict(row.figures)) for row in rows] == [("rl", 3, {"alarm/kl": 1.0})]
+
+
+def test_messages_about_a_model_go_to_the_run_that_loaded_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunWriter.create(tmp_path, {}) as writer:
+        policy = load_policy("tiny:nano", Context(writer, seed=0), "ab")
+        report_plain_path(policy, "training", "a reason")
+        report_plain_path(policy, "training", "a reason")
+    (event,) = [event for event in Run(tmp_path).events() if event.kind == "message"]
+    assert event.details["level"] == "warning" and "takes the plain pass" in event.details["text"]
+    assert capsys.readouterr().out == f"warning: {event.details['text']}\n", "once"

@@ -8,7 +8,6 @@ is built in another way, or a pass whose layers give other outputs than the modu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -355,4 +354,4 @@ def report_plain_path(network: Network, by: str, reason: str) -> None:
     if by not in reported:
         reported.add(by)
         name = network.source or type(network.model).__name__
-        sys.stderr.write(f"{by}: {name} {cost}: {reason}\n")
+        network.events.emit("message", f"{by}: {name} {cost}: {reason}", "warning")

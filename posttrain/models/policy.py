@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import UserError
+from posttrain.events import Events
 from posttrain.models.attention import LAYOUT, Packed, install
 from posttrain.ops.logprobs import Head, head_logits
 
@@ -24,6 +25,7 @@ class Network:
     body: Any
     tokenizer: Any
     source: str
+    events = Events()  # for messages about the model: the run's, where a stage loaded it
 
     @property
     def device(self) -> torch.device:

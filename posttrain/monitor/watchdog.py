@@ -1,4 +1,4 @@
-"""A step that hangs: the stacks of every thread, here and in the processes that work for the run, written down while it hangs.
+"""A step that hangs: the stacks of every thread, here and in the processes that work for the run, written while it hangs.
 
 A thread in C writes those of this process, also if nothing else can run any more. Reward workers and generation helpers are forked from
 this process and inherit its handler of SIGUSR1, which writes where they stand and lets them go on; programs that were started are not
@@ -20,7 +20,7 @@ from typing import TextIO
 from posttrain.system.workers import stacks
 
 SIGNAL = getattr(signal, "SIGUSR1", None)
-LOOK = 0.25  # seconds between looks at the clock
+INTERVAL = 0.25  # seconds between two readings of the clock
 WRITING = 0.1  # seconds that a process has for its stacks before the next is asked
 
 
@@ -35,18 +35,18 @@ class Watchdog:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         # a handler of somebody else's (a cluster's notice, a user's own) is left in place: then workers cannot be asked
-        self._heard = SIGNAL is not None and signal.getsignal(SIGNAL) == signal.SIG_DFL
-        if self._heard and SIGNAL is not None:
+        self._registered = SIGNAL is not None and signal.getsignal(SIGNAL) == signal.SIG_DFL
+        if self._registered and SIGNAL is not None:
             faulthandler.register(SIGNAL, file=self._file, all_threads=True)
 
     @contextmanager
     def step(self, seconds: float | None) -> Iterator[None]:
-        """Look on for one step; None: it may take what it takes."""
+        """Watch one step; None: it has no limit."""
         if seconds is None:
             yield
             return
-        if self._thread is None and self._heard:
-            self._thread = threading.Thread(target=self._look_on, name="watchdog", daemon=True)
+        if self._thread is None and self._registered:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._deadline = time.monotonic() + seconds
@@ -56,9 +56,9 @@ class Watchdog:
             self._deadline = None
             faulthandler.cancel_dump_traceback_later()
 
-    def _look_on(self) -> None:
+    def _watch(self) -> None:
         """The thread's work: ask the workers once a step's time is over."""
-        while not self._over.wait(LOOK):
+        while not self._over.wait(INTERVAL):
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
                 self._deadline = None
@@ -68,7 +68,7 @@ class Watchdog:
         self._over.set()
         if self._thread is not None:
             self._thread.join(60)
-        if self._heard and SIGNAL is not None:
+        if self._registered and SIGNAL is not None:
             faulthandler.unregister(SIGNAL)
         self._file.close()
         if self.path.exists() and self.path.stat().st_size == 0:

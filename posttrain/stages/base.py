@@ -309,14 +309,15 @@ def load_policy(name: str, context: Context, alphabet: str = "", place: str = ""
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
         use_threads(model.num_parameters(), context.threads)
-        return wrap_model(
-            model.to(place or context.device), tokenizer, stop_ids(model, tokenizer, name), name
-        )
-    loaded = load(
-        model_places(name, context)[0], dtype=_dtype(context), device=place or context.device
-    )
-    use_threads(loaded.model.num_parameters(), context.threads)
-    return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
+        model = model.to(place or context.device)
+        policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer, name), name)
+    else:
+        found, device = model_places(name, context)[0], place or context.device
+        loaded = load(found, dtype=_dtype(context), device=device)
+        use_threads(loaded.model.num_parameters(), context.threads)
+        policy = wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
+    policy.events = context.events
+    return policy
 
 
 def make_sampler(policy: Policy, rows: int = 0, processes: int = 0) -> Sampler:
@@ -330,7 +331,9 @@ def load_reward_model(place: str, context: Context) -> Scorer:
     """The reward model in a directory or under a hub name; see `model_places` for those of a stage."""
     from posttrain.models.scorer import load_scorer
 
-    return load_scorer(place, _dtype(context), context.device)
+    scorer = load_scorer(place, _dtype(context), context.device)
+    scorer.events = context.events
+    return scorer
 
 
 def model_places(name: str, context: Context) -> list[str]:

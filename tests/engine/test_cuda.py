@@ -365,6 +365,6 @@ def test_other_families_take_the_plain_path_and_say_so_once(
     said = capsys.readouterr().err.splitlines()
     assert found[0] == found[1] == ids(plain(policy, requests))
     assert len(said) == 1 and said[0].startswith(
-        "engine: the model generates on the plain path, without CUDA graphs, several times slower: "
+        "warning: engine: the model generates on the plain path, without CUDA graphs, several times slower: "
     )
     assert any(part in said[0] for part in reason.split("|"))

@@ -97,7 +97,8 @@ def test_who_takes_the_plain_pass_on_a_gpu_says_so_once(
     monkeypatch.setattr("posttrain.models.fused_body.available", lambda *_: True)  # as if it were there
     assert fused_body(policy) is None and fused_body(policy) is None
     assert capsys.readouterr().err.splitlines() == [
-        "training: the model takes the plain pass through its own module, about 1.5 times slower: GPT2Model is not built like a Llama"
+        "warning: training: the model takes the plain pass through its own module, about 1.5 times slower: "
+        "GPT2Model is not built like a Llama"
     ]
 
 

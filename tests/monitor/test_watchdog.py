@@ -38,7 +38,7 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is late on a busy machine does not write into the stacks of the next."""
-    monkeypatch.setattr(watchdog_module, "LOOK", 1.0)
+    monkeypatch.setattr(watchdog_module, "INTERVAL", 1.0)
     monkeypatch.setattr(watchdog_module, "WRITING", 0.5)
 
 
