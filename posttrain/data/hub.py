@@ -32,9 +32,8 @@ def read_split(
     path = Path(data).expanduser()
     require(path.exists(), f"{task}: there is no folder or file {data}")
     file = find_file(data, files[split], task) if path.is_dir() else data
-    require(
-        path.is_dir() or bool(test_data), f"{task}: give test_data, the held-out file, with data"
-    )
+    both = path.is_dir() or bool(test_data)
+    require(both, f"{task}: give test_data, the held-out file, with data")
     return list(read_jsonl(test_data if test_data and split == "test" else file, lists=True))
 
 
@@ -45,9 +44,8 @@ def find_file(folder: str, stems: Sequence[str], task: str) -> str:
         if Path(folder, name).expanduser().is_file():
             return str(Path(folder, name))
     tried = ", ".join(names[:4])
-    raise UserError(
-        f"{task}: {folder} holds none of {tried}, ...; name the files with data and test_data"
-    )
+    hint = "name the files with data and test_data"
+    raise UserError(f"{task}: {folder} holds none of {tried}, ...; {hint}")
 
 
 @lru_cache(maxsize=8)
@@ -59,10 +57,8 @@ def load_hub(
         import datasets
     except ImportError:
         hint = "" if task == "hub" else "; or name a folder that holds the files: task.data=FOLDER"
-        needs = (
-            f"{task}: reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
-        )
-        raise UserError(needs + hint) from None
+        needs = f"reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
+        raise UserError(f"{task}: {needs}{hint}") from None
     place = Path(dataset).expanduser()
     # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
     named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None

@@ -127,10 +127,15 @@ class _Row:
 @dataclass(frozen=True, slots=True)
 class _Kind:
     title: str
-    reveals: frozenset[str]  # a first row with all of these keys is of this kind
     fields: tuple[str, ...]  # "a|b" is one of the two
     read: Callable[[dict[str, Any]], _Row]
     optional: tuple[str, ...] = ("prompt",)
+    revealing: tuple[str, ...] = ()
+
+    @property
+    def reveals(self) -> set[str]:
+        """A first row with all of these keys is of this kind."""
+        return set(self.revealing) or set(self.fields) - {"input", "prompt"}
 
     @property
     def columns(self) -> set[str]:
@@ -460,36 +465,15 @@ def _text(response: Any) -> str:
     return response if isinstance(response, str) else repr(response)
 
 
+SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score")
+RANKED = ("prompt", "responses|completions", "scores|ranking")
+OPENAI = ("input", "preferred_output", "non_preferred_output")
 KINDS: dict[str, _Kind] = {
-    "pair": _Kind(
-        "pairs",
-        frozenset({"chosen", "rejected"}),
-        ("chosen", "rejected"),
-        _read_pair,
-        ("prompt", "margin", "score_chosen", "score_rejected", "chosen_score", "rejected_score"),
-    ),
-    "openai": _Kind(
-        "pairs (OpenAI)",
-        frozenset({"preferred_output", "non_preferred_output"}),
-        ("input", "preferred_output", "non_preferred_output"),
-        _read_openai,
-    ),
-    "steps": _Kind(
-        "labelled steps",
-        frozenset({"completions", "labels"}),
-        ("prompt", "completions", "labels"),
-        _read_steps,
-    ),
-    "ranking": _Kind(
-        "rankings",
-        frozenset({"prompt", "scores"}),
-        ("prompt", "responses|completions", "scores|ranking"),
-        _read_ranking,
-    ),
+    "pair": _Kind("pairs", ("chosen", "rejected"), _read_pair, ("prompt", "margin", *SCORES)),
+    "openai": _Kind("pairs (OpenAI)", OPENAI, _read_openai),
+    "steps": _Kind("labelled steps", ("prompt", "completions", "labels"), _read_steps),
+    "ranking": _Kind("rankings", RANKED, _read_ranking, revealing=("prompt", "scores")),
     "unpaired": _Kind(
-        "single responses with a label",
-        frozenset({"completion", "label"}),
-        ("prompt", "completion", "label"),
-        _read_unpaired,
+        "single responses with a label", ("prompt", "completion", "label"), _read_unpaired
     ),
 }

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -53,9 +54,7 @@ def limited(render: Callable[[], Result], seconds: float | None = None) -> Resul
         return line
 
     previous = sys.gettrace()
-    sys.settrace(
-        lambda frame, event, argument: line if frame.f_code.co_filename == TEMPLATE_FILE else None
-    )
+    sys.settrace(lambda frame, *_: line if frame.f_code.co_filename == TEMPLATE_FILE else None)
     try:
         found = render()
     finally:
@@ -125,9 +124,8 @@ def read_yaml(text: str, where: str) -> Any:
     try:
         return read_values(text, where)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(
-            f"{where} is not valid YAML: {' '.join(str(error).split())[:300]}"
-        ) from None
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{where} is not valid YAML: {reason}") from None
 
 
 def read_values(text: str, where: str) -> Any:
@@ -149,26 +147,20 @@ def _check_node(node: yaml.Node, sizes: dict[int, int], above: set[int], where: 
     """How many values a node stands for, those it refers to counted each time."""
     if id(node) in sizes:
         return sizes[id(node)]
-    require(id(node) not in above, f"{where}: line {node.start_mark.line + 1} refers to itself")
+    line = node.start_mark.line + 1
+    require(id(node) not in above, f"{where}: line {line} refers to itself")
     above.add(id(node))
     size = 1
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if len(set(keys)) < len(keys):
-            twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
-        else:
-            twice = None
-        require(
-            twice is None,
-            f"{where}: the key {twice!r} is given twice near line {node.start_mark.line + 1}",
-        )
+        for key, count in Counter(keys).items():
+            once = count == 1 or key == "<<"
+            require(once, f"{where}: the key {key!r} is given twice near line {line}")
         size += sum(_check_node(part, sizes, above, where) for pair in node.value for part in pair)
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_check_node(part, sizes, above, where) for part in node.value)
-    require(
-        size <= YAML_NODES,
-        f"{where}: line {node.start_mark.line + 1} stands for more than {YAML_NODES:,} values",
-    )
+    large = f"{where}: line {line} stands for more than {YAML_NODES:,} values"
+    require(size <= YAML_NODES, large)
     above.discard(id(node))
     sizes[id(node)] = size
     return size

@@ -16,11 +16,8 @@ REPLACEMENT = "\ufffd"
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's way of writing bytes as printable characters, which byte-level vocabularies use: character to byte."""
-    plain = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    spans = (("!", "~"), ("¡", "¬"), ("®", "ÿ"))
+    plain = [byte for first, last in spans for byte in range(ord(first), ord(last) + 1)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(rest)}
 
@@ -62,11 +59,8 @@ class Decoder:
     def _find_anchor(self) -> list[int]:
         """A token with text of its own, to stand before another: many tokenizers drop the leading space of the first token."""
         for i in range(min(len(self.tokenizer), 1000)):
-            if (
-                i not in self._special
-                and self._text([i]).strip()
-                and REPLACEMENT not in self._text([i])
-            ):
+            text = "" if i in self._special else self._text([i])
+            if text.strip() and REPLACEMENT not in text:
                 return [i]
         return []
 

@@ -171,10 +171,8 @@ class Comparison:
             return is_fraction(given, gold) and self.same_scalar(gold, quotient(given))
         if gold.kind == "ratio" and given.kind == "ratio":
             if is_time(gold):
-                first, second = (
-                    spelled(s.text.replace(":", " ")).lstrip("0") for s in (gold, given)
-                )
-                return first == second
+                times = {spelled(s.text.replace(":", " ")).lstrip("0") for s in (gold, given)}
+                return len(times) == 1
             if len(gold.nodes) != len(given.nodes):
                 return False
             shares = ([node("divide", n, s.nodes[-1]) for n in s.nodes[:-1]] for s in (gold, given))

@@ -2,8 +2,8 @@
 
     consistency = (words of the target language) / (all words)
 
-The language of a word is known by its script. Languages of one script are distinguished by their most frequent words, where `others`
-names them: a word that one of those has in its list and the target has not is foreign. Other words of the script count as the target's.
+The language of a word is known by its script. Languages of one script are distinguished by their commonest words, where `others` names
+them: a word that one of those has in its list and the target has not is foreign. Other words of the script count as the target's.
 """
 
 from __future__ import annotations

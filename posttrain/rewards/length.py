@@ -20,10 +20,8 @@ def near(length: int, target: int, tolerance: int) -> float:
     >>> near(100, 100, 50), near(125, 100, 50), near(10, 100, 50)
     (1.0, 0.5, 0.0)
     """
-    require(
-        target >= 0 and tolerance > 0,
-        f"length: target and tolerance must be positive, not {target} and {tolerance}",
-    )
+    fine = target >= 0 and tolerance > 0
+    require(fine, f"length: target and tolerance must be positive, not {target} and {tolerance}")
     return max(0.0, 1.0 - abs(length - target) / tolerance)
 
 

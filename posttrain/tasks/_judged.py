@@ -141,12 +141,8 @@ class Judged(Questions):
 @lru_cache(maxsize=8)
 def _read(part: Part, question: str, answer: str, answer_after: str) -> Pool:
     rows = part.rows()
-    return Pool(
-        tuple(
-            make_problem(row, where, name, question, answer, answer_after)
-            for where, name, row in rows
-        )
-    )
+    fields = (question, answer, answer_after)
+    return Pool(tuple(make_problem(row, where, name, *fields) for where, name, row in rows))
 
 
 async def _awaited(found: Any) -> Score:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from posttrain.data.records import parse_messages
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem
@@ -71,10 +71,8 @@ class Questions(Task):
         """The turns of a row that holds a conversation. A style that was set is put into the last turn of the user."""
         where = f"problem {problem.id}"
         turns = list(parse_messages(problem.facts["messages"], where))
-        require(
-            not self.examples,
-            f"{where} is a conversation, before which no examples can be shown; set examples to 0",
-        )
+        refused = "is a conversation, before which no examples can be shown; set examples to 0"
+        require(not self.examples, f"{where} {refused}")
         asked = [place for place, turn in enumerate(turns) if turn.role == "user"]
         if self.style and asked:
             turns[asked[-1]] = replace(turns[asked[-1]], content=self.ask(turns[asked[-1]].content))
@@ -121,10 +119,8 @@ def one_side(pool: Pool, share: float, split: str, where: str) -> tuple[Problem,
         return stable_hash("held out", normalised(problem.question)) % 10_000 < 10_000 * share
 
     chosen = tuple(p for p in pool.problems if is_test(p) == (split == "test"))
-    require(
-        bool(chosen),
-        f"{where}: no problem is left for {split}; give a test file or split, or another held_out",
-    )
+    hint = "give a test file or split, or another held_out"
+    require(bool(chosen), f"{where}: no problem is left for {split}; {hint}")
     return chosen
 
 
@@ -133,10 +129,9 @@ def require_apart(train: Pool, test: Pool, train_name: str, test_name: str) -> N
     """Refuse held-out questions that are also trained on."""
     seen = {normalised(p.question) for p in train.problems}
     leaked = [p.id for p in test.problems if normalised(p.question) in seen]
-    said = (
-        f"{len(leaked)} questions are also in {train_name}, such as that of {''.join(leaked[:1])}"
-    )
-    require(not leaked, f"{test_name}: {said}; a score on them would be memory")
+    if leaked:
+        said = f"{len(leaked)} questions are also in {train_name}, such as that of {leaked[0]}"
+        raise UserError(f"{test_name}: {said}; a score on them would be memory")
 
 
 def make_problem(

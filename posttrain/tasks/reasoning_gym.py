@@ -75,10 +75,8 @@ class ReasoningGym(Task):
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
         require_split(split)
         sides = _source(self).sides
-        require(
-            bool(sides[split]),
-            f"reasoning_gym: {self.generator} gave no {split} problem with these options; widen them",
-        )
+        none = f"{self.generator} gave no {split} problem with these options; widen them"
+        require(bool(sides[split]), f"reasoning_gym: {none}")
         return sides[split]
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
@@ -105,10 +103,8 @@ class ReasoningGym(Task):
         return found[-1].strip() or None if found else None
 
     def demonstration(self, problem: Problem) -> str:
-        require(
-            bool(problem.answer),
-            f"reasoning_gym: {self.generator} gives no solutions; it can be trained by reward only",
-        )
+        none = f"{self.generator} gives no solutions; it can be trained by reward only"
+        require(bool(problem.answer), f"reasoning_gym: {none}")
         return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
 
     def ready(self) -> tuple[str, ...]:

@@ -120,10 +120,8 @@ def become(library: Library, user: int, read_search: bool) -> None:
     os.setresuid(user, user, user)
     if read_search:
         words = (CAPABILITY_VERSION, 0), (CAP_READ_SEARCH, CAP_READ_SEARCH, 0, 0, 0, 0)
-        library.call(
-            "capset",
-            *(b"".join(word.to_bytes(4, sys.byteorder) for word in part) for part in words),
-        )
+        parts = (b"".join(word.to_bytes(4, sys.byteorder) for word in part) for part in words)
+        library.call("capset", *parts)
 
 
 def read_exactly(descriptor: int, count: int) -> bytes:
@@ -138,9 +136,8 @@ def read_exactly(descriptor: int, count: int) -> bytes:
 
 
 def receive(descriptor: int) -> Any:
-    return scan(read_exactly(descriptor, int(read_exactly(descriptor, 8), 16)).decode("ascii"), 0)[
-        0
-    ]
+    count = int(read_exactly(descriptor, 8), 16)
+    return scan(read_exactly(descriptor, count).decode("ascii"), 0)[0]
 
 
 def send(descriptor: int, text: str, limit: int) -> None:
@@ -174,17 +171,11 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
     kind: Any
     for kind, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
         if isinstance(value, kind):
-            return (
-                f'["{tag}",['
-                + ",".join([text_of(item, depth - 1) for item in kind.__iter__(value)])
-                + "]]"
-            )
+            items = [text_of(item, depth - 1) for item in kind.__iter__(value)]
+            return f'["{tag}",[' + ",".join(items) + "]]"
     if isinstance(value, dict):
-        pairs = [
-            f"[{text_of(key, depth - 1)},{text_of(item, depth - 1)}]"
-            for key, item in dict.items(value)
-        ]
-        return '["d",[' + ",".join(pairs) + "]]"
+        texts = [[text_of(each, depth - 1) for each in pair] for pair in dict.items(value)]
+        return '["d",[' + ",".join([f"[{key},{item}]" for key, item in texts]) + "]]"
     raise TypeError("not plain")
 
 
@@ -330,14 +321,8 @@ def run_with_streams(source: str) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        code = (
-            SYNTAX
-            if isinstance(error, NotAProgramError)
-            else OUT_OF_MEMORY
-            if isinstance(error, MemoryError)
-            else CRASH
-        )
-        leave(code, type(error).__name__)
+        code = OUT_OF_MEMORY if isinstance(error, MemoryError) else CRASH
+        leave(SYNTAX if isinstance(error, NotAProgramError) else code, type(error).__name__)
 
 
 def leave(code: int, name: str) -> Never:

@@ -47,9 +47,8 @@ class Pool:
             ordered = shelf.popleft() if shelf else self._order(key)
             while len(shelf) < self.spare:
                 shelf.append(self._order(key))
-            stale = [
-                self._shelves.popitem(last=False)[1] for _ in range(len(self._shelves) - SHELVES)
-            ]
+            extra = range(len(self._shelves) - SHELVES)
+            stale = [self._shelves.popitem(last=False)[1] for _ in extra]
         for old in stale:
             _discard(old)
         try:

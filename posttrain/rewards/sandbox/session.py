@@ -61,13 +61,11 @@ class Session:
             while len(self.incoming) < len(word):
                 self._turn()
         except Ended as ended:
-            raise Infrastructure(
-                f"the sandbox did not start: {ended.outcome} {self.errors[-500:]!r}"
-            ) from ended
+            how = f"{ended.outcome} {self.errors[-500:]!r}"
+            raise Infrastructure(f"the sandbox did not start: {how}") from ended
         if not self.incoming.startswith(word):
-            raise Infrastructure(
-                f"the sandbox did not start: it said {bytes(self.incoming[:40])!r}"
-            )
+            said = bytes(self.incoming[:40])
+            raise Infrastructure(f"the sandbox did not start: it said {said!r}")
         del self.incoming[: len(word)]
 
     def begin(self, kind: str, source: str, functions: tuple[str, ...] = ()) -> None:
