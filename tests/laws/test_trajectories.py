@@ -153,12 +153,14 @@ def pinned() -> dict[str, dict]:
 def one_thread():  # type: ignore[no-untyped-def]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    if WRITE:
+        write()
     yield
     torch.set_num_threads(threads)
 
 
-@pytest.mark.skipif(not WRITE, reason="PIN_TRAJECTORIES=1 writes the file")
-def test_write_the_file() -> None:
+def write() -> None:
+    """Pin all trajectories anew: PIN_TRAJECTORIES=1 asks for it."""
     lines = [f"{json.dumps(name)}: {json.dumps([loss.hex() for loss in trajectory(name)])}" for name in NAMES]
     FILE.write_text(f'{{"place": {json.dumps(place())},\n"losses": {{\n' + ",\n".join(lines) + "\n}}\n")
 

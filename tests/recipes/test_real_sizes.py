@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from lexicon_for_tests import WordLexicon
 from scripts_for_tests import load_script
 
 from posttrain import config
 from posttrain.errors import UserError
 from posttrain.recipes.base import Recipe
 from posttrain.recipes.dpo import dpo
-from posttrain.recipes.gsm8k import gsm8k
 from posttrain.recipes.instructgpt import instructgpt
 from posttrain.recipes.r1 import r1
 from posttrain.recipes.r1_zero import r1_zero
@@ -25,13 +25,7 @@ from posttrain.tasks import sentiment
 ROOT = Path(__file__).parent.parent.parent
 
 
-class Lexicon:
-    """Words that a random model of letters does write; the real lexicon is an extra that need not be there."""
-
-    lexicon: ClassVar[dict[str, float]] = {"a": 1.0, "i": 2.0, "x": -1.0}
-
-    def polarity_scores(self, text: str) -> dict[str, float]:
-        return {"compound": sum(self.lexicon.get(word, 0.0) for word in text.lower().split()) / 10}
+WORDS = {"a": 1.0, "i": 2.0, "x": -1.0}  # that a random model of letters does write
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +37,7 @@ def script() -> ModuleType:
 def checked(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("real")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentiment, "lexicon", Lexicon)
+        patch.setattr(sentiment, "lexicon", lambda: WordLexicon(WORDS, 10.0))
         script.check(out)
     return out
 
@@ -107,43 +101,6 @@ def test_only_figures_are_kept_and_drawn(checked: Path) -> None:
     names = ("gsm8k", "dpo", "r1_zero", "instructgpt", "r1")
     assert kept == data | {f"{name}.{ending}" for name in names for ending in ("json", "png")}
     assert all((checked / f"{name}.png").stat().st_size > 10_000 for name in names)
-
-
-def test_rows_of_the_table(script: ModuleType) -> None:
-    stage = {"problems": 1000, "accuracy": [0.25, 0.22, 0.28], "pass_at": {"1": [0.25, 0.22, 0.28]}}
-    better = stage | {"accuracy": [0.5, 0.47, 0.53]}
-    curves = {
-        "rl": {"generated_per_second": [[1, 100.0], [2, 300.0], [3, 200.0]], "seconds/total": [[1, 1.0], [2, 4.0], [3, 2.5]]}
-    }
-    kept = {"name": "x", "seed": 3, "stages": {"before": stage, "after": better}, "curves": curves}
-    assert script.rows(kept) == [
-        "| x, seed 3 | greedy accuracy, 1000 problems | 25.0% [22.0, 28.0] | 50.0% [47.0, 53.0] |",
-        "| x, seed 3 | rl: median tokens generated a second / seconds a step | 200 | 2.50 |",
-    ]
-
-
-def test_rows_of_a_comparison(script: ModuleType) -> None:
-    versus = {"problems": 500, "win_rate": [0.9, 0.87, 0.93], "reward": [0.95, 0.9, 1.0], "reward_against": [0.7, 0.6, 0.8],
-              "kl": 12.34, "perplexity": 21.5, "perplexity_against": 20.25}  # fmt: skip
-    assert script.rows({"name": "x", "seed": 0, "stages": {"versus_sft": versus}, "curves": {}}) == [
-        "| x, seed 0 | versus_sft: win rate, 500 prompts | 50% | 90.0% [87.0, 93.0] |",
-        "| x, seed 0 | versus_sft: the annotator's score, KL 12.3 nats | 0.700 | 0.950 |",
-        "| x, seed 0 | versus_sft: perplexity of other text | 20.25 | 21.50 |",
-    ]
-
-
-def test_an_interrupt_leaves_what_there_is(script: ModuleType) -> None:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    assert script.attempt(stop).startswith("KeyboardInterrupt")
-
-
-def test_settings_are_read_by_the_recipes_own_types(script: ModuleType) -> None:
-    found = script.arguments(r1_zero, {"steps": "7", "lr": "1e-5", "model": "m"})
-    assert found == {"steps": 7, "lr": 1e-5, "model": "m"}
-    with pytest.raises(SystemExit, match="no depth"):
-        script.arguments(gsm8k, {"depth": "3"})
 
 
 def test_sizes() -> None:

@@ -8,9 +8,10 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from lexicon_for_tests import LetterLexicon
 from material_for_tests import group, rollout, segment, small_policy
 
 from posttrain.algorithms.grpo import GRPO
@@ -138,14 +139,8 @@ def test_the_recipe_from_nothing(tmp_path: Path) -> None:
 
 
 def test_the_recipe_on_a_model_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Lexicon:
-        lexicon: ClassVar[dict[str, float]] = dict.fromkeys("abcde", 1.0)
-
-        def polarity_scores(self, text: str) -> dict[str, float]:
-            return {"compound": sum(letter in "abcde" for letter in text) / (1 + len(text))}
-
-    monkeypatch.setattr(annotator, "lexicon", Lexicon)
-    monkeypatch.setattr(annotator, "habits", lambda text: {})  # random letters have no words
+    monkeypatch.setattr(annotator, "lexicon", LetterLexicon)
+    monkeypatch.setattr(annotator, "factors", lambda text: {})  # random letters have no words
     tokenizer = character_tokenizer(alphabet([]))
     save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "model")
     recipe = sentiment(

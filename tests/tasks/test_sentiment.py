@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
+from lexicon_for_tests import WordLexicon
 
 from posttrain.errors import UserError
 from posttrain.runs.write import RunWriter
@@ -27,20 +27,12 @@ from posttrain.tasks.sentiment import (
 )
 from posttrain.types import Problem
 
-
-class Lexicon:
-    """A lexicon of three words whose compound score is a quarter of their plain sum, so that means can be worked by hand."""
-
-    lexicon: ClassVar[dict[str, float]] = {"good": 2.0, "fair": 1.4, "bad": -2.0}
-
-    def polarity_scores(self, text: str) -> dict[str, float]:
-        words = [word.strip(",.").lower() for word in text.split()]
-        return {"compound": sum(self.lexicon.get(word, 0.0) for word in words) / 4}
+WORDS = {"good": 2.0, "fair": 1.4, "bad": -2.0}
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sentiment, "lexicon", Lexicon)
+    monkeypatch.setattr(sentiment, "lexicon", lambda: WordLexicon(WORDS))
 
 
 def test_praise_is_the_mean_of_sentences_and_counts_a_word_once(plain: None) -> None:

@@ -6,9 +6,10 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from lexicon_for_tests import LetterLexicon
 from scripts_for_tests import load_script
 
 from posttrain.models.save import save
@@ -17,15 +18,6 @@ from posttrain.stages._material import alphabet
 from posttrain.tasks import sentiment as annotator
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-class Lexicon:
-    """Likes every letter; no word of it is kind."""
-
-    lexicon: ClassVar[dict[str, float]] = {}
-
-    def polarity_scores(self, text: str) -> dict[str, float]:
-        return {"compound": sum(letter in "abcde" for letter in text) / (1 + len(text))}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +33,7 @@ def settings(folder: Path) -> dict[str, str]:
 
 
 def test_a_seed_leaves_its_figures(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(annotator, "lexicon", Lexicon)
+    monkeypatch.setattr(annotator, "lexicon", LetterLexicon)
     monkeypatch.setattr(annotator, "factors", lambda text: {})
     script.one_seed((str(tmp_path), str(tmp_path / "scratch"), 3, "cpu", settings(tmp_path)))
     found = json.loads((tmp_path / "seed-3.json").read_text())
@@ -54,7 +46,7 @@ def test_a_seed_leaves_its_figures(script: ModuleType, tmp_path: Path, monkeypat
 def test_a_seed_that_stops_says_where_and_keeps_what_there_was(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(annotator, "lexicon", Lexicon)
+    monkeypatch.setattr(annotator, "lexicon", LetterLexicon)
     given = {**settings(tmp_path), "comparisons": "1", "tokens": "1"}  # one token is no answer: all four are cut off
     script.one_seed((str(tmp_path), str(tmp_path), 0, "cpu", given))
     found = json.loads((tmp_path / "seed-0.json").read_text())

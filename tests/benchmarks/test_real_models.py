@@ -1,0 +1,53 @@
+"""The script that runs the recipes for real models: rows of its table, settings, interrupts."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+from scripts_for_tests import load_script
+
+from posttrain.recipes.gsm8k import gsm8k
+from posttrain.recipes.r1_zero import r1_zero
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("benchmarks/real_models.py")
+
+
+def test_rows_of_the_table(script: ModuleType) -> None:
+    stage = {"problems": 1000, "accuracy": [0.25, 0.22, 0.28], "pass_at": {"1": [0.25, 0.22, 0.28]}}
+    better = stage | {"accuracy": [0.5, 0.47, 0.53]}
+    curves = {
+        "rl": {"generated_per_second": [[1, 100.0], [2, 300.0], [3, 200.0]], "seconds/total": [[1, 1.0], [2, 4.0], [3, 2.5]]}
+    }
+    kept = {"name": "x", "seed": 3, "stages": {"before": stage, "after": better}, "curves": curves}
+    assert script.rows(kept) == [
+        "| x, seed 3 | greedy accuracy, 1000 problems | 25.0% [22.0, 28.0] | 50.0% [47.0, 53.0] |",
+        "| x, seed 3 | rl: median tokens generated a second / seconds a step | 200 | 2.50 |",
+    ]
+
+
+def test_rows_of_a_comparison(script: ModuleType) -> None:
+    versus = {"problems": 500, "win_rate": [0.9, 0.87, 0.93], "reward": [0.95, 0.9, 1.0], "reward_against": [0.7, 0.6, 0.8],
+              "kl": 12.34, "perplexity": 21.5, "perplexity_against": 20.25}  # fmt: skip
+    assert script.rows({"name": "x", "seed": 0, "stages": {"versus_sft": versus}, "curves": {}}) == [
+        "| x, seed 0 | versus_sft: win rate, 500 prompts | 50% | 90.0% [87.0, 93.0] |",
+        "| x, seed 0 | versus_sft: the annotator's score, KL 12.3 nats | 0.700 | 0.950 |",
+        "| x, seed 0 | versus_sft: perplexity of other text | 20.25 | 21.50 |",
+    ]
+
+
+def test_an_interrupt_leaves_what_there_is(script: ModuleType) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    assert script.attempt(stop).startswith("KeyboardInterrupt")
+
+
+def test_settings_are_read_by_the_recipes_own_types(script: ModuleType) -> None:
+    found = script.arguments(r1_zero, {"steps": "7", "lr": "1e-5", "model": "m"})
+    assert found == {"steps": 7, "lr": 1e-5, "model": "m"}
+    with pytest.raises(SystemExit, match="no depth"):
+        script.arguments(gsm8k, {"depth": "3"})
