@@ -256,7 +256,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, handler)
-    except ValueError:  # not in the main thread: whoever embeds us handles signals
+    except ValueError:  # not in the main thread: the program that embeds us handles signals
         pass
     try:
         yield interrupt

@@ -1,7 +1,7 @@
-"""Who named a thing decides what it may do. The person at the command line and whoever writes Python may name anything. A recipe in
-YAML or a run directory may come from a stranger: it may not name code to run, a sandbox that is none, an address for the user's key
-and texts, the key itself, or files of the user's elsewhere. One object, made where names are read, is asked wherever one is used:
-before the first stage of the resolved pipeline (config.py), and again where code is loaded, an address is asked, a sandbox is chosen.
+"""Decides what a name may do, by its source. A user of the command line or of Python may name anything. A recipe in YAML or a run
+directory may come from an untrusted source: it may not name code to run, a sandbox that isolates nothing, an address for the user's key
+and texts, the key itself, or files elsewhere. One object, made where names are read, is asked wherever one is used: before the
+first stage of the resolved pipeline (config.py), and again where code is loaded, an address is used, a sandbox is chosen.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Trust:
-    """What `file` may name, when the user has typed `typed` (key: value). Without a file nothing is from a stranger."""
+    """What `file` may name, when the user has typed `typed` (key: value). Without a file everything was typed."""
 
     file: str = ""
     typed: Mapping[str, JSON] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Trust:
         require(said, f"{self.file}: checkpoint_hook would run a program; {TRUST_IT}")
 
     def require_trackers(self, names: Sequence[str]) -> None:
-        """W&B takes the server that is sent its key, and more, from a file in the working directory, which may be a stranger's."""
+        """W&B takes the server that is sent its key, and more, from a file in the working directory, which may be untrusted."""
         given = next((place for place in WANDB_SETTINGS if Path(place).is_file()), "")
         fine = self.whole or "trackers" in self.typed or "wandb" not in names or not given
         require(
@@ -162,7 +162,7 @@ class Trust:
         return key if self.whole or self.said(url) or address.listed else ""
 
     def require_file(self, name: str, path: Path) -> None:
-        """That a file or folder, with all that symbolic links in it lead to, lies beside the file that names it, or is the user's own
+        """That a file or folder, with all that symbolic links in it lead to, lies next to the file that names it, or is the user's own
         choice."""
         own = {
             key: value for key, value in self.typed.items() if key != "out"
