@@ -60,14 +60,14 @@ lint: $(READY) ## style, format and types
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format'" >&2; exit 1; }
 	@$(BIN)/mypy
 
-format: $(READY) ## rewrite the files in the house style
+format: $(READY) ## rewrite the files in the project's style
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
 
 soak: $(READY) ## 30 minutes of GRPO with faults injected; memory, handles, threads and processes (MINUTES=3 for fewer)
 	@$(BIN)/python benchmarks/soak.py $(or $(MINUTES),30)
 
-recipes: $(READY) ## every recipe in its CPU size, the main ones over three seeds; each must move by two standard errors
+recipes: $(READY) ## every recipe in its toy model, the main ones over three seeds; each must move by two standard errors
 	@$(BIN)/python benchmarks/recipes.py runs/recipes
 
 docs: $(READY) ## write the generated pages anew: algorithms, laws, advice
