@@ -12,7 +12,7 @@ from posttrain.engine.rows import PAGE, Rows
 from posttrain.engine.sampler import Choices, draw
 from posttrain.models.attention import Rule
 from posttrain.models.layers import Heads, Norm, RopeTable
-from posttrain.ops.fused import power_of_two
+from posttrain.ops.fused import power_of_two, row_block
 
 BLOCK = 4096  # logits that one program sums
 MAX_QUERIES = 64  # queries that read a prompt together
@@ -28,9 +28,9 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float, shifted: bool) -> T
     """x / sqrt(mean(x^2) + epsilon) * weight; `shifted` as Gemma has it, * (1 + weight) before rounding."""
     if x_TH.is_cuda:
         out, width = torch.empty_like(x_TH), x_TH.shape[1]
-        block = power_of_two(width)
+        block, warps = row_block(width)
         _triton().rms_norm_kernel[(x_TH.shape[0],)](
-            x_TH, weight_H, out, width, epsilon, shifted, block, num_warps=4 if block <= 2048 else 8
+            x_TH, weight_H, out, width, epsilon, shifted, block, num_warps=warps
         )
         return out
     x = x_TH.float()
@@ -51,27 +51,13 @@ def rotate_store(
     write keys and values into their slots of the [slots, Hk, D] stores."""
     (cos, sin), (keys, values) = rope, store
     if qkv.is_cuda:
-        query_norm, key_norm = (n.weight.detach() for n in norms) if norms else (qkv, qkv)
-        every = heads.heads + 2 * heads.keys
+        weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norms else (qkv, qkv)
+        inputs = (qkv, cos, sin, position_T, slot_T, keys, values, *weights)
+        epsilon, shifted = (norms[0].epsilon, norms[0].shifted) if norms else (0.0, False)
+        blocks = (power_of_two(heads.width // 2), power_of_two(heads.heads + 2 * heads.keys))
+        sizes = (heads.heads, heads.keys, heads.width, *blocks)
         _triton().rotate_store_kernel[(qkv.shape[0],)](
-            qkv,
-            cos,
-            sin,
-            position_T,
-            slot_T,
-            keys,
-            values,
-            query_norm,
-            key_norm,
-            norms[0].epsilon if norms else 0.0,
-            heads.heads,
-            heads.keys,
-            heads.width,
-            power_of_two(heads.width // 2),
-            power_of_two(every),
-            norms is not None,
-            norms is not None and norms[0].shifted,
-            num_warps=4,
+            *inputs, epsilon, *sizes, norms is not None, shifted, num_warps=4
         )
         return
     split = qkv.view(qkv.shape[0], heads.heads + 2 * heads.keys, heads.width)
@@ -110,56 +96,26 @@ def attend(
     """
     if not qkv.is_cuda:
         return _attend_plain(qkv, store, rows, heads, rule, count, tiles)
-    kernels, (keys, values) = _triton(), store
+    kernels = _triton()
     before = torch.empty(count, heads.heads, heads.width, dtype=torch.float32, device=qkv.device)
-    lse = torch.empty(
-        count, heads.heads, dtype=torch.float32, device=qkv.device
-    )  # every live row is in a tile
+    # every live row is in a tile
+    lse = torch.empty(count, heads.heads, dtype=torch.float32, device=qkv.device)
     out = torch.empty(count, heads.heads * heads.width, dtype=qkv.dtype, device=qkv.device)
-    window, softcap = rule.sliding_window or 0, rule.softcap or 1.0
+    limits = (rule.scaling, rule.softcap or 1.0, rule.sliding_window or 0)
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
     wide = max(16, power_of_two(heads.width))
     flags = (PAGE, rule.sliding_window is not None, rule.softcap is not None, precision)
     shape = (heads.heads, heads.keys, heads.width, wide)
+    state = (qkv, *store, before, lse)
+    prompts = (rows.tile, rows.prompt_table, rows["position"])
+    sizes = (rows.capacity, rows.prompt_pages, *shape, queries)
     kernels.prefix_kernel[(tiles, heads.keys)](
-        qkv,
-        keys,
-        values,
-        before,
-        lse,
-        rows.tile,
-        rows.prompt_table,
-        rows["position"],
-        rule.scaling,
-        softcap,
-        window,
-        rows.capacity,
-        rows.prompt_pages,
-        *shape,
-        queries,
-        *flags,
-        num_warps=4,
-        num_stages=2,
+        *state, *prompts, *limits, *sizes, *flags, num_warps=4, num_stages=2
     )
+    own = (rows["count"], rows["done"], rows.table)
+    members = max(16, power_of_two(heads.grouped))
     kernels.suffix_kernel[(count, heads.keys)](
-        qkv,
-        keys,
-        values,
-        before,
-        lse,
-        out,
-        rows["count"],
-        rows["done"],
-        rows.table,
-        rule.scaling,
-        softcap,
-        window,
-        rows.pages,
-        *shape,
-        max(16, power_of_two(heads.grouped)),
-        *flags,
-        num_warps=4,
-        num_stages=3,
+        *state, out, *own, *limits, rows.pages, *shape, members, *flags, num_warps=4, num_stages=3
     )
     return out
 
@@ -243,30 +199,12 @@ def choose(logits_NV: Tensor, rows: Rows, truncated: bool) -> tuple[Tensor, Tens
     kernels, blocks, device = _triton(), -(-size // BLOCK), logits_NV.device
     top, total = (torch.empty(count, blocks, dtype=torch.float32, device=device) for _ in range(2))
     best = torch.empty(count, blocks, dtype=torch.int32, device=device)
-    id_N, logprob_N = (
-        torch.zeros(count, dtype=torch.int64, device=device),
-        torch.zeros(count, device=device),
-    )
-    kernels.block_sums_kernel[(count, blocks)](
-        logits_NV, rows.temperature, top, total, best, size, blocks, BLOCK, num_warps=4
-    )
-    kernels.draw_kernel[(count,)](
-        logits_NV,
-        rows.temperature,
-        top,
-        total,
-        best,
-        rows["seed"],
-        rows["count"],
-        rows["done"],
-        id_N,
-        logprob_N,
-        size,
-        blocks,
-        BLOCK,
-        power_of_two(blocks),
-        num_warps=4,
-    )
+    id_N = torch.zeros(count, dtype=torch.int64, device=device)
+    logprob_N = torch.zeros(count, device=device)
+    sums, sizes = (logits_NV, rows.temperature, top, total, best), (size, blocks, BLOCK)
+    kernels.block_sums_kernel[(count, blocks)](*sums, *sizes, num_warps=4)
+    state = (rows["seed"], rows["count"], rows["done"], id_N, logprob_N)
+    kernels.draw_kernel[(count,)](*sums, *state, *sizes, power_of_two(blocks), num_warps=4)
     return id_N, logprob_N
 
 

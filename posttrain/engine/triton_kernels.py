@@ -99,40 +99,28 @@ def rotate_store_kernel(
 
 
 @triton.jit
-def attend_page(
-    q,
-    keys_ptr,
-    values_ptr,
-    at,
-    wide,
-    allowed,
-    top,
-    total,
-    acc,
-    scaling,
-    softcap,
-    WHOLE: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Take one page of keys and values, at the addresses `at`, into a running softmax: its largest score, its sum and the weighted
-    values. A page is always there as a whole, and always finite: what is not allowed weighs nothing."""
+def load_page(ptr, wide, WHOLE: tl.constexpr):
+    """A page is always there as a whole, and always finite: what is not allowed weighs nothing."""
     if WHOLE:
-        k = tl.load(keys_ptr + at)
+        return tl.load(ptr)
     else:
-        k = tl.load(keys_ptr + at, mask=wide[None, :], other=0.0)
+        return tl.load(ptr, mask=wide[None, :], other=0.0)
+
+
+@triton.jit
+def page_scores(q, k, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
     if CAPPED:
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-    score = tl.where(allowed, score, -float("inf"))
+    return score
+
+
+@triton.jit
+def add_page(score, v, top, total, acc, PRECISION: tl.constexpr):
+    """A running softmax with one page more: its largest score, its sum and the weighted values."""
     higher = tl.maximum(top, tl.max(score, 1))
     safe = tl.where(higher == -float("inf"), 0.0, higher)
-    p = tl.exp(score - safe[:, None])
-    shrink = tl.exp(top - safe)
-    if WHOLE:
-        v = tl.load(values_ptr + at)
-    else:
-        v = tl.load(values_ptr + at, mask=wide[None, :], other=0.0)
+    p, shrink = tl.exp(score - safe[:, None]), tl.exp(top - safe)
     acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return higher, total * shrink + tl.sum(p, 1), acc
 
@@ -191,22 +179,11 @@ def prefix_kernel(
         allowed = seen[None, :]
         if WINDOWED:
             allowed = allowed & (page * PAGE + at_n[None, :] > position[:, None] - window)
-        top, total, acc = attend_page(
-            q,
-            keys_ptr,
-            values_ptr,
-            at,
-            wide,
-            allowed,
-            top,
-            total,
-            acc,
-            scaling,
-            softcap,
-            WIDE == WIDTH,
-            CAPPED,
-            PRECISION,
-        )
+        k = load_page(keys_ptr + at, wide, WIDE == WIDTH)
+        score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
+        score = tl.where(allowed, score, -float("inf"))
+        v = load_page(values_ptr + at, wide, WIDE == WIDTH)
+        top, total, acc = add_page(score, v, top, total, acc, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     lse = tl.where(total == 0.0, -float("inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
     to = row * HEADS + query_head
@@ -265,22 +242,11 @@ def suffix_kernel(
         slot = tl.load(table_ptr + row * pages + page).to(tl.int64) * PAGE + at_n
         seen = (page * PAGE + at_n < length) & (page * PAGE + at_n >= oldest)
         at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
-        top, total, acc = attend_page(
-            q,
-            keys_ptr,
-            values_ptr,
-            at,
-            wide,
-            seen[None, :],
-            top,
-            total,
-            acc,
-            scaling,
-            softcap,
-            WIDE == WIDTH,
-            CAPPED,
-            PRECISION,
-        )
+        k = load_page(keys_ptr + at, wide, WIDE == WIDTH)
+        score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
+        score = tl.where(seen[None, :], score, -float("inf"))
+        v = load_page(values_ptr + at, wide, WIDE == WIDTH)
+        top, total, acc = add_page(score, v, top, total, acc, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         out_ptr + state[:, None] * WIDTH + at_d[None, :],
@@ -379,7 +345,7 @@ def advance_kernel(
     position_ptr,
     slot_ptr,
     limit_ptr,
-    least_ptr,
+    min_ptr,
     done_ptr,
     table_ptr,
     step_ptr,
@@ -407,7 +373,7 @@ def advance_kernel(
     count = tl.load(count_ptr + row, mask=live, other=0) + 1
     tl.store(count_ptr + row, count, mask=live)
     stopped = (tl.load(stop_ptr + drawn, mask=live, other=0) != 0) & (
-        count > tl.load(least_ptr + row, mask=live, other=0)
+        count > tl.load(min_ptr + row, mask=live, other=0)
     )
     finished = stopped | (count >= tl.load(limit_ptr + row, mask=live, other=0))
     tl.store(done_ptr + row, finished.to(tl.int64), mask=live)

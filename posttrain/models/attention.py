@@ -19,14 +19,8 @@ from torch import Tensor, nn
 ATTENTION = "posttrain"
 LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the model
 SUPPORTED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", LAYOUT}
-IGNORED = {
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "position_embeddings",
-}
+IGNORED = {"position_ids", "cache_position", "use_cache", "position_embeddings"}
+IGNORED |= {"output_attentions", "output_hidden_states"}
 WASTE = 1.25  # sequences share a padded attention call while the longest is at most this many times the shortest
 
 

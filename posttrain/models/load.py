@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.data import safe_readers as untrusted
 from posttrain.errors import UserError, require, unknown
-from posttrain.models.load_directory import first_line, read_directory
+from posttrain.models.load_directory import MODEL_FILES, first_line, read_directory
 
 if TYPE_CHECKING:
     import torch
@@ -25,15 +25,7 @@ if TYPE_CHECKING:
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # What is fetched from the hub: no pickles and no Python, so that neither can be read by mistake.
-HUB_FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "*.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "tiktoken.model",
-]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", *MODEL_FILES]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 RENDER_SECONDS = 5.0
 

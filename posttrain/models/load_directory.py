@@ -18,15 +18,8 @@ if TYPE_CHECKING:
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-    "tiktoken.model",
-)
+MODEL_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", *MODEL_FILES)
 LARGEST_JSON = 256 * 1024 * 1024  # the largest tokenizer.json in use is about 40 MB
 
 # Settings that make transformers read weights from elsewhere, or put other modules in place of the model's own.
@@ -133,14 +126,9 @@ def check_directory(folder: Path) -> None:
     )
     for setting, reason in REFUSED_SETTINGS.items():
         require(config.get(setting) is None, f"{folder}/config.json sets {setting}: {reason}")
-    for name in (
-        "config.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "processor_config.json",
-    ):
-        if (folder / name).is_file():
-            refuse_code(folder / name)
+    for part in ("", "tokenizer_", "generation_", "processor_"):
+        if (folder / f"{part}config.json").is_file():
+            refuse_code(folder / f"{part}config.json")
     check_weights(folder)
     require(
         any((folder / name).is_file() for name in VOCABULARIES),

@@ -1,6 +1,6 @@
 """Reading a GGUF file into an ordinary model: weights unpacked to floats, tokenizer and chat template from its metadata.
 
-`transformers` does the unpacking. What it gets wrong or leaves out is mended here: special tokens, the rule by which text is
+`transformers` does the unpacking. What it gets wrong or leaves out is fixed here: special tokens, the rule by which text is
 cut before the merges, the width of heads, the scaling of Llama 3's rotary positions, and a head that is the embedding.
 """
 
@@ -26,19 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 # Codes of the format: a metadata value's type -> how struct reads it.
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY, CONTROL, USER_DEFINED = 8, 9, 3, 4
 # Relative distance: 0.04 between an 8-bit and a 5-bit copy of one matrix, about 0.3 with 2 bits; over 1 for two trained apart.
 SAME_MATRIX = 0.4
@@ -52,12 +40,8 @@ PIECES = {
     "qwen2": QWEN2_PIECES,
     "deepseek-r1-qwen": QWEN2_PIECES,
 }
-DIGIT_SPLITTERS = {
-    "smollm",
-    "starcoder",
-    "refact",
-    "command-r",
-}  # single digits first, then the pieces of GPT-2
+# single digits first, then the pieces of GPT-2
+DIGIT_SPLITTERS = {"smollm", "starcoder", "refact", "command-r"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +197,8 @@ def set_pieces(backend: Tokenizer, name: str) -> None:
         )
     backend.decoder = decoders.ByteLevel()
     if PIECES.get(name) == LLAMA3_PIECES:
-        backend.model.ignore_merges = (
-            True  # Llama 3 takes a piece that is a token whole, whatever the merges say
-        )
+        # Llama 3 takes a piece that is a token whole, whatever the merges say
+        backend.model.ignore_merges = True
 
 
 def restore_rotary_scaling(path: Path, header: Header, config: PretrainedConfig) -> None:

@@ -13,15 +13,8 @@ from posttrain.errors import require, unknown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = (
-    "<|pad|>",
-    "<|unk|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|end|>",
-)
-SPECIAL_TOKENS = (PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END)
+SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = SPECIAL_TOKENS
 MAX_POSITIONS = 2048
 
 # The generation block marks what the assistant says, its end token included: that is what carries loss.
@@ -73,9 +66,8 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = (
-        decoders.Fuse()
-    )  # without one, a word-level model puts spaces between its tokens
+    # without one, a word-level model puts spaces between its tokens
+    backend.decoder = decoders.Fuse()
     backend.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
     )
@@ -101,8 +93,8 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, size: str, seed: int) -> PreT
 
     shape = SIZES[size]
     config = LlamaConfig(
-        vocab_size=-(-len(tokenizer) // 8)
-        * 8,  # whole rows of eight: faster matrix products, and room for a token or two
+        # whole rows of eight: faster matrix products, and room for a token or two
+        vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=shape.width,
         intermediate_size=shape.feed_forward,
         num_hidden_layers=shape.layers,

@@ -23,6 +23,12 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def row_block(width: int) -> tuple[int, int]:
+    """The block and the warps of a program that reads a row of this width."""
+    block = power_of_two(width)
+    return block, 4 if block <= 2048 else 8
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -31,34 +37,20 @@ class _AddNorm(torch.autograd.Function):
         width = x_TH.shape[-1]
         if x_TH.is_cuda:
             sum_TH = torch.empty_like(x_TH) if y_TH is not None else x_TH
-            out, scale_T = (
-                torch.empty_like(x_TH),
-                torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device),
-            )
-            block = power_of_two(width)
+            out = torch.empty_like(x_TH)
+            scale_T = torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device)
+            inputs = (x_TH, y_TH if y_TH is not None else x_TH, weight_H)
+            flags, (block, warps) = (y_TH is not None, shifted), row_block(width)
             _triton().add_norm_kernel[(x_TH.shape[0],)](
-                x_TH,
-                y_TH if y_TH is not None else x_TH,
-                weight_H,
-                sum_TH,
-                out,
-                scale_T,
-                width,
-                epsilon,
-                y_TH is not None,
-                shifted,
-                block,
-                num_warps=4 if block <= 2048 else 8,
+                *inputs, sum_TH, out, scale_T, width, epsilon, *flags, block, num_warps=warps
             )
         else:
             sum_TH = x_TH if y_TH is None else x_TH + y_TH
             wide = sum_TH if sum_TH.dtype == torch.float64 else sum_TH.float()
             scale_T = torch.rsqrt(wide.pow(2).mean(-1) + epsilon)
-            normal = wide * scale_T[:, None]
+            out = wide * scale_T[:, None]
             out = (
-                (normal * (1 + weight_H)).to(x_TH.dtype)
-                if shifted
-                else normal.to(x_TH.dtype) * weight_H
+                (out * (1 + weight_H)).to(x_TH.dtype) if shifted else out.to(x_TH.dtype) * weight_H
             )
         ctx.save_for_backward(sum_TH, weight_H, scale_T)
         ctx.added, ctx.shifted = y_TH is not None, shifted
@@ -79,21 +71,11 @@ class _AddNorm(torch.autograd.Function):
             programs = min(PROGRAMS, rows)
             dx_TH = torch.empty_like(sum_TH)
             parts = torch.empty(programs, width, dtype=torch.float32, device=sum_TH.device)
-            block = power_of_two(width)
+            residual = residual_TH.contiguous() if residual_TH is not None else grad_TH
+            inputs = (grad_TH.contiguous(), residual, sum_TH, weight_H, scale_T)
+            flags, (block, warps) = (residual_TH is not None, ctx.shifted), row_block(width)
             _triton().add_norm_backward_kernel[(programs,)](
-                grad_TH.contiguous(),
-                residual_TH.contiguous() if residual_TH is not None else grad_TH,
-                sum_TH,
-                weight_H,
-                scale_T,
-                dx_TH,
-                parts,
-                rows,
-                width,
-                residual_TH is not None,
-                ctx.shifted,
-                block,
-                num_warps=4 if block <= 2048 else 8,
+                *inputs, dx_TH, parts, rows, width, *flags, block, num_warps=warps
             )
             dweight_H = parts.sum(0).to(weight_H.dtype)
         else:
@@ -162,13 +144,7 @@ def gated(both_TI: Tensor, tanh: bool) -> Tensor:
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        heads: int,
-        width: int,
-        cos: Tensor,
-        sin: Tensor,
-        position_T: Tensor,
+        ctx: Any, qkv: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, position_T)
         ctx.heads, ctx.width = heads, width
@@ -190,18 +166,9 @@ def _rotate_in_place(
 ) -> Tensor:
     """In place: the first `heads` heads of each row by their position's angle, or (sign -1) by the transposed rotation."""
     if qkv.is_cuda:
+        blocks = (power_of_two(heads), power_of_two(width // 2))
         _triton().rotate_kernel[(qkv.shape[0],)](
-            qkv,
-            cos,
-            sin,
-            position_T,
-            qkv.stride(0),
-            sign,
-            heads,
-            width,
-            power_of_two(heads),
-            power_of_two(width // 2),
-            num_warps=4,
+            qkv, cos, sin, position_T, qkv.stride(0), sign, heads, width, *blocks, num_warps=4
         )
         return qkv
     x = qkv[:, : heads * width].view(-1, heads, width)

@@ -97,14 +97,8 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, min(start + rows, count))
             logits = head_logits(hidden_NH[part], head)
             if hidden_NH.is_cuda and wide == torch.float32:
-                statistics(
-                    logits,
-                    target_N[part],
-                    temperature,
-                    logprob_N[part],
-                    entropy_N[part],
-                    normaliser_N[part],
-                )
+                found = (logprob_N[part], entropy_N[part], normaliser_N[part])
+                statistics(logits, target_N[part], temperature, found)
                 continue
             scaled = logits / temperature
             normaliser = torch.logsumexp(scaled, dim=-1)
@@ -123,6 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N = ctx.saved_tensors
         scale, softcap, temperature, rows = ctx.settings
         head = Head(weight_VH, bias_V, scale, softcap)
+        plain = softcap is None and bias_V is None and scale == 1.0
         grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         # float32 sums over chunks, so that the number of chunks does not show in a bf16 gradient
         wide = normaliser_N.dtype
@@ -135,22 +130,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden_NH.shape[0], rows):
             part = slice(start, min(start + rows, hidden_NH.shape[0]))
             logits = head_logits(hidden_NH[part], head)
-            if (
-                hidden_NH.is_cuda
-                and wide == torch.float32
-                and softcap is None
-                and bias_V is None
-                and scale == 1.0
-            ):
-                sides = (
-                    normaliser_N[part],
-                    entropy_N[part],
-                    grad_logprob_N[part],
-                    grad_entropy_N[part],
-                )
-                narrow = logits_gradient(
-                    logits, target_N[part], temperature, *sides, dtype=weight_VH.dtype
-                )
+            if hidden_NH.is_cuda and wide == torch.float32 and plain:
+                columns = (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)
+                parts = [column[part].contiguous() for column in columns]
+                narrow = logits_gradient(logits, parts, temperature, weight_VH.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = narrow @ weight_VH
                 if grad_weight is not None:
@@ -179,49 +162,28 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def statistics(
-    logits_NV: Tensor,
-    target_N: Tensor,
-    temperature: float,
-    logprob_N: Tensor,
-    entropy_N: Tensor,
-    normaliser_N: Tensor,
+    logits_NV: Tensor, target_N: Tensor, temperature: float, found: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """`token_logprobs` of one chunk on CUDA, written into the last three: the logits are read once."""
+    """Log-probs, entropies and normalisers of one chunk on CUDA, written into `found`: the logits are read once."""
     from posttrain.ops import triton_training
 
-    triton_training.statistics_kernel[(logits_NV.shape[0],)](
-        logits_NV,
-        target_N.contiguous(),
-        logprob_N,
-        entropy_N,
-        normaliser_N,
-        logits_NV.shape[1],
-        1.0 / temperature,
-        2048,
-        num_warps=8,
+    count, size = logits_NV.shape
+    triton_training.statistics_kernel[(count,)](
+        logits_NV, target_N.contiguous(), *found, size, 1.0 / temperature, 2048, num_warps=8
     )
 
 
 def logits_gradient(
-    logits_NV: Tensor,
-    target_N: Tensor,
-    temperature: float,
-    normaliser_N: Tensor,
-    entropy_N: Tensor,
-    grad_logprob_N: Tensor,
-    grad_entropy_N: Tensor,
-    dtype: torch.dtype,
+    logits_NV: Tensor, parts: list[Tensor], temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of one chunk's logits on CUDA, rounded once to `dtype`."""
+    """The gradient of one chunk's logits on CUDA, rounded once to `dtype`. `parts` are the targets, normalisers and entropies of its
+    rows, and the gradients of their log-probs and entropies."""
     from posttrain.ops import triton_training
 
     count, size = logits_NV.shape
     out = torch.empty(count, size, dtype=dtype, device=logits_NV.device)
-    sides = [
-        t.contiguous() for t in (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)
-    ]
     triton_training.logits_gradient_kernel[(count, -(-size // 4096))](
-        logits_NV, *sides, out, size, 1.0 / temperature, 4096, num_warps=8
+        logits_NV, *parts, out, size, 1.0 / temperature, 4096, num_warps=8
     )
     return out
 
