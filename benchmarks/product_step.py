@@ -102,7 +102,8 @@ def stage(arguments: argparse.Namespace) -> dict[str, Any]:
         return {**common, "model": "tiny:nano", "task": task, "prompts": 4, "sampling": {"max_new_tokens": 12},
                 "algorithm": {"name": arguments.algorithm}, "optimizer": {"lr": 1e-12}}  # fmt: skip
     return {**common, "model": arguments.model, "task": {"name": "gsm8k", "data": arguments.data}, "prompts": arguments.prompts,
-            "sampling": {"max_new_tokens": arguments.tokens}, "algorithm": {"name": arguments.algorithm, "group": arguments.group, "beta": 0.0},
+            "sampling": {"max_new_tokens": arguments.tokens},
+            "algorithm": {"name": arguments.algorithm, "group": arguments.group, "beta": 0.0},
             "optimizer": {"lr": 1e-12, "token_budget": 32768}}  # fmt: skip
 
 
