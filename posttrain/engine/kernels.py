@@ -1,4 +1,4 @@
-"""The operations of a decode step: on CUDA one Triton kernel each, elsewhere plain torch that says what the kernel computes."""
+"""The operations of a decode step: on CUDA one Triton kernel each, elsewhere plain torch as its reference."""
 
 from __future__ import annotations
 

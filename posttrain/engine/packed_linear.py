@@ -1,7 +1,7 @@
 """A matrix product whose weight is laid out once for many products, with what follows it done in the same pass.
 
 On the CPU a product with few rows spends a quarter of its time rearranging the weight. oneDNN can keep the rearranged copy. It is a
-snapshot: whoever holds one makes it anew when the weights have moved.
+snapshot: its owner makes it anew when the weights have changed.
 """
 
 from __future__ import annotations

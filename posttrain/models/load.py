@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data import safe_readers as untrusted
+from posttrain.data import safe_readers
 from posttrain.errors import UserError, require, unknown
 from posttrain.models.load_directory import MODEL_FILES, first_line, read_directory
 
@@ -159,7 +159,7 @@ def check_device(device: str | torch.device) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and warnings of transformers: what they would tell is checked here and said in one line."""
+    """No progress bars and warnings of transformers: what they warn of is checked here and reported in one line."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -274,18 +274,18 @@ def end_of_turn(tokenizer: PreTrainedTokenizerFast, source: str = "the model") -
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], source: str) -> str:
     """The text of a conversation, or "" where the template refuses it. A template that does not come to an end is an error.
 
-    The template is the model maker's program. It runs in Jinja's sandbox, which keeps it from all but time and memory; see `untrusted`.
+    The template is the model maker's program. Jinja's sandbox keeps it from all but time and memory, which `safe_readers` limits.
     """
 
     def work() -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
     advice = "for two short messages; replace chat_template.jinja"
-    found = untrusted.probe(work, RENDER_SECONDS)
+    found = safe_readers.probe(work, RENDER_SECONDS)
     require(found is None, f"{source}: the chat template is not fit to run: {found} {advice}")
     try:
-        return untrusted.limited(work, RENDER_SECONDS)
-    except untrusted.TemplateLimit as error:
+        return safe_readers.limited(work, RENDER_SECONDS)
+    except safe_readers.TemplateLimit as error:
         raise UserError(
             f"{source}: the chat template is not fit to run: {error} {advice}"
         ) from error

@@ -1,6 +1,6 @@
 """Reading a checkpoint directory in the hub's layout: config.json, safetensors weights, tokenizer.
 
-The directory is somebody else's data. Everything in it that could run code, unpickle, reach another path or quietly change the
+The directory is untrusted data. Everything in it that could run code, unpickle, read another path or silently change the
 model is looked for and refused here, before `transformers` opens a file, rather than trusted to a flag of the callee.
 """
 
@@ -176,8 +176,8 @@ def check_depth(folder: Path) -> None:
     """Refuse more layers than there are tensors: layers are made before weights are read, and a billion of them would eat the host."""
     from safetensors import safe_open
 
-    told = json.loads((folder / "config.json").read_text("utf-8"))
-    parts = [told, *(part for part in told.values() if isinstance(part, dict))]
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     layers = max(
         (n for part in parts if isinstance(n := part.get("num_hidden_layers", 0), int)), default=0
     )

@@ -94,7 +94,7 @@ def read_gguf(
 
 
 def read_model(path: Path, config: PretrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The weights, unpacked. An empty folder stands in for the file's own, whose other files are none of our business."""
+    """The weights, unpacked. An empty folder is given in place of the file's own, whose other files must not be read."""
     import torch
     import transformers
 

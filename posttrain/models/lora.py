@@ -1,9 +1,9 @@
-"""Low-rank adapters through peft: a frozen model, and small matrices beside its layers that learn.
+"""Low-rank adapters through peft: a frozen model, and small trained matrices added to its layers.
 
     W x  becomes  W x + (alpha / rank) B (A x),    A random, B = 0 at first
 
-Because the frozen weights are nobody's to move, everyone can stand on them: the reference and the critic's body are other modules
-over the very same parameters, so that neither is a second copy.
+Because the frozen weights never change, other modules can share them: the reference and the critic's body are other modules over
+the same parameters, so that neither is a second copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Checked):
-    """Rank and scale of the adapters, and the layers they stand beside: () means every linear layer of the decoder."""
+    """Rank and scale of the adapters, and the layers they are added to: () means every linear layer of the decoder."""
 
     where: ClassVar[str] = "lora: "
 
@@ -88,7 +88,7 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
 
 
 def merge_adapters(model: Any) -> float:
-    """Add the adapters to the weights they stand beside and take them out, in place: a plain model again.
+    """Merge the adapters into the weights of their layers and remove them, in place: a plain model again.
 
     A model in half precision becomes one in float32, on the CPU: what adapters learn is often less than the spacing of its weights
     (2^-8 of them in bfloat16), and W + s B A, rounded to W, would be the model before training. Returns the share of the changed
@@ -117,7 +117,7 @@ def merge_adapters(model: Any) -> float:
 
 
 def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
-    """Writes the policy's adapters, as they are now, into a folder from which peft puts them beside the base model."""
+    """Writes the policy's adapters, as they are now, into a folder from which peft adds them to the base model."""
     from peft import LoraConfig
 
     layers = [name for name, module in policy.model.named_modules() if hasattr(module, "lora_A")]
@@ -145,7 +145,7 @@ def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """What stands beside one linear layer: y += scale * B (A x)."""
+    """The adapter of one linear layer: y += scale * B (A x)."""
 
     a_RI: Tensor
     b_OR: Tensor

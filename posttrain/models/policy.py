@@ -90,7 +90,7 @@ def probe_tokens(model: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
 
 
 def silence_dropout(model: nn.Module) -> None:
-    """Turn it off wherever it may be: in modules of its own, and in rates that others hand to the function (OPT)."""
+    """Set every dropout rate to 0: of modules, and of attributes that are passed to the function (OPT)."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -39,7 +39,7 @@ def save(
     replace: bool = False,
     adapter: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write model and tokenizer to `directory` and return its path. With `replace`, an earlier export there gives way. `adapter`
+    """Write model and tokenizer to `directory` and return its path. With `replace`, an earlier export there is replaced. `adapter`
     writes the adapters that were merged into the model to a folder `adapter` of it.
 
     Weights keep their dtype, which config.json states; matrices that the model shares are written once and load as one.
@@ -131,7 +131,7 @@ def savable(generation_config: GenerationConfig) -> GenerationConfig:
 
 @contextmanager
 def one_line_when_unwritable(target: Path) -> Iterator[None]:
-    """Turn a full or forbidden disk into one line. The safetensors writer reports it in words of its own, not as OSError."""
+    """Report a full or forbidden disk in one line. The safetensors writer raises an error of its own for it, not an OSError."""
     from safetensors import SafetensorError
 
     advice = "nothing was changed there; free some space or give another place"

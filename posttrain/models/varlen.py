@@ -1,4 +1,4 @@
-"""Attention of packed sequences: torch's flash kernel on CUDA, plain attention elsewhere, which says what the kernel computes."""
+"""Attention of packed sequences: torch's flash kernel on CUDA, plain attention elsewhere, as its reference."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posttrain.ops.weights import loss_token_rows
+
 
 def group_advantages(
     reward_N: Tensor,
@@ -70,13 +72,8 @@ def sums_to_go(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: i
 
     Each sequence is summed in a row of its own: what comes before it in the batch leaves no rounding in it.
     """
-    at = mask_T.nonzero()[:, 0]
-    row = sequence_T[at]
-    length_N = torch.bincount(row, minlength=sequences)
-    column = torch.arange(len(at), device=at.device) - (length_N.cumsum(0) - length_N)[row]
-    value_NL = torch.zeros(
-        sequences, int(length_N.max()) if len(at) else 0, dtype=torch.float64, device=value_T.device
-    )
+    at, row, column, longest = loss_token_rows(mask_T, sequence_T, sequences)
+    value_NL = torch.zeros(sequences, longest, dtype=torch.float64, device=value_T.device)
     value_NL[row, column] = value_T[at].to(torch.float64)
     to_go_M = value_NL.flip(1).cumsum(1).flip(1)[row, column]
     return torch.zeros_like(value_T).index_copy(0, at, to_go_M.to(value_T.dtype))
@@ -101,10 +98,8 @@ def process_advantages(
     """
     ends_T = mask_T & torch.isfinite(step_T)
     reward_S, group_S = step_T[ends_T], group_N[sequence_T[ends_T]]
-    everyone = torch.ones_like(reward_S, dtype=torch.bool)
-    normal_S = group_advantages(
-        reward_S, everyone, group_S, scale=scale, ddof=ddof, epsilon=epsilon
-    )
+    valid_S = torch.ones_like(reward_S, dtype=torch.bool)
+    normal_S = group_advantages(reward_S, valid_S, group_S, scale=scale, ddof=ddof, epsilon=epsilon)
     normal_T = torch.zeros_like(step_T).masked_scatter(ends_T, normal_S)
     return sums_to_go(normal_T, mask_T, sequence_T, len(group_N))
 

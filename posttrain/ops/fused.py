@@ -54,7 +54,7 @@ class _AddNorm(torch.autograd.Function):
             )
         ctx.save_for_backward(sum_TH, weight_H, scale_T)
         ctx.added, ctx.shifted = y_TH is not None, shifted
-        ctx.set_materialize_grads(False)  # nobody reads the sum of a query's norm: no zeros to add
+        ctx.set_materialize_grads(False)  # the sum of a query's norm is unused: no zeros to add
         return x_TH.view_as(x_TH) if y_TH is None else sum_TH, out
 
     @staticmethod
@@ -62,7 +62,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(
         ctx: Any, residual_TH: Tensor | None, grad_TH: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """`residual_TH` is the gradient of the sum, which is None where nobody reads it; `grad_TH` that of the normalised."""
+        """`residual_TH` is the gradient of the sum, which is None where it is unused; `grad_TH` that of the normalised."""
         if grad_TH is None:
             return residual_TH, residual_TH if ctx.added else None, None, None, None
         sum_TH, weight_H, scale_T = ctx.saved_tensors

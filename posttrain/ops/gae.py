@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posttrain.ops.weights import loss_token_rows
+
 
 def generalised_advantages(
     reward_T: Tensor,
@@ -26,13 +28,9 @@ def generalised_advantages(
     """
     device, wide = value_T.device, torch.float64
     empty_T = torch.zeros_like(value_T)
-    at = mask_T.nonzero()[:, 0]
-    if not len(at):
+    at, row, column, longest = loss_token_rows(mask_T, sequence_T, sequences)
+    if not longest:
         return empty_T, empty_T.clone()
-    row = sequence_T[at]
-    length_N = torch.bincount(row, minlength=sequences)
-    column = torch.arange(len(at), device=device) - (length_N.cumsum(0) - length_N)[row]
-    longest = int(length_N.max())
     reward_NL, value_NL = torch.zeros(2, sequences, longest + 1, dtype=wide, device=device)
     reward_NL[row, column], value_NL[row, column] = reward_T[at].to(wide), value_T[at].to(wide)
     # beyond a sequence's end rewards and values are 0, and so is every sum that starts there

@@ -25,14 +25,14 @@ def pair_members(unit_N: Sequence[int], reward_N: Tensor) -> tuple[Tensor, Tenso
 def sigmoid_loss(margin_P: Tensor, smoothing: float | Tensor = 0.0) -> Tensor:
     """-(1 - e) log sigma(m) - e log sigma(-m): m is the log-odds that the preferred one wins, e the chance that the label is wrong.
 
-    With e constant this is conservative DPO's label smoothing (Mitchell 2023), least at m = log((1 - e) / e); with e = sigma(-d)
-    it is the expected loss under Bradley-Terry labels of rewards that differ by d, least at m = d.
+    With e constant this is conservative DPO's label smoothing (Mitchell 2023), minimal at m = log((1 - e) / e); with e = sigma(-d)
+    it is the expected loss under Bradley-Terry labels of rewards that differ by d, minimal at m = d.
     """
     return -(1 - smoothing) * F.logsigmoid(margin_P) - smoothing * F.logsigmoid(-margin_P)
 
 
 def ipo_loss(difference_P: Tensor, tau: float) -> Tensor:
-    """(h - 1 / (2 tau))^2, with h the difference of two log-ratios: least where it is 1 / (2 tau), so it cannot run away."""
+    """(h - 1 / (2 tau))^2, with h the difference of two log-ratios: minimal where it is 1 / (2 tau), so it is bounded."""
     return (difference_P - 1 / (2 * tau)) ** 2
 
 

@@ -17,8 +17,19 @@ def sequence_lengths(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tens
     )
 
 
+def loss_token_rows(
+    mask_T: Tensor, sequence_T: Tensor, sequences: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Where the loss tokens are; the row and column of each in a table with one row for each sequence; and the table's width."""
+    at = mask_T.nonzero()[:, 0]
+    row = sequence_T[at]
+    length_N = torch.bincount(row, minlength=sequences)
+    column = torch.arange(len(at), device=at.device) - (length_N.cumsum(0) - length_N)[row]
+    return at, row, column, int(length_N.max()) if len(at) else 0
+
+
 def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """s_i = sum of the values at i's loss tokens. What stands elsewhere, even NaN, reaches neither value nor gradient."""
+    """s_i = sum of the values at i's loss tokens. Values elsewhere, even NaN, affect neither the sum nor its gradient."""
     zeros_N = torch.zeros(sequences, dtype=value_T.dtype, device=value_T.device)
     return zeros_N.index_add(0, sequence_T, value_T.where(mask_T, 0.0))
 

@@ -170,7 +170,7 @@ def whole(path: Path) -> bool:
 
 
 def newest(directory: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what was wrong with newer ones. Called by whoever holds the run's lock."""
+    """The newest checkpoint that verifies, and what was wrong with newer ones. The caller must hold the run's lock."""
     _recover(directory)
     problems: list[str] = []
     for path in steps(directory):
@@ -200,7 +200,7 @@ def load(path: Path) -> Checkpoint:
         SafetensorError,
         ValueError,
         RecursionError,
-    ) as error:  # it verified, so somebody made it so
+    ) as error:  # it verified, so it was made like this
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 
 
