@@ -91,12 +91,14 @@ def check_code(name: str, path: Path) -> None:
 
 
 def parts_of(name: str, options: Options) -> list[tuple[str, Options]]:
-    """The reward, or those that it is composed of, with the options of each."""
-    if name != "compose":
+    """The reward, or those that it is composed of at any depth, with the options of each."""
+    if name != "compose" or not isinstance(options, Mapping):
         return [(name, options)]
-    given = options.get("parts")
-    parts = [p for p in given if isinstance(p, Mapping)] if isinstance(given, list | tuple) else []
-    return [(str(part.get("reward", "")), part.get("options", {})) for part in parts]
+    given, found = options.get("parts"), list[tuple[str, Options]]()
+    for part in given if isinstance(given, list | tuple) else ():
+        if isinstance(part, Mapping):
+            found += parts_of(str(part.get("reward", "")), part.get("options", {}))
+    return found
 
 
 def compose(options: Options) -> Weighted | Product | Gate:

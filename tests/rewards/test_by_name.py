@@ -69,7 +69,9 @@ def test_the_parts_of_a_mix_are_columns(task: Any) -> None:
 
 def test_programs_within_a_mix_run_apart(task: Any) -> None:
     assert not task("compose", TEXTBOOK).isolated
-    assert task("compose", {"parts": [{"reward": "math"}, {"reward": "code"}]}).isolated
+    inner = {"parts": [{"reward": "math"}, {"reward": "code"}]}
+    assert task("compose", inner).isolated
+    assert task("compose", {"parts": [{"reward": "steps"}, {"reward": "compose", "options": inner}]}).isolated
 
 
 def test_no_code_comes_in_by_way_of_options(task: Any, tmp_path: Path) -> None:
