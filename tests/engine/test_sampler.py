@@ -191,12 +191,12 @@ def test_seeds_derive_from_paths() -> None:
     ("settings_", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
-        ({"temperature": -0.1}, "temperature must be 0 or a positive number, not -0.1"),
-        ({"temperature": math.nan}, "temperature must be 0 or a positive number, not nan"),
+        ({"temperature": -0.1}, "temperature must be at least 0, not -0.1"),
+        ({"temperature": math.nan}, "temperature must be at least 0, not nan"),
         ({"top_k": -1}, "top_k must be 0 (all) or a number of tokens, not -1"),
-        ({"top_p": 0.0}, "top_p must lie in (0, 1], not 0.0"),
-        ({"top_p": 1.5}, "top_p must lie in (0, 1], not 1.5"),
-        ({"min_new_tokens": -1}, "min_new_tokens must not be negative, not -1"),
+        ({"top_p": 0.0}, "top_p must be in (0, 1], not 0.0"),
+        ({"top_p": 1.5}, "top_p must be in (0, 1], not 1.5"),
+        ({"min_new_tokens": -1}, "min_new_tokens must be at least 0, not -1"),
     ],
 )
 def test_settings_without_meaning_are_refused(settings_: dict, message: str) -> None:
