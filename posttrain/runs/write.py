@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 
@@ -30,6 +30,7 @@ from posttrain.events import Event, Events
 from posttrain.runs import layout
 from posttrain.runs.layout import EpisodeRow, RolloutRow, Row, TokenArrays
 from posttrain.runs.lock import Lock
+from posttrain.system.files import atomic_write
 from posttrain.types import JSON, Rollout
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -44,32 +45,18 @@ REFUSED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Which steps keep their per-token arrays: the `last` written, and every `every`-th step (0: none) for the whole run."""
-
-    last: int = 10
-    every: int = 50
-
-    def __post_init__(self) -> None:
-        require(self.last >= 1, f"retention: last must be at least 1, not {self.last}")
-        require(self.every >= 0, f"retention: every must not be negative, not {self.every}")
+KEEP_LAST, KEEP_EVERY = (
+    10,
+    50,
+)  # steps that keep their per-token arrays: the last written, and each 50th
 
 
 class RunWriter:
     """Appends to a run. Use `create` or `resume`; the constructor opens whatever is there, new or old."""
 
-    def __init__(
-        self,
-        directory: Path,
-        retention: Retention | None = None,
-        config: Mapping[str, JSON] | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, config: Mapping[str, JSON] | None = None) -> None:
         self.directory = directory = Path(directory)
-        self._retention = retention or Retention()
-        self._kept: dict[
-            str, list[int]
-        ] = {}  # stage -> steps that have arrays, in the order they were written
+        self._kept: dict[str, list[int]] = {}  # stage -> steps with arrays, as they were written
         self._mutex = threading.Lock()
         self.events = Events()  # the run's messages: all of them are appended to events.jsonl
         self.events.subscribe(self.record)
@@ -89,46 +76,37 @@ class RunWriter:
 
     def _open_files(self) -> None:
         repairs = {name: _repair(self.directory / name) for name in (layout.METRICS, layout.EVENTS)}
-        attempts = (
-            row.get("attempt") for row in layout.json_lines(self.directory / layout.EVENTS) if row
-        )
-        self.attempt = 1 + max(
-            (number for number in attempts if isinstance(number, int)), default=0
-        )
+        rows = layout.json_lines(self.directory / layout.EVENTS)
+        attempts = [row["attempt"] for row in rows if row and isinstance(row.get("attempt"), int)]
+        self.attempt = 1 + max(attempts, default=0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         for name in (layout.METRICS, layout.EVENTS):
-            self._fds[name] = os.open(
-                self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-            )
+            self._fds[name] = os.open(self.directory / name, flags, 0o644)
         self.event("open")
         for name, lost in repairs.items():
             if lost:
                 self.event("repair", {"file": name, "bytes": lost})
 
     @classmethod
-    def create(
-        cls, directory: Path, config: Mapping[str, JSON], retention: Retention | None = None
-    ) -> RunWriter:
+    def create(cls, directory: Path, config: Mapping[str, JSON]) -> RunWriter:
         """Start a new run and write its configuration. Refuses a directory that holds one."""
         with _explained(Path(directory)):
-            _refuse_used(
-                Path(directory)
-            )  # before the lock: "already holds a run" says more than "is being written"
-        return cls(directory, retention, config)
+            # before the lock: "already holds a run" says more than "is being written"
+            _refuse_used(Path(directory))
+        return cls(directory, config)
 
     @classmethod
-    def resume(cls, directory: Path, retention: Retention | None = None) -> RunWriter:
+    def resume(cls, directory: Path) -> RunWriter:
         """Open a run that exists, as its next attempt."""
-        require(
-            (Path(directory) / layout.CONFIG).is_file(),
-            f"no run in {directory}: it has no {layout.CONFIG}",
-        )
-        return cls(directory, retention)
+        there = (Path(directory) / layout.CONFIG).is_file()
+        require(there, f"no run in {directory}: it has no {layout.CONFIG}")
+        return cls(directory)
 
     def configure(self, config: Mapping[str, JSON]) -> None:
         """Replace the configuration: the run goes on with other settings of a harmless kind."""
         text = yaml.safe_dump(layout.encode(config), sort_keys=False, allow_unicode=True, width=120)
         with _explained(self.directory):
-            _replace(self.directory / layout.CONFIG, text.encode(), durable=True)
+            atomic_write(self.directory / layout.CONFIG, text)
 
     def metrics(self, stage: str, step: int, figures: Mapping[str, float]) -> Row:
         """Append the figures of a step, and return the row for trackers and the console."""
@@ -136,33 +114,20 @@ class RunWriter:
         if clash:
             raise ValueError(f"figures may not be called {', '.join(clash)}")
         require(layout.plain_name(stage), f"stage {stage!r} is not a plain name")
-        row = Row(
-            stage,
-            int(step),
-            self.attempt,
-            _now(),
-            {name: float(value) for name, value in figures.items()},
-        )
-        record = {
-            "step": row.step,
-            "stage": stage,
-            "attempt": row.attempt,
-            "time": row.time,
-            **row.figures,
-        }
-        self._append(layout.METRICS, layout.dump_line(record))
+        numbers = {name: float(value) for name, value in figures.items()}
+        row = Row(stage, int(step), self.attempt, _now(), numbers)
+        keys = {key: getattr(row, key) for key in layout.ROW_KEYS}
+        self._append(layout.METRICS, layout.dump_line(keys | numbers))
         return row
 
     def event(self, kind: str, details: Mapping[str, JSON] | None = None) -> None:
-        """Append an event. Its details stand beside kind, time and attempt on the line."""
+        """Append an event: kind, time, attempt and its details."""
         details = details or {}
         clash = sorted(set(details) & set(layout.EVENT_KEYS))
         if clash:
             raise ValueError(f"details may not be called {', '.join(clash)}")
-        self._append(
-            layout.EVENTS,
-            layout.dump_line({"kind": kind, "time": _now(), "attempt": self.attempt, **details}),
-        )
+        record = {"kind": kind, "time": _now(), "attempt": self.attempt, **details}
+        self._append(layout.EVENTS, layout.dump_line(record))
 
     def record(self, event: Event) -> None:
         """Append an event of the channel, with what it has of place, text and data."""
@@ -190,19 +155,19 @@ class RunWriter:
         if arrays is not None and arrays.sequences != len(rollouts):
             raise ValueError(f"arrays of {arrays.sequences} sequences for {len(rollouts)} rollouts")
         path = layout.rollout_file(self.directory, stage, step)
-        rows = (
-            self._row(rollout, advantages[n] if advantages is not None else None)
-            for n, rollout in enumerate(rollouts)
-        )
+        rows = map(self._row, rollouts, advantages or [None] * len(rollouts))
         lines = b"".join(layout.dump_line(asdict(row)) for row in rows)
         with _explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, lines)
+            atomic_write(path, lines, durable=False)
             if arrays is not None:
                 self._write_arrays(stage, step, arrays)
 
     def _row(self, rollout: Rollout, advantage: float | None) -> RolloutRow:
         problem, score = rollout.problem, rollout.score
+        versions = [
+            s.versions.min() for s in rollout.segments if s.versions is not None and len(s.versions)
+        ]
         row = RolloutRow(
             problem=problem.id,
             level=problem.level,
@@ -216,14 +181,7 @@ class RunWriter:
             failure=score.failure,
             finish=rollout.finish,
             length=rollout.length,
-            version=min(
-                (
-                    int(s.versions.min())
-                    for s in rollout.segments
-                    if s.versions is not None and len(s.versions)
-                ),
-                default=-1,
-            ),
+            version=int(min(versions, default=-1)),
             attempt=self.attempt,
             advantage=advantage,
         )
@@ -238,28 +196,27 @@ class RunWriter:
 
         tensors = {name: np.ascontiguousarray(array) for name, array in arrays.arrays.items()}
         path = layout.rollout_file(self.directory, stage, step, ".safetensors")
-        _replace(path, save({"starts": arrays.starts.astype(np.int64), **tensors}))
+        data = save({"starts": arrays.starts.astype(np.int64), **tensors})
+        atomic_write(path, data, durable=False)
         if stage not in self._kept:
             self._kept[stage] = _written_order(path.parent)
         kept = self._kept[stage]
         if step in kept:
             kept.remove(step)
         kept.append(step)
-        every = self._retention.every
         # "last" goes by when a step was written, not by its number: after a resume at an earlier step, the superseded
         # arrays with higher numbers must be the first to go
-        for old in [s for s in kept[: -self._retention.last] if not every or s % every]:
+        for old in [s for s in kept[:-KEEP_LAST] if s % KEEP_EVERY]:
             kept.remove(old)
+            superseded = layout.rollout_file(self.directory, stage, old, ".safetensors")
             with suppress(OSError):  # a file that cannot be removed costs space, not the run
-                layout.rollout_file(self.directory, stage, old, ".safetensors").unlink(
-                    missing_ok=True
-                )
+                superseded.unlink(missing_ok=True)
 
     def summary(self, summary: Mapping[str, JSON]) -> None:
         """Write the summary, replacing an earlier one whole. Non-finite numbers become strings, as everywhere."""
         text = json.dumps(layout.encode(summary), allow_nan=False, indent=2)
         with _explained(self.directory):
-            _replace(self.directory / layout.SUMMARY, text.encode() + b"\n", durable=True)
+            atomic_write(self.directory / layout.SUMMARY, text + "\n")
 
     def attachment(self, name: str, arrays: Mapping[str, np.ndarray]) -> Path:
         """Write what belongs to an alarm as alarms/NAME.safetensors, and return its path."""
@@ -269,17 +226,15 @@ class RunWriter:
         path = self.directory / layout.ALARMS / f"{name}.safetensors"
         with _explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(
-                path, save({key: np.ascontiguousarray(array) for key, array in arrays.items()})
-            )
+            contiguous = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+            atomic_write(path, save(contiguous), durable=False)
         return path
 
     def _append(self, name: str, line: bytes) -> None:
         """One line in one write; if the disk fills within it, the part that fitted is taken back."""
         if self._lock is not None and self._lock.lost:
-            raise UserError(
-                f"{self.directory}: {self._lock.lost}; this process stops, so that there is one writer"
-            )
+            why = f"{self._lock.lost}; this process stops, so that there is one writer"
+            raise UserError(f"{self.directory}: {why}")
         with self._mutex, _explained(self.directory):
             fd = self._fds[name]
             before = os.fstat(fd).st_size
@@ -312,11 +267,8 @@ class RunWriter:
 
 
 def _refuse_used(directory: Path) -> None:
-    used = [
-        name
-        for name in (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
-        if (directory / name).exists()
-    ]
+    names = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
+    used = [name for name in names if (directory / name).exists()]
     require(
         not used,
         f"{directory} already holds a run ({', '.join(used)}); continue it with 'posttrain resume {directory}', "
@@ -326,24 +278,20 @@ def _refuse_used(directory: Path) -> None:
 
 @contextmanager
 def _explained(directory: Path) -> Iterator[None]:
-    """Turn what a user can mend (a full disk, a directory that cannot be written) into one line; the rest propagates."""
+    """Turn what a user can fix (a full disk, a directory that cannot be written) into one line; the rest propagates."""
     try:
         yield
     except OSError as error:
+        resume = f"then 'posttrain resume {directory}'"
         if error.errno in FULL:
-            raise UserError(
-                f"no space left on the disk of {directory}; free some, then 'posttrain resume {directory}'"
-            ) from error
-        if error.errno == errno.EFBIG:
-            raise UserError(
-                f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), then "
-                f"'posttrain resume {directory}'"
-            ) from error
-        if error.errno in REFUSED:
-            raise UserError(
-                f"cannot write the run directory {directory}: {error.strerror}; choose another"
-            ) from error
-        raise
+            text = f"no space left on the disk of {directory}; free some, {resume}"
+        elif error.errno == errno.EFBIG:
+            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {resume}"
+        elif error.errno in REFUSED:
+            text = f"cannot write the run directory {directory}: {error.strerror}; choose another"
+        else:
+            raise
+        raise UserError(text) from error
 
 
 def _now() -> float:
@@ -354,30 +302,6 @@ def _write_all(fd: int, data: bytes) -> None:
     """os.write may stop short (a disk that is nearly full); go on, so that the next call reports why."""
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _replace(path: Path, data: bytes, durable: bool = False) -> None:
-    """Write a file so that readers see the old or the new one, never a part; `durable` also survives a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        try:
-            _write_all(fd, data)
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    if durable and os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _repair(path: Path) -> int:

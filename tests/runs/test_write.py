@@ -16,9 +16,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from posttrain.errors import UserError
-from posttrain.runs import layout
+from posttrain.runs import layout, write
 from posttrain.runs.layout import TokenArrays
-from posttrain.runs.write import Retention, RunWriter
+from posttrain.runs.write import RunWriter
 from posttrain.types import Problem, Rollout, Score, Segment
 
 
@@ -189,11 +189,11 @@ def test_a_full_disk_leaves_the_old_summary_and_no_rubbish(tmp_path, monkeypatch
     with RunWriter.create(tmp_path, {}) as writer:
         writer.summary({"after": 0.5})
 
-        def full(fd: int, data: bytes) -> int:
+        def full(*paths: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", full)
+            patch.setattr(os, "replace", full)
             with pytest.raises(UserError, match="no space left on the disk of"):
                 writer.summary({"after": 0.75})
             with pytest.raises(UserError, match="no space left on the disk of"):
@@ -285,33 +285,38 @@ def kept(directory: Path, stage: str = "rl") -> list[int]:
     )
 
 
-def test_retention_keeps_the_last_and_every_mth_and_all_text(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path, {}, Retention(last=2, every=5)) as writer:
+def keep(monkeypatch: pytest.MonkeyPatch, last: int, every: int = 1000) -> None:
+    monkeypatch.setattr(write, "KEEP_LAST", last)
+    monkeypatch.setattr(write, "KEEP_EVERY", every)
+
+
+def test_retention_keeps_the_last_and_every_mth_and_all_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(monkeypatch, last=2, every=5)
+    with RunWriter.create(tmp_path, {}) as writer:
         for step in range(1, 13):
             writer.rollouts("rl", step, [rollout()], arrays=arrays(3))
     assert kept(tmp_path) == [5, 10, 11, 12]
     assert len(list((tmp_path / "rollouts/rl").glob("*.jsonl"))) == 12
 
 
-def test_retention_without_milestones_and_by_stage(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path, {}, Retention(last=1, every=0)) as writer:
+def test_retention_is_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(monkeypatch, last=1)
+    with RunWriter.create(tmp_path, {}) as writer:
         for stage in ("rl", "rl-2"):
             for step in (10, 20):
                 writer.rollouts(stage, step, [rollout()], arrays=arrays(3))
     assert kept(tmp_path) == [20]
     assert kept(tmp_path, "rl-2") == [20]
-    with pytest.raises(UserError, match="last must be at least 1"):
-        Retention(last=0)
 
 
-def test_after_a_resume_the_superseded_arrays_go_first(tmp_path: Path) -> None:
-    retention = Retention(last=2, every=0)
-    with RunWriter.create(tmp_path, {}, retention) as writer:
+def test_after_a_resume_the_superseded_arrays_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(monkeypatch, last=2)
+    with RunWriter.create(tmp_path, {}) as writer:
         for step in (8, 9):
             writer.rollouts("rl", step, [rollout()], arrays=arrays(3))
     for age, step in enumerate((9, 8)):  # 8 was written after 9, by a second attempt
         os.utime(tmp_path / f"rollouts/rl/step-{step:06d}.safetensors", ns=(10**18 + age, 10**18 + age))
-    with RunWriter.resume(tmp_path, retention) as writer:
+    with RunWriter.resume(tmp_path) as writer:
         writer.resumed("rl", 5)
         writer.rollouts("rl", 6, [rollout()], arrays=arrays(3))
         assert kept(tmp_path) == [6, 8]
