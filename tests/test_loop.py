@@ -471,5 +471,5 @@ def test_zero_is_never_and_less_is_refused(tmp_path: Path) -> None:
     loop = make(tmp_path, steps=3, every=0)
     loop.run()
     assert loop.step == 3 and checkpoint_steps(loop) == []
-    with pytest.raises(UserError, match="checkpoint_every is -1"):
+    with pytest.raises(UserError, match="checkpoint_every must be 0 \\(never\\) or a number of steps, not -1"):
         LoopSchedule(steps=3, checkpoint_every=-1)

@@ -54,8 +54,8 @@ def train(folder: Path, name: str, device: str, kill_at: int = 0) -> None:
     if kill_at:
         plain = Loop.one_step
 
-        def one_step(self: Loop, console: object) -> object:
-            found = plain(self, console)  # type: ignore[arg-type]
+        def one_step(self: Loop) -> object:
+            found = plain(self)
             if self.step == kill_at:
                 self.checkpoints.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
