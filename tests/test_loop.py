@@ -367,6 +367,13 @@ def test_a_dead_coefficient_is_said_once(tmp_path: Path) -> None:
     assert "forgotten" in event.details["text"] and "used" not in event.details["text"]
 
 
+def test_without_a_chosen_coefficient_no_batch_is_prepared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "dead_coefficients", None)
+    loop = make(tmp_path, GRPO(beta=0.0), steps=1)
+    loop.run()
+    assert loop.stage_monitor.monitor.coefficients_checked
+
+
 def test_out_of_memory_stops_with_the_setting_to_change(tmp_path: Path) -> None:
     loop = make(tmp_path)
     plain = loop.trainer.update

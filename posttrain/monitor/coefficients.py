@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import UserError
 from posttrain.types import Batch, Group, Metric, Outputs
 
-MOVED = 0.5  # how far log-probs are pushed off those that sampled, so that a clip or a cap has something to cut
+MOVED = 0.5  # how far log-probs are moved from those that sampled, so that a clip or a cap has something to cut
 FACTORS = (0.5, 2.0, 0.01, 100.0)
 
 
@@ -34,48 +35,41 @@ def dead_coefficients(
 
     The gradient with respect to log-probs, entropies, values and scores stands for that of the weights, which is linear in it.
     """
-    pushed = push(outputs, batch)
-    usual = gradient(algorithm, batch, pushed, state)
+    perturbed = perturb(outputs, batch)
+    usual = gradient(algorithm, batch, perturbed, state)
     # the first output is that of the model which the algorithm trains
     if usual is None or not bool(usual[: batch.tokens].any()):
         return None
     before = decisions(algorithm, state, groups, metrics)
-    dead = []
-    for name in coefficients(algorithm):
-        others = list(changed(algorithm, name))
-        alive = any(
-            differs(usual, gradient(other, batch, pushed, state))
-            or decisions(other, state, groups, metrics) != before
-            for other in others
-        )
-        if others and not alive:
-            dead.append(name)
-    return dead
+
+    def acts(other: Algorithm) -> bool:
+        if decisions(other, state, groups, metrics) != before:  # without preparing the batch again
+            return True
+        return differs(usual, gradient(other, batch, perturbed, state))
+
+    others = {name: list(changed(algorithm, name)) for name in coefficients(algorithm)}
+    return [name for name, made in others.items() if made and not any(map(acts, made))]
 
 
 def coefficients(algorithm: Algorithm) -> list[str]:
     """The float settings that someone chose: not 0 and, for a shipped algorithm, not the default, which tests look after."""
     shipped = type(algorithm).__module__.startswith("posttrain.")
-    values = {
-        f.name: (getattr(algorithm, f.name), f.default)
-        for f in dataclasses.fields(algorithm)
-        if f.init
-    }
-    return [
-        name
-        for name, (value, default) in values.items()
-        if isinstance(value, float) and value != 0 and not (shipped and value == default)
-    ]
+    found = []
+    for field in dataclasses.fields(algorithm):
+        value = getattr(algorithm, field.name)
+        if field.init and isinstance(value, float) and value != 0:
+            found += [] if shipped and value == field.default else [field.name]
+    return found
 
 
 def changed(algorithm: Algorithm, name: str) -> Iterator[Algorithm]:
     """The algorithm with other values of one setting, as far as it accepts them."""
     for factor in FACTORS:
         with suppress(UserError):
-            yield dataclasses.replace(algorithm, **{name: factor * getattr(algorithm, name)})
+            yield replace(algorithm, **{name: factor * getattr(algorithm, name)})
 
 
-def push(outputs: Outputs, batch: Batch) -> Outputs:
+def perturb(outputs: Outputs, batch: Batch) -> Outputs:
     """Outputs of a policy and a critic that have moved since the batch was sampled: up and down by turns, little and much."""
     at_T = torch.arange(batch.tokens, device=batch.ids_T.device)
     shift_T = MOVED * (
@@ -116,23 +110,14 @@ def decisions(
 ) -> tuple[object, ...]:
     """What an algorithm decides besides the gradient."""
     selected = algorithm.select(list(groups), state) if groups else None
-    chosen = (
-        None
-        if selected is None
-        else (
-            [(g.problem.id, [r.sample for r in g.rollouts]) for g in selected.groups],
-            selected.refill,
-        )
-    )
-    later = [
-        [dataclasses.replace(m, total=float(m.total) + more * float(m.count or 1)) for m in metrics]
-        for more in (0.0, 0.1, 1.0, 10.0)
-    ]  # the figures as they are, and as they might become
-    ends = (
-        [(algorithm.finish(state, found), algorithm.reuse.stop(found)) for found in later]
-        if metrics
-        else []
-    )
+    chosen: tuple[object, ...] = ()
+    if selected is not None:
+        samples = [(g.problem.id, [r.sample for r in g.rollouts]) for g in selected.groups]
+        chosen = samples, selected.refill
+    ends = []
+    for more in (0.0, 0.1, 1.0, 10.0) if metrics else ():  # as the figures are, and might become
+        later = [replace(m, total=float(m.total) + more * float(m.count or 1)) for m in metrics]
+        ends.append((algorithm.finish(state, later), algorithm.reuse.stop(later)))
     return (
         algorithm.start(),
         ends,

@@ -15,7 +15,7 @@ import torch
 from posttrain.algorithms.base import State
 from posttrain.collect import Collected
 from posttrain.errors import GuardStop
-from posttrain.monitor.coefficients import dead_coefficients
+from posttrain.monitor.coefficients import coefficients, dead_coefficients
 from posttrain.monitor.probes import LARGEST, Keywords, rollout_figures, unusable, words
 from posttrain.monitor.rules import RULES, Alarm, MonitorSettings, View
 from posttrain.monitor.series import START, History
@@ -258,6 +258,9 @@ class StageMonitor:
     ) -> None:
         """Once a stage: whether every coefficient that was set does something."""
         if self.monitor.coefficients_checked or "coefficient" in self.settings.off:
+            return
+        if not coefficients(self.trainer.algorithm):
+            self.monitor.coefficients_checked = True
             return
         piece = micro_batches(filled, self.trainer.token_budget)[0]
         with torch.no_grad():
