@@ -1,4 +1,4 @@
-"""What is measured of a step's rollouts for the rules, beside the usual figures."""
+"""What is measured of a step's rollouts for the rules, in addition to the usual figures."""
 
 from __future__ import annotations
 

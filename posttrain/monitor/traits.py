@@ -6,7 +6,7 @@ the gold still rises. Within groups (or within the step, where a prompt has one 
 
     z_r = sum f~ r~ / sqrt(sum (f~ r~)^2),    z_g = sum f~ g~ / sqrt(sum (f~ g~)^2),    moved = (mean f now - at first) / standard error
 
-Where reward and gold all but agree within groups (a correlation above AGREE), as with a little for the form beside the answer,
+Where reward and gold all but agree within groups (a correlation above AGREE), as with a small reward for the form of an answer,
 nothing is gamed. Traits are length, repetition, format, the spread of reward models, and every word (its presence, less what length
 explains of it).
 """
@@ -176,7 +176,7 @@ def measure(
 
 
 def gold_of(rollout: Rollout) -> float:
-    """What the reward stands for, where the score says it beside its value; NaN elsewhere."""
+    """What the reward stands for, where the score has it as a part; NaN elsewhere."""
     parts = rollout.score.parts
     return next((float(parts[name]) for name in GOLD_PARTS if name in parts), math.nan)
 

@@ -259,11 +259,11 @@ def show(
 
 def render_plain(renderable: RenderableType, width: int = 100) -> str:
     """What `show` prints where there is no terminal: no colour, a fixed width, no trailing blanks."""
-    quiet = RichConsole(
+    plain = RichConsole(
         width=width, force_terminal=False, color_system=None, legacy_windows=False, _environ={}
     )
-    with quiet.capture() as capture:
-        quiet.print(renderable)
+    with plain.capture() as capture:
+        plain.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
