@@ -165,7 +165,7 @@ def algorithms_page() -> str:
         f"{len(found)} algorithms, each one file in `posttrain/algorithms/`, with default settings.",
     ]
     lines += ["Models are those of one size that must be in memory while it trains. What each converges to is proven in"]
-    lines += ["`tests/laws/test_optimum.py`; which laws each one is held to is in [laws.md](laws.md); which one to take, in"]
+    lines += ["`tests/laws/test_optimum.py`; which properties are tested is in [laws.md](laws.md); which one to take, in"]
     lines += ["[advise.md](advise.md)."]
     heads = ["name", "paper", "critic", "learns from", "", "", "KL anchor", "models in memory", "use it"]
     heads[4:6] = ["on- or offline", "explores or re-weights"]
@@ -256,77 +256,62 @@ def in_trl(facts: Facts) -> str:
 
 
 @dataclass(frozen=True)
-class Law:
-    """A column: which tests prove it (a pattern on FILE::FUNCTION[CASE]), and a reason where it does not apply."""
+class Property:
+    """A column: tests say with `@pytest.mark.proves(title)` that they prove it; `excused` is the reason where it does not apply."""
 
     title: str
-    says: str
-    pattern: str
+    text: str
     excused: Callable[[Facts], str] = everyone
 
 
-LAWS = (
-    Law(
-        "value",
-        "values worked by hand, or an independent reference in NumPy",
-        r"tests/algorithms/.*(hand|parity|numpy|independent|"
-        r"transformers|the_loss_that_it_holds)",
-    ),
-    Law(
-        "slope",
-        "gradients by finite differences, of the terms and the whole way from the weights",
-        r"::test_gradients_of_the_(terms|weights)_equal_finite",
-    ),
-    Law("policy gradient", "a fresh policy follows the policy gradient", r"::test_a_fresh_policy_follows", with_advantages),
-    Law(
-        "unscored",
-        "what could not be scored has no vote and no gradient",
-        r"::test_an_unscored_rollout_does_not_change",
-        with_a_reward,
-    ),
-    Law(
-        "masks",
-        "masked tokens reach no loss, weight, figure or gradient",
-        r"::test_(tokens_(after_the_last|without_loss_have)|an_all_masked|values_at_masked)",
-    ),
-    Law("extremes", "no log-ratio or score gives NaN", r"::test_no_log_ratio|overflow"),
-    Law("layout", "no micro-batch, order or packing changes a gradient", r"::test_(any_token_budget|any_order|a_packed_batch)"),
-    Law("coefficients", "every number among its settings changes the gradient", r"test_dead_terms\.py"),
-    Law("optimum", "where it converges to on an enumerable problem", r"optimum"),
-    Law("flipped", "with the reward flipped it goes the other way", r"flipped", with_a_sign),
-    Law("learns", "it learns on a tiny task", r"tests/algorithms/.*(learns|climbs|rises)"),
-    Law("refusals", "bad settings are refused by name", r"tests/algorithms/.*refus"),
-    Law("peer", "the same loss and gradient as TRL's", r"tests/peers/", in_trl),
+PROPERTIES = (
+    Property("value", "values worked by hand, or an independent reference in NumPy"),
+    Property("slope", "gradients by finite differences, of the terms and the whole way from the weights"),
+    Property("policy gradient", "a fresh policy follows the policy gradient", with_advantages),
+    Property("unscored", "what could not be scored has no vote and no gradient", with_a_reward),
+    Property("masks", "masked tokens change no loss, weight, figure or gradient"),
+    Property("extremes", "no log-ratio or score gives NaN"),
+    Property("layout", "no micro-batch, order or packing changes a gradient"),
+    Property("coefficients", "every number among its settings changes the gradient"),
+    Property("optimum", "where it converges to on an enumerable problem"),
+    Property("flipped", "with the reward flipped it goes the other way", with_a_sign),
+    Property("learns", "it learns on a tiny task"),
+    Property("refusals", "bad settings are refused by name"),
+    Property("peer", "the same loss and gradient as TRL's", in_trl),
 )
+Proof = tuple[str, str]  # the title of a property, and the id of a test: FILE::FUNCTION[CASE]
+COLLECT = """
+import pytest
+class Plugin:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            for title in (title for marker in item.iter_markers("proves") for title in marker.args):
+                print(f"proof|{title}|{item.nodeid}")
+raise SystemExit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests/laws", "tests/algorithms"], [Plugin()]))
+"""
 
 
-def collected() -> list[str]:
-    """The ids of all law and algorithm tests, as pytest finds them; and, by what they import, those against peers."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/laws",
-        "tests/algorithms",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    ids = [line for line in done.stdout.splitlines() if "::" in line]
-    if done.returncode != 0 or not ids:
+def collected() -> list[Proof]:
+    """What marked tests prove, as pytest finds them; and, by what they import, those against peers."""
+    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    rows = [line.split("|", 2) for line in done.stdout.splitlines() if line.startswith("proof|")]
+    proofs = [(title, test) for _, title, test in rows]
+    if done.returncode != 0 or not proofs:
         raise RuntimeError(f"the tests could not be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    unknown = {title for title, _ in proofs} - {one.title for one in PROPERTIES}
+    if unknown:
+        raise UserError(f"tests prove properties that are not in the table: {', '.join(sorted(unknown))}")
     # peers may not be installed, and then pytest finds nothing in their files
     for path in sorted((ROOT / "tests" / "peers").glob("test_*.py")):
         modules = [n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
         names = [m.rpartition(".")[2] for m in modules if m.startswith("posttrain.algorithms.")]
-        ids += [f"tests/peers/{path.name}::imports[{name}]" for name in names if name in catalogue.names("algorithm")]
-    return ids
+        known = [name for name in names if name in catalogue.names("algorithm")]
+        proofs += [("peer", f"tests/peers/{path.name}::imports[{name}]") for name in known]
+    return proofs
 
 
 def algorithms_of(test: str, names: Sequence[str]) -> set[str]:
-    """Whom a test is about: the file of its name, or the words of its case."""
+    """The algorithms that a test is about: that of its file, or those in the words of its case."""
     own = re.match(r"tests/algorithms/test_(\w+)\.py", test)
     if own:
         return {own.group(1)} & set(names)
@@ -336,35 +321,34 @@ def algorithms_of(test: str, names: Sequence[str]) -> set[str]:
     return {name for name in names if name in words or function.startswith(f"test_{name}_")}
 
 
-def laws(ids: Sequence[str]) -> dict[tuple[str, str], str]:
-    """(algorithm, law) -> yes, MISSING, or a reason in brackets."""
+def proven(proofs: Sequence[Proof]) -> dict[tuple[str, str], str]:
+    """(algorithm, property) -> yes, MISSING, or a reason in brackets."""
     found = all_facts()
     names = [f.name for f in found]
-    proven = {
-        (name, law.title) for law in LAWS for test in ids if re.search(law.pattern, test) for name in algorithms_of(test, names)
-    }
+    shown = {(name, title) for title, test in proofs for name in algorithms_of(test, names)}
     cells = {}
     for f in found:
-        for law in LAWS:
-            reason = law.excused(f)
-            cells[f.name, law.title] = "yes" if (f.name, law.title) in proven else f"({reason})" if reason else "MISSING"
+        for one in PROPERTIES:
+            reason = one.excused(f)
+            cells[f.name, one.title] = "yes" if (f.name, one.title) in shown else f"({reason})" if reason else "MISSING"
     return cells
 
 
-def laws_page(ids: Sequence[str]) -> str:
-    cells = laws(ids)
+def laws_page(proofs: Sequence[Proof]) -> str:
+    cells = proven(proofs)
     names = list(dict.fromkeys(name for name, _ in cells))
     reasons = list(dict.fromkeys(cell for cell in cells.values() if cell.startswith("(")))
     marks = {reason: f"n/a {number}" for number, reason in enumerate(reasons, 1)} | {"yes": "yes", "MISSING": "🔴 **MISSING**"}
     lines = [
         GENERATED,
-        "# Which law holds which algorithm",
+        "# Which property is tested of which algorithm",
         "",
-        "Read from the tests in `tests/laws`, `tests/algorithms` and `tests/peers`.",
+        "Read from the tests in `tests/laws` and `tests/algorithms` that are marked `proves`, and from `tests/peers`.",
     ]
-    lines += ["A test fails while a cell is missing. Each law:", ""] + [f"- **{law.title}**: {law.says}" for law in LAWS]
-    rows = [[name, *(marks[cells[name, law.title]] for law in LAWS)] for name in names]
-    lines += ["", *table(["algorithm", *(law.title for law in LAWS)], rows), "", "Not applicable:", ""]
+    lines += ["A test fails while a cell is missing. The properties:", ""]
+    lines += [f"- **{one.title}**: {one.text}" for one in PROPERTIES]
+    rows = [[name, *(marks[cells[name, one.title]] for one in PROPERTIES)] for name in names]
+    lines += ["", *table(["algorithm", *(one.title for one in PROPERTIES)], rows), "", "Not applicable:", ""]
     return "\n".join(lines + [f"{number}. {reason[1:-1]}" for number, reason in enumerate(reasons, 1)]) + "\n"
 
 

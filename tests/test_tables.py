@@ -1,4 +1,4 @@
-"""The generated pages are what their generator makes now, and the table of laws has no empty cell."""
+"""The generated pages are what their generator makes now, and the table of properties has no empty cell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def ids(make: ModuleType) -> list[str]:
+def proofs(make: ModuleType) -> list[tuple[str, str]]:
     return make.collected()
 
 
@@ -45,25 +45,27 @@ def test_the_advise_page_is_generated(make: ModuleType) -> None:
     assert committed("advise") == make.advise_page(), STALE.format("advise")
 
 
-def test_the_laws_page_is_generated(make: ModuleType, ids: list[str]) -> None:
-    assert committed("laws") == make.laws_page(ids), STALE.format("laws")
+def test_the_laws_page_is_generated(make: ModuleType, proofs: list[tuple[str, str]]) -> None:
+    assert committed("laws") == make.laws_page(proofs), STALE.format("laws")
 
 
-def test_every_law_is_proven_of_every_algorithm_it_applies_to(make: ModuleType, ids: list[str]) -> None:
-    missing = [f"{law} of {name}" for (name, law), cell in make.laws(ids).items() if cell == "MISSING"]
+def test_every_property_is_proven_of_every_algorithm_it_applies_to(make: ModuleType, proofs: list[tuple[str, str]]) -> None:
+    missing = [f"{title} of {name}" for (name, title), cell in make.proven(proofs).items() if cell == "MISSING"]
     assert not missing, "no test shows: " + ", ".join(missing)
 
 
-def test_an_empty_cell_is_seen(make: ModuleType, ids: list[str]) -> None:
-    fewer = [test for test in ids if not (test.startswith("tests/laws/test_optimum.py") and "rloo" in test)]
-    assert make.laws(fewer)["rloo", "optimum"] == "MISSING" and make.laws(ids)["rloo", "optimum"] == "yes"
+def test_an_empty_cell_is_detected(make: ModuleType, proofs: list[tuple[str, str]]) -> None:
+    fewer = [(title, test) for title, test in proofs if not (title == "optimum" and "rloo" in test)]
+    assert make.proven(fewer)["rloo", "optimum"] == "MISSING" and make.proven(proofs)["rloo", "optimum"] == "yes"
     assert "🔴 **MISSING**" in make.laws_page(fewer)
 
 
-def test_an_excuse_is_not_taken_where_there_is_a_test(make: ModuleType, ids: list[str]) -> None:
+def test_an_excuse_is_not_taken_where_there_is_a_test(make: ModuleType, proofs: list[tuple[str, str]]) -> None:
     """Cells that do not apply are empty of tests: otherwise the excuse is out of date."""
-    cells = make.laws(ids)
-    excused = [(f.name, law.title) for f in make.all_facts() for law in make.LAWS if law.excused(f) and law.title != "peer"]
+    cells = make.proven(proofs)
+    excused = [
+        (f.name, one.title) for f in make.all_facts() for one in make.PROPERTIES if one.excused(f) and one.title != "peer"
+    ]
     assert excused and not [key for key in excused if cells[key] == "yes"]
 
 

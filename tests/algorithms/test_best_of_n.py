@@ -39,6 +39,7 @@ def test_the_best_of_each_group_is_kept() -> None:
     assert found["kl/best"] == pytest.approx((best_of_n_kl(3) + best_of_n_kl(2) + best_of_n_kl(1), 3.0))
 
 
+@pytest.mark.proves("value")
 def test_by_hand() -> None:
     """Two kept responses of 2 and 1 tokens, log-probs -1, -2 and -4: token mean 7/3, sequence mean (3/2 + 4)/2."""
     kept = BestOfN(group=3).select([scored(0.0, 2.0, 1.0), scored(1.0, 0.0)], {}).groups
@@ -52,6 +53,7 @@ def test_by_hand() -> None:
         assert {m.name: m.value for m in terms.metrics} == {"nll": pytest.approx(7 / 3)}
 
 
+@pytest.mark.proves("refusals")
 def test_refusals() -> None:
     with pytest.raises(UserError, match="^best_of_n: group must be at least 2, not 1: the best of one is any sample$"):
         BestOfN(group=1)
@@ -90,6 +92,7 @@ def train(algorithm: Algorithm, steps: int, judge=reward) -> tuple[float, float]
     return before, mean(901)
 
 
+@pytest.mark.proves("flipped", "learns")
 def test_the_reward_rises_and_falls_when_it_is_flipped() -> None:
     """In 12 rounds: seen 0.38 to 0.89, and to 0.06 with the reward upside down."""
     assert VOCABULARY == 24

@@ -17,12 +17,14 @@ from posttrain.errors import UserError
 from posttrain.types import Outputs
 
 
+@pytest.mark.proves("refusals")
 def test_refusals_and_contract() -> None:
     with pytest.raises(UserError, match=r"^cispo: clip_high must be positive, not -1.0 \(0: no clip\)$"):
         CISPO(clip_high=-1.0)
     assert CISPO().roles == frozenset() and CISPO().clip == (1.0, 4.0)
 
 
+@pytest.mark.proves("value")
 def test_the_loss_by_hand() -> None:
     """Probabilities 0.6 and 0.5 that were 0.1 and 0.5: ratios 6, cut to 5, and 1. L = -w A ratio log p, and the slope is -w A ratio."""
     algorithm = CISPO()
@@ -48,6 +50,7 @@ def test_a_token_that_grpo_silences_keeps_pulling() -> None:
     assert float(slopes[0][1]) == 0 and float(slopes[1][1]) == pytest.approx(1.2 * -float(slopes[1][3]))
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(("low", "high"), [(0.0, 4.0), (0.3, 0.2), (0.0, 0.0)])
 @pytest.mark.parametrize("seed", range(2))
 def test_parity_with_an_independent_one(low: float, high: float, seed: int) -> None:
@@ -63,6 +66,7 @@ def test_parity_with_an_independent_one(low: float, high: float, seed: int) -> N
     parity(CISPO(clip_low=low, clip_high=high), formula, seed)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 def test_it_learns_from_rewards(seed: int) -> None:
     """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed)."""

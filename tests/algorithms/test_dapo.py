@@ -19,6 +19,7 @@ from posttrain.errors import UserError
 from posttrain.types import Group, Problem, Sampling
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize("lengths", [{"l_max": 0}, {"l_cache": 0}, {"l_max": 8, "l_cache": 9}, {"l_max": -1, "l_cache": -2}])
 def test_refusals(lengths: dict) -> None:
     with pytest.raises(UserError, match=r"^dapo: l_cache must lie in \[1, l_max\], not"):
@@ -32,6 +33,7 @@ def test_defaults_are_the_papers() -> None:
     assert DAPO(l_max=0, l_cache=0).l_max == 0
 
 
+@pytest.mark.proves("value")
 def test_length_punishment_by_hand() -> None:
     """l_max 6, l_cache 4, all right: 0 up to 2 tokens, -1/4 at 3, -1/2 at 4, -1 at 6 and beyond. Only tokens of the policy count."""
     step = plain_batch([1.0] * 5, [0] * 5, [2, 3, 4, 6, 7], prompt=5)
@@ -118,6 +120,7 @@ def test_a_step_in_which_nothing_teaches_is_skipped(prompts: int, monkeypatch: p
     assert not bool(DAPO().prepare(step.batch, {}).mask_T.any())
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(("l_max", "l_cache"), [(20480, 4096), (8, 4)])
 @pytest.mark.parametrize("seed", range(2))
 def test_parity_with_an_independent_one(l_max: int, l_cache: int, seed: int) -> None:
@@ -135,6 +138,7 @@ def test_parity_with_an_independent_one(l_max: int, l_cache: int, seed: int) -> 
     parity(DAPO(l_max=l_max, l_cache=l_cache), formula, seed)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 def test_it_learns_from_rewards(seed: int) -> None:
     """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed).

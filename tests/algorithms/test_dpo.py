@@ -33,6 +33,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
+@pytest.mark.proves("value")
 def test_by_hand() -> None:
     """Margins 0.1 (1 + 0.5) = 0.15 and, the second pair written worse first, 0.1 (2 + 2) = 0.4."""
     loss, slope = loss_and_slope(DPO(), *hand_pairs())
@@ -41,6 +42,7 @@ def test_by_hand() -> None:
     assert slope == pytest.approx([-first, -first, first, second, second, second, -second])
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     "settings", [{}, {"beta": 0.7}, {"label_smoothing": 0.2, "alpha": 0.3}, {"labels": "soft", "beta": 0.4}, {"alpha": 2.0}]
 )
@@ -84,6 +86,7 @@ def test_the_likelihood_term_is_added() -> None:
     assert with_nll - plain == pytest.approx(0.5 * (3 / 2 + 2 / 1) / 2)
 
 
+@pytest.mark.proves("value")
 def test_figures_by_hand() -> None:
     found = figures(DPO(beta=1.0), *hand_pairs([1.0, 0.0, 1.0, 0.0]))  # margins 1.5 and -4
     assert found == pytest.approx(
@@ -120,6 +123,7 @@ def test_order_and_units_are_what_make_a_pair() -> None:
     assert outputs.logprob_T.requires_grad
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -140,6 +144,7 @@ def test_what_it_is() -> None:
     assert DPO.learns_from == "pairs" and DPO.unit == "pair" and DPO().roles == {"reference"}
 
 
+@pytest.mark.proves("optimum")
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_its_optimum_is_that_of_rl_with_a_kl_penalty(beta: float) -> None:
     """All pairs of five responses, labelled by a Bradley-Terry model of the reward: pi* = ref exp(reward / beta) / Z."""
@@ -151,6 +156,7 @@ def test_its_optimum_is_that_of_rl_with_a_kl_penalty(beta: float) -> None:
     assert flipped.argmax() != found.argmax() and divergence(flipped, boltzmann(beta)) > 0.1
 
 
+@pytest.mark.proves("optimum")
 def test_drawn_labels_come_near_the_same_optimum() -> None:
     """20,000 pairs with labels drawn from the reward's odds: within the noise of the draw."""
     generator = np.random.default_rng(0)
@@ -160,6 +166,7 @@ def test_drawn_labels_come_near_the_same_optimum() -> None:
     assert divergence(found, boltzmann(1.0)) < 0.01  # seen: 0.0005
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)
 def test_it_learns_what_is_preferred(seed: int, up: bool) -> None:
     """On starts it has not seen, by more than 8 nats in twenty steps; the other way round where the labels are."""

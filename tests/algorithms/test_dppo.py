@@ -16,6 +16,7 @@ from posttrain.errors import UserError
 from posttrain.types import Outputs
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -33,6 +34,7 @@ def test_refusals(settings: dict, message: str) -> None:
     assert str(refusal.value).startswith(message)
 
 
+@pytest.mark.proves("value")
 def test_divergences_by_hand() -> None:
     """Of (1/2, 1/2) from (1/4, 3/4): 1/4, and log 2 / 2 + log(2/3) / 2 = log(4/3) / 2. Probabilities of 0 and 1 stay finite."""
     old_T, now_T = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
@@ -52,6 +54,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(("before", "now", "sign", "moves"), TABLE)
 def test_the_trust_region_by_hand(before: float, now: float, sign: int, moves: bool) -> None:
     algorithm = DPPO()
@@ -65,6 +68,7 @@ def test_the_trust_region_by_hand(before: float, now: float, sign: int, moves: b
     assert {m.name: float(m.total) for m in terms.metrics}["clip_fraction"] == float(not moves)
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     ("settings", "before", "now", "weight"),
     [
@@ -89,6 +93,7 @@ def test_the_ratio_is_cut_at_the_cap_by_hand(settings: dict, before: float, now:
     assert float(slope[1]) == pytest.approx(-weight * advantage / 2)
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(("divergence", "delta"), [("tv", 0.02), ("kl", 0.001)])
 @pytest.mark.parametrize("seed", range(2))
 def test_parity_with_an_independent_one(divergence: str, delta: float, seed: int) -> None:
@@ -109,6 +114,7 @@ def test_parity_with_an_independent_one(divergence: str, delta: float, seed: int
     parity(DPPO(divergence=divergence, delta=delta), formula, seed)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("settings", [{}, {"divergence": "kl", "delta": 0.05}])
 def test_it_learns_from_rewards(settings: dict, seed: int) -> None:

@@ -15,6 +15,7 @@ from posttrain.algorithms.rloo import RLOO
 from posttrain.errors import UserError
 
 
+@pytest.mark.proves("refusals")
 def test_refusals_and_contract() -> None:
     with pytest.raises(UserError, match=r"^dr_grpo: constant \(a length, in tokens\) and reduction=constant_mean go together"):
         DrGRPO(constant=0.0)
@@ -23,6 +24,7 @@ def test_refusals_and_contract() -> None:
     assert DrGRPO().roles == frozenset()
 
 
+@pytest.mark.proves("value")
 def test_prepare_by_hand() -> None:
     """Rewards 1, 0, 0: centred and no more; every token weighs 1 / (3 * 10), whatever its response's length."""
     prepared = DrGRPO(constant=10.0).prepare(plain_batch([1.0, 0.0, 0.0], [0] * 3, [1, 2, 1]), {})
@@ -42,6 +44,7 @@ def test_dr_grpo_advantages_are_those_of_rloo_times_a_factor() -> None:
     torch.testing.assert_close(ours.advantage_T, 3 / 4 * theirs.advantage_T)
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize("seed", range(3))
 def test_parity_with_an_independent_one(seed: int) -> None:
     def formula(members: list[Response]) -> tuple[float, list[np.ndarray]]:
@@ -55,6 +58,7 @@ def test_parity_with_an_independent_one(seed: int) -> None:
     parity(DrGRPO(constant=20.0), formula, seed)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 def test_it_learns_from_rewards(seed: int) -> None:
     """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed)."""

@@ -53,6 +53,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(("settings", "message"), REFUSALS)
 def test_refusals(settings: dict, message: str) -> None:
     with pytest.raises(UserError) as refusal:
@@ -76,6 +77,7 @@ def test_selection_keeps_all_and_counts_groups_that_teach_nothing() -> None:
     assert [(m.name, m.total, m.count) for m in selection.metrics] == [("groups/zero_variance", 4, 5)]
 
 
+@pytest.mark.proves("value")
 def test_prepare_by_hand() -> None:
     """Group of rewards 1, 0, 0 with a fourth that failed: mean 1/3, std (ddof 1) sqrt(1/3); lengths 2, 1, 3, 4."""
     step = plain_batch([1.0, 0.0, 0.0, None], [0, 0, 0, 0], [2, 1, 3, 4])
@@ -88,6 +90,7 @@ def test_prepare_by_hand() -> None:
     assert prepared.mask_T.tolist() == [False, True, True, False, True, False, True, True, True] + [False] * 5
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [
@@ -102,6 +105,7 @@ def test_length_bias_by_hand(settings: dict, weights: list[float]) -> None:
     assert prepared.weight_T is not None and prepared.weight_T.tolist() == pytest.approx(weights)
 
 
+@pytest.mark.proves("value")
 def test_terms_by_hand() -> None:
     """Two sequences of one token, advantages 1 and -1 (std 0, scale none: rewards 2 and 0), ratios 1.5 and 1.5, clip 0.2."""
     algorithm = GRPO(scale="none", kl="k3", beta=0.5, entropy=0.1)
@@ -162,6 +166,7 @@ def numpy_grpo(algorithm: GRPO, step: Batch, logprob: np.ndarray, entropy: np.nd
     return loss, slope
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -233,6 +238,7 @@ def test_truncated_responses_stay_in_loss_and_baseline() -> None:
 # --- process supervision --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("value")
 def test_process_supervision_by_hand() -> None:
     """Two responses of 3 tokens; the first has steps worth 1 at its first token and 0 at its last, the second one of 1/2 at its second.
     The three have mean 1/2 and std 1/2, so they count 1, -1 and 0."""
@@ -250,6 +256,7 @@ def test_process_supervision_needs_steps() -> None:
         GRPO(supervision="process").prepare(plain_batch([1.0, 0.0], [0, 0]), {})
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize("seed", range(3))
 def test_parity_with_independent_process_supervision(seed: int) -> None:
     def formula(members: list[Response]) -> tuple[float, list[np.ndarray]]:
@@ -272,6 +279,7 @@ def test_parity_with_independent_process_supervision(seed: int) -> None:
 # --- learning -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("settings", [{}, {"scale": "none", "reduction": "token_mean"}])
 def test_it_learns_from_rewards(settings: dict) -> None:
     """A contextual bandit: from a third of the mass on right tokens to nearly all of it."""
@@ -283,6 +291,7 @@ def test_it_learns_from_rewards(settings: dict) -> None:
     assert after > 0.95
 
 
+@pytest.mark.proves("learns")
 def test_it_learns_nothing_from_equal_rewards() -> None:
     policy = small_policy(dtype=torch.float32)
     weights = {name: p.detach().clone() for name, p in policy.model.named_parameters()}

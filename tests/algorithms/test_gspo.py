@@ -21,6 +21,7 @@ from posttrain.errors import UserError
 from posttrain.types import Outputs
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -36,6 +37,7 @@ def test_refusals(settings: dict, message: str) -> None:
     assert str(refusal.value).startswith(message)
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize("form", ["sequence", "token"])
 def test_the_ratio_of_a_response_by_hand(form: str) -> None:
     """Token ratios 1/2, 2, 8 have the geometric mean 2: with advantage A and wide clips each log-prob has the slope -2 A / (2 * 3)."""
@@ -100,6 +102,7 @@ def test_the_rounding_of_a_sampler_is_no_change_of_the_policy(make: Callable[...
     assert learn(make(correction="none"), noisy_T)[0] > 0.1
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize("form", ["sequence", "token"])
 @pytest.mark.parametrize(
     "settings", [{"correction": "none"}, {"epochs": 2}], ids=["to the sampler", "to the start of the step"]
@@ -119,6 +122,7 @@ def test_parity_with_an_independent_one(form: str, settings: dict, seed: int) ->
     parity(GSPO(form=form, clip_low=0.05, clip_high=0.1, **settings), formula, seed, noise=0.3)
 
 
+@pytest.mark.proves("value")
 def test_parity_of_the_token_form_with_process_supervision() -> None:
     """Advantages differ along a response, the ratio does not."""
 
@@ -137,6 +141,7 @@ def test_parity_of_the_token_form_with_process_supervision() -> None:
     parity(GSPO(form="token", supervision="process", clip_low=0.05, clip_high=0.1, correction="none"), formula, 0)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("form", ["sequence", "token"])
 def test_it_learns_from_rewards(form: str, seed: int) -> None:

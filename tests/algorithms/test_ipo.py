@@ -27,6 +27,7 @@ from posttrain.algorithms.ipo import IPO
 from posttrain.errors import UserError
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(("length", "differences"), [("mean", (0.5 + 0.5, 2 + 2 / 3)), ("sum", (1.5, 4.0))])
 def test_by_hand(length: str, differences: tuple[float, float]) -> None:
     """Log-ratios 1 and -0.5 over 2 and 1 tokens; then 2 and -2 over 1 and 3. The target is 1 / (2 * 0.25) = 2."""
@@ -43,6 +44,7 @@ def test_a_policy_that_is_its_reference_is_at_distance_of_the_target() -> None:
     assert loss == pytest.approx(25.0)
 
 
+@pytest.mark.proves("value")
 def test_exchanged_labels_change_the_loss_as_computed_by_hand() -> None:
     """(h - c)^2 - (-h - c)^2 = -4 c h, with c = 5 for tau = 0.1."""
     one, _ = loss_and_slope(IPO(length="sum"), *hand_pairs())
@@ -56,6 +58,7 @@ def test_figures() -> None:
     assert found["reward/preferred"] == pytest.approx(0.5 * (RATIOS[0] + RATIOS[3]) / 2)
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
     ("settings", "words"), [({"tau": 0.0}, "tau must be positive"), ({"length": "long"}, "length must be mean or sum")]
 )
@@ -68,6 +71,7 @@ def test_what_it_is() -> None:
     assert IPO.learns_from == "pairs" and IPO.unit == "pair" and IPO().roles == {"reference"}
 
 
+@pytest.mark.proves("optimum")
 def test_its_optimum_is_the_least_squares_one() -> None:
     """Every ordered pair as often as it is preferred. An independent solution: log-ratios by linear least squares, whose answer the
     paper gives as ref exp(p / tau), with p the chance to win against a response drawn at random: bounded, unlike DPO's."""
@@ -92,6 +96,7 @@ def test_certain_preferences_stop_at_the_target() -> None:
     assert np.log(found[0] / found[1]) - np.log(REFERENCE[0] / REFERENCE[1]) == pytest.approx(2.0, abs=1e-6)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)
 def test_it_learns_what_is_preferred(seed: int, up: bool) -> None:
     """On starts it has not seen, by more than 8 nats in twenty steps; with sums it stays near its target of 5, 1 / (2 tau)."""

@@ -33,6 +33,7 @@ def sigmoid(x: float) -> float:
     return float(1 / (1 + np.exp(-x)))
 
 
+@pytest.mark.proves("value")
 def test_by_hand() -> None:
     """z = (3 + 1) / 2 = 2. Good: sigma(-beta (r - 2)), bad: sigma(-beta (2 - r)); each counts a third."""
     loss, slope = loss_and_slope(KTO(beta=0.5), *hand())
@@ -43,6 +44,7 @@ def test_by_hand() -> None:
     assert slope == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.proves("value")
 def test_against_numpy_with_weights() -> None:
     loss, _ = loss_and_slope(KTO(beta=0.3, desirable=1.25, undesirable=0.75), *hand())
     values = [1.25 * sigmoid(0.3 * (1 - 2)), 0.75 * sigmoid(0.3 * (2 + 0.5)), 1.25 * sigmoid(0.3 * (-2 - 2))]
@@ -94,6 +96,7 @@ def test_without_mismatched_examples_the_baseline_is_zero() -> None:
     assert prepared.weight_N is not None and prepared.weight_N.tolist() == pytest.approx([0.2] * 5)
 
 
+@pytest.mark.proves("value")
 def test_figures_by_hand() -> None:
     """Only the bad one is on its side of z: -0.5 < 2, while 1 and -2 should be above it."""
     found = figures(KTO(beta=0.5), *hand())
@@ -102,6 +105,7 @@ def test_figures_by_hand() -> None:
     )
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -120,6 +124,7 @@ def test_what_it_is() -> None:
     assert KTO.learns_from == "labels" and KTO.unit == "sequence" and KTO().roles == {"reference", "proximal"}
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)
 def test_it_learns_what_is_good(seed: int, up: bool) -> None:
     """On starts it has not seen, by more than 8 nats in twenty steps; the other way round where the labels are."""

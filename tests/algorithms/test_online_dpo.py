@@ -57,6 +57,7 @@ def test_a_step_of_ties_moves_nothing(rewards: list[float | None]) -> None:
     assert not update.moved and [m.name for m in update.metrics] == ["skipped"]
 
 
+@pytest.mark.proves("value")
 def test_it_is_the_loss_that_it_holds() -> None:
     for inner in (DPO(beta=0.3, alpha=0.1), IPO(tau=0.5), SimPO()):
         algorithm = OnlineDPO(loss=inner)
@@ -74,6 +75,7 @@ def test_settings_go_through_a_configuration() -> None:
     assert from_tree(tree, Algorithm, "rl.algorithm") == algorithm
 
 
+@pytest.mark.proves("refusals")
 def test_refusals_and_what_it_is() -> None:
     with pytest.raises(UserError, match="^online_dpo: group must be at least 2, not 1: a pair needs two responses$"):
         OnlineDPO(group=1)
@@ -83,6 +85,7 @@ def test_refusals_and_what_it_is() -> None:
     assert OnlineDPO.learns_from == "rollouts" and OnlineDPO.unit == "pair" and OnlineDPO(group=5).group_size == 5
 
 
+@pytest.mark.proves("optimum")
 def test_its_optimum_is_that_of_rl_with_a_kl_penalty() -> None:
     """Pairs as it would take them from groups of a policy with full support, with the reward's own odds as labels."""
     generator = np.random.default_rng(0)
@@ -99,6 +102,7 @@ def test_its_optimum_is_that_of_rl_with_a_kl_penalty() -> None:
     assert divergence(tabular_optimum(algorithm, pairs, rewards), boltzmann(0.5)) < 1e-8
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize(("seed", "sign"), [(0, 1.0), (1, 1.0), (2, 1.0), (0, -1.0)])
 def test_it_climbs_its_reward(seed: int, sign: float) -> None:
     """The share of tokens below 12 in what it writes: up by 0.2 or more in twelve steps, or down where the reward is turned round."""

@@ -18,6 +18,7 @@ def odds(logprob: float) -> float:
     return math.log(math.exp(logprob) / (1 - math.exp(logprob)))
 
 
+@pytest.mark.proves("value")
 def test_by_hand() -> None:
     loss, _ = loss_and_slope(ORPO(lam=0.25), *hand_pairs())
     ratios = [odds(MEANS[0]) - odds(MEANS[1]), odds(MEANS[3]) - odds(MEANS[2])]
@@ -56,12 +57,14 @@ def test_figures() -> None:
     assert found["margin"] == pytest.approx(0.5 * (-0.5 + 2 / 3) / 2)
 
 
+@pytest.mark.proves("refusals")
 def test_refusal_and_what_it_is() -> None:
     with pytest.raises(UserError, match="^orpo: lam must be positive, not 0.0: without it this is sft$"):
         ORPO(lam=0.0)
     assert ORPO.learns_from == "pairs" and ORPO.unit == "pair" and ORPO().roles == frozenset()
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)
 def test_it_learns_what_is_preferred(seed: int, up: bool) -> None:
     """On starts it has not seen, by more than 6 nats in twenty steps; the other way round where the labels are."""

@@ -67,6 +67,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(("settings", "message"), REFUSALS)
 def test_refusals(settings: dict, message: str) -> None:
     with pytest.raises(UserError) as refusal:
@@ -113,6 +114,7 @@ def hand_step() -> Batch:
     )
 
 
+@pytest.mark.proves("value")
 def test_the_reward_of_each_token_by_hand() -> None:
     """-beta (log mu - log ref) everywhere, the score on the last token, less the penalty where it was cut off."""
     algorithm = PPO(beta=0.1, missing_eos=0.5)
@@ -128,6 +130,7 @@ def test_the_reward_of_each_token_by_hand() -> None:
 STEPS_T = [math.nan, 0.3, math.nan, math.nan, math.nan, 0.8, math.nan, 5.0, math.nan]  # a step of each; the last was not scored
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     ("supervision", "expected"),
     [
@@ -165,6 +168,7 @@ def test_a_step_in_which_nothing_was_scored_is_skipped(algorithm: Algorithm) -> 
     assert not prepared.mask_T.any() and prepared.advantage_T is not None and not prepared.advantage_T.any()
 
 
+@pytest.mark.proves("value")
 def test_prepare_by_hand() -> None:
     """gamma 1, lam 0.5, no whitening: deltas of the first 1.1 - 0.25 and -0.05 + 0.25 - 0.5; of the second -1.2 + 0.5 and -0.5."""
     algorithm = PPO(beta=0.1, lam=0.5, whiten_advantages=False)
@@ -227,6 +231,7 @@ def sums(terms: Terms) -> dict[str, float]:
     return {t.name: float((t.weight * t.loss).detach().sum()) for t in terms.terms}
 
 
+@pytest.mark.proves("value")
 def test_terms_by_hand() -> None:
     """Advantages 1 and -1, ratios 1.5 and 1.5, clip 0.2; values 1.0 and 0.3 from 0.5 and 0.2, returns 2 and 0, clip_value 0.2."""
     algorithm = PPO(entropy=0.1, beta=0.0)
@@ -259,6 +264,7 @@ def test_terms_by_hand() -> None:
     assert sums(free)["value"] == pytest.approx(0.5 * (1.0 + 0.09) / 2)
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     ("settings", "policy", "slopes", "figures"),
     [
@@ -365,6 +371,7 @@ def numpy_ppo(
     return loss, by_logprob, by_value
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -437,6 +444,7 @@ def after(algorithm: PPO, beta: float, kl: float, responses: int = 50) -> float:
     return state["beta"]
 
 
+@pytest.mark.proves("value")
 def test_the_kl_controller_by_hand() -> None:
     algorithm = PPO(beta=0.2, kl_target=6.0, kl_horizon=1000)
     assert algorithm.start() == {"beta": 0.2, "steps": 0}
@@ -465,6 +473,7 @@ def test_the_state_decides_the_price_of_kl() -> None:
     assert float(one.return_T[2] - other.return_T[2]) == pytest.approx(-0.1 * 1.0)  # k1 of that token is -1
 
 
+@pytest.mark.proves("value")
 def test_early_stop_by_hand() -> None:
     algorithm = PPO(target_kl=0.1)
     below, above = [Metric("kl/update", 0.3, 4), Metric("kl/update", 0.1, 1)], [Metric("kl/update", 0.6, 4)]
@@ -496,6 +505,7 @@ def snapshot(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights().items()}
 
 
+@pytest.mark.proves("learns")
 def test_while_the_critic_warms_up_it_alone_learns() -> None:
     algorithm = PPO(critic_warmup=2, entropy=0.1, ptx=1.0)
     policy, settings = small_policy(), Optimization(lr=1e-2, weight_decay=0.1)
@@ -584,6 +594,7 @@ def train(policy: Policy, algorithm: PPO, steps: int, seed: int, sign: float = 1
     return [sum(rewards[3 * i : 3 * i + 3]) / 3 for i in range(steps)], errors
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"beta": 0.02, "target_kl": 0.2, "mini_batches": 2, "critic_warmup": 3}])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_learns_from_rewards(settings: dict, seed: int) -> None:
@@ -595,6 +606,7 @@ def test_it_learns_from_rewards(settings: dict, seed: int) -> None:
     assert np.mean(errors[-3:]) < 0.25 * np.mean(errors[:3])
 
 
+@pytest.mark.proves("flipped")
 def test_with_the_reward_flipped_it_goes_the_other_way() -> None:
     rewards, _ = train(small_policy(dtype=torch.float32), PPO(group=12, epochs=2, beta=0.0), 20, 0, sign=-1.0)
     assert np.mean(rewards[-3:]) < 0.05

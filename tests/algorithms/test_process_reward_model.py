@@ -49,6 +49,7 @@ def entropy(score: float, label: float) -> float:
     return -label * math.log(p) - (1 - label) * math.log(1 - p)
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(("reduction", "weights"), [("token_mean", [1 / 3] * 3), ("sequence_mean", [1 / 4, 1 / 4, 1 / 2])])
 def test_by_hand(reduction: str, weights: list[float]) -> None:
     algorithm = ProcessRewardModel(reduction=reduction)
@@ -75,6 +76,7 @@ def test_a_soft_label_is_a_mixture_and_its_minimum_is_there() -> None:
     assert at(0.0, 0.25) == pytest.approx(math.log(2), abs=1e-9)
 
 
+@pytest.mark.proves("extremes")
 def test_finite_differences_and_no_overflow() -> None:
     algorithm = ProcessRewardModel()
     prepared = algorithm.prepare(labelled([1.0, NAN, 0.4], [0.0, 1.0]), {})
@@ -85,6 +87,7 @@ def test_finite_differences_and_no_overflow() -> None:
     assert slope.tolist() == pytest.approx([0, -1 / 4, 0, 0.6 / 4, 0, 1 / 4, -1 / 4], abs=1e-7)
 
 
+@pytest.mark.proves("value")
 def test_metrics_by_hand() -> None:
     """Steps: right, right | wrong found too late | a first error where there is none | no labels at all. Of 7 steps 5 are judged as
     labelled, and of 3 solutions only the first has its first error, or lack of it, found."""
@@ -96,6 +99,7 @@ def test_metrics_by_hand() -> None:
     assert found == {"accuracy": (5.0, 7.0), "accuracy/first_error": (1.0, 3.0), "score": (5.0, 7.0)}
 
 
+@pytest.mark.proves("refusals")
 def test_refusals() -> None:
     with pytest.raises(UserError, match="^process_reward_model: these examples have no labels of steps$"):
         ProcessRewardModel().prepare(pack_examples([Example(np.array([3, 4]), np.array([False, True]))]), {})
@@ -106,6 +110,7 @@ def test_refusals() -> None:
     assert ProcessRewardModel.trains == "scorer" and ProcessRewardModel.learns_from == "step_labels"
 
 
+@pytest.mark.proves("learns")
 def test_it_learns_which_steps_are_right() -> None:
     """Steps of two tokens, right where the second is above the first; held-out steps from chance to nearly all judged right."""
     generator = np.random.default_rng(0)

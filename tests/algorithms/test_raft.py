@@ -52,6 +52,7 @@ def test_a_step_in_which_nothing_is_accepted_moves_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
 
+@pytest.mark.proves("value")
 def test_by_hand() -> None:
     """Accepted: responses of 1 and 3 tokens. Token mean over four tokens; the rejected one in the middle is not there."""
     algorithm = RAFT(share=0.5, threshold=0.5)
@@ -68,6 +69,7 @@ def test_one_over_the_group_is_best_of_n() -> None:
     assert [[r.sample for r in g.rollouts] for g in ours.groups] == [[r.sample for r in g.rollouts] for g in theirs.groups]
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -84,6 +86,7 @@ def test_refusals(settings: dict, words: str) -> None:
         RAFT(**settings)
 
 
+@pytest.mark.proves("learns")
 def test_the_reward_rises() -> None:
     """In 12 rounds, by the top quarter (seen 0.38 to 0.89), and by a threshold that at first few reach (0.38 to 0.80)."""
     before, after = train(RAFT(group=8, share=0.25), 12)

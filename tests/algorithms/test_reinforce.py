@@ -16,6 +16,7 @@ from posttrain.errors import UserError
 from posttrain.types import Metric, Outputs
 
 
+@pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -39,6 +40,7 @@ def test_contract() -> None:
     assert Reinforce().select([], {}).metrics == ()  # groups of one have no variance to count
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     ("baseline", "state", "expected"),
     [
@@ -63,6 +65,7 @@ def test_a_token_answers_for_its_own_kl_and_later_ones() -> None:
     assert prepared.advantage_T.tolist() == pytest.approx([0, 1 - 0.6, 1 - 0.5, 1 - 0.3])
 
 
+@pytest.mark.proves("value")
 def test_the_gradient_by_hand() -> None:
     """-w A rho: two responses of one token with advantages -1.5 and 1.5 and ratios 1 and 4; nothing is clipped."""
     algorithm = Reinforce()
@@ -85,6 +88,7 @@ def test_the_running_baseline_follows_the_rewards() -> None:
     assert Reinforce().finish({}, [Metric("reward", 1.0, 1)]) == {}
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize("baseline", ["none", "batch"])
 @pytest.mark.parametrize("seed", range(3))
 def test_parity_with_an_independent_one(baseline: str, seed: int) -> None:
@@ -102,6 +106,7 @@ def test_parity_with_an_independent_one(baseline: str, seed: int) -> None:
     parity(Reinforce(beta=0.1, baseline=baseline), formula, seed)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("settings", [{}, {"baseline": "running"}, {"baseline": "none"}])
 def test_it_learns_from_rewards(settings: dict, seed: int) -> None:

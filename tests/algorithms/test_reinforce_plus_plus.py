@@ -15,6 +15,7 @@ from posttrain.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from posttrain.errors import UserError
 
 
+@pytest.mark.proves("refusals")
 def test_refusals_and_contract() -> None:
     with pytest.raises(
         UserError, match="^reinforce_plus_plus: baseline=group needs a group of at least 2: the mean of one sample"
@@ -28,6 +29,7 @@ def test_refusals_and_contract() -> None:
     assert (algorithm.group_size, algorithm.roles, algorithm.clip) == (1, {"reference"}, (0.2, 0.2))
 
 
+@pytest.mark.proves("value")
 def test_whitening_by_hand() -> None:
     """Responses of 1 and 3 tokens with rewards 3 and 1: over tokens the mean is 3/2 and the variance 3/4."""
     prepared = ReinforcePlusPlus(beta=0.0).prepare(plain_batch([3.0, 1.0, None], [0, 1, 2], [1, 3, 2]), {})
@@ -35,6 +37,7 @@ def test_whitening_by_hand() -> None:
     assert prepared.advantage_T.tolist() == pytest.approx([0, 1.5 / math.sqrt(0.75), 0, low, low, low, 0, 0, 0], abs=1e-6)
 
 
+@pytest.mark.proves("value")
 def test_kl_along_the_response_by_hand() -> None:
     """One response of two tokens that cost 1 each: returns r - 2 beta and r - beta are -1 and 1 once whitened, whatever r is."""
     step = plain_batch([5.0], [0], [2]).replace(behaviour_T=torch.tensor([0, -1.0, -1.0]), reference_T=torch.full((3,), -2.0))
@@ -58,6 +61,7 @@ def test_a_group_baseline_comes_before_the_whitening() -> None:
     assert prepared.advantage_T[prepared.mask_T].tolist() == pytest.approx([-1, 1, -1, 1])
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize("baseline", ["none", "group"])
 @pytest.mark.parametrize("seed", range(3))
 def test_parity_with_an_independent_one(baseline: str, seed: int) -> None:
@@ -79,6 +83,7 @@ def test_parity_with_an_independent_one(baseline: str, seed: int) -> None:
     parity(ReinforcePlusPlus(beta=0.3, group=4, baseline=baseline), formula, seed)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.0, "baseline": "group"}])
 def test_it_learns_from_rewards(settings: dict, seed: int) -> None:

@@ -67,6 +67,7 @@ def by_numpy(scores: list[float], labels: list[list[float]], margin: bool, centr
     return float(np.mean(losses))
 
 
+@pytest.mark.proves("value")
 def test_by_hand() -> None:
     """One pair, scores 2 and 1: -log sigmoid(1) = log(1 + 1/e) = 0.3133; in the other order 1.3133."""
     step = labelled([1.0, 0.0])
@@ -91,6 +92,7 @@ def test_the_properties_of_bradley_terry() -> None:
         assert one - other == pytest.approx(-margin, abs=1e-9)
 
 
+@pytest.mark.proves("extremes")
 def test_no_difference_overflows() -> None:
     score_N = torch.tensor([-1e4, 1e4], dtype=torch.float64, requires_grad=True)
     value = loss(RewardModel(), score_N, labelled([1.0, 0.0]))
@@ -98,6 +100,7 @@ def test_no_difference_overflows() -> None:
     assert float(value.detach()) == pytest.approx(2e4) and slope.tolist() == [-1.0, 1.0]
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("margin", "centring"), [(False, 0.0), (True, 0.0), (False, 0.3), (True, 0.05)])
 def test_against_numpy(seed: int, margin: bool, centring: float) -> None:
@@ -172,6 +175,7 @@ def test_micro_batches_cut_between_rankings() -> None:
     assert [piece.sequences for piece in micro_batches(prepared, 1)] == [4, 4]
 
 
+@pytest.mark.proves("refusals")
 def test_contract_and_refusals() -> None:
     assert (RewardModel.trains, RewardModel.unit, RewardModel.learns_from) == ("scorer", "ranking", "rankings")
     assert RewardModel().roles == frozenset()
@@ -193,6 +197,7 @@ def synthetic(count: int, seed: int) -> list[tuple[Example, ...]]:
     return units
 
 
+@pytest.mark.proves("learns")
 def test_it_learns_what_is_preferred() -> None:
     """From chance to nearly always on rankings it has not seen, over fixed seeds; centring holds the mean score near 0."""
     scorer = from_policy(small_policy(dtype=torch.float32), zero=False)

@@ -16,6 +16,7 @@ from posttrain.errors import UserError
 from posttrain.types import Outputs
 
 
+@pytest.mark.proves("refusals")
 def test_refusals_and_contract() -> None:
     with pytest.raises(UserError, match="^rloo: group must be at least 2, not 1: a group of one is its own baseline"):
         RLOO(group=1)
@@ -50,6 +51,7 @@ def test_a_response_is_one_action() -> None:
     assert slope.tolist() == pytest.approx([0, -3, -3, 0, 0.5])
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(("clip", "kl_in"), [(0.0, "reward"), (0.2, "reward"), (0.2, "both")])
 @pytest.mark.parametrize("seed", range(2))
 def test_parity_with_an_independent_one(clip: float, kl_in: str, seed: int) -> None:
@@ -71,6 +73,7 @@ def test_parity_with_an_independent_one(clip: float, kl_in: str, seed: int) -> N
     parity(RLOO(beta=0.2, kl="k2", kl_in=kl_in, clip_low=clip, clip_high=clip, correction="none"), formula, seed, noise=0.2)
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize("seed", range(3))
 def test_it_learns_from_rewards(seed: int) -> None:
     """From at most 0.43 of the mass on right tokens to above 0.95 in 30 steps (0.99 was measured with each seed)."""

@@ -29,6 +29,7 @@ def two_examples() -> Batch:
 LOGPROB = torch.tensor([float("nan"), -1.0, float("-inf"), -2.0, -3.0, float("nan"), -6.0], dtype=torch.float64)
 
 
+@pytest.mark.proves("value")
 @pytest.mark.parametrize(
     ("reduction", "weights", "loss"),
     [
@@ -53,6 +54,7 @@ def test_metrics_are_ratios_of_sums() -> None:
     assert {m.name: (float(m.total), float(m.count)) for m in terms.metrics} == {"nll": (12.0, 4.0), "entropy": (2.0, 4.0)}
 
 
+@pytest.mark.proves("value")
 def test_the_loss_is_that_of_transformers() -> None:
     """An independent mean: transformers' logits of each sequence alone, summed over labels, divided by all loss tokens."""
     from transformers import AutoModelForCausalLM
@@ -78,6 +80,7 @@ def test_the_loss_is_that_of_transformers() -> None:
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)  # so are their norms
 
 
+@pytest.mark.proves("refusals")
 def test_refusal() -> None:
     with pytest.raises(UserError, match="^sft: reduction must be one of token_mean, sequence_mean, not 'mean'$"):
         SFT(reduction="mean")
@@ -90,6 +93,7 @@ def test_it_samples_nothing_and_needs_nobody() -> None:
     assert SFT().start() == {} and SFT().finish({"a": 1}, []) == {"a": 1}
 
 
+@pytest.mark.proves("learns")
 def test_it_learns_a_rule_and_generalises() -> None:
     """Counting upwards, from starts it has not seen: from worse than chance (3.2 nats) to near certainty."""
     examples = [Example((start + np.arange(8)) % VOCABULARY, np.arange(8) >= 2) for start in range(VOCABULARY)]

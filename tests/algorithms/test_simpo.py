@@ -15,6 +15,7 @@ def softplus(x: float) -> float:
     return math.log1p(math.exp(x))
 
 
+@pytest.mark.proves("value")
 def test_by_hand() -> None:
     """Per token -1.5 against -1, and -2 against -8/3: margins 2 * -0.5 - 1 = -2 and 2 * 2/3 - 1 = 1/3."""
     loss, slope = loss_and_slope(SimPO(), *hand_pairs())
@@ -52,6 +53,7 @@ def test_figures() -> None:
     assert found["accuracy"] == 0.5 and found["margin"] == pytest.approx((-1 + 4 / 3) / 2)  # rewards, without gamma
 
 
+@pytest.mark.proves("refusals")
 def test_refusals_and_what_it_is() -> None:
     with pytest.raises(UserError, match="^simpo: beta must be positive, not 0$"):
         SimPO(beta=0)
@@ -60,6 +62,7 @@ def test_refusals_and_what_it_is() -> None:
     assert SimPO.learns_from == "pairs" and SimPO.unit == "pair" and SimPO().roles == frozenset()
 
 
+@pytest.mark.proves("learns")
 @pytest.mark.parametrize(("seed", "up"), BOTH_WAYS)
 def test_it_learns_what_is_preferred(seed: int, up: bool) -> None:
     """On starts it has not seen, by more than 6 nats in twenty steps; the other way round where the labels are."""

@@ -128,6 +128,7 @@ def test_an_unscored_rollout_has_no_vote_in_the_baseline(junk: float, options: d
     assert found.tolist() == pytest.approx(expected, abs=1e-8)
 
 
+@pytest.mark.proves("unscored")
 @pytest.mark.parametrize("junk", [1e9, math.nan, math.inf])
 @pytest.mark.parametrize("algorithm", ONLINE)
 def test_an_unscored_rollout_does_not_change_the_step(algorithm: Algorithm, junk: float) -> None:

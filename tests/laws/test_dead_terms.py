@@ -74,6 +74,7 @@ def dead(settings: list[Algorithm], name: str) -> bool:
     return settable
 
 
+@pytest.mark.proves("coefficients")
 @pytest.mark.parametrize("name", catalogue.names("algorithm"))
 def test_every_number_changes_the_gradient(name: str) -> None:
     """With the algorithm's defaults, or with one of the settings that it is tested with (a cap needs something to cut)."""

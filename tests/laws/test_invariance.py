@@ -57,6 +57,7 @@ def cut(algorithm: Algorithm, budget: int) -> tuple[float, dict[str, Tensor]]:
     return CUTS[algorithm, places]
 
 
+@pytest.mark.proves("layout")
 @every_case
 @quick
 @given(budget=st.integers(1, 80))
@@ -65,6 +66,7 @@ def test_any_token_budget_gives_the_same_gradient(algorithm: Algorithm, budget: 
     assert_same_gradients(whole(algorithm), cut(algorithm, budget))
 
 
+@pytest.mark.proves("layout")
 @every_case
 def test_any_token_budget_gives_the_same_gradient_in_float32(algorithm: Algorithm) -> None:
     policy = small_policy(dtype=torch.float32)
@@ -80,6 +82,7 @@ def reordered(step: Batch, order: list[int]) -> Batch:
     return gather(step, sequences).replace(unit_N=tuple(i for i, unit in enumerate(order) for _ in units[unit]))
 
 
+@pytest.mark.proves("layout")
 @every_case
 @quick
 @given(data=st.data())
@@ -90,6 +93,7 @@ def test_any_order_of_units_gives_the_same_gradient(algorithm: Algorithm, data: 
     assert_same_gradients(whole(algorithm), gradients(algorithm, algorithm.prepare(reordered(step, list(order)), {}), budget))
 
 
+@pytest.mark.proves("layout")
 @every_case
 def test_a_packed_batch_gives_the_gradient_of_its_documents_one_by_one(algorithm: Algorithm) -> None:
     """Every unit alone in its forward pass, without any other before it."""

@@ -56,6 +56,7 @@ def test_tokens_after_the_last_with_loss_do_not_matter() -> None:
     assert_same_gradients(gradients(SFT(), one), gradients(SFT(), other), 1e-13)
 
 
+@pytest.mark.proves("masks")
 @pytest.mark.parametrize("algorithm", CASES)
 def test_tokens_without_loss_have_no_weight_nor_term(algorithm: Algorithm) -> None:
     step = material(algorithm)
@@ -92,6 +93,7 @@ def test_the_stop_token_is_trained_when_it_was_sampled() -> None:
         assert SFT().prepare(batch, {}).weight_T[-1] > 0
 
 
+@pytest.mark.proves("masks")
 @pytest.mark.parametrize("algorithm", CASES)
 def test_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> None:
     prepared = algorithm.prepare(material(algorithm), {})
@@ -105,6 +107,7 @@ def test_an_all_masked_micro_batch_adds_nothing(algorithm: Algorithm) -> None:
     policy.model.zero_grad()
 
 
+@pytest.mark.proves("masks")
 @pytest.mark.parametrize("algorithm", CASES)
 def test_an_all_masked_step_moves_nothing(algorithm: Algorithm) -> None:
     """Not the weights, not the optimizer's moments, not its step count: a second Adam step on zeros would move all three."""

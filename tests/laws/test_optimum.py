@@ -81,6 +81,7 @@ REWARDED = named(
 )
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", REWARDED)
 def test_kl_in_the_reward_ends_at_the_shared_optimum(algorithm: Algorithm, flip: bool) -> None:
@@ -92,6 +93,7 @@ def test_kl_in_the_reward_ends_at_the_shared_optimum(algorithm: Algorithm, flip:
     assert divergence(found, TREE.optimum(BETA) if flip else TREE.flipped.optimum(BETA)) > 0.5
 
 
+@pytest.mark.proves("optimum")
 @pytest.mark.parametrize("algorithm", named(*policy_gradients(beta=BETA, kl_in="reward")))
 def test_at_the_shared_optimum_advantages_are_zero(algorithm: Algorithm) -> None:
     """On the bandit, and up to a constant where the baseline is not the group's; one step away they are not."""
@@ -121,6 +123,7 @@ LOST = named(
 )
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", LOST)
 def test_kl_in_the_loss_with_the_right_gradient_ends_at_the_optimum_of_a_larger_beta(algorithm: Any, flip: bool) -> None:
@@ -140,6 +143,7 @@ UNSHRUNK = named(
 )
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", UNSHRUNK)
 def test_kl_in_the_loss_with_an_unbiased_baseline_ends_at_the_shared_optimum(algorithm: Algorithm, flip: bool) -> None:
@@ -164,6 +168,7 @@ def forward_kl_optimum(table: Table, beta: float, gain: Policy) -> Policy:
     return solve(lambda c: beta * reference / (beta + c - gain), top + 1e-9, top + 1e3)
 
 
+@pytest.mark.proves("optimum")
 def test_grpo_with_the_papers_kl_ends_elsewhere() -> None:
     """k3 as a loss has the gradient of the forward KL, whose optimum has heavier tails: bad arms are kept, not forgotten."""
     algorithm = GRPO(group=2, beta=BETA, kl="k3", scale="none")
@@ -180,6 +185,7 @@ def sign_gain(policy: Policy, reward: np.ndarray) -> Policy:
     return (np.sign(reward[:, None] - reward[None, :]) * policy[None, :]).sum(1) / np.sqrt(2)
 
 
+@pytest.mark.proves("optimum")
 @pytest.mark.parametrize("kl", ["corrected", "k3"])
 def test_grpo_divided_by_the_std_optimises_ranks(kl: str) -> None:
     """Dividing by the group's std forgets by how much one is better. The optimum is a fixed point: gains depend on the policy."""
@@ -221,6 +227,7 @@ def test_a_kl_loss_of_tokens_does_not_see_what_comes_after() -> None:
 # --- pairs ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("table", [BANDIT, TREE], ids=["bandit", "tree"])
 @pytest.mark.parametrize("algorithm", named(DPO(beta=BETA)))
@@ -229,6 +236,7 @@ def test_dpo_on_bradley_terry_pairs_ends_at_the_shared_optimum(algorithm: Algori
     assert divergence(train(algorithm, every_pair(table), steps=160), table.optimum(BETA)) < CLOSE
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", named(OnlineDPO(group=2, loss=DPO(beta=BETA, labels="soft"))))
 def test_online_dpo_with_soft_labels_ends_at_the_shared_optimum(algorithm: Algorithm, flip: bool) -> None:
@@ -236,6 +244,7 @@ def test_online_dpo_with_soft_labels_ends_at_the_shared_optimum(algorithm: Algor
     assert divergence(train(algorithm, every_group(table, algorithm), steps=200), table.optimum(BETA)) < CLOSE
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("table", [BANDIT, TREE], ids=["bandit", "tree"])
 @pytest.mark.parametrize("algorithm", named(IPO(tau=BETA, length="sum")))
@@ -252,6 +261,7 @@ def test_ipo_ends_where_win_rates_are_the_reward(algorithm: IPO, table: Table, f
     assert np.argmax(found / table.policy(table.start)) == table.best
 
 
+@pytest.mark.proves("optimum")
 def test_ipo_by_length_ends_elsewhere_where_lengths_differ() -> None:
     """`length = mean` (the default) asks for the margin per token: two-token responses move twice as far."""
     by_sum, by_mean = (train(IPO(tau=BETA, length=kind), every_pair(TREE), steps=160) for kind in ("sum", "mean"))
@@ -271,6 +281,7 @@ FREE = named(
 )
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", FREE)
 def test_without_an_anchor_the_best_response_takes_all(algorithm: Algorithm, flip: bool) -> None:
@@ -280,6 +291,7 @@ def test_without_an_anchor_the_best_response_takes_all(algorithm: Algorithm, fli
     assert found[table.best] > 0.99
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", named(DPO(beta=BETA), SimPO()))
 def test_verdicts_without_noise_leave_only_the_best(algorithm: Algorithm, flip: bool) -> None:
@@ -288,6 +300,7 @@ def test_verdicts_without_noise_leave_only_the_best(algorithm: Algorithm, flip: 
     assert train(algorithm, every_pair(table, noisy=False), steps=150, rate=0.6)[table.best] > 0.95
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 def test_ipo_does_not_run_away_without_noise(flip: bool) -> None:
     table = BANDIT.flipped if flip else BANDIT
@@ -297,6 +310,7 @@ def test_ipo_does_not_run_away_without_noise(flip: bool) -> None:
     assert divergence(found, table.optimum(BETA, win_rate)) < CLOSE / 10
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", named(ORPO(lam=1.0)))
 def test_orpo_orders_responses_by_the_reward(algorithm: Algorithm, flip: bool) -> None:
@@ -307,6 +321,7 @@ def test_orpo_orders_responses_by_the_reward(algorithm: Algorithm, flip: bool) -
     assert found.min() < 1e-3 < found[np.argsort(found)[-2]]
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", named(KTO(beta=BETA)))
 def test_kto_keeps_what_is_good(algorithm: Algorithm, flip: bool) -> None:
@@ -321,6 +336,7 @@ def test_kto_keeps_what_is_good(algorithm: Algorithm, flip: bool) -> None:
 # --- those that imitate and those that judge ------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("optimum")
 @pytest.mark.parametrize("algorithm", named(SFT()))
 def test_sft_ends_at_the_frequencies_of_its_demonstrations(algorithm: Algorithm) -> None:
     """Whatever the reward says of them."""
@@ -355,6 +371,7 @@ def scores(algorithm: Algorithm, step: Enumeration) -> np.ndarray:
     return score_N.detach().numpy()
 
 
+@pytest.mark.proves("optimum", "flipped")
 @signs
 @pytest.mark.parametrize("algorithm", named(RewardModel(), RewardModel(centring=1e-4)))
 def test_a_reward_model_recovers_the_reward_behind_the_pairs(algorithm: RewardModel, flip: bool) -> None:
@@ -366,6 +383,7 @@ def test_a_reward_model_recovers_the_reward_behind_the_pairs(algorithm: RewardMo
         assert abs(found.mean()) < 1e-3
 
 
+@pytest.mark.proves("optimum")
 @pytest.mark.parametrize("algorithm", named(ProcessRewardModel()))
 def test_a_process_reward_model_ends_at_the_log_odds_of_its_labels(algorithm: Algorithm) -> None:
     share = np.array([0.1, 0.25, 0.5, 0.8, 0.6])  # Monte-Carlo labels: how often completions from here were right

@@ -36,6 +36,7 @@ def outputs_of(batch: Batch) -> Outputs:
     return Outputs(*leaves, value_T=batch.columns.get("value_T"))
 
 
+@pytest.mark.proves("policy gradient")
 @pytest.mark.parametrize("algorithm", ONLINE)
 def test_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) -> None:
     """Log-probs equal to those sampled with: ratio 1, nothing clipped, and the gradient is -sum w A grad log p (REINFORCE)."""
@@ -123,6 +124,7 @@ def test_the_policy_loss_is_linear_in_the_advantages(algorithm: Algorithm, facto
     assert float(other.detach()) == pytest.approx(factor * float(one.detach()), rel=1e-6, abs=near)
 
 
+@pytest.mark.proves("extremes")
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("algorithm", ONLINE)
 def test_zero_advantage_gives_zero_gradient_even_if_the_ratio_overflows(algorithm: Algorithm, difference: float) -> None:
@@ -139,6 +141,7 @@ def test_zero_advantage_gives_zero_gradient_even_if_the_ratio_overflows(algorith
 JUNK = [-1e4, -100.0, 0.0, 100.0, 1e4, math.nan, -math.inf, math.inf]
 
 
+@pytest.mark.proves("masks")
 @pytest.mark.parametrize("junk", JUNK)
 @pytest.mark.parametrize("algorithm", POLICIES)
 def test_values_at_masked_positions_change_no_loss_metric_or_gradient(algorithm: Algorithm, junk: float) -> None:
@@ -170,6 +173,7 @@ def test_values_at_masked_positions_change_no_loss_metric_or_gradient(algorithm:
         assert (one is None and other is None) or torch.equal(one, other)
 
 
+@pytest.mark.proves("extremes")
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("algorithm", POLICIES)
@@ -203,6 +207,7 @@ def constants(kept: list[Tensor]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.proves("slope")
 @pytest.mark.parametrize("algorithm", POLICIES)
 def test_gradients_of_the_terms_equal_finite_differences(algorithm: Algorithm) -> None:
     """Every term as a function of every log-prob and entropy, in float64."""
@@ -219,6 +224,7 @@ def test_gradients_of_the_terms_equal_finite_differences(algorithm: Algorithm) -
     assert torch.autograd.gradcheck(loss, (outputs.logprob_T, outputs.entropy_T), eps=1e-6, atol=1e-6)
 
 
+@pytest.mark.proves("slope")
 @pytest.mark.parametrize("algorithm", CASES)
 def test_gradients_of_the_weights_equal_finite_differences(algorithm: Algorithm) -> None:
     """From the weights to the loss: the slope along a random direction, to 1e-6."""

@@ -47,6 +47,7 @@ def weights(batch: Batch) -> dict[int, list[float]]:
     return found
 
 
+@pytest.mark.proves("unscored")
 @pytest.mark.parametrize("algorithm", SAMPLING)
 def test_an_unscored_rollout_does_not_change_the_selection(algorithm: Algorithm) -> None:
     """Not trained on, not counted, and nobody else weighs less for it, whichever way rollouts are selected."""
