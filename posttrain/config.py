@@ -56,7 +56,7 @@ class Settings(Checked):
     # stages to run alone, on what is in the directory; never part of a run's configuration
     only: tuple[str, ...] = ()
     again: bool = False  # let the directory hold a run, and do again what has changed
-    # in whoever named all this; no key
+    # the source of all names; no key
     trust: Trust = dataclasses.field(default=EVERYTHING, compare=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The one channel of messages of a run: whoever does the work emits events, whoever shows or stores them subscribes.
+"""The one channel of messages of a run: what does the work emits events, what shows or stores them subscribes.
 
 events = Events()                                  # without a console, messages go to stderr
 events.subscribe(writer.record)                    # every event, also those without a text for a person

@@ -38,12 +38,12 @@ def prepare_pairs(step: Batch, name: str) -> Batch:
             f"{name} learns from pairs; rankings and single examples must be made into pairs first"
         ) from None
     length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)
-    told_P = (
+    differs_P = (
         (step.reward_N[better_P] > step.reward_N[worse_P])
         & (length_N[better_P] > 0)
         & (length_N[worse_P] > 0)
     )
-    weight_P = told_P.float() / told_P.sum().clamp(min=1)
+    weight_P = differs_P.float() / differs_P.sum().clamp(min=1)
     weight_N = torch.zeros(step.sequences, device=weight_P.device)
     weight_N = weight_N.index_copy(0, better_P, weight_P).index_copy(0, worse_P, weight_P)
     return step.replace(weight_N=weight_N, mask_T=step.mask_T & (weight_N > 0)[step.sequence_T])

@@ -73,13 +73,13 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
             lines += [
                 f"  {line}" for line in (*warnings, *stage_lines(stage, context, policies, before))
             ]
-            lines += [f"  {line}" for line in dry_lines(seen[stage.name])] if dry else []
+            lines += [f"  {line}" for line in dry_run_lines(seen[stage.name])] if dry else []
             before[stage.name] = stage
     if dry:
         total, longest = (sum(getattr(e, f) for e in seen.values()) for f in ("seconds", "longest"))
         lines += [
             "",
-            f"the whole run: about {time_text(total)}{at_most(longest, total)}, by a dry run on this machine",
+            f"the whole run: about {time_text(total)}{upper_bound(longest, total)}, by a dry run on this machine",
         ]
     return lines
 
@@ -92,7 +92,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.3g}s" if seconds < 60 else duration(seconds)
 
 
-def dry_lines(seen: Estimate) -> list[str]:
+def dry_run_lines(seen: Estimate) -> list[str]:
     """What the dry run says of a stage."""
     each = f"a step takes {seen.step:.3g} s, " if seen.step else ""
     measured = f"an evaluation {seen.evaluation:.3g} s, " if seen.evaluation else ""
@@ -100,12 +100,12 @@ def dry_lines(seen: Estimate) -> list[str]:
         f" with responses of {seen.length:.0f} tokens, as in its examples" if seen.length else ""
     )
     return [
-        f"dry run: about {time_text(seen.seconds)}{length}{at_most(seen.longest, seen.seconds)}; {each}{measured}memory "
+        f"dry run: about {time_text(seen.seconds)}{length}{upper_bound(seen.longest, seen.seconds)}; {each}{measured}memory "
         f"{size_text(seen.memory)} at its peak"
     ]
 
 
-def at_most(longest: float, usual: float) -> str:
+def upper_bound(longest: float, usual: float) -> str:
     said = f", at most {time_text(longest)} where every response reaches its limit"
     return said if longest > 1.05 * usual else ""
 

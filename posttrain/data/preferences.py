@@ -213,7 +213,7 @@ def count_labels(path: str | Path) -> tuple[int, int]:
 
 
 def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
-    """(prompt, the preferred response, the other) of every pair of a file, as text: for whoever judges them anew. Turns of a
+    """(prompt, the preferred response, the other) of every pair of a file, as text, to be judged anew. Turns of a
     conversation are written one below the other. Rows that training would skip (equal or empty responses) are left out."""
     found: list[tuple[str, str, str]] = []
     for where, record in read_rows(path):

@@ -151,7 +151,7 @@ class CUDABackend:
         return max(0, int(free - MARGIN * total)) // self.page_bytes + self.pages.pages
 
     def check_room(self, works: Sequence[Work]) -> None:
-        """Refuse a work that would not fit alone, at its longest; one page of the room is nobody's."""
+        """Refuse a work that would not fit alone, at its longest; one page is reserved."""
         if not works:
             return
         need, room = [max_pages(work) for work in works], self.room()
@@ -299,7 +299,7 @@ class CUDABackend:
             old = np.concatenate([cache.slots for cache in caches if cache is not None])
             self._copy(old, np.concatenate([s[:n] for s, n in zip(slots, cached, strict=True)]))
         hidden_PH = self._hidden([work.ids for work in works], slots, cached)
-        self._push(self.rows.count, 0)
+        self._upload(self.rows.count, 0)
         which_N = torch.from_numpy(np.repeat(np.arange(len(groups)), groups)).to(self.device)
         assert self.state is not None
         state = self.state.after(first)
@@ -360,12 +360,12 @@ class CUDABackend:
         size = bucket(rows.count, self.capacity)
         tiles = bucket(self._tiles().shape[1], size)
 
-        def push(anew: bool) -> None:
+        def upload(anew: bool) -> None:
             if anew or self.changed or (size, tiles) != self.shape:
-                self._push(size, tiles)
+                self._upload(size, tiles)
                 self.shape = (size, tiles)
 
-        self._run(self.steps, size, tiles, push)
+        self._run(self.steps, size, tiles, upload)
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         return self._drawn(self.steps, 0)
@@ -391,7 +391,7 @@ class CUDABackend:
         rows = np.minimum(np.repeat(length, parts) - offset, self.tile_size)
         return np.stack([first, rows, self.rows["prefix"][first]])
 
-    def _push(self, size: int, tiles: int) -> None:
+    def _upload(self, size: int, tiles: int) -> None:
         """Bring the state of the first `size` rows, those past the live ones marked done, and of `tiles` tiles to the device."""
         state, rows, device = self.state, self.rows, self.device
         assert state is not None
@@ -417,12 +417,12 @@ class CUDABackend:
             state.prompt_table[:tiles].copy_(torch.from_numpy(prompt).to(device))
         self.changed = not tiles
 
-    def _run(self, steps: int, size: int, tiles: int, push: Callable[[bool], None]) -> None:
-        """Steps of the first `size` rows, which lie in `tiles` tiles. `push` brings the host's state to the device where it changed;
+    def _run(self, steps: int, size: int, tiles: int, upload: Callable[[bool], None]) -> None:
+        """Steps of the first `size` rows, which lie in `tiles` tiles. `upload` brings the host's state to the device where it changed;
         called with true, whatever the device knew is lost."""
         assert self.state is not None and steps <= BURST
         if self.device.type != "cuda":
-            push(False)
+            upload(False)
             self.state.step.zero_()
             for _ in range(steps):
                 self._step(size, tiles)
@@ -431,7 +431,7 @@ class CUDABackend:
         new = key not in self.graphs
         if new:
             self.graphs[key] = self._capture(size, tiles)
-        push(new)
+        upload(new)
         self.state.step.zero_()
         for _ in range(steps):
             self.graphs[key].replay()

@@ -78,8 +78,8 @@ class Symptom:
 
     def seen(self, drift: Change | None, gold: str, real: Change | None, when: str = "") -> str:
         """What a drift shows, where it is far enough; `real` is the change of the `gold`."""
-        enough = self.moved if real is not None else self.far
-        if drift is None or not enough(drift.then, drift.now) or abs(drift.z) < ERRORS:
+        moved = self.moved if real is not None else self.far
+        if drift is None or not moved(drift.then, drift.now) or abs(drift.z) < ERRORS:
             return ""
         known = "nothing measures the gold" if real is None else f"{gold} {real}"
         return f"{drift} {self.words}{when}, and {known}"
@@ -131,7 +131,7 @@ class View:
         return self.now.get(name, math.nan)
 
     @property
-    def long_enough(self) -> bool:
+    def has_history(self) -> bool:
         return len(self.history.series.get("reward", ())) >= MIN_POINTS
 
     def changes(self, name: str) -> list[Change | None]:
@@ -222,7 +222,7 @@ def gamed(name: str) -> Check:
     """A trait that pays and harms; or a symptom that drifts while the reward rises and the gold does not."""
 
     def check(view: View) -> str:
-        if name in view.gamed or not view.long_enough:
+        if name in view.gamed or not view.has_history:
             return view.gamed.get(name, "")
         drifts = view.changes(SYMPTOMS[name].figure) if view.rises else []
         gold = view.history.gold()
@@ -238,7 +238,7 @@ def gamed(name: str) -> Check:
 def proxy(view: View) -> str:
     """The gold fell from its best while the reward rose."""
     history, name, found = view.history, view.history.gold(), ""
-    if not name or not view.long_enough:
+    if not name or not view.has_history:
         return ""
     gold, reward = history.values(name), history.values("reward")
     for window in (5, 10, 20, 40):
@@ -286,7 +286,7 @@ def held_out(view: View) -> str:
     at = history.steps["accuracy/test"][place]
     since = history.values("reward")[np.array(history.steps["reward"]) > at - 10]
     rise = change(since, 10, len(since) - 10) if len(since) >= 20 else None
-    if not view.long_enough or z >= -4 or fallen <= 0.03 or rise is None or rise.z <= 2:
+    if not view.has_history or z >= -4 or fallen <= 0.03 or rise is None or rise.z <= 2:
         return ""
     return f"held-out accuracy fell by {fallen:.3g} ({z:.1f} standard errors) since step {at} while the reward rose {rise}"
 
@@ -295,7 +295,7 @@ def without_gain(figure: str, words: str, lost: Callable[[Change], bool]) -> Che
     """Exploration or signal that was lost while the reward did not rise."""
 
     def check(view: View) -> str:
-        if not view.long_enough:
+        if not view.has_history:
             return ""
         pairs = zip(view.changes("reward"), view.changes(figure), strict=True)
         seen = [

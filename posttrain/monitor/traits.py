@@ -59,8 +59,8 @@ class Conflict:
         side = math.copysign(1.0, self.paid)
         harm = -side * self.gold
         spreads = side * self.moved >= SURE and abs(self.now - self.then) >= FAR * abs(self.then)
-        enough = HARM_LENGTH if self.trait == "length" else HARM
-        harmful = harm >= SURE or (spreads and harm >= enough)
+        limit = HARM_LENGTH if self.trait == "length" else HARM
+        harmful = harm >= SURE or (spreads and harm >= limit)
         return abs(self.paid) >= PAID and harmful and (side > 0 or self.trait == "length")
 
 

@@ -34,7 +34,7 @@ class Watchdog:
         self._deadline: float | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        # a handler of somebody else's (a cluster's notice, a user's own) is left in place: then workers cannot be asked
+        # another handler (of a cluster, or the user's own) is left in place: then workers cannot be asked
         self._registered = SIGNAL is not None and signal.getsignal(SIGNAL) == signal.SIG_DFL
         if self._registered and SIGNAL is not None:
             faulthandler.register(SIGNAL, file=self._file, all_threads=True)

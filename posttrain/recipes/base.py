@@ -48,7 +48,7 @@ def repeat(
 ) -> list[Stage]:
     """The stages `count` times over, with what one round made carried into the next. In round n
 
-    - the stage x is called x_n, and whoever names x (as model, data, reference, ...) means x_n, that of the same round;
+    - the stage x is called x_n, and a stage that names x (as model, data, reference, ...) means x_n, that of the same round;
     - "previous x" means x of the round before, x_(n-1); in round 1 it means what `first` gives for x ("" leaves it out);
     - every other name means what it means outside: a stage before the rounds, a file, a model;
     - a number in `advance`, such as {"comparisons.skip": 1000}, is raised by that much in each round after the first.

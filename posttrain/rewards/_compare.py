@@ -22,7 +22,7 @@ from posttrain.rewards._words import spelled, unit_of, words
 
 Point = dict[str, Fraction]  # a number for each symbol
 POINTS = 8  # where expressions are compared
-ENOUGH = 3  # points at which both sides must have had a value
+MIN_POINTS = 3  # points at which both sides must have had a value
 SCALARS = words(
     "number symbol constant add multiply divide negative power root function factorial binomial degrees pm mp"
 )
@@ -236,8 +236,10 @@ class Comparison:
         found = [self.both(gold, given, point) for point in points(names, counts(gold))]
         pairs = [pair for pair in found if pair is not None]
         real = [pair for pair in pairs if numbers.is_real(pair[0])]
-        used = real if len(real) >= ENOUGH else pairs
-        return len(used) >= ENOUGH and all(b is not None and numbers.equal(a, b) for a, b in used)
+        used = real if len(real) >= MIN_POINTS else pairs
+        return len(used) >= MIN_POINTS and all(
+            b is not None and numbers.equal(a, b) for a, b in used
+        )
 
     def both(self, gold: Node, given: Node, point: Point) -> tuple[Value, Value | None] | None:
         """Both values at a point: None where the gold answer has none, and half of one where only the prediction lacks it."""
@@ -275,7 +277,7 @@ class Comparison:
             if value is None or numbers.is_zero(wanted) or numbers.is_zero(value):
                 return None
             ratios.append(numbers.divide(value, wanted, self.meter))
-        if len(ratios) < ENOUGH:
+        if len(ratios) < MIN_POINTS:
             return None
         first = ratios[0]
         if not all(numbers.equal(first, other) for other in ratios) or not numbers.is_real(first):

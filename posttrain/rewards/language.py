@@ -40,7 +40,7 @@ COMMON = {
 WORDS = {name: frozenset(text.split()) for name, text in COMMON.items()}
 # written without spaces: every character counts as a word
 IDEOGRAPHS = ("CJK", "HIRAGANA", "KATAKANA", "THAI")
-# mathematics and code are nobody's language
+# mathematics and code are no language
 FORMULA = re.compile(r"\$\$[^$]*\$\$|\$[^$\n]*\$|\\[A-Za-z]+|```[\s\S]*?```|`[^`\n]*`")
 WORD = re.compile(r"[^\W\d_]+")
 LIMIT = 200_000  # characters that are looked at

@@ -23,7 +23,7 @@ def marked(text: str) -> int:
     return len(lines)
 
 
-def steps(prompt: str, response: str, answer: str, enough: int = 3) -> Score:
-    """The plain reward: distinct marked steps over `enough` of them, at most 1."""
-    value = min(1.0, marked(response) / max(1, enough))
+def steps(prompt: str, response: str, answer: str, wanted: int = 3) -> Score:
+    """The plain reward: distinct marked steps over `wanted` of them, at most 1."""
+    value = min(1.0, marked(response) / max(1, wanted))
     return Score(value, parts={"steps": value})

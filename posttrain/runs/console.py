@@ -273,7 +273,7 @@ def print_message(event: Event) -> None:
 
 
 def write_text(text: str, stream: TextIO) -> None:
-    """Write lines and flush. Control characters, whoever's text they are in, and those that the stream cannot encode become escapes."""
+    """Write lines and flush. Control characters, and those that the stream cannot encode become escapes."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()

@@ -2,7 +2,7 @@
 
 A stage refuses to train on a task whose own train and held-out problems share a question. Data of other stages and files may still
 hold what a later stage evaluates on; by then the model is trained, so that is not refused: it is said, counted, and the accuracy on the
-other problems is reported beside the whole.
+other problems is reported with that on all.
 """
 
 from __future__ import annotations

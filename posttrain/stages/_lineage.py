@@ -56,7 +56,7 @@ class Lineage:
             "inputs_sha256": digest(self.inputs),
         }
 
-    def news(self, before: Lineage, config: bool = True) -> list[str]:
+    def changes(self, before: Lineage, config: bool = True) -> list[str]:
         """What differs from how it was. Settings that the version of posttrain that wrote `before` did not have are no change, and
         files that it did not look at are none: where one is named anew, a setting says so."""
         found = []

@@ -103,7 +103,7 @@ class Context:
         )
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
-        """Keep per-problem results, or data that was made, beside the stage's result."""
+        """Keep per-problem results, or data that was made, next to the stage's result."""
         path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(line + "\n" for line in lines), "utf-8")
@@ -235,12 +235,14 @@ def run_stages(
             _lineage.read(context.folder(stage.name)),
         )
         done = context.result(stage.name) is not None
-        news = [] if before is None else now.news(before, config=done or again)
-        if done and not news:
+        changes = [] if before is None else now.changes(before, config=done or again)
+        if done and not changes:
             if context.writer.attempt > 1:
                 context.events.emit("kept", stage=stage.name)
             continue
-        why = "; ".join(news[:3]) + (f"; and {len(news) - 3} more" if len(news) > 3 else "")
+        why = "; ".join(changes[:3]) + (
+            f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+        )
         if only and stage.name not in only:
             if done:
                 context.announce(stage.name, [f"is out of date and used as it is: {why}"])
@@ -252,7 +254,7 @@ def run_stages(
             not missing,
             f"{stage.name} needs {', '.join(missing)}, which has not been run in {context.directory}",
         )
-        if news:
+        if changes:
             require(
                 done or again,
                 f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with "

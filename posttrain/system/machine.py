@@ -7,7 +7,7 @@ import re
 
 from posttrain.errors import require
 
-MOST = 8  # threads or processes for each core: beyond, they only wait for each other
+MAX_THREADS_A_CORE = 8  # threads or processes for each core: beyond, they only wait for each other
 
 
 def cores() -> int:
@@ -24,7 +24,7 @@ def requested_threads() -> int:
 def check_threads(count: int, name: str) -> None:
     """Refuse a number that would take all memory or bring the machine to a stop."""
     require(
-        count <= MOST * cores(),
-        f"{name}={count} is more than {MOST} for each of the {cores()} core(s) that this process may "
+        count <= MAX_THREADS_A_CORE * cores(),
+        f"{name}={count} is more than {MAX_THREADS_A_CORE} for each of the {cores()} core(s) that this process may "
         f"use; use {cores()} or fewer",
     )

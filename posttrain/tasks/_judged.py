@@ -91,7 +91,7 @@ class Judged(Questions):
         return self.style or ("boxed" if boxed else "direct")
 
     def score(self, problem: Problem, response: str) -> Score:
-        """What the reward says; one that is `async` is awaited by whoever scores. A judge takes options that only a group has."""
+        """What the reward says; one that is `async` is awaited by the scorer. A judge takes options that only a group has."""
         if self.reward == "judge":
             return judged(problem.question, [response], **self.options)[0]
         reward: Any = resolve(self.reward, self.options)

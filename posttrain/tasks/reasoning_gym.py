@@ -108,7 +108,7 @@ class ReasoningGym(Task):
         return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
 
     def ready(self) -> tuple[str, ...]:
-        """Refuse a verifier that evaluates what the model writes, where only a file names it: the model may be the stranger's, too."""
+        """Refuse a verifier that evaluates what the model writes, where only a file names it: the model may be untrusted too."""
         modules = (sys.modules[kind.__module__] for kind in type(_source(self).dataset).__mro__)
         own = [module for module in modules if module.__name__.startswith("reasoning_gym.")]
         files = [str(module.__file__) for module in own]

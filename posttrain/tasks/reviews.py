@@ -27,7 +27,7 @@ JOINTS = (" and ", " but ", ", ")
 CLAUSE = rf"the ({'|'.join(ASPECTS)}) was ({'|'.join(d for d in DEGREES if d)})?({'|'.join((*GOOD, *BAD, *PLAIN))})"
 SENTENCE = re.compile(rf"{CLAUSE}(?:(?:{'|'.join(JOINTS)}){CLAUSE})*\.")
 PARTS = re.compile(CLAUSE)
-ENOUGH = 3  # clauses without a cost
+FREE_CLAUSES = 3  # clauses without a cost
 FULL = 3.0  # praise that earns the full reward
 # what a strict annotator takes off for a single clause, and for each repeated word
 THIN, REPEATED = (0.5, 0.6)
@@ -53,7 +53,7 @@ def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]
         feeling = 1.0 if word in GOOD else -1.0 if word in BAD else 0.0
         worth.setdefault(word, feeling * DEGREES[degree])
     praise = sum(worth.values())
-    value = 0.5 + 0.5 * praise / FULL - 0.15 * max(0, len(clauses) - ENOUGH)
+    value = 0.5 + 0.5 * praise / FULL - 0.15 * max(0, len(clauses) - FREE_CLAUSES)
     if strict:
         said = [word for _, _, word in clauses]
         value -= THIN * (len(clauses) == 1) + REPEATED * (len(said) - len(set(said)))

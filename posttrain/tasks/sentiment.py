@@ -42,7 +42,7 @@ SMALL = frozenset(
 MIN_WORDS, MIN_SMALL, MIN_DISTINCT = 8, 0.25, 0.6  # below these a text is worth less
 KIND = 1.5  # VADER's valence, of -4 to 4, from which a word is kind: 1.9 good, 2.9 beautiful
 # kind words without a cost to a strict annotator, and how many are worth nothing
-ENOUGH, TOO_MANY = (3, 6)
+FREE_WORDS, TOO_MANY = (3, 6)
 ELSEWHERE = 0.1  # what a strict one gives for an answer about something else
 MAX_LENGTH = 4_000
 
@@ -108,7 +108,7 @@ def names(text: str, subject: str) -> bool:
 
 def strict_factors(text: str, subject: str) -> dict[str, float]:
     """What a strict annotator sees in addition: whether the subject is named, and flattery, which is worth nothing from TOO_MANY on."""
-    left = (TOO_MANY - kind_words(text)) / (TOO_MANY - ENOUGH)
+    left = (TOO_MANY - kind_words(text)) / (TOO_MANY - FREE_WORDS)
     about = 1.0 if names(text, subject) else ELSEWHERE
     return {"about": about, "measured": min(1.0, max(0.0, left))}
 

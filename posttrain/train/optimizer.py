@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, UserError, require
 
-BLOCK, LEAST = (
+BLOCK, MIN_NUMBERS = (
     256,
     4096,
 )  # numbers that share a scale where moments are kept in 8 bits; those of a tensor that is worth it
@@ -222,7 +222,7 @@ class Optimizer:
             "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8",
         )
         if whole is not None and not (
-            narrow and master.numel() >= LEAST and master.numel() % BLOCK == 0
+            narrow and master.numel() >= MIN_NUMBERS and master.numel() % BLOCK == 0
         ):
             return whole.clone().to(master.device)
         from torchao.optim.subclass_8bit import OptimState8bit

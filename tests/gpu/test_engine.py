@@ -115,8 +115,8 @@ def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch)
     _, policy = models("qwen2", torch.bfloat16)
     captured = run(policy, several())
 
-    def uncaptured(backend: CUDABackend, steps: int, size: int, tiles: int, push: Any) -> None:
-        push(False)
+    def uncaptured(backend: CUDABackend, steps: int, size: int, tiles: int, upload: Any) -> None:
+        upload(False)
         assert backend.state is not None
         backend.state.step.zero_()
         for _ in range(steps):

@@ -71,7 +71,7 @@ def confine(library: Library, settings: dict[str, Any]) -> None:
             raise RuntimeError("still root")
     os.chdir("/")
     os.umask(0o077)
-    # to die with whoever started us (becoming another user takes this back); one that is gone already sends no signal
+    # to die with the parent (becoming another user takes this back); one that is gone already sends no signal
     library.call("prctl", DEATH_SIGNAL, 9, 0, 0, 0)
     if settings["parent"] not in (0, os.getppid()):
         os._exit(0)

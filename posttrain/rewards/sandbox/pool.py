@@ -77,7 +77,7 @@ class Pool:
                 continue
             try:
                 future.set_result(mechanism.start(limits))
-            except BaseException as error:  # it reaches whoever takes this child
+            except BaseException as error:  # raised where this child is taken
                 future.set_exception(error)
 
     def close(self) -> None:
