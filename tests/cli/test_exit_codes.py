@@ -63,12 +63,12 @@ def test_a_mistyped_command_is_one_line_with_the_nearest_name(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("rl.lr=-1", "rl.optimizer: lr must be positive, not -1.0"),
+        ("rl.lr=-1", "rl.optimizer: lr must be above 0, not -1.0"),
         ("rl.sampling.max_new_tokens=0", "rl.sampling: max_new_tokens must be at least 1, not 0"),
         ("rl.monitor.kl=-1", "rl.monitor: monitor: kl must be above 0"),
         ("rl.task.level=99", "rl.task: arithmetic needs 1 <= min_level <= level <= 18"),
         ("rl.stps=1", "unknown key 'rl.stps': no 'stps'; did you mean 'steps' or"),
-        ("rl.steps=0", "rl: steps must be positive, not 0"),
+        ("rl.steps=0", "rl: steps must be at least 1, not 0"),
         ("rl.evaluate_every=-1", "rl: evaluate_every must be 0 (never) or a number of steps, not -1"),
         ("sft.checkpoint_every=-1", "sft: checkpoint_every must be 0 (never) or a number of steps, not -1"),
     ],
@@ -140,8 +140,9 @@ def test_the_codes_are_documented() -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("threads=-3", "threads is a number"), ("device=cudaa", "device must be auto"), ("checkpoint_keep=0", "checkpoint_keep must"),
-        ("trackers=wanb", "did you mean 'wandb'"), ("size=huge", "unknown tiny model size"), ("rl.lr=.inf", "lr must be finite"),
+        ("threads=-3", "threads must be a number"), ("device=cudaa", "device must be auto"),
+        ("checkpoint_keep=0", "checkpoint_keep must"),
+        ("trackers=wanb", "did you mean 'wandb'"), ("size=huge", "unknown tiny model size"), ("rl.lr=.inf", "lr must be above 0"),
         ("sft.data=[{file: none.jsonl}]", "none.jsonl"),
     ],
 )  # fmt: skip
