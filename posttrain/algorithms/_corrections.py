@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from posttrain.ops.policy import mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
 
 DEFAULT_CAP = 2.0
+Correction = Literal["none", "proximal", "token", "sequence", "decoupled"]
+Drop = Literal["none", "mean", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,12 @@ class Corrections:
     once: bool
 
     def check(self, algorithm: Algorithm) -> None:
-        """Refuse corrections that are none, and numbers without the choice that they belong to."""
-        algorithm.choose("correction", ("none", "proximal", "token", "sequence", "decoupled"))
-        algorithm.check(self.cap > 0, f"cap must be positive, not {self.cap}")
+        """Refuse numbers without the choice that they belong to."""
         cut = self.correction in ("token", "sequence")
         algorithm.check(
             cut or self.cap == DEFAULT_CAP,
             "cap cuts the weights of correction=token and sequence; there are none",
         )
-        algorithm.choose("drop", ("none", "mean", "sequence"))
         algorithm.check(
             self.bound > 0 if self.drop != "none" else self.bound == 0,
             "drop=mean or sequence and a bound above 0 go together",

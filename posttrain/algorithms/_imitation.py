@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import Count
 from posttrain.ops.weights import reduction
 from posttrain.types import Batch, Metric, Outputs, Sampling, Term, Terms
 
@@ -13,11 +15,8 @@ from posttrain.types import Batch, Metric, Outputs, Sampling, Term, Terms
 class Imitation(Algorithm):
     """Maximum likelihood on the rollouts that `select` keeps: L = - sum_t w_t log pi(y_t | x, y_<t)."""
 
-    group: int = 8
-    reduction: str = "token_mean"
-
-    def __post_init__(self) -> None:
-        self.choose("reduction", ("token_mean", "sequence_mean"))
+    group: Count = 8
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
 
     def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
         return (sampling,) * self.group

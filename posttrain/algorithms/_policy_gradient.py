@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections
+from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop
 from posttrain.algorithms.base import Algorithm, Reuse, State
+from posttrain.errors import Count, NotNegative, Positive, Range
 from posttrain.ops.advantages import group_advantages, process_advantages
 from posttrain.ops.kl import KINDS, kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_sums
 from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
 
-REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
+KLIn = Literal["loss", "reward", "both"]
+Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"]
+Supervision = Literal["outcome", "process"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +53,22 @@ class PolicyGradient(Algorithm):
     group: int = 8
     clip_low: float = 0.2
     clip_high: float = 0.2
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     kl: str = "k3"
-    kl_in: str = "loss"
-    reduction: str = "token_mean"
+    kl_in: KLIn = "loss"
+    reduction: Reduction = "token_mean"
     constant: float = 0.0  # length normaliser of constant_mean
-    entropy: float = 0.0  # coefficient of the entropy bonus
-    truncated: str = "keep"
-    correction: str = "none"
-    cap: float = DEFAULT_CAP
-    drop: str = "none"
+    entropy: Annotated[float, Range()] = 0.0  # coefficient of the entropy bonus
+    truncated: Literal["keep", "mask"] = "keep"
+    correction: Correction = "none"
+    cap: Positive = DEFAULT_CAP
+    drop: Drop = "none"
     bound: float = 0.0
-    epochs: int = 1
-    mini_batches: int = 1
+    epochs: Count = 1
+    mini_batches: Count = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one = (
             ": a group of one is its own baseline, every advantage is 0 and nothing is learned"
             if self.min_group > 1
@@ -84,24 +88,15 @@ class PolicyGradient(Algorithm):
             high > 0 or (high == 0 and self.may_unclip),
             f"clip_high must be positive, not {high}{zero}",
         )
-        self.check(self.beta >= 0, f"beta must not be negative, not {self.beta}")
         self.check(
             self.kl in KINDS and self.kl != "k1",
             f"kl must be k2, k3 or corrected, not {self.kl!r}: as a loss, k1 has no "
             "gradient on average",
         )
-        self.choose("kl_in", ("loss", "reward", "both"))
         self.check(self.kl_in != "both" or self.beta > 0, "kl_in=both needs a beta above 0")
-        self.check(math.isfinite(self.entropy), f"entropy must be a number, not {self.entropy}")
-        self.choose("reduction", REDUCTIONS)
         together = self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0
         self.check(
             together, "constant (a length, in tokens) and reduction=constant_mean go together"
-        )
-        self.choose("truncated", ("keep", "mask"))
-        self.check(
-            self.epochs >= 1 and self.mini_batches >= 1,
-            "epochs and mini_batches must be at least 1",
         )
         self.corrections.check(self)
 
@@ -251,7 +246,6 @@ class PolicyGradient(Algorithm):
 
     def check_supervision(self, supervision: str) -> None:
         """Refuse what process supervision cannot go with."""
-        self.choose("supervision", ("outcome", "process"))
         mixed = supervision == "process" and self.kl_in_reward
         self.check(
             not mixed,

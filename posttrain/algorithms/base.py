@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.errors import require
+from posttrain.errors import Checked, Count, check_fields, require
 from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selection, Terms
 
 # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
@@ -18,20 +18,14 @@ State = dict[str, JSON]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reuse:
+class Reuse(Checked):
     """How often a frozen rollout is reused: `epochs` passes, each in `mini_batches` optimizer steps, into which it deals the groups
     anew at random. The rest of the reuse is left out after an update whose `metric` exceeds `limit`; without a metric, never."""
 
-    epochs: int = 1
-    mini_batches: int = 1
+    epochs: Count = 1
+    mini_batches: Count = 1
     metric: str = ""
     limit: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(
-            self.epochs >= 1 and self.mini_batches >= 1,
-            "epochs and mini_batches must be at least 1",
-        )
 
     @property
     def once(self) -> bool:
@@ -44,7 +38,7 @@ class Reuse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm:
+class Algorithm(Checked):
     """A frozen dataclass: fields are hyper-parameters named as in the paper, methods are the maths."""
 
     paper: ClassVar[str] = ""
@@ -54,14 +48,12 @@ class Algorithm:
     unit: ClassVar[str] = "sequence"  # sequence | pair | ranking: what a micro-batch may not cut
     trains: ClassVar[str] = "policy"  # policy | scorer: the vocabulary's head, or one of one number
 
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self.name}: ")
+
     def check(self, condition: bool, message: str) -> None:
         """Refuse settings unless `condition` holds."""
         require(condition, f"{self.name}: {message}")
-
-    def choose(self, field: str, options: Sequence[str]) -> None:
-        """Refuse a value of a field that is not among its options."""
-        value = getattr(self, field)
-        self.check(value in options, f"{field} must be one of {', '.join(options)}, not {value!r}")
 
     @property
     def name(self) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from posttrain.algorithms._imitation import Imitation
 from posttrain.algorithms.base import State
+from posttrain.errors import Range
 from posttrain.ops.kl import best_of_n_kl
 from posttrain.types import Group, Metric, Rollout, Selection
 
@@ -26,14 +28,8 @@ class BestOfN(Imitation):
 
     paper = "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
 
-    group: int = 8  # the paper's N
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(
-            self.group >= 2,
-            f"group must be at least 2, not {self.group}: the best of one is any sample",
-        )
+    # the paper's N
+    group: Annotated[int, Range(ge=2, text="at least 2 (the best of one is any sample)")] = 8
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         kept = [(group, best(group)) for group in groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from posttrain.algorithms._pairs import (
     pair_metrics,
     pairs_of,
 )
+from posttrain.errors import NotNegative, Positive, Range
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -34,22 +36,15 @@ class DPO(PairAlgorithm):
 
     paper = "Rafailov et al. 2023, arXiv:2305.18290"
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    alpha: float = 0.0  # coefficient of the log-likelihood of the preferred response
-    labels: str = "hard"
+    beta: Positive = 0.1
+    label_smoothing: Annotated[
+        float, Range(ge=0, lt=0.5, text="in [0, 0.5) (at 0.5 labels say nothing)")
+    ] = 0.0
+    alpha: NotNegative = 0.0  # coefficient of the log-likelihood of the preferred response
+    labels: Literal["hard", "soft"] = "hard"
 
     def __post_init__(self) -> None:
-        self.check(self.beta > 0, f"beta must be positive, not {self.beta}")
-        self.check(
-            0 <= self.label_smoothing < 0.5,
-            f"label_smoothing must lie in [0, 0.5), not {self.label_smoothing}: at 0.5 labels say nothing",
-        )
-        self.check(self.alpha >= 0, f"alpha must not be negative, not {self.alpha}")
-        self.check(
-            self.labels in ("hard", "soft"),
-            f"labels must be hard or soft, not {self.labels!r}",
-        )
+        super().__post_init__()
         self.check(
             self.labels == "hard" or self.label_smoothing == 0,
             "soft labels have their own smoothing; leave out label_smoothing",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.errors import NotNegative, Positive
 from posttrain.ops.policy import token_form
 
 
@@ -32,18 +34,12 @@ class DPPO(PolicyGradient):
 
     clip_low: float = 0.0
     clip_high: float = 0.0
-    divergence: str = "tv"
-    delta: float = 0.2
-    ratio_cap: float = 20.0  # the importance ratio is truncated here; 0: nowhere
+    divergence: Literal["tv", "kl"] = "tv"
+    delta: Positive = 0.2
+    ratio_cap: NotNegative = 20.0  # the importance ratio is truncated here; 0: nowhere
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose("divergence", ("tv", "kl"))
-        self.check(self.delta > 0, f"delta must be positive, not {self.delta}")
-        self.check(
-            0 <= self.ratio_cap < math.inf,
-            f"ratio_cap must be a positive number, or 0 for none, not {self.ratio_cap}",
-        )
         self.check(
             self.clip_low == 0 and self.clip_high == 0,
             "clip_low and clip_high must be 0: delta is the trust region",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms._policy_gradient import PolicyGradient, Reduction
 from posttrain.algorithms.base import State
 from posttrain.types import Batch
 
@@ -25,7 +25,7 @@ class DrGRPO(PolicyGradient):
 
     paper = "Liu et al. 2025 (Understanding R1-Zero-like training), arXiv:2503.20783"
 
-    reduction: str = "constant_mean"
+    reduction: Reduction = "constant_mean"
     constant: float = 256.0
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms._policy_gradient import PolicyGradient, Reduction, Supervision
 from posttrain.algorithms.base import State
+from posttrain.errors import NotNegative
 from posttrain.types import Batch
 
 
@@ -30,21 +32,15 @@ class GRPO(PolicyGradient):
 
     paper = "Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300"
 
-    beta: float = 0.04
-    scale: str = "group"
-    ddof: int = 1
-    epsilon: float = 1e-4
-    supervision: str = "outcome"
-    reduction: str = "sequence_mean"
+    beta: NotNegative = 0.04
+    scale: Literal["group", "batch", "none"] = "group"
+    ddof: Literal[0, 1] = 1
+    epsilon: NotNegative = 1e-4
+    supervision: Supervision = "outcome"
+    reduction: Reduction = "sequence_mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(
-            self.scale in ("group", "batch", "none"),
-            f"scale must be group, batch or none, not {self.scale!r}",
-        )
-        self.check(self.ddof in (0, 1), f"ddof must be 0 or 1, not {self.ddof}")
-        self.check(self.epsilon >= 0, f"epsilon must not be negative, not {self.epsilon}")
         self.check_supervision(self.supervision)
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms._corrections import Correction
+from posttrain.algorithms._policy_gradient import PolicyGradient, Reduction, Supervision
 from posttrain.algorithms.base import State
 from posttrain.ops.policy import sequence_ratio, token_form
 from posttrain.types import Batch
@@ -30,16 +32,15 @@ class GSPO(PolicyGradient):
 
     paper = "Zheng et al. 2025, arXiv:2507.18071"
 
-    correction: str = "proximal"
+    correction: Correction = "proximal"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    reduction: str = "sequence_mean"
-    form: str = "sequence"
-    supervision: str = "outcome"
+    reduction: Reduction = "sequence_mean"
+    form: Literal["sequence", "token"] = "sequence"
+    supervision: Supervision = "outcome"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose("form", ("sequence", "token"))
         self.check_supervision(self.supervision)
         self.check(
             self.reduction == "sequence_mean",

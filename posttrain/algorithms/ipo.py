@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.algorithms._pairs import PairAlgorithm, log_ratios, pair_metrics, pairs_of
+from posttrain.errors import Positive
 from posttrain.ops.preference import ipo_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -24,14 +26,8 @@ class IPO(PairAlgorithm):
 
     paper = "Azar et al. 2023, arXiv:2310.12036"
 
-    tau: float = 0.1
-    length: str = "mean"
-
-    def __post_init__(self) -> None:
-        self.check(self.tau > 0, f"tau must be positive, not {self.tau}")
-        self.check(
-            self.length in ("mean", "sum"), f"length must be mean or sum, not {self.length!r}"
-        )
+    tau: Positive = 0.1
+    length: Literal["mean", "sum"] = "mean"
 
     @property
     def roles(self) -> frozenset[str]:

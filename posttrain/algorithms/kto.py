@@ -8,6 +8,7 @@ import torch
 
 from posttrain.algorithms._pairs import log_ratios
 from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import NotNegative, Positive
 from posttrain.ops.preference import kto_loss
 from posttrain.ops.weights import sequence_lengths, sequence_sums
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
@@ -30,14 +31,12 @@ class KTO(Algorithm):
     paper = "Ethayarajh et al. 2024, arXiv:2402.01306"
     learns_from = "labels"
 
-    beta: float = 0.1
-    desirable: float = 1.0
-    undesirable: float = 1.0
+    beta: Positive = 0.1
+    desirable: NotNegative = 1.0
+    undesirable: NotNegative = 1.0
 
     def __post_init__(self) -> None:
-        self.check(self.beta > 0, f"beta must be positive, not {self.beta}")
-        for name, value in (("desirable", self.desirable), ("undesirable", self.undesirable)):
-            self.check(value >= 0, f"{name} must not be negative, not {value}")
+        super().__post_init__()
         self.check(
             self.desirable + self.undesirable > 0, "desirable and undesirable cannot both be 0"
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.dpo import DPO
+from posttrain.errors import Range
 from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Sampling, Selection, Terms
 
 
@@ -25,14 +27,11 @@ class OnlineDPO(Algorithm):
     paper = "Guo et al. 2024, arXiv:2402.04792"
     unit = "pair"
 
-    group: int = 8
+    group: Annotated[int, Range(ge=2, text="at least 2 (a pair needs two responses)")] = 8
     loss: Algorithm = field(default_factory=DPO)
 
     def __post_init__(self) -> None:
-        self.check(
-            self.group >= 2,
-            f"group must be at least 2, not {self.group}: a pair needs two responses",
-        )
+        super().__post_init__()
         fits = self.loss.learns_from == "pairs" and self.loss.trains == "policy"
         self.check(
             fits,

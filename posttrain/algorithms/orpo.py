@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from posttrain.algorithms._pairs import PairAlgorithm, mean_logprobs, pair_metrics, pairs_of
+from posttrain.errors import Range
 from posttrain.ops.preference import log_odds, sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -22,10 +24,7 @@ class ORPO(PairAlgorithm):
 
     paper = "Hong et al. 2024, arXiv:2403.07691"
 
-    lam: float = 0.1
-
-    def __post_init__(self) -> None:
-        self.check(self.lam > 0, f"lam must be positive, not {self.lam}: without it this is sft")
+    lam: Annotated[float, Range(gt=0, text="above 0 (without it this is sft)")] = 0.1
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections
+from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop
 from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
+from posttrain.errors import Count, NotNegative, Positive, Range, Share, Whole
 from posttrain.ops.gae import generalised_advantages, last_tokens, whiten
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
@@ -52,62 +54,33 @@ class PPO(Algorithm):
 
     paper = "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
 
-    group: int = 1  # samples a prompt; the critic is the baseline, so one is enough
-    clip: float = 0.2
-    clip_value: float = (
-        0.2  # how far a value may move before its loss stops falling; 0: any distance
-    )
-    lam: float = 0.95
-    gamma: float = 1.0
-    beta: float = 0.2  # coefficient of KL in the reward; with kl_target, where it starts
-    kl_target: float = 0.0  # nats a response; 0: beta is fixed
-    kl_horizon: int = 10_000  # responses
-    epochs: int = 4
-    mini_batches: int = 1  # optimizer steps a pass
-    target_kl: float = 0.0
-    entropy: float = 0.0  # coefficient of the entropy bonus
+    group: Count = 1  # samples a prompt; the critic is the baseline, so one is enough
+    clip: Annotated[float, Range(gt=0, lt=1)] = 0.2
+    clip_value: NotNegative = 0.2  # how far a value may move before its loss stops falling; 0: any
+    lam: Share = 0.95
+    gamma: Annotated[float, Range(gt=0, le=1)] = 1.0
+    beta: NotNegative = 0.2  # coefficient of KL in the reward; with kl_target, where it starts
+    kl_target: NotNegative = 0.0  # nats a response; 0: beta is fixed
+    kl_horizon: Count = 10_000  # responses
+    epochs: Count = 4
+    mini_batches: Count = 1  # optimizer steps a pass
+    target_kl: NotNegative = 0.0
+    entropy: NotNegative = 0.0  # coefficient of the entropy bonus
     whiten_rewards: bool = False
     whiten_advantages: bool = True
-    missing_eos: float = 0.0  # subtracted from the score of a response that was cut off
-    critic_warmup: int = 0
-    ptx: float = 0.0  # coefficient of the pretraining mix
-    reduction: str = "token_mean"
-    supervision: str = "outcome"  # what the reward is made of: outcome, process or both
-    correction: str = "none"
-    cap: float = DEFAULT_CAP
-    drop: str = "none"
+    missing_eos: NotNegative = 0.0  # subtracted from the score of a response that was cut off
+    critic_warmup: Whole = 0  # steps
+    ptx: NotNegative = 0.0  # coefficient of the pretraining mix
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    # what the reward is made of
+    supervision: Literal["outcome", "process", "both"] = "outcome"
+    correction: Correction = "none"
+    cap: Positive = DEFAULT_CAP
+    drop: Drop = "none"
     bound: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "clip_value",
-            "beta",
-            "kl_target",
-            "target_kl",
-            "entropy",
-            "missing_eos",
-            "ptx",
-        ):
-            value = getattr(self, name)
-            self.check(
-                0 <= value < float("inf"),
-                f"{name} must be 0 or a positive number, not {value}",
-            )
-        self.check(self.group >= 1, f"group must be at least 1, not {self.group}")
-        self.check(0 < self.clip < 1, f"clip must lie in (0, 1), not {self.clip}")
-        self.check(0 <= self.lam <= 1, f"lam must lie in [0, 1], not {self.lam}")
-        self.check(0 < self.gamma <= 1, f"gamma must lie in (0, 1], not {self.gamma}")
-        self.check(
-            self.epochs >= 1 and self.mini_batches >= 1,
-            "epochs and mini_batches must be at least 1",
-        )
-        self.check(
-            self.critic_warmup >= 0,
-            f"critic_warmup is a number of steps, not {self.critic_warmup}",
-        )
-        self.check(
-            self.kl_horizon >= 1, f"kl_horizon is a number of responses, not {self.kl_horizon}"
-        )
+        super().__post_init__()
         self.check(
             self.kl_target == 0 or self.beta > 0,
             "kl_target needs beta > 0 to start from: the controller multiplies it",
@@ -117,8 +90,6 @@ class PPO(Algorithm):
             "target_kl stops the reuse of a rollout, and one "
             "epoch of one mini-batch has none; raise epochs or mini_batches",
         )
-        self.choose("reduction", ("token_mean", "sequence_mean"))
-        self.choose("supervision", ("outcome", "process", "both"))
         self.corrections.check(self)
 
     @property

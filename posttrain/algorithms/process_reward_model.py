@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,10 +29,7 @@ class ProcessRewardModel(Algorithm):
     learns_from = "step_labels"
     trains = "scorer"
 
-    reduction: str = "token_mean"
-
-    def __post_init__(self) -> None:
-        self.choose("reduction", ("token_mean", "sequence_mean"))
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
 
     def prepare(self, step: Batch, state: State) -> Batch:
         self.check("step_T" in step.columns, "these examples have no labels of steps")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Annotated
 
 from posttrain.algorithms._imitation import Imitation
 from posttrain.algorithms.base import State
+from posttrain.errors import Range
 from posttrain.types import Group, Metric, Rollout, Selection
 
 
@@ -26,23 +28,18 @@ class RAFT(Imitation):
 
     paper = "Dong et al. 2023, arXiv:2304.06767"
 
-    share: float = 0.25
-    threshold: float | None = None  # the smallest reward that is accepted; None: any
+    share: Annotated[float, Range(gt=0, le=1)] = 0.25
+    threshold: Annotated[float, Range(text="a finite reward")] | None = (
+        None  # the smallest reward that is accepted; None: any
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.group >= 1, f"group must be at least 1, not {self.group}")
-        self.check(0 < self.share <= 1, f"share must lie in (0, 1], not {self.share}")
         nothing = self.threshold is None and ceil(self.share * self.group) == self.group
         self.check(
             not nothing,
             f"with no threshold and all {self.group} samples of a group kept, nothing is rejected and nothing "
             "is learned; lower share, or set threshold",
-        )
-        finite = self.threshold is None or abs(self.threshold) < float("inf")
-        self.check(
-            finite,
-            f"threshold must be a finite reward, or null for none, not {self.threshold}",
         )
 
     def accepted(self, group: Group) -> tuple[Rollout, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
 from posttrain.algorithms.base import State
+from posttrain.errors import Range
 from posttrain.ops.advantages import group_advantages, sums_to_go
 from posttrain.types import Batch, Metric
 
@@ -36,16 +38,13 @@ class Reinforce(PolicyGradient):
     group: int = 1
     clip_low: float = 0.0
     clip_high: float = 0.0
-    beta: float = 0.0
-    kl_in: str = "reward"
-    reduction: str = "sequence_sum"
-    baseline: str = "batch"
-    decay: float = 0.9
+    kl_in: KLIn = "reward"
+    reduction: Reduction = "sequence_sum"
+    baseline: Literal["none", "batch", "running"] = "batch"
+    decay: Annotated[float, Range(ge=0, lt=1)] = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose("baseline", ("none", "batch", "running"))
-        self.check(0 <= self.decay < 1, f"decay must lie in [0, 1), not {self.decay}")
         used = self.baseline == "running" or self.decay == type(self).decay
         self.check(used, "decay is that of baseline=running, which is not chosen")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient
 from posttrain.algorithms.base import State
+from posttrain.errors import NotNegative
 from posttrain.ops.advantages import group_advantages, sums_to_go
 from posttrain.ops.gae import whiten
 from posttrain.types import Batch
@@ -30,13 +32,12 @@ class ReinforcePlusPlus(PolicyGradient):
     min_group = 1
 
     group: int = 1
-    beta: float = 0.01
-    kl_in: str = "reward"
-    baseline: str = "none"
+    beta: NotNegative = 0.01
+    kl_in: KLIn = "reward"
+    baseline: Literal["none", "group"] = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose("baseline", ("none", "group"))
         self.check(
             self.baseline == "none" or self.group >= 2,
             "baseline=group needs a group of at least 2: the mean of one sample is that sample",

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import NotNegative
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
 
@@ -33,13 +34,7 @@ class RewardModel(Algorithm):
     trains = "scorer"
 
     margin: bool = False
-    centring: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.check(
-            0 <= self.centring < float("inf"),
-            f"centring must be 0 or positive, not {self.centring}",
-        )
+    centring: NotNegative = 0.0
 
     def prepare(self, step: Batch, state: State) -> Batch:
         better_K, worse_K = preferences(step)

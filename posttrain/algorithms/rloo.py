@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms._corrections import Correction
+from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
 from posttrain.algorithms.base import State
+from posttrain.errors import NotNegative
 from posttrain.ops.advantages import group_advantages
 from posttrain.ops.policy import sequence_ratio, token_form
 from posttrain.types import Batch
@@ -30,12 +32,12 @@ class RLOO(PolicyGradient):
     paper = "Ahmadian et al. 2024 (Back to Basics), arXiv:2402.14740"
     may_unclip = True
 
-    correction: str = "proximal"
+    correction: Correction = "proximal"
     clip_low: float = 0.0
     clip_high: float = 0.0
-    beta: float = 0.05
-    kl_in: str = "reward"
-    reduction: str = "sequence_sum"
+    beta: NotNegative = 0.05
+    kl_in: KLIn = "reward"
+    reduction: Reduction = "sequence_sum"
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = self.rewards(step, mask_T)

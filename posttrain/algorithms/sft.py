@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.ops.weights import reduction
@@ -22,10 +23,7 @@ class SFT(Algorithm):
     paper = "Ouyang et al. 2022, arXiv:2203.02155"
     learns_from = "demonstrations"
 
-    reduction: str = "token_mean"
-
-    def __post_init__(self) -> None:
-        self.choose("reduction", ("token_mean", "sequence_mean"))
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
 
     def prepare(self, step: Batch, state: State) -> Batch:
         return step.replace(

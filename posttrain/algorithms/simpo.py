@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.algorithms._pairs import PairAlgorithm, mean_logprobs, pair_metrics, pairs_of
+from posttrain.errors import NotNegative, Positive
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
@@ -23,12 +24,8 @@ class SimPO(PairAlgorithm):
 
     paper = "Meng et al. 2024, arXiv:2405.14734"
 
-    beta: float = 2.0
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.check(self.beta > 0, f"beta must be positive, not {self.beta}")
-        self.check(self.gamma >= 0, f"gamma must not be negative, not {self.gamma}")
+    beta: Positive = 2.0
+    gamma: NotNegative = 1.0
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

@@ -43,7 +43,7 @@ class PreferenceStage(TrainStage):
     """Train `model` on the preferences in the `data` files (see data/preferences.py for what they may hold), `batch` units a step.
 
     Rankings become all of their pairs. An algorithm that learns from single examples takes a pair as one good and one bad, and
-    each example gets a mismatched one beside it for the baseline. The reference, where the algorithm needs one, is the model the
+    each example gets a mismatched one with it for the baseline. The reference, where the algorithm needs one, is the model the
     stage starts from, frozen, or the one that `reference` names. Loss, accuracy and margins are measured every `evaluate_every` steps
     on the files in `held_out_data` or, without any, on a share `held_out` of the prompts, which is kept apart.
     """

@@ -302,7 +302,7 @@ class RLStage(TrainStage):
 
     def make_critic(self, context: Context, policy: Policy) -> Scorer:
         """The policy's body with a head that starts at 0, or a reward model. With LoRA its
-        body is frozen too (the policy's own trunk, shared), and adapters of its own are trained with the head."""
+        body is frozen too (the policy's own trunk, shared), and adapters of its own learn with the head."""
         from posttrain.models.scorer import from_policy
 
         if self.critic:

@@ -8,13 +8,11 @@ parsed out of prose, and the reply cannot be malformed. In a list the places are
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
-import torch
 from torch import nn
 
 from posttrain.data.chat import render_prompt, special_texts
@@ -22,6 +20,7 @@ from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
 from posttrain.rewards._asking import Form, Messages, Replies, Usage
 from posttrain.rewards.judge import CANARY_QUESTION, SCORE, Judge, check_mode, read_rubric
+from posttrain.train.checkpoint import identity
 from posttrain.train.implicit import sequence_logprobs
 from posttrain.train.pack import pack_examples
 from posttrain.types import Example, Message, Rollout, Score
@@ -38,7 +37,7 @@ class LocalModel:
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         prompts = [self.prompt(messages) for messages in conversations]
-        replies, weights = Replies(self.cache), self.fingerprint() if self.cache else ""
+        replies, weights = Replies(self.cache), identity(self.policy.model) if self.cache else ""
         keys = [
             [weights, list(prompt), form.field, list(form.options), form.count]
             for prompt in prompts
@@ -125,16 +124,6 @@ class LocalModel:
             self.policy, pack_examples(examples, self.policy.device), self.token_budget
         )
         return np.array(found).reshape(len(prompts), len(tails))
-
-    def fingerprint(self) -> str:
-        """The weights by name and content: a cache must not outlive them."""
-        seen = hashlib.sha256()
-        for name, tensor in sorted(self.policy.model.state_dict().items()):
-            seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            seen.update(
-                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            )
-        return seen.hexdigest()
 
 
 def harmless(text: str, control: Sequence[str]) -> str:

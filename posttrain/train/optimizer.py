@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
@@ -18,19 +18,16 @@ from torch.utils.hooks import RemovableHandle
 
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, UserError, require
 
-BLOCK, MIN_NUMBERS = (
-    256,
-    4096,
-)  # numbers that share a scale where moments are kept in 8 bits; those of a tensor that is worth it
+BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
+MIN_NARROW = 4096  # a tensor with fewer numbers keeps moments of 32 bits
 NO_TORCHAO = "optimizer.moments=int8 needs torchao: pip install 'posttrain[int8]'"
 NOT_COMPILED = (
     "optimizer.moments=int8 needs a compiler for C and C++ on this machine, and compiling does not work: install g++ (in CC and CXX "
     "another may be named), or leave optimizer.moments out"
 )
 DEFAULT_CXX = "clang++" if sys.platform == "darwin" else "g++"
-COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = (
-    WeakKeyDictionary()
-)  # one optimizer at a time takes gradients
+# one optimizer at a time takes gradients
+COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +99,13 @@ class Optimizer:
         self.masters: dict[str, Tensor] = {
             n: p.detach().float().clone() if narrow else p for n, p in self.parameters.items()
         }
-        for handle in COLLECTORS.pop(
-            module, ()
-        ):  # an earlier stage's optimizer must not take this one's gradients
+        # an earlier stage's optimizer must not take this one's gradients
+        for handle in COLLECTORS.pop(module, ()):
             handle.remove()
         if narrow:
             COLLECTORS[module] = [
-                parameter.register_post_accumulate_grad_hook(self._collect(self.masters[name]))
-                for name, parameter in self.parameters.items()
+                p.register_post_accumulate_grad_hook(self._collect(self.masters[name]))  # type: ignore[no-untyped-call]
+                for name, p in self.parameters.items()
             ]
         decay = [m for m in self.masters.values() if m.ndim >= 2]
         plain = [m for m in self.masters.values() if m.ndim < 2]
@@ -117,11 +113,8 @@ class Optimizer:
             {"params": decay, "weight_decay": settings.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        common = {
-            "lr": settings.lr,
-            "betas": (settings.beta1, settings.beta2),
-            "eps": settings.epsilon,
-        }
+        betas = (settings.beta1, settings.beta2)
+        common: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.epsilon}
         self.adam = (
             _narrow_adam(groups, common)
             if settings.moments == "int8"
@@ -129,7 +122,7 @@ class Optimizer:
         )
 
     @staticmethod
-    def _collect(master: Tensor):  # type: ignore[no-untyped-def]
+    def _collect(master: Tensor) -> Callable[[Tensor], None]:
         """Move a finished bf16 gradient into the float32 sum: adding micro-batches in bf16 would lose the small ones."""
 
         def hook(parameter: Tensor) -> None:
@@ -149,7 +142,9 @@ class Optimizer:
         gradients = [g.detach() for g in self.gradients()]
         if not gradients:
             return torch.zeros(())
-        return torch.stack([n.float() for n in torch._foreach_norm(gradients, 2.0)]).norm()
+        norms = [n.float() for n in torch._foreach_norm(gradients, 2.0)]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return whole
 
     def step(self, rate: float, norm: float | None = None) -> float:
         """Clip to the global norm and update; returns the norm before clipping. A non-finite gradient changes nothing. `norm` is
@@ -179,10 +174,8 @@ class Optimizer:
             raise UserError(f"{NOT_COMPILED} ({reason})") from error
 
     def zero(self) -> None:
-        for tensor in (
-            *self.masters.values(),
-            *self.parameters.values(),
-        ):  # both: a backward pass may break off between them
+        # both: a backward pass may break off between them
+        for tensor in (*self.masters.values(), *self.parameters.values()):
             tensor.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -222,7 +215,7 @@ class Optimizer:
             "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8",
         )
         if whole is not None and not (
-            narrow and master.numel() >= MIN_NUMBERS and master.numel() % BLOCK == 0
+            narrow and master.numel() >= MIN_NARROW and master.numel() % BLOCK == 0
         ):
             return whole.clone().to(master.device)
         from torchao.optim.subclass_8bit import OptimState8bit

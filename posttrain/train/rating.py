@@ -143,7 +143,7 @@ class ProcessRating(ModelRating):
 
 def token_id(tokenizer: Any, text: str) -> int:
     """The id of the one token that spells `text`."""
-    found = None if tokenizer is None else tokenizer.get_vocab().get(text)
+    found: Any = None if tokenizer is None else tokenizer.get_vocab().get(text)
     require(
         found is not None,
         f"process reward model: {text!r} is no token of its vocabulary; name one that ends its steps",

@@ -218,7 +218,7 @@ class Trainer:
             terms = algorithm.terms(PASSES[algorithm.trains](self.policy, piece), piece)
         losses = [(term.name, (term.weight * term.loss).sum()) for term in terms.terms]
         total = torch.stack([loss for _, loss in losses]).sum()
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]
         named = [Metric(f"loss/{name}", loss.detach(), None) for name, loss in losses]
         return [Metric("loss", total.detach(), None), *named, *terms.metrics, *more]
 

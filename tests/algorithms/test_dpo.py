@@ -127,10 +127,10 @@ def test_order_and_units_are_what_make_a_pair() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"beta": 0.0}, "beta must be positive"),
-        ({"label_smoothing": 0.5}, "label_smoothing must lie in"),
-        ({"label_smoothing": -0.1}, "label_smoothing must lie in"),
-        ({"alpha": -1.0}, "alpha must not be negative"),
+        ({"beta": 0.0}, "beta must be above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing must be in"),
+        ({"label_smoothing": -0.1}, "label_smoothing must be in"),
+        ({"alpha": -1.0}, "alpha must be at least 0"),
         ({"labels": "firm"}, "labels must be hard or soft, not 'firm'"),
         ({"labels": "soft", "label_smoothing": 0.1}, "soft labels have their own smoothing"),
     ],

@@ -20,12 +20,12 @@ from posttrain.types import Outputs
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"divergence": "js"}, "dppo: divergence must be one of tv, kl, not 'js'"),
-        ({"delta": 0.0}, "dppo: delta must be positive, not 0.0"),
+        ({"divergence": "js"}, "dppo: divergence must be tv or kl, not 'js'"),
+        ({"delta": 0.0}, "dppo: delta must be above 0, not 0.0"),
         ({"clip_high": 0.2}, "dppo: clip_low and clip_high must be 0: delta is the trust region"),
         ({"correction": "token"}, "dppo: correction must be none"),
-        ({"ratio_cap": -1.0}, "dppo: ratio_cap must be a positive number, or 0 for none, not -1.0"),
-        ({"ratio_cap": math.nan}, "dppo: ratio_cap must be a positive number, or 0 for none, not nan"),
+        ({"ratio_cap": -1.0}, "dppo: ratio_cap must be at least 0, not -1.0"),
+        ({"ratio_cap": math.nan}, "dppo: ratio_cap must be at least 0, not nan"),
     ],
 )
 def test_refusals(settings: dict, message: str) -> None:

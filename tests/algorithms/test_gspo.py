@@ -25,10 +25,10 @@ from posttrain.types import Outputs
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"form": "word"}, "gspo: form must be one of sequence, token, not 'word'"),
+        ({"form": "word"}, "gspo: form must be sequence or token, not 'word'"),
         ({"reduction": "token_mean"}, "gspo: reduction must be sequence_mean, not 'token_mean': the loss is one of responses"),
         ({"supervision": "process"}, "gspo: supervision=process gives each token its own advantage, which need"),
-        ({"supervision": "steps"}, "gspo: supervision must be one of outcome, process, not 'steps'"),
+        ({"supervision": "steps"}, "gspo: supervision must be outcome or process, not 'steps'"),
     ],
 )
 def test_refusals(settings: dict, message: str) -> None:

@@ -60,7 +60,7 @@ def test_figures() -> None:
 
 @pytest.mark.proves("refusals")
 @pytest.mark.parametrize(
-    ("settings", "words"), [({"tau": 0.0}, "tau must be positive"), ({"length": "long"}, "length must be mean or sum")]
+    ("settings", "words"), [({"tau": 0.0}, "tau must be above 0"), ({"length": "long"}, "length must be mean or sum")]
 )
 def test_refusals(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=f"^ipo: {words}"):

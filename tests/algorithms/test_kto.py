@@ -109,9 +109,9 @@ def test_figures_by_hand() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"beta": 0.0}, "beta must be positive"),
-        ({"desirable": -1.0}, "desirable must not be negative"),
-        ({"undesirable": -1.0}, "undesirable must not be negative"),
+        ({"beta": 0.0}, "beta must be above 0"),
+        ({"desirable": -1.0}, "desirable must be at least 0"),
+        ({"undesirable": -1.0}, "undesirable must be at least 0"),
         ({"desirable": 0.0, "undesirable": 0.0}, "desirable and undesirable cannot both be 0"),
     ],
 )

@@ -77,7 +77,7 @@ def test_settings_go_through_a_configuration() -> None:
 
 @pytest.mark.proves("refusals")
 def test_refusals_and_what_it_is() -> None:
-    with pytest.raises(UserError, match="^online_dpo: group must be at least 2, not 1: a pair needs two responses$"):
+    with pytest.raises(UserError, match=r"^online_dpo: group must be at least 2 \(a pair needs two responses\), not 1$"):
         OnlineDPO(group=1)
     for inner in (KTO(), OnlineDPO()):
         with pytest.raises(UserError, match="^online_dpo: loss must learn a policy from pairs"):

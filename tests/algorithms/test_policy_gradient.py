@@ -20,17 +20,17 @@ from posttrain.errors import UserError
 from posttrain.types import Batch, Outputs
 
 REFUSALS = [
-    ({"kl_in": "advantage"}, "kl_in must be one of loss, reward, both, not 'advantage'"),
+    ({"kl_in": "advantage"}, "kl_in must be loss, reward or both, not 'advantage'"),
     ({"kl_in": "both", "beta": 0.0}, "kl_in=both needs a beta above 0"),
-    ({"entropy": math.nan}, "entropy must be a number, not nan"),
-    ({"truncated": "drop"}, "truncated must be one of keep, mask, not 'drop'"),
-    ({"correction": "tis"}, "correction must be one of none, proximal, token, sequence, decoupled, not 'tis'"),
-    ({"correction": "token", "cap": 0.0}, "cap must be positive, not 0.0"),
+    ({"entropy": math.nan}, "entropy must be a finite number, not nan"),
+    ({"truncated": "drop"}, "truncated must be keep or mask, not 'drop'"),
+    ({"correction": "tis"}, "correction must be none, proximal, token, sequence or decoupled, not 'tis'"),
+    ({"correction": "token", "cap": 0.0}, "cap must be above 0, not 0.0"),
     ({"cap": 3.0}, "cap cuts the weights of correction=token and sequence; there are none"),
     ({"correction": "decoupled", "cap": 3.0}, "cap cuts the weights of correction=token and sequence; there are none"),
     ({"drop": "mean"}, "drop=mean or sequence and a bound above 0 go together"),
     ({"bound": 0.1}, "drop=mean or sequence and a bound above 0 go together"),
-    ({"drop": "token", "bound": 0.1}, "drop must be one of none, mean, sequence, not 'token'"),
+    ({"drop": "token", "bound": 0.1}, "drop must be none, mean or sequence, not 'token'"),
 ]
 
 
@@ -52,7 +52,7 @@ def test_a_users_own_is_called_by_its_class() -> None:
     class Mine(PolicyGradient):
         pass
 
-    with pytest.raises(UserError, match="^Mine: beta must not be negative"):
+    with pytest.raises(UserError, match="^Mine: beta must be at least 0"):
         Mine(beta=-1.0)
 
 
@@ -229,5 +229,5 @@ def test_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[Polic
 
 
 def test_an_algorithm_of_ones_own_that_would_never_update_is_refused() -> None:
-    with pytest.raises(UserError, match="epochs and mini_batches must be at least 1"):
+    with pytest.raises(UserError, match="epochs must be at least 1"):
         Reuse(epochs=0)

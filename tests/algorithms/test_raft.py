@@ -73,12 +73,12 @@ def test_one_over_the_group_is_best_of_n() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"share": 0.0}, r"share must lie in \(0, 1\], not 0.0"),
+        ({"share": 0.0}, r"share must be in \(0, 1\], not 0.0"),
         ({"share": 1.0}, "nothing is rejected and nothing is learned; lower share, or set threshold"),
         ({"group": 1}, "nothing is rejected"),
         ({"threshold": float("nan")}, "threshold must be a finite reward"),
         ({"group": 0}, "group must be at least 1"),
-        ({"reduction": "sum"}, "reduction must be one of"),
+        ({"reduction": "sum"}, "reduction must be token_mean or sequence_mean"),
     ],
 )
 def test_refusals(settings: dict, words: str) -> None:

@@ -21,8 +21,8 @@ from posttrain.types import Metric, Outputs
     ("settings", "message"),
     [
         ({"group": 0}, "reinforce: group must be at least 1, not 0"),
-        ({"baseline": "group"}, "reinforce: baseline must be one of none, batch, running, not 'group'"),
-        ({"baseline": "running", "decay": 1.0}, "reinforce: decay must lie in [0, 1), not 1.0"),
+        ({"baseline": "group"}, "reinforce: baseline must be none, batch or running, not 'group'"),
+        ({"baseline": "running", "decay": 1.0}, "reinforce: decay must be in [0, 1), not 1.0"),
         ({"decay": 0.5}, "reinforce: decay is that of baseline=running, which is not chosen"),
         ({"clip_low": 1.0}, "reinforce: clip_low must lie in (0, 1), not 1.0 (0: no clip)"),
     ],

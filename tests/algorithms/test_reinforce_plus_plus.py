@@ -21,7 +21,7 @@ def test_refusals_and_contract() -> None:
         UserError, match="^reinforce_plus_plus: baseline=group needs a group of at least 2: the mean of one sample"
     ):
         ReinforcePlusPlus(baseline="group")
-    with pytest.raises(UserError, match="^reinforce_plus_plus: baseline must be one of none, group, not 'batch'"):
+    with pytest.raises(UserError, match="^reinforce_plus_plus: baseline must be none or group, not 'batch'"):
         ReinforcePlusPlus(baseline="batch")
     with pytest.raises(UserError, match=r"^reinforce_plus_plus: clip_low must lie in \(0, 1\), not 0.0$"):
         ReinforcePlusPlus(clip_low=0.0)

@@ -82,7 +82,7 @@ def test_the_loss_is_that_of_transformers() -> None:
 
 @pytest.mark.proves("refusals")
 def test_refusal() -> None:
-    with pytest.raises(UserError, match="^sft: reduction must be one of token_mean, sequence_mean, not 'mean'$"):
+    with pytest.raises(UserError, match="^sft: reduction must be token_mean or sequence_mean, not 'mean'$"):
         SFT(reduction="mean")
 
 

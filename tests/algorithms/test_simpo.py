@@ -55,9 +55,9 @@ def test_figures() -> None:
 
 @pytest.mark.proves("refusals")
 def test_refusals_and_what_it_is() -> None:
-    with pytest.raises(UserError, match="^simpo: beta must be positive, not 0$"):
+    with pytest.raises(UserError, match="^simpo: beta must be above 0, not 0$"):
         SimPO(beta=0)
-    with pytest.raises(UserError, match="^simpo: gamma must not be negative, not -1.0$"):
+    with pytest.raises(UserError, match="^simpo: gamma must be at least 0, not -1.0$"):
         SimPO(gamma=-1.0)
     assert SimPO.learns_from == "pairs" and SimPO.unit == "pair" and SimPO().roles == frozenset()
 

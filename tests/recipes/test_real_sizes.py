@@ -109,7 +109,7 @@ def test_sizes() -> None:
     assert [s.name for s in r1_zero().stages] == ["pretrain", "base", "rl", "trained"]
     with pytest.raises(UserError, match="go together"):
         dpo(model="m")
-    with pytest.raises(UserError, match="beta must be positive"):
+    with pytest.raises(UserError, match="beta must be above 0"):
         dpo(model="m", data="d", beta=0)
     settings = config.parse("gsm8k", ["model=somewhere", "data=folder", "rl.lr=1e-6", "after.problems=7"])
     before, training, after = settings.recipe.stages
