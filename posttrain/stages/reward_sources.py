@@ -307,7 +307,8 @@ class MixedRating:
     @property
     def models(self) -> tuple[nn.Module, ...]:
         """The networks, for a checkpoint to name them by their weights."""
-        return tuple(model for one in self.ratings for model in one.models)
+        asked = [rating for rating in self.ratings if rating is not None]
+        return tuple(model for rating in asked for model in rating.models)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         by_part = [

@@ -59,7 +59,7 @@ def test_figures() -> None:
 
 @pytest.mark.proves("refusals")
 def test_refusal_and_what_it_is() -> None:
-    with pytest.raises(UserError, match="^orpo: lam must be above 0 \(without it this is sft\), not 0.0$"):
+    with pytest.raises(UserError, match=r"^orpo: lam must be above 0 \(without it this is sft\), not 0.0$"):
         ORPO(lam=0.0)
     assert ORPO.learns_from == "pairs" and ORPO.unit == "pair" and ORPO().roles == frozenset()
 

@@ -226,7 +226,7 @@ def test_every_sequence_ends_where_a_rollout_would(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("sayxz 0123456789\n")
     tokenizer.chat_template = tokenizer.chat_template.replace("{% endgeneration %}", "{% endgeneration %}\n")
     units = stage(write(tmp_path / "pairs.jsonl", [{"prompt": "say", "chosen": "zz", "rejected": "xx"}])).read(
-        context(tmp_path / "run"), tokenizer
+        context(tmp_path / "run"), tokenizer, [str(tmp_path / "pairs.jsonl")]
     )
     assert [int(e.ids[-1]) for unit in units for e in unit] == [tokenizer.eos_token_id] * 2
 

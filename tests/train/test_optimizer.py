@@ -389,16 +389,16 @@ def test_a_warm_up_longer_than_its_stage_is_said_before_the_first_stage(
     first = {**STAGES["sft"], "name": "begin", "model": "tiny:nano", "steps": 3, "optimizer": {"warmup": 3}}
     second = {**STAGES[kind], "name": "two", "model": "begin", "steps": 4, "optimizer": {"lr": 1e-4, "warmup": 5}}
     settings = config.from_config({"stages": [first, second]}, "test")
-    line = ("warning: two.optimizer.warmup is 5 steps and the stage has 4: the learning rate ends at 8e-05 and never reaches 0.0001; "
+    line = ("two.optimizer.warmup is 5 steps and the stage has 4: the learning rate ends at 8e-05 and never reaches 0.0001; "
             "lower it to 4, or raise the steps")  # fmt: skip
     stages = settings.recipe.stages
     assert stages[0].warnings() == [] and stages[1].warnings() == [line]
     monkeypatch.setattr(SFTStage, "run", lambda self, context: sys.exit("the first stage"))
     with RunWriter(tmp_path / "run", config={}) as writer, pytest.raises(SystemExit, match="the first stage"):
         base.run_stages(stages, base.Context(writer, 0))
-    assert capsys.readouterr().out == f"two: {line}\n"
-    monkeypatch.setattr(plan, "_stage", lambda *_: [])
-    assert plan.describe(settings)[-2:] == [f"two ({type(stages[1]).__name__})", f"  {line}"]
+    assert capsys.readouterr().out == f"two: warning: {line}\n"
+    monkeypatch.setattr(plan, "stage_lines", lambda *_: [])
+    assert plan.describe(settings)[-2:] == [f"two ({type(stages[1]).__name__})", f"  warning: {line}"]
 
 
 def test_the_critic_follows_the_schedule_of_the_policy() -> None:
@@ -412,10 +412,10 @@ def test_the_critic_follows_the_schedule_of_the_policy() -> None:
 
     for warmup in (2, 9):
         (line,) = stage(Optimization(lr=1e-3, warmup=warmup)).warnings()
-        assert line == ("warning: rl.critic_optimizer.warmup has no effect: the critic follows the warm-up and the schedule of "
+        assert line == ("rl.critic_optimizer.warmup has no effect: the critic follows the warm-up and the schedule of "
                         "rl.optimizer at a rate of its own")  # fmt: skip
     (line,) = stage(Optimization(lr=1e-3, schedule="cosine")).warnings()
-    assert line.startswith("warning: rl.critic_optimizer.schedule has no effect")
+    assert line.startswith("rl.critic_optimizer.schedule has no effect")
     assert stage(Optimization(lr=1e-3)).warnings() == stage(Optimization(lr=1e-3, warmup=4)).warnings() == []
 
 
