@@ -114,6 +114,26 @@ def alarm_events(loop: Loop) -> list[tuple[str, bool]]:
     ]
 
 
+class NothingSelected(Answers):
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        found = super().collect(step, algorithm, state)
+        return found if step != 1 else replace(found, batch=pack_groups([], 1.0))
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), PPO(group=4, mini_batches=2)], ids=["grpo", "ppo"])
+def test_a_step_without_any_selected_group_is_left_out(algorithm: Algorithm, tmp_path: Path) -> None:
+    loop = make(tmp_path, algorithm, steps=3)
+    loop.source = NothingSelected(loop.trainer.policy)
+    weights: list[list[torch.Tensor]] = []
+    plain = loop.one_step
+    loop.one_step = lambda: (weights.append([p.clone() for p in loop.trainer.weights().values()]), plain())[1]  # type: ignore[method-assign]
+    loop.run()
+    rows = Run(loop.writer.directory).metrics("rl")
+    assert [(row.figures.get("skipped"), row.figures.get("updates")) for row in rows][1] == (1, None)
+    assert loop.step == 3 and all(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [GRPO(beta=0.04, entropy=0.01), GRPO(beta=0.0, epochs=2, mini_batches=2), PPO(group=4, critic_warmup=2, clip=0.1)],

@@ -117,3 +117,13 @@ def gradients(policy: Any, one: Batch, computed: int, fused: bool, least: int, m
     assert counted == [computed]
     learned = [p.grad.clone() for p in policy.model.parameters()]
     return [torch.stack([outputs.logprob_T, outputs.entropy_T]).detach(), *learned]
+
+
+def test_a_forward_pass_reads_ids_and_mask_from_their_host_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the device would wait for all that the device is still at."""
+    packed = batch(*GROUP)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("waits for the device"))
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda tensor: pytest.fail("waits for the device"))
+    forward(small_policy(), packed)
+    with pytest.raises(pytest.fail.Exception, match="waits"):
+        forward(small_policy(), packed.replace(mask_T=packed.mask_T))

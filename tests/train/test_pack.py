@@ -54,6 +54,32 @@ def test_refusals(ids: list[int], mask: list[int]) -> None:
         pack_examples([example(ids, mask)])
 
 
+def test_a_column_that_was_not_filled_is_an_error_that_names_it() -> None:
+    batch = two_groups()
+    with pytest.raises(AttributeError, match="the Batch has no column reference_T.*there are rollout_N, version_T"):
+        _ = batch.reference_T
+    filled = batch.replace(reference_T=torch.ones(12))
+    assert filled.reference_T.tolist() == [1.0] * 12 and "reference_T" not in filled.replace(reference_T=None).columns
+
+
+def test_host_copies_follow_every_cut() -> None:
+    """So that a micro-batch is laid out without waiting for the device. A new mask has no copy yet; `with_loss` makes one."""
+    batch = two_groups()
+    for part in (batch, take(batch, 1, 3), gather(batch, [2, 0]), *micro_batches(batch, 6)):
+        assert part.ids is not None and part.ids.tolist() == part.ids_T.tolist()
+        assert part.mask is not None and part.mask.tolist() == part.mask_T.tolist()
+    masked = batch.replace(mask_T=batch.mask_T & (batch.sequence_T == 1))
+    assert masked.mask is None and masked.ids is not None
+    kept = with_loss(masked)
+    assert kept.mask is not None and kept.mask.tolist() == kept.mask_T.tolist() and kept.starts == (0, 6)
+
+
+def test_examples_of_one_item_are_a_unit_only_where_the_algorithm_needs_them_together() -> None:
+    examples = [example([1, 2], [0, 1], unit) for unit in (0, 0, 1)]
+    assert pack_examples(examples).unit_N == (0, 0, 1)
+    assert pack_examples(examples, together=False).unit_N == (0, 1, 2)
+
+
 def test_take_and_gather_by_hand() -> None:
     batch = two_groups().replace(advantage_T=torch.arange(12.0), weight_T=torch.ones(12))
     for part in (take(batch, 1, 3), gather(batch, [1, 2])):

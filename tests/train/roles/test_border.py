@@ -19,7 +19,7 @@ from posttrain.train.roles.teacher import Teacher
 
 PACKAGE = Path(posttrain.__file__).parent
 ROLES: list[type[Role]] = [Critic, Pretraining, Proximal, Reference, Teacher]
-NAME = re.compile(rf"(?i)({'|'.join(role.name for role in ROLES)})(s|_T)?$|({'|'.join(c for r in ROLES for c in r.columns)})$")
+NAME = re.compile(rf"(?i)({'|'.join(role.name for role in ROLES)})(_T)?$|({'|'.join(c for r in ROLES for c in r.columns)})$")
 # implicit.py is about the reference of a model that DPO tuned, which is a reward's and no role
 FILES = [
     path

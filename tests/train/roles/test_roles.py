@@ -1,0 +1,66 @@
+"""Roles in the trainer: which columns they fill and when, what they add, where they live, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from material_for_tests import material, roles_for, shared_policy, small_policy
+
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
+from posttrain.models.scorer import from_policy
+from posttrain.ops.kl import kl_estimate
+from posttrain.train.optimizer import Optimization
+from posttrain.train.roles.critic import Critic
+from posttrain.train.roles.reference import Reference
+from posttrain.train.trainer import Trainer
+from posttrain.types import Example
+
+TEXT = [Example(np.array([3, 4, 5, 6]), np.arange(4) > 0), Example(np.array([7, 8, 9]), np.arange(3) > 0)]
+
+
+def test_a_watched_reference_fills_only_what_is_shown_and_gives_the_kl() -> None:
+    algorithm = GRPO(beta=0.0)
+    step = material(algorithm)
+    trainer = Trainer(small_policy(), algorithm, Optimization(), [Reference(shared_policy(1), watched=True)])
+    assert trainer.fill(step) is step and trainer.role_metrics(step) == []
+    shown = trainer.fill(step, shown=True)
+    (metric,) = trainer.role_metrics(shown)
+    kl_T = kl_estimate("k3", step.behaviour_T, shown.reference_T).where(step.mask_T, 0.0)
+    assert metric.name == "kl" and metric.value == pytest.approx(float(kl_T.sum() / step.mask_T.sum()))
+    needed = Trainer(small_policy(), GRPO(), Optimization(), [Reference(shared_policy(1))])
+    assert needed.role_metrics(needed.fill(step)) == [], "the algorithm has its own"
+
+
+def test_a_critic_is_a_learner_with_a_prefix_and_a_rate_of_its_own() -> None:
+    policy, slow = small_policy(), Optimization(lr=1e-4)
+    trainer = Trainer(policy, PPO(beta=0.0), Optimization(lr=1e-2), [Critic(from_policy(policy, zero=False, seed=1), slow)])
+    names = set(trainer.weights())
+    assert {name.startswith("critic.") for name in names} == {True, False}
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    algorithm = trainer.algorithm
+    trainer.update(algorithm.prepare(material(algorithm), {}), 1e-2)
+    far = {name: float((tensor - before[name]).abs().max()) for name, tensor in trainer.weights().items()}
+    moved = {own: max(v for name, v in far.items() if name.startswith("critic.") == own) for own in (True, False)}
+    assert moved[True] == pytest.approx(1e-4, rel=0.2) and moved[False] == pytest.approx(1e-2, rel=0.2)
+    weights, moments = ({n: t.clone() for n, t in tensors.items()} for tensors in (trainer.weights(), trainer.moments()))
+    trainer.update(algorithm.prepare(material(algorithm), {}), 1e-2)
+    trainer.restore(weights, moments)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trainer.weights().items())
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in trainer.moments().items())
+
+
+def test_pretraining_text_is_drawn_for_every_update_and_its_place_is_saved() -> None:
+    algorithm, policy = PPO(ptx=0.5, beta=0.0), small_policy()
+    roles = roles_for(algorithm, policy, Optimization(), text=TEXT)
+    trainer = Trainer(policy, algorithm, Optimization(), roles)
+    (role,) = [role for role in roles if role.name == "pretraining"]
+    start = role.state()
+    update = trainer.update(algorithm.prepare(material(algorithm), {}), 1e-6)
+    assert {"pretraining/nll", "pretraining/loss/nll"} <= {m.name for m in update.metrics} and role.state() != start
+    first = role.draw()
+    role.restore(start)
+    role.draw()
+    assert torch.equal(role.draw().batch.ids_T, first.batch.ids_T)
+    assert float(first.batch.weight_T.sum()) == pytest.approx(0.5)
