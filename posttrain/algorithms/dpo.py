@@ -35,6 +35,7 @@ class DPO(PairAlgorithm):
     """
 
     paper = "Rafailov et al. 2023, arXiv:2305.18290"
+    roles = frozenset({"reference"})
 
     beta: Positive = 0.1
     label_smoothing: Annotated[
@@ -49,10 +50,6 @@ class DPO(PairAlgorithm):
             self.labels == "hard" or self.label_smoothing == 0,
             "soft labels have their own smoothing; leave out label_smoothing",
         )
-
-    @property
-    def roles(self) -> frozenset[str]:
-        return frozenset({"reference"})
 
     @property
     def needs_scores(self) -> bool:

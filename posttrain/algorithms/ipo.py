@@ -25,13 +25,10 @@ class IPO(PairAlgorithm):
     """
 
     paper = "Azar et al. 2023, arXiv:2310.12036"
+    roles = frozenset({"reference"})
 
     tau: Positive = 0.1
     length: Literal["mean", "sum"] = "mean"
-
-    @property
-    def roles(self) -> frozenset[str]:
-        return frozenset({"reference"})
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         better_P, worse_P, weight_P = pairs_of(batch)

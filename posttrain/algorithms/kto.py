@@ -30,6 +30,7 @@ class KTO(Algorithm):
 
     paper = "Ethayarajh et al. 2024, arXiv:2402.01306"
     learns_from = "labels"
+    roles = frozenset({"reference", "proximal"})
 
     beta: Positive = 0.1
     desirable: NotNegative = 1.0
@@ -40,10 +41,6 @@ class KTO(Algorithm):
         self.check(
             self.desirable + self.undesirable > 0, "desirable and undesirable cannot both be 0"
         )
-
-    @property
-    def roles(self) -> frozenset[str]:
-        return frozenset({"reference", "proximal"})
 
     def prepare(self, step: Batch, state: State) -> Batch:
         length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)

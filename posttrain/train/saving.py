@@ -20,7 +20,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from posttrain.errors import UserError, require
+from posttrain.errors import Checked, Count, Positive, UserError
 from posttrain.events import Events
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -29,24 +29,18 @@ LONGEST_WRITE = 1800.0  # seconds: a disk that has not taken a checkpoint by the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class Saving(Checked):
     """How checkpoints are kept. `hook` is a program with its arguments, run without a shell after each checkpoint, for `hook_seconds`
     at most: to copy it elsewhere. The checkpoint's directory takes the place of `{}`, or is one more argument. One that fails is a
     warning, not an end; nobody waits for it but the end of the stage, and what it is copying is not removed."""
 
-    keep: int = 2
-    synchronous: bool = (
-        False  # write before the step goes on: for hosts without memory for a second copy
-    )
-    hook: tuple[str, ...] = ()
-    hook_seconds: float = 600.0
+    where = "checkpoints: "
 
-    def __post_init__(self) -> None:
-        require(self.keep >= 1, f"keep at least 1 checkpoint, not {self.keep}")
-        require(
-            self.hook_seconds > 0,
-            f"the time limit of checkpoint_hook must be positive, not {self.hook_seconds}",
-        )
+    keep: Count = 2
+    # write before the step goes on: for hosts without memory for a second copy
+    synchronous: bool = False
+    hook: tuple[str, ...] = ()
+    hook_seconds: Positive = 600.0
 
 
 class Store:
