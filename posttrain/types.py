@@ -385,6 +385,7 @@ class Batch(_Columns):
     weight_N     the same for losses per sequence or per unit
     version_T    int32: the version of the weights that sampled the token; -1 where not sampled
     baseline_N   what a sequence's own figure is compared with
+    vote_N       float32: its share of the vote of its episode, where one has several sequences in a group
     """
 
     ids_T: Tensor  # int64

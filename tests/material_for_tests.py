@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -153,7 +154,8 @@ def rollout(segments: Sequence[Segment], reward: float | None, problem: str = "p
 
 
 def group(rollouts: Sequence[Rollout], problem: str = "p") -> Group:
-    return Group(Problem(problem, ""), tuple(rollouts))
+    """Each rollout is an episode of its own."""
+    return Group(Problem(problem, ""), tuple(replace(r, sample=n) for n, r in enumerate(rollouts)))
 
 
 def plain_batch(

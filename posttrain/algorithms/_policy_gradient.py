@@ -237,6 +237,7 @@ class PolicyGradient(Algorithm):
                 scale=scale,
                 ddof=ddof,
                 epsilon=epsilon,
+                vote_N=step.columns.get("vote_N"),
             )
             return advantage_N[step.sequence_T]
         step_T = self.step_values(step, supervision)

@@ -59,7 +59,11 @@ class Reinforce(PolicyGradient):
             advantage_N = step.reward_N - running
         else:  # all of the step is one group
             advantage_N = group_advantages(
-                step.reward_N, step.valid_N, torch.zeros_like(step.group_N), scale="none"
+                step.reward_N,
+                step.valid_N,
+                torch.zeros_like(step.group_N),
+                scale="none",
+                vote_N=step.columns.get("vote_N"),
             )
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)

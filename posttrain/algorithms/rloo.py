@@ -42,7 +42,12 @@ class RLOO(PolicyGradient):
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = self.rewards(step, mask_T)
         advantage_N = group_advantages(
-            reward_N, step.valid_N, step.group_N, baseline="leave_one_out", scale="none"
+            reward_N,
+            step.valid_N,
+            step.group_N,
+            baseline="leave_one_out",
+            scale="none",
+            vote_N=step.columns.get("vote_N"),
         )
         return advantage_N[step.sequence_T]
 

@@ -17,8 +17,10 @@ def group_advantages(
     scale: str = "group",
     ddof: int = 1,
     epsilon: float = 1e-4,
+    vote_N: Tensor | None = None,
 ) -> Tensor:
-    """A_i = (r_i - b_i) / (s_i + epsilon), over the valid members V of i's group.
+    """A_i = (r_i - b_i) / (s_i + epsilon), over the valid members V of i's group. Where an episode has several of them, `vote_N` is the
+    share of its one vote that each has: n, means and deviations count episodes.
 
     baseline  "mean": b = mean of V;  "leave_one_out": b_i = mean of V without i (RLOO), so r_i - b_i = n/(n-1) (r_i - mean)
     scale     "group": s = std of V with `ddof`;  "batch": s = std of all valid rewards;  "none": no division
@@ -29,10 +31,10 @@ def group_advantages(
     narrow, wide = reward_N.dtype, torch.float64
     reward_N = torch.where(valid_N, reward_N, 0.0).to(wide)
     groups = int(group_N.max()) + 1 if group_N.numel() else 0
-    vote_N = valid_N.to(wide)
+    vote_N = valid_N.to(wide) if vote_N is None else torch.where(valid_N, vote_N.to(wide), 0.0)
     zeros = torch.zeros(groups, dtype=wide, device=reward_N.device)
     count_P = zeros.index_add(0, group_N, vote_N)
-    mean_P = zeros.index_add(0, group_N, reward_N) / count_P.clamp(min=1)
+    mean_P = zeros.index_add(0, group_N, vote_N * reward_N) / count_P.clamp(min=1)
     centred_N = torch.where(valid_N, reward_N - mean_P[group_N], 0.0)
     if baseline == "mean":
         advantage_N = centred_N
@@ -41,7 +43,7 @@ def group_advantages(
     else:
         raise ValueError(f"unknown baseline {baseline!r}: mean or leave_one_out")
     if scale == "group":
-        square_P = zeros.index_add(0, group_N, centred_N**2)
+        square_P = zeros.index_add(0, group_N, vote_N * centred_N**2)
         advantage_N = (
             advantage_N / ((square_P / (count_P - ddof).clamp(min=1)).sqrt() + epsilon)[group_N]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -26,6 +27,8 @@ def pack_groups(
     rollouts = [r for group in groups for r in group.rollouts]
     number = [n for n, group in enumerate(groups) for _ in group.rollouts]
     versions = [_or(s.versions, s, -1) for r in rollouts for s in r.segments]
+    episodes = [(n, r.sample) for n, r in zip(number, rollouts, strict=True)]
+    rows = Counter(episodes)
     batch = _batch(
         [r.ids for r in rollouts],
         [r.mask for r in rollouts],
@@ -44,6 +47,9 @@ def pack_groups(
         ),
         rollout_N=torch.arange(len(rollouts), device=device),
         version_T=torch.from_numpy(_joined(versions, np.int32)).to(device),
+        vote_N=torch.tensor([1 / rows[one] for one in episodes], device=device)
+        if len(rows) < len(episodes)
+        else None,
     )
 
 

@@ -34,6 +34,14 @@ def test_the_divisor_of_the_variance_is_pinned() -> None:
     assert advantages([1, 0], ddof=0, epsilon=0.0) == pytest.approx([1.0, -1.0])
 
 
+def test_an_episode_of_several_sequences_votes_once() -> None:
+    """Rewards 1, 1 of one episode, and 0 and 0.5 of two others: as [1, 0, 0.5], with the first twice."""
+    rewards, vote_N = [1.0, 1.0, 0.0, 0.5], torch.tensor([0.5, 0.5, 1.0, 1.0])
+    for options in ({"scale": "none"}, {}, {"scale": "none", "baseline": "leave_one_out"}):
+        first, *others = advantages([1.0, 0.0, 0.5], **options)
+        assert advantages(rewards, vote_N=vote_N, **options) == pytest.approx([first, first, *others], abs=1e-12)
+
+
 def test_leave_one_out_by_hand() -> None:
     """r_i - mean of the others = n / (n - 1) (r_i - mean)."""
     assert advantages([3, 0, 0], baseline="leave_one_out", scale="none") == pytest.approx([3.0, -1.5, -1.5])

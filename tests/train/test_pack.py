@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from material_for_tests import group, rollout, segment
 
 from posttrain.train.pack import gather, micro_batches, mini_batches, pack_examples, pack_groups, take, with_loss
-from posttrain.types import Batch, Example
+from posttrain.types import Batch, Example, Group
 
 
 def example(ids: list[int], mask: list[int], unit: int = -1) -> Example:
@@ -38,6 +39,14 @@ def test_groups_by_hand() -> None:
     assert batch.group_N.tolist() == [0, 0, 1]
     assert batch.unit_N == (0, 1, 2)
     assert batch.temperature == 0.7
+
+
+def test_sequences_of_one_episode_share_its_vote() -> None:
+    assert "vote_N" not in two_groups().columns
+    turns = [segment([1], False), segment([2], True, [-1.0])]
+    members = [replace(rollout(turns, 1.0), sample=n) for n in (0, 1, 1)]
+    batch = pack_groups([Group(members[0].problem, tuple(members)), group([rollout(turns, 0.0)])], 1.0)
+    assert batch.vote_N.tolist() == [1.0, 0.5, 0.5, 1.0]
 
 
 def test_examples_by_hand() -> None:
