@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from children_for_tests import no_child_left
+from children_for_tests import children, no_child_left
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import GuardStop, UserError
 from posttrain.system.workers import WorkerPool
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
@@ -206,6 +207,7 @@ def test_without_its_fork_server_a_run_ends_with_one_line() -> None:
 ORPHANS = """
 import asyncio, os, time
 from posttrain.system.workers import WorkerPool
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
@@ -386,3 +388,23 @@ def test_an_error_of_the_settings_stops_the_run_with_its_line(error: Exception) 
         asyncio.run(task.scored(PROBLEM, "a"))
     with WorkerPool([task], 2) as pool, pytest.raises(type(error), match=f"^{error}$"):
         scores(pool, of(["a", "b", "c"]))
+
+
+def test_a_run_starts_its_workers_before_it_asks_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain import pipeline
+    from posttrain.config import Settings
+    from posttrain.recipes.base import Recipe
+    from posttrain.stages.evaluate import EvaluateStage
+
+    class Sums(Arithmetic):
+        isolated = True  # type: ignore[assignment]
+
+    before, started = children(), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(started.append(children() - before)))
+    stages = tuple(EvaluateStage(name=f"e{n}", model="tiny:nano", task=Sums(level=1), problems=4) for n in range(2))
+    forks: list[WorkerPool] = []
+    make = WorkerPool.__init__
+    monkeypatch.setattr(WorkerPool, "__init__", lambda self, *given: forks.append(self) or make(self, *given))
+    pipeline.start(Settings(Recipe(stages), "workers", threads=1, out=str(tmp_path / "run")))
+    assert len(started[0]) == 1, "the fork server, and nothing else"
+    assert len(forks) == 1, "one pool for both stages"
