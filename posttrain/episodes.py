@@ -38,6 +38,7 @@ from posttrain.types import (
 )
 
 POLL_SECONDS = 0.02  # that a sampler elsewhere may wait for a completion while others score
+PENDING = Score.pending()
 EPISODE_FAILED = "episode failed"  # the outcome of an episode whose task raised an error
 Result = TypeVar("Result")
 
@@ -100,8 +101,15 @@ def rollout_groups(
 
 def _run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine in an event loop of its own, also inside of another, as in a notebook."""
+    found: list[Result] = []
+
+    async def run() -> None:
+        # a result that the task itself held would be printed whole: `asyncio.run` asks for the handler of SIGINT, whose name has it
+        found.append(await coroutine)
+
     with no_running_loop():
-        return asyncio.run(coroutine)
+        asyncio.run(run())
+    return found[0]
 
 
 class ContextFull(Exception):
@@ -164,7 +172,7 @@ class Episode:
     def rollout(self, score: Score | None = None, outcome: str = "") -> Rollout:
         if not self.segments:
             raise ValueError("a rollout needs a turn that the policy has sampled")
-        found = Score.pending(outcome) if score is None else score
+        found = (Score.pending(outcome) if outcome else PENDING) if score is None else score
         return Rollout(self.problem, self.sample, tuple(self.segments), found, self.role)
 
     def session(self, role: str) -> Episode:
@@ -376,6 +384,8 @@ class _Episodes:
             self.rest()
         if self.together and not self.task.isolates(problem):
             return rollouts  # scored when the group is complete
+        if len(rollouts) == 1:  # to gather one costs as much as to run it
+            return [await self.score(problem, rollouts[0])]
         return list(await asyncio.gather(*(self.score(problem, r) for r in rollouts)))
 
     async def score_together(self, problem: Problem, members: list[Rollout]) -> list[Rollout]:
@@ -409,8 +419,8 @@ class _Episodes:
 
 def _with_score(rollout: Rollout, score: Score) -> Rollout:
     """The rollout with its score, whose outcome is the one that the episode named."""
-    outcome = rollout.score.outcome or score.outcome
-    return replace(rollout, score=replace(score, outcome=outcome))
+    named = rollout.score.outcome
+    return replace(rollout, score=replace(score, outcome=named) if named else score)
 
 
 def _as_rollouts(made: Rollout | Sequence[Rollout]) -> list[Rollout]:

@@ -37,7 +37,7 @@ BOUNDED = {
     "system/processes.py: os.write(handle, view)": "the parent's end does not block, and has a deadline; a child ends with its parent",
     "engine/forked.py: os.read(self.out, 1 << 20)": "after select",
     "engine/forked.py: os.read(handle, min(1 << 20, wanted - len(pieces)))": "of a worker, which ends with its parent",
-    "episodes.py: asyncio.run(coroutine)": "isolated scores have a limit; a task that scores or runs here is quick by contract",
+    "episodes.py: asyncio.run(run())": "isolated scores have a limit; a task that scores or runs here is quick by contract",
     "episodes.py: asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))": "the same",
     "episodes.py: asyncio.gather(*(self.episode(draw, n) for n in range(self.samples)))": "the same",
     "episodes.py: asyncio.gather(*(self.score(problem, r) for r in members))": "the same",
