@@ -304,6 +304,8 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         require(tag in tree, f"{where}: no {tag!r} says which {NAMED[base]} it is")
         return from_tree(rest, catalogue.load(NAMED[base], str(tree[tag]), base), where)
     if dataclasses.is_dataclass(kind):
+        if isinstance(tree, str) and hasattr(kind, "shorthand"):
+            tree = {kind.shorthand: tree}
         require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
         hints = typing.get_type_hints(kind)
         names = _keys(kind)

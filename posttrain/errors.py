@@ -54,6 +54,11 @@ RENAMED = {
     "sample.least": "min_score",
     "sentiment.dearer": "beta_increment",
     **{
+        f"{stage}.{key}": f"judge.{key}"
+        for stage in ("agreement", "versus")
+        for key in ("url", "rubric", "cache", "per_minute", "prompt_price", "completion_price")
+    },
+    **{
         f"{stage}.guards": "monitor"
         for stage in ("pretrain", "sft", "preference", "reward_model", "rl")
     },

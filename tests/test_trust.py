@@ -23,6 +23,7 @@ from posttrain import cli, config
 from posttrain.commands import inspect as tools
 from posttrain.errors import UserError
 from posttrain.events import printable
+from posttrain.runs.layout import FORMAT
 from posttrain.runs.write import RunWriter
 from posttrain.tasks.hub import Hub
 
@@ -124,7 +125,7 @@ def write(folder: Path, tree: Any) -> str:
 def run_directory(folder: Path, tree: Any) -> str:
     RunWriter.create(folder / "run", {}).close()
     text = tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False)
-    (folder / "run" / "config.yaml").write_text(text)
+    (folder / "run" / "config.yaml").write_text(f"format: {FORMAT}\n{text}")
     return str(folder / "run")
 
 
@@ -313,6 +314,7 @@ def test_a_users_file_is_executed_once(how: str, folder: Path) -> None:
 # --- keys and texts ----------------------------------------------------------------------------------------------------------------
 
 AGREE = {"stage": "agreement", "name": "agree", "data": "stranger/pairs.jsonl", "judge": "m"}
+ASKS = {"judge": {"model": "m", "url": "http://localhost:1/v1"}}
 
 
 def judged_by(url: str, where: str, **more: Any) -> dict[str, Any]:
@@ -327,17 +329,15 @@ def judged_by(url: str, where: str, **more: Any) -> dict[str, Any]:
         "model": "tiny:nano",
         "against": "tiny:nano",
         "task": JSONL,
-        "judge": "m",
-        "url": url,
     }
     rubric = {key: value for key, value in more.items() if key == "rubric"}
     return {"stages": {
-        "agreement": [AGREE | {"url": url} | rubric],
-        "versus": [versus | rubric],
+        "agreement": [AGREE | {"judge": {"model": "m", "url": url} | rubric}],
+        "versus": [versus | {"judge": {"model": "m", "url": url} | rubric}],
         "judge": [evaluate | {"task": task["judge"]}],
         "compose": [evaluate | {"task": task["compose"]}],
         "mixed": [evaluate | {"task": {"name": "mixed", "sources": [{"name": "a", "task": task["judge"]}]}}],
-        "rounds": [{"rounds": 1, "first": {"agree": url}, "stages": [AGREE | {"url": "previous agree"}]}],
+        "rounds": [{"rounds": 1, "first": {"agree": url}, "stages": [AGREE | {"judge": {"model": "m", "url": "previous agree"}}]}],
     }[where]}  # fmt: skip
 
 
@@ -484,7 +484,7 @@ def test_data_lies_beside_the_recipe(name: str, folder: Path, capsys: pytest.Cap
     # nothing leaves the machine: a run that is taken up again reads what it read
     settings = config.from_config({"stages": stages}, str(folder / "run" / "config.yaml"))
     assert settings.trust.file.endswith("config.yaml")
-    sends = {"stages": [*stages, AGREE | {"name": "asks", "url": "http://localhost:1/v1", "data": "stranger/run/pairs.jsonl"}]}
+    sends = {"stages": [*stages, AGREE | ASKS | {"name": "asks", "data": "stranger/run/pairs.jsonl"}]}
     refused(capsys, ["resume", run_directory(folder, sends)], "give ", "on the command line")
 
 
@@ -507,7 +507,7 @@ def test_a_path_on_the_command_line_may_be_anywhere(folder: Path, capsys: pytest
 def test_what_an_earlier_stage_left_does_not_lead_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run directory with a link in place of the data that a stage wrote, which a later stage would send to a judge."""
     made = {"stage": "comparisons", "name": "made", "model": "tiny:nano", "task": {"name": "arithmetic"}}
-    tree = {"stages": [made, AGREE | {"data": "made", "url": "http://localhost:1/v1"}]}
+    tree = {"stages": [made, AGREE | ASKS | {"data": "made"}]}
     run = Path(run_directory(folder, tree))
     (run / "stages" / "made").mkdir(parents=True)
     (run / "stages" / "made" / "data.jsonl").symlink_to(folder.parent / "pairs.jsonl")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
-from posttrain.errors import Count, GuardStop, Share, Whole, require
+from posttrain.errors import Checked, Count, GuardStop, NotNegative, Share, Whole, require
 from posttrain.evals.statistics import share_interval
 from posttrain.rewards._asking import Usage
 from posttrain.rewards._endpoint import Endpoint
@@ -26,9 +27,55 @@ from posttrain.types import JSON
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgeSettings(Checked):
+    """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`."""
+
+    shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
+
+    model: str
+    url: str = ""
+    rubric: str = ""  # a file; "": the default
+    cache: str = ""  # a folder that keeps the judge's replies; "": none
+    per_minute: Whole = 0  # requests to `url`; 0: no limit
+    prompt_price: NotNegative = 0.0  # of a million tokens
+    completion_price: NotNegative = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.model), "name a model that judges")
+
+    def ready(self) -> None:
+        """Refuse what can be known before it is asked."""
+        if self.url:
+            check_judge(url=self.url, model=self.model)
+        read_rubric(self.rubric)
+
+    def open(self, context: Context) -> tuple[Judge, Usage]:
+        """The judge, after it has passed the canaries, and what asking it takes."""
+        from posttrain.train.judging import JudgeRating, LocalModel
+
+        if not self.url:
+            policy = load_policy(self.model, context)
+            policy.model.requires_grad_(False)
+            model = LocalModel(policy, cache=self.cache)
+            return JudgeRating(model, rubric=self.rubric).judge, model.usage
+        endpoint = Endpoint(
+            url=self.url,
+            model=self.model,
+            cache=self.cache,
+            per_minute=self.per_minute,
+            prompt_price=self.prompt_price,
+            completion_price=self.completion_price,
+        )
+        judge = Judge(endpoint, read_rubric(self.rubric))
+        judge.check_canaries(CANARY_QUESTION)
+        return judge, endpoint.usage
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgreementStage(Stage):
-    """Up to `pairs` comparisons of people, from a file of preferences (`data`), judged in both orders by `judge`: a stage, directory
-    or hub name, run here, or the name of a model behind `url`. Which answer stands first is drawn by the seed. What is reported:
+    """Up to `pairs` comparisons of people, from a file of preferences (`data`), judged in both orders by `judge`.
+    Which answer stands first is drawn by the seed. What is reported:
 
         agreement = #(judge prefers what people preferred) / #(pairs that it judged)
         kappa     = (agreement - chance) / (1 - chance)
@@ -38,32 +85,19 @@ class AgreementStage(Stage):
     """
 
     data: str
-    judge: str
-    url: str = ""
-    rubric: str = ""  # a file; "": the default
-    cache: str = ""  # a folder that keeps the judge's replies; "": none
+    judge: JudgeSettings
     pairs: Count = 200
     min_agreement: Share = 0.0  # 0: no gate
-    per_minute: Whole = 0  # requests to `url`; 0: no limit
-    prompt_price: float = 0.0  # of a million tokens
-    completion_price: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.judge), f"{self.name}: name a judge")
 
     def ready(self, names: Collection[str]) -> None:
-        check_judging(self.judge, self.url, self.rubric)
+        self.judge.ready()
 
     def dry_run(self) -> DryRun:
         return fewer(self, "pairs", min_agreement=0.0)
 
     def run(self, context: Context) -> dict[str, JSON]:
         rows = read_pairs(self.data)[: self.pairs]
-        prices = self.prompt_price, self.completion_price
-        judge, usage = open_judge(
-            context, self.judge, self.url, self.rubric, self.cache, self.per_minute, prices
-        )
+        judge, usage = self.judge.open(context)
         labels = ["A" if derive(context.seed, n) & 1 else "B" for n in range(len(rows))]
         verdicts = judge.compare(
             [
@@ -78,7 +112,7 @@ class AgreementStage(Stage):
             "verdicts.jsonl",
         )
         share, low, high = result["agreement"]
-        said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
+        said = f"{self.judge.model} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
         said += f", kappa {result['kappa']:.2f}; {result['ties']} ties, {result['swayed']} of them by the order alone"
         context.announce(self.name, [f"{said}; {result['unjudged']} not judged"])
         if share < self.min_agreement:
@@ -126,41 +160,3 @@ class AgreementStage(Stage):
             }
             for (question, better, worse), label, v in zip(rows, labels, verdicts, strict=True)
         ]
-
-
-def check_judging(name: str, url: str, rubric: str) -> None:
-    """What can be known of a judge before it is asked."""
-    if url:
-        check_judge(url=url, model=name)
-    read_rubric(rubric)
-
-
-def open_judge(
-    context: Context,
-    name: str,
-    url: str,
-    rubric: str,
-    cache: str,
-    per_minute: int,
-    prices: tuple[float, float],
-) -> tuple[Judge, Usage]:
-    """The judge that a stage names, who has passed the canaries, and what asking it takes: a model in this process or, with a `url`,
-    one behind an address. `prices` are those of a million tokens, asked and said."""
-    from posttrain.train.judging import JudgeRating, LocalModel
-
-    if not url:
-        policy = load_policy(name, context)
-        policy.model.requires_grad_(False)
-        model = LocalModel(policy, cache=cache)
-        return JudgeRating(model, rubric=rubric).judge, model.usage
-    endpoint = Endpoint(
-        url=url,
-        model=name,
-        cache=cache,
-        per_minute=per_minute,
-        prompt_price=prices[0],
-        completion_price=prices[1],
-    )
-    judge = Judge(endpoint, read_rubric(rubric))
-    judge.check_canaries(CANARY_QUESTION)
-    return judge, endpoint.usage

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from posttrain.errors import Range, Whole, require
+from posttrain.errors import Range, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import (
     Interval,
@@ -28,7 +28,7 @@ from posttrain.stages._answers import answers, rated_by
 from posttrain.stages._material import Data, alphabet, placed
 from posttrain.stages._measure import kl_known, kl_to, perplexity
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.agreement import check_judging, open_judge
+from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Sampling
@@ -56,13 +56,7 @@ class VersusStage(Stage):
     problems: Annotated[int, Range(ge=2)] = 500
     sampling: Sampling = field(default_factory=Sampling)
     reward_model: str = ""
-    judge: str = ""  # a stage, directory or hub name, run here, or the name of a model behind `url`
-    url: str = ""
-    rubric: str = ""  # a file; "": the default
-    cache: str = ""  # a folder that keeps the judge's replies; "": none
-    per_minute: Whole = 0  # requests to `url`; 0: no limit
-    prompt_price: float = 0.0  # of a million tokens
-    completion_price: float = 0.0
+    judge: JudgeSettings | None = None
     text: tuple[Data, ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,13 +65,10 @@ class VersusStage(Stage):
             not (self.judge and self.reward_model),
             f"{self.name}: a judge or a reward_model decides, not both",
         )
-        idle = (self.url or self.rubric or self.cache) and not self.judge
-        require(
-            not idle, f"{self.name}: url, rubric and cache are a judge's; name the model as judge"
-        )
 
     def ready(self, names: Collection[str]) -> None:
-        check_judging(self.judge, self.url, self.rubric)
+        if self.judge is not None:
+            self.judge.ready()
 
     def alphabet(self) -> str:
         return alphabet([self.task])
@@ -86,9 +77,7 @@ class VersusStage(Stage):
         return fewer(self, "problems")
 
     def run(self, context: Context) -> dict[str, JSON]:
-        prices = self.prompt_price, self.completion_price
-        settings = (self.judge, self.url, self.rubric, self.cache, self.per_minute, prices)
-        judge, usage = open_judge(context, *settings) if self.judge else (None, None)
+        judge, usage = (None, None) if self.judge is None else self.judge.open(context)
         policies = [
             load_policy(name, context, self.alphabet()) for name in (self.model, self.against)
         ]

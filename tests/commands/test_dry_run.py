@@ -97,12 +97,14 @@ def test_memory_is_what_came_on_top() -> None:
 
 def test_a_model_of_a_few_steps_need_not_pass_the_gates() -> None:
     from posttrain.monitor.rules import MonitorSettings
-    from posttrain.stages.agreement import AgreementStage
+    from posttrain.stages.agreement import AgreementStage, JudgeSettings
     from posttrain.stages.sample import SampleStage
 
     small: Any = SampleStage(name="sampled", model="rl", task=TASK, prompts=20, min_score=1.0).dry_run().stage
     assert small.min_score == 0.0
-    asked = AgreementStage(name="agree", judge="rl", data="pairs.jsonl", pairs=320, min_agreement=0.9).dry_run()
+    asked = AgreementStage(
+        name="agree", judge=JudgeSettings(model="rl"), data="pairs.jsonl", pairs=320, min_agreement=0.9
+    ).dry_run()
     assert asked == DryRun(replace(asked.stage, min_agreement=0.0, pairs=32), factor=10.0)  # type: ignore[call-arg]
     rl: Any = replace(RL, monitor=MonitorSettings(stop=("length",))).dry_run().stage
     assert rl.monitor.stop == () and "repetition" in rl.monitor.off and "nonfinite" not in rl.monitor.off

@@ -22,7 +22,7 @@ from posttrain.recipes.base import Recipe
 from posttrain.rewards import _endpoint
 from posttrain.rewards._endpoint import Endpoint
 from posttrain.rewards.judge import CANARIES, Judge, Verdict, agreement, judge, judged
-from posttrain.stages.agreement import AgreementStage
+from posttrain.stages.agreement import AgreementStage, JudgeSettings
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import score_group
@@ -343,7 +343,8 @@ def test_agreement_is_measured_on_a_file_of_preferences(serve: Any, tmp_path: Pa
     rows = [("good one", "good"), ("good two", "bad"), ("good x", "good"), ("good", "good and long"), ("bad", "worse")]
     file = tmp_path / "people.jsonl"
     file.write_text("".join(json.dumps({"prompt": "q", "chosen": c, "rejected": r}) + "\n" for c, r in rows))
-    stage = AgreementStage(name="people", data=str(file), judge="m", url=endpoint.url, cache=str(tmp_path / "cache"))
+    judge = JudgeSettings(model="m", url=endpoint.url, cache=str(tmp_path / "cache"))
+    stage = AgreementStage(name="people", data=str(file), judge=judge)
     for attempt in ("one", "two"):
         settings = config.Settings(Recipe((stage,)), "test", threads=1, device="cpu", out=str(tmp_path / attempt))
         directory = pipeline.start(settings)
@@ -374,8 +375,8 @@ def test_two_models_are_compared_by_a_judge(serve: Any, tmp_path: Path, monkeypa
     sides = iter([[answer(pair[side]) for pair in pairs] for side in (0, 1)])
     monkeypatch.setattr(VersusStage, "answers", lambda *_: next(sides))
     stage = VersusStage(
-        name="v", model="tiny:nano", against="tiny:nano", task=Arithmetic(level=1), judge="m", url=endpoint.url,
-        sampling=Sampling(4, temperature=0.0), cache=str(tmp_path / "cache"),
+        name="v", model="tiny:nano", against="tiny:nano", task=Arithmetic(level=1), sampling=Sampling(4, temperature=0.0),
+        judge=JudgeSettings(model="m", url=endpoint.url, cache=str(tmp_path / "cache")),
     )  # fmt: skip
     directory = pipeline.start(config.Settings(Recipe((stage,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))
     result = json.loads((directory / "stages" / "v" / "result.json").read_text())

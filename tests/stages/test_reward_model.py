@@ -225,9 +225,8 @@ def test_every_sequence_ends_where_a_rollout_would(tmp_path: Path) -> None:
     """A template that writes a line break after the end token: the score is learned at the end token, where sampling stops."""
     tokenizer = character_tokenizer("sayxz 0123456789\n")
     tokenizer.chat_template = tokenizer.chat_template.replace("{% endgeneration %}", "{% endgeneration %}\n")
-    units = stage(write(tmp_path / "pairs.jsonl", [{"prompt": "say", "chosen": "zz", "rejected": "xx"}])).read(
-        context(tmp_path / "run"), tokenizer, [str(tmp_path / "pairs.jsonl")]
-    )
+    one = stage(write(tmp_path / "pairs.jsonl", [{"prompt": "say", "chosen": "zz", "rejected": "xx"}]))
+    units = one.read(context(tmp_path / "run"), tokenizer, one.data)
     assert [int(e.ids[-1]) for unit in units for e in unit] == [tokenizer.eos_token_id] * 2
 
 

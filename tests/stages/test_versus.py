@@ -18,6 +18,7 @@ from posttrain.monitor.rules import RULES
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._material import Data
+from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context, run_stages
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage, _scored, win_rate
@@ -89,8 +90,7 @@ def test_models_of_different_vocabularies_have_no_kl(tmp_path: Path) -> None:
     ("settings", "complaint"),
     [
         ({"problems": 1}, "at least 2"),
-        ({"judge": "j", "reward_model": "r"}, "a judge or a reward_model decides"),
-        ({"url": "http://x"}, "name the model as judge"),
+        ({"judge": JudgeSettings(model="j"), "reward_model": "r"}, "a judge or a reward_model decides"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], complaint: str) -> None:

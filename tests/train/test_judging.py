@@ -24,7 +24,7 @@ from posttrain.rewards._asking import Form
 from posttrain.rewards.judge import CANARIES, SCORE, VERDICT, Judge, Verdict
 from posttrain.runs.metrics import failure_kind
 from posttrain.runs.read import Run
-from posttrain.stages.agreement import AgreementStage
+from posttrain.stages.agreement import AgreementStage, JudgeSettings
 from posttrain.stages.reward_sources import JudgeReward
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -241,14 +241,14 @@ def test_agreement_with_people_is_reported(saved: str, tmp_path: Path) -> None:
     file = tmp_path / "people.jsonl"
     rows = [{"prompt": f"q{n}", "chosen": "fine", "rejected": "bad"} for n in range(4)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    directory = run(tmp_path / "run", AgreementStage(name="people", data=str(file), judge=saved))
+    directory = run(tmp_path / "run", AgreementStage(name="people", data=str(file), judge=JudgeSettings(model=saved)))
     result = json.loads((directory / "stages" / "people" / "result.json").read_text())
     assert result["judged"] == result["ties"] == result["swayed"] == 4 and result["agreement"][0] == 0.0
     assert result["usage"]["requests"] == 8 + len(CANARIES)  # both orders
     lines = [json.loads(line) for line in (directory / "stages" / "people" / "verdicts.jsonl").read_text().splitlines()]
     assert len(lines) == 4 and {line["judge"] for line in lines} == {"tie"} and {line["people"] for line in lines} == {"A", "B"}
     with pytest.raises(GuardStop, match=r"agrees with people on 0.0% of the pairs, less than 60.0%"):
-        run(tmp_path / "gate", AgreementStage(name="people", data=str(file), judge=saved, min_agreement=0.6))
+        run(tmp_path / "gate", AgreementStage(name="people", data=str(file), judge=JudgeSettings(model=saved), min_agreement=0.6))
 
 
 @pytest.mark.parametrize(
