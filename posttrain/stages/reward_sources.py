@@ -307,8 +307,7 @@ class MixedRating:
     @property
     def models(self) -> tuple[nn.Module, ...]:
         """The networks, for a checkpoint to name them by their weights."""
-        asked = [rating for rating in self.ratings if rating is not None]
-        return tuple(model for rating in asked for model in rating.models)
+        return tuple(m for one in self.ratings if one is not None for m in one.models)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         by_part = [
