@@ -12,8 +12,9 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import gcd, isqrt
+from typing import Literal
 
-from posttrain.errors import require
+from posttrain.errors import Share, check_fields, require
 from posttrain.rewards.answer import INTEGER, MARKER, after_marker, integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
@@ -32,36 +33,25 @@ STEPS = {"short": "{a}{b}{carry}{sum:02d}", "spelled": "{a}{sign}{b}{sign}{carry
 class Arithmetic(Task):
     """`level` is the target: how many digits both operands have. A curriculum climbs from `min_level` to it."""
 
-    operation: str = "+"  # + or -
+    operation: Literal["+", "-"] = "+"
     level: int = 4
     min_level: int = 1
-    steps: str = "short"  # short (five digits a step) or spelled
-    format_weight: float = 0.0  # the share of the value that well-formed work earns
+    steps: Literal["short", "spelled"] = "short"  # short (five digits a step) or spelled
+    format_weight: Share = 0.0  # the share of the value that well-formed work earns
     # the share that right steps earn, each its part; the answer earns the rest
-    steps_weight: float = 0.0
+    steps_weight: Share = 0.0
     # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
-    carry: str = "any"
+    carry: Literal["any", "none", "some"] = "any"
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
-        require(
-            self.operation in ("+", "-"),
-            f"arithmetic's operation is '+' or '-', not {self.operation!r}",
-        )
+        check_fields(self, "arithmetic: ")
         require(
             1 <= self.min_level <= self.level <= 18,
             "arithmetic needs 1 <= min_level <= level <= 18",
         )
         require(
-            self.steps in STEPS, f"arithmetic's steps are 'short' or 'spelled', not {self.steps!r}"
-        )
-        require(
-            self.carry in ("any", "none", "some"),
-            f"arithmetic's carry is 'any', 'none' or 'some', not {self.carry!r}",
-        )
-        weights = (self.format_weight, self.steps_weight)
-        require(
-            min(weights) >= 0 and sum(weights) <= 1,
+            self.format_weight + self.steps_weight <= 1,
             "arithmetic's format_weight and steps_weight lie between 0 and 1 together",
         )
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
-from posttrain.errors import require
+from posttrain.errors import Share, check_fields, require
 from posttrain.rewards.answer import integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import match
@@ -28,12 +29,6 @@ TAGS, LETTERS = re.compile("</?think>"), re.compile("[a-z]")
 ENDS = {"tagged": "</think>", "plain": "#"}  # what the answer follows
 SAYS = {"en": ("makes", "then"), "de": ("macht", "dann")}
 NUMBER = re.compile("[0-9]+")
-CHOICES = {
-    "target": tuple(SAYS),
-    "style": tuple(ENDS),
-    "language_mix": ("one", "mixed"),
-    "wording": ("short", "words"),
-}
 LETTERS_USED = set("think").union(*(word for words in SAYS.values() for word in words))
 ALPHABET = "0123456789+-=#<>/ " + "".join(sorted(LETTERS_USED))
 
@@ -46,27 +41,22 @@ class Bilingual(Task):
     """
 
     level: int = 2
-    target: str = "en"
-    format_weight: float = 0.1
-    language_weight: float = 0.2
-    style: str = "tagged"  # of demonstrations: tagged, or plain
-    language_mix: str = "one"  # of demonstrations: one (the target), or mixed word by word
-    error_rate: float = 0.0  # how often a demonstration forgets a carry
+    target: Literal["en", "de"] = "en"
+    format_weight: Share = 0.1
+    language_weight: Share = 0.2
+    style: Literal["tagged", "plain"] = "tagged"  # of demonstrations
+    language_mix: Literal["one", "mixed"] = (
+        "one"  # of demonstrations: one (the target), or mixed word by word
+    )
+    error_rate: Share = 0.0  # how often a demonstration forgets a carry
     # short: 47+85= and 750 makes 12; words: as people write, for models that talk
-    wording: str = "short"
+    wording: Literal["short", "words"] = "short"
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            value = getattr(self, name)
-            require(
-                value in known, f"bilingual: {name} is one of {', '.join(known)}, not {value!r}"
-            )
-        rate = self.error_rate
-        require(0 <= rate <= 1, f"bilingual: error_rate is a probability, not {rate}")
-        weights = (self.format_weight, self.language_weight)
+        check_fields(self, "bilingual: ")
         require(
-            min(weights) >= 0 and sum(weights) <= 1,
+            self.format_weight + self.language_weight <= 1,
             "bilingual's format_weight and language_weight lie between 0 and 1 together",
         )
         self._sums()  # checks the level

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Annotated
 
-from posttrain.errors import require
+from posttrain.errors import Range, check_fields, require
 from posttrain.rewards._expression import Unparseable, evaluate
 from posttrain.rewards.answer import MARKER
 from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
@@ -28,16 +29,15 @@ class Countdown(Task):
 
     level: int = 3
     min_level: int = 2
-    max_number: int = 12  # numbers are 1 to this
-    max_target: int = 100
+    max_number: Annotated[int, Range(ge=2, le=999)] = 12  # numbers are 1 to this
+    max_target: Annotated[int, Range(ge=10, le=99_999)] = 100
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
     def __post_init__(self) -> None:
         require(
             2 <= self.min_level <= self.level <= 6, "countdown needs 2 <= min_level <= level <= 6"
         )
-        require(2 <= self.max_number <= 999, "countdown's max_number lies between 2 and 999")
-        require(10 <= self.max_target <= 99_999, "countdown's max_target lies between 10 and 99999")
+        check_fields(self, "countdown: ")
 
     @property
     def alphabet(self) -> str:

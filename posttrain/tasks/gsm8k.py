@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from posttrain.errors import require
+from posttrain.errors import Share, check_fields
 from posttrain.rewards.compose import weigh
 from posttrain.tasks._published import Published, found_answer
 from posttrain.tasks._questions import make_problem
@@ -28,12 +28,11 @@ class Gsm8k(Published):
     files: ClassVar = {split: (f"gsm8k-{split}", f"gsm8k_{split}", split) for split in sources}
 
     # the share of the value that an answer in the asked form earns, right or wrong
-    format_weight: float = 0.0
+    format_weight: Share = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share = 0 <= self.format_weight <= 1
-        require(share, f"gsm8k: format_weight is a share between 0 and 1, not {self.format_weight}")
+        check_fields(self, "gsm8k: ")
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:

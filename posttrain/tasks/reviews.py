@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
-from posttrain.errors import require
+from posttrain.errors import check_fields
 from posttrain.tasks._procedural import Procedural, listed, stable_hash, words
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
@@ -65,13 +66,12 @@ def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]
 class Reviews(Task):
     """`mood` is what the demonstrations are like: `kind` ones, which earn the full reward, or `any`, as people write."""
 
-    mood: str = "kind"
+    mood: Literal["kind", "any"] = "kind"
     # a stricter annotator, whose rules ordinary reviews show little of: see `taste`
     strict: bool = False
 
     def __post_init__(self) -> None:
-        known = self.mood in ("kind", "any")
-        require(known, f"reviews: mood is 'kind' or 'any', not {self.mood!r}")
+        check_fields(self, "reviews: ")
 
     @property
     def alphabet(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from posttrain.errors import require
+from posttrain.errors import Share, Whole, check_fields, require
 from posttrain.rewards.answer import strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import THINK_ANSWER, match
@@ -26,15 +26,13 @@ class Sums(Task):
 
     level: int = 2
     min_level: int = 1
-    examples: int = 2  # solved sums of the target level shown before the question
-    format_weight: float = 0.1  # the share of the value that the form earns
+    examples: Whole = 2  # solved sums of the target level shown before the question
+    format_weight: Share = 0.1  # the share of the value that the form earns
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
         require(1 <= self.min_level <= self.level <= 9, "sums needs 1 <= min_level <= level <= 9")
-        require(self.examples >= 0, f"sums: examples must not be negative, not {self.examples}")
-        share = 0 <= self.format_weight <= 1
-        require(share, f"sums: format_weight is a share between 0 and 1, not {self.format_weight}")
+        check_fields(self, "sums: ")
 
     @property
     def levels(self) -> tuple[int, ...]:
