@@ -58,17 +58,15 @@ def start(settings: Settings) -> Path:
     if (settings.again or settings.only) and (directory / CONFIG).is_file():
         check_format(Run(directory))
         with RunWriter.resume(directory) as writer:
-            (directory / SUMMARY).unlink(
-                missing_ok=True
-            )  # of what was: an attempt that is killed must not look complete
+            # of what was: an attempt that is killed must not look complete
+            (directory / SUMMARY).unlink(missing_ok=True)
             writer.configure(tree)
             writer.event("config", {"config": tree})
             _run(settings, writer)
         return directory
-    there, made = (
-        frozenset(directory.iterdir()) if os.path.isdir(directory) else None,
-        False,
-    )  # also where the name is too long
+    # os.path.isdir says no also where the name is too long
+    there = frozenset(directory.iterdir()) if os.path.isdir(directory) else None
+    made = False
     try:
         with RunWriter.create(directory, tree) as writer:
             made = True
@@ -309,59 +307,52 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
 
 def conclude(settings: Settings, context: Context) -> None:
     """What a person sees at the end: the table, three problems with both answers, where the plot is, what to try next."""
-    run, recipe = Run(context.directory), settings.recipe
+    run, recipe, folder = Run(context.directory), settings.recipe, context.directory
     drawn = bool(run.metrics())  # a pipeline of evaluations alone has no curves
     if drawn:
-        draw(run, context.directory / "plot.png")
+        draw(run, folder / "plot.png")
     if recipe.before and recipe.after:
-        before, after = context.result(recipe.before), context.result(recipe.after)
-        assert before is not None and after is not None
-        first, second = problems(context, recipe.before), problems(context, recipe.after)
-        pairs = same_problems(first, second)
-        paired, left = compare_rows(pairs), len(first) + len(second) - 2 * len(pairs)
-        rows = [
-            BeforeAfter(
-                "answer right",
-                Interval(*before["accuracy"]),
-                Interval(*after["accuracy"]),
-                paired.difference if paired else None,
-                len(pairs),
-            )
-        ]
-        rows += [
-            BeforeAfter(f"{name} right", Interval(*value), Interval(*after["parts"][name]))
-            for name, value in before["parts"].items()
-            if name != "answer" and name in after["parts"]
-        ]
-        show(final_table(rows, f"Held-out problems, {recipe.before} and {recipe.after} training"))
-        if left:
-            said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"
-            write_text(f"{said}\n", sys.stdout)
-        show(side_by_side(chosen(first, second)))
+        compare_before_after(context, recipe.before, recipe.after)
+    lines = []
     for stage in recipe.stages:
         best = (context.result(stage.name) or {}).get("best_score")
         if best is not None:
-            write_text(
-                f"best:     {stage.name}: {best['figure']} {best['score']:.4g} at step {best['step']}\n",
-                sys.stdout,
-            )
-    for line in alarm_lines(run.events()):
-        write_text(f"alarm:    {printable(line)}\n", sys.stdout)
-    if drawn:
-        write_text(f"plot:     {context.directory / 'plot.png'}\n", sys.stdout)
-    if pass_at_k(context, recipe.stages):
-        write_text(f"pass@k:   {context.directory / 'pass_at_k.png'}\n", sys.stdout)
-    if (context.directory / "export").is_dir():  # evaluations alone make no model
-        write_text(
-            f"model:    {context.directory / 'export'} (a plain transformers checkpoint)\n",
-            sys.stdout,
-        )
-    if any((context.directory / "rollouts").glob("*/*")):
-        write_text(f"rollouts: posttrain show {context.directory}\n", sys.stdout)
-    summary = run.summary or {}
-    write_text(f"took {duration(float(summary.get('seconds', 0)))}\n", sys.stdout)
-    if recipe.next_command:
-        write_text(f"try next: {printable(recipe.next_command)}\n", sys.stdout)
+            score = f"{best['figure']} {best['score']:.4g} at step {best['step']}"
+            lines.append(f"best:     {stage.name}: {score}")
+    lines += [f"alarm:    {printable(line)}" for line in alarm_lines(run.events())]
+    exported, written = (folder / "export").is_dir(), any((folder / "rollouts").glob("*/*"))
+    places = {
+        f"plot:     {folder / 'plot.png'}": drawn,
+        f"pass@k:   {folder / 'pass_at_k.png'}": pass_at_k(context, recipe.stages),
+        f"model:    {folder / 'export'} (a plain transformers checkpoint)": exported,
+        f"rollouts: posttrain show {folder}": written,
+        f"took {duration(float((run.summary or {}).get('seconds', 0)))}": True,
+        f"try next: {printable(recipe.next_command)}": bool(recipe.next_command),
+    }
+    lines += [line for line, there in places.items() if there]
+    write_text("".join(f"{line}\n" for line in lines), sys.stdout)
+
+
+def compare_before_after(context: Context, first: str, second: str) -> None:
+    """Show how two evaluations differ: every figure with its interval, and three problems with both answers."""
+    before, after = context.result(first), context.result(second)
+    assert before is not None and after is not None
+    old, new = problems(context, first), problems(context, second)
+    pairs = same_problems(old, new)
+    paired, left = compare_rows(pairs), len(old) + len(new) - 2 * len(pairs)
+    was, now = Interval(*before["accuracy"]), Interval(*after["accuracy"])
+    change = paired.difference if paired else None
+    rows = [BeforeAfter("answer right", was, now, change, len(pairs))]
+    rows += [
+        BeforeAfter(f"{name} right", Interval(*value), Interval(*after["parts"][name]))
+        for name, value in before["parts"].items()
+        if name != "answer" and name in after["parts"]
+    ]
+    show(final_table(rows, f"Held-out problems, {first} and {second} training"))
+    if left:
+        said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"
+        write_text(f"{said}\n", sys.stdout)
+    show(side_by_side(chosen(old, new)))
 
 
 def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
