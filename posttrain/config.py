@@ -67,7 +67,7 @@ class Settings(Checked):
 
 
 def check_machine(seed: int, device: str) -> None:
-    """What every command that runs a model is told."""
+    """Check what every command that runs a model takes."""
     require(0 <= seed < 2**63, f"seed is a whole number, 0 or more and below 2**63, not {seed}")
     known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device) is not None
     require(known, f"device must be auto, cpu, mps, cuda or cuda:0, not {device!r}")

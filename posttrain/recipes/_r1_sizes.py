@@ -35,7 +35,7 @@ class Scale:
     cold_steps: int
     begin: Optimization  # of the cold start
     sampled: int  # sums that the model of stage 2 answers for stage 3
-    mixed: tuple[Data, ...]  # the general data beside them, with its share
+    mixed: tuple[Data, ...]  # the general data mixed with them, with its share
     mixture_steps: int
     batch: int  # examples a step of supervised stages
     imitate: Optimization  # of stage 3

@@ -19,7 +19,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
 
     The demonstrations show one- and two-digit sums of every kind, but three-digit sums only where no digit carries into the next:
     about a quarter of what the target level holds. SFT therefore learns the format, to copy digits and to add them, and fails
-    where a three-digit sum needs a carry. GRPO, told only whether an answer is right, finds out the rest. `control` continues SFT
+    where a three-digit sum needs a carry. GRPO, rewarded only for right answers, finds out the rest. `control` continues SFT
     for as long as RL took: time alone does not do it.
     """
     task = Arithmetic(level=3)

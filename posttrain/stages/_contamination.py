@@ -2,7 +2,7 @@
 
 A stage refuses to train on a task whose own train and held-out problems share a question. Data of other stages and files may still
 hold what a later stage evaluates on; by then the model is trained, so that is not refused: it is said, counted, and the accuracy on the
-other problems is reported with that on all.
+other problems is reported too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def guard_training(
     measures: bool = True,
 ) -> None:
     """Check the tasks that a stage trains on, and leave the hashes of all it learns from, with those of the model it starts from.
-    A stage that `measures` nothing on held-out problems is told of an overlap instead of refused."""
+    A stage that `measures` nothing on held-out problems gets a message about an overlap, not a refusal."""
     hashes = set(trained_on(context, model))
     for task in [*tasks, *(source.task for source in data if source.task is not None)]:
         context.announce(

@@ -179,7 +179,7 @@ def _sha256(path: str, size: int, modified: int) -> str:
 
 
 def _plain(value: object) -> JSON:
-    """Settings as plain data, without those that only say how the work is done. Classes are told apart by name."""
+    """Settings as plain data, without those that only say how the work is done. Classes are distinguished by name."""
     if is_dataclass(value) and not isinstance(value, type):
         tree = {
             f.name: _plain(getattr(value, f.name))

@@ -25,7 +25,7 @@ class Data(Checked):
     """One source of examples: a `file` in JSONL, or a `task` with how many demonstrations of each level. In place of a file, an earlier
     stage that has written data, such as a sample stage, can be named.
 
-    `weight` is its share of the draws beside other sources; 0 means in proportion to its size.
+    `weight` is its share of the draws from all sources; 0 means in proportion to its size.
     """
 
     where: ClassVar[str] = "data: "

@@ -1,4 +1,4 @@
-"""What can be measured of a model beside its answers: how far it is from another one, and how well it predicts given text."""
+"""What can be measured of a model besides its answers: how far it is from another one, and how well it predicts given text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline is made of. A stage is a frozen dataclass; what it makes lies in the run directory, where the next finds it."""
+"""What a pipeline is made of. A stage is a frozen dataclass; what it makes is in the run directory, where the next finds it."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Context:
         return make_sampler(policy, rows, self.threads)
 
     def save_model(self, stage: str, policy: Policy, lora: Lora | None = None) -> None:
-        """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and kept beside
-        it in peft's format."""
+        """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and also kept
+        in peft's format."""
         from posttrain.models.lora import merge_adapters, peft_files
         from posttrain.models.save import save
 
@@ -103,7 +103,7 @@ class Context:
         )
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
-        """Keep per-problem results, or data that was made, next to the stage's result."""
+        """Keep per-problem results, or data that was made, with the stage's result."""
         path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(line + "\n" for line in lines), "utf-8")
@@ -240,9 +240,8 @@ def run_stages(
             if context.writer.attempt > 1:
                 context.events.emit("kept", stage=stage.name)
             continue
-        why = "; ".join(changes[:3]) + (
-            f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
-        )
+        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+        why = "; ".join(changes[:3]) + more
         if only and stage.name not in only:
             if done:
                 context.announce(stage.name, [f"is out of date and used as it is: {why}"])

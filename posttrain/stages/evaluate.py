@@ -167,12 +167,12 @@ def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[di
     if not any(marks):
         return {"contaminated": 0}, ""
     clean = evaluation.without(marks)
-    note = (
+    others = (
         f"accuracy on the other {clean.problems}: {clean.accuracy}"
         if clean
         else "no other problem is left"
     )
-    said = f"{sum(marks)} of {len(marks)} held-out problems are among what {model} was trained on; {note}"
+    said = f"{sum(marks)} of {len(marks)} held-out problems are among what {model} was trained on; {others}"
     return {
         "contaminated": sum(marks),
         "accuracy_clean": None if clean is None else clean.accuracy.row(),

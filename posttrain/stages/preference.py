@@ -133,7 +133,7 @@ class PreferenceStage(TrainStage):
             alone = sum(len(unit) == 1 for unit in train)
             context.announce(
                 self.name,
-                [f"{len(train) - alone:,} mismatched responses beside them, for the baseline"],
+                [f"{len(train) - alone:,} mismatched responses with them, for the baseline"],
             )
         return train, held_out
 

@@ -1,7 +1,7 @@
 """Where the reward of an rl stage comes from: the task's own score, reward models, a judge, or a weighted mix of them.
 
 In a recipe: `reward: {name: models, models: [reward]}`; on the command line `rl.reward=models rl.reward.models=[reward]`. A class of
-your own is named as `file.py:MyReward`. Whatever the source, the task's own score is reported beside it as `reward/task`.
+your own is named as `file.py:MyReward`. Whatever the source, the task's own score is also reported, as `reward/task`.
 """
 
 from __future__ import annotations

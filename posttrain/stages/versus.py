@@ -45,7 +45,7 @@ class VersusStage(Stage):
     """`model` against `against`, one answer each to `problems` held-out problems, judged by the task's own score or, where one is
     named, by a reward model or by a `judge`, who is asked in both orders as in an agreement stage: where they disagree it is a tie. A
     tie is half a win; what could not be judged is counted, and left out. Where the model wins and its answers have changed far
-    beside those of `against`, an alarm says so, as in training. KL(model || against) is in nats a response, estimated on the model's
+    from those of `against`, an alarm says so, as in training. KL(model || against) is in nats a response, estimated on the model's
     answers; there is none where they are not samples (temperature 0), or where the two have different vocabularies.
     `text` gives the perplexity of both on data that neither was tuned for: the alignment tax.
     """
@@ -133,7 +133,7 @@ class VersusStage(Stage):
         self, context: Context, ours: Sequence[Group], theirs: Sequence[Group], rate: Interval
     ) -> None:
         """Raise an alarm for what has changed far in answers that win: the win may be of that alone."""
-        # a judge leaves the task's own score as it is, which then stands beside its verdicts
+        # a judge leaves the task's own score as it is, which is then reported with its verdicts
         changed = (
             drifts(ours, theirs, (*GOLD, "reward") if self.judge else GOLD)
             if rate.low > 0.5

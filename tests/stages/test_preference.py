@@ -103,7 +103,7 @@ def test_prompts_do_not_cross_the_split(tmp_path: Path) -> None:
 
 def test_mismatched_examples_give_kto_its_baseline(tmp_path: Path) -> None:
     run = go(tmp_path, settings([write(tmp_path, LABELS)], algorithm={"name": "kto"}, steps=10, optimizer={"lr": 1e-2}))
-    assert "54 mismatched responses beside them, for the baseline" in (run / "events.jsonl").read_text()
+    assert "54 mismatched responses with them, for the baseline" in (run / "events.jsonl").read_text()
     rows = Run(run).metrics("prefs")
     assert rows[1].figures["kl"] == 0.0 and max(row.figures.get("kl", 0.0) for row in rows) > 0.0
 
