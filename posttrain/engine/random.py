@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 MASK = (1 << 64) - 1
@@ -34,22 +33,6 @@ def derive(*keys: int) -> int:
     for key in keys:
         state = mix(state + GOLDEN + mix(key + GOLDEN))
     return state
-
-
-def derive_each(seed: int, count: int) -> np.ndarray:
-    """signed(derive(seed, n)) for n in 0 .. count - 1, all at once.
-
-    >>> [int(n) for n in derive_each(7, 2)] == [signed(derive(7, 0)), signed(derive(7, 1))]
-    True
-    """
-
-    def mixed(x: np.ndarray) -> np.ndarray:
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
-        return x ^ (x >> np.uint64(31))
-
-    keys = mixed(np.arange(count, dtype=np.uint64) + np.uint64(GOLDEN))
-    return mixed(keys + np.uint64((derive(seed) + GOLDEN) & MASK)).view(np.int64)
 
 
 def uniforms(seed_N: Tensor, position_N: Tensor) -> Tensor:

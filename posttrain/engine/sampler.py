@@ -28,11 +28,11 @@ class Choices:
         cls, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, device: torch.device
     ) -> Choices:
         plain = bool((temperature == 1).all() and (top_k == 0).all() and (top_p == 1).all())
-        tensors = (
+        temperature_N, top_k_N, top_p_N = (
             torch.from_numpy(np.ascontiguousarray(a)).to(device)
             for a in (temperature, top_k, top_p)
         )
-        return cls(*tensors, plain=plain, cold=not temperature.any())
+        return cls(temperature_N, top_k_N, top_p_N, plain, cold=not temperature.any())
 
     def rest(self, first: int) -> Choices:
         """Those of the rows from `first` on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from posttrain.recipes._sentences import SENTENCES, favourites
 from posttrain.stages._material import Data
@@ -47,7 +48,7 @@ class Scale:
     prompts: int
     group: int
     explore: Optimization  # of both stages of RL
-    truncated: str = "keep"  # answers that were cut off, in the last stage
+    truncated: Literal["keep", "mask"] = "keep"  # answers that were cut off, in the last stage
     checkpoint_every: int = 25
 
 
