@@ -24,7 +24,7 @@ class ComparisonsStage(AskingStage):
     `data.jsonl` in the stage's folder, is read by reward_model and preference stages that name this stage as their data.
     """
 
-    samples: Annotated[int, Range(ge=2, text="at least 2: one answer cannot be compared")] = 2
+    samples: Annotated[int, Range(ge=2, text="at least 2 (one answer cannot be compared)")] = 2
     noise: NotNegative = 0.1
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
