@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
 import torch
@@ -24,9 +24,10 @@ ELSEWHERE = {
     "epochs": "how often a rollout is reused",
     "mini_batches": "into how many optimizer steps a rollout is cut",
     "share": "which samples `select` keeps",
+    "threshold": "which samples `select` keeps",
     "decay": "how the State's baseline moves, in `finish`",
     "ptx": "the weight of the pretraining batch, which is a batch of its own",
-    "target_kl": "when the reuse of a rollout ends, in `enough`",
+    "target_kl": "when the reuse of a rollout ends, in `Reuse.stop`",
     "kl_target": "how the State's beta moves, in `finish`",
     "kl_horizon": "how the State's beta moves, in `finish`",
 }
@@ -39,8 +40,13 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def numbers(kind: type[Algorithm]) -> list[str]:
-    """Fields that hold a number. Postponed annotations are strings."""
-    return [f.name for f in fields(kind) if str(f.type).split(" |")[0] in ("int", "float")]
+    """Fields that hold a number, or one of several numbers."""
+    hints = get_type_hints(kind)
+
+    def number(hint: Any) -> bool:
+        return hint in (int, float) or any(number(a) or type(a) is int for a in get_args(hint))
+
+    return [f.name for f in fields(kind) if number(hints[f.name])]
 
 
 def others(value: float | int | None) -> list[float | int]:
