@@ -419,7 +419,7 @@ class CUDABackend:
 
     def _run(self, steps: int, size: int, tiles: int, upload: Callable[[bool], None]) -> None:
         """Steps of the first `size` rows, which lie in `tiles` tiles. `upload` brings the host's state to the device where it changed;
-        called with true, whatever the device knew is lost."""
+        called with true, what the device knew was overwritten."""
         assert self.state is not None and steps <= BURST
         if self.device.type != "cuda":
             upload(False)

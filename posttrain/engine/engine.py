@@ -64,29 +64,20 @@ class Engine:
         return Statistics(*(sum(getattr(s, f.name) for s in every) for f in fields(Statistics)))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._check(request)
+        longest = max((self._check(request) for request in requests), default=0)
+        self.policy.check_length(longest)
         require(
             len({request.session for request in requests}) == len(requests),
             "requests submitted together must be of different sessions",
         )
-        histories: dict[int, np.ndarray] = {}
-        for request in requests:
-            before = self.sessions[request.session].ids if request.turn else None
-            histories[request.session] = self._ids(request, before)
-        works = self._works(requests, histories)
-        scheduler = self._scheduler()
+        works, scheduler = self._works(requests), self._scheduler()
         if isinstance(scheduler.backend, CUDABackend):
             scheduler.backend.check_room(works)
-        for request in requests:
-            session = self.sessions.setdefault(
-                request.session, Session(histories[request.session], 0)
-            )
-            session.ids, session.turn, session.waits = (
-                histories[request.session],
-                request.turn,
-                True,
-            )
+        for work in works:
+            for request in work.requests:
+                known = self.sessions.get(request.session)
+                worker = None if known is None else known.worker
+                self.sessions[request.session] = Session(work.ids, request.turn, worker=worker)
         here, first = list[Work](), list[Work]()
         for work in works:
             worker = self.sessions[work.session].worker
@@ -118,8 +109,9 @@ class Engine:
             self.took_over &= scheduler.busy
         for request, completion in found:
             session = self.sessions[request.session]
-            session.ids, session.waits = np.concatenate([session.ids, completion.ids]), False
-            if not request.keep:
+            if request.keep:
+                session.ids, session.waits = np.concatenate([session.ids, completion.ids]), False
+            else:
                 del self.sessions[request.session]
         return found
 
@@ -158,7 +150,8 @@ class Engine:
         self.cancel(list(self.sessions))
         self.release()
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request) -> int:
+        """Refuse a request that does not follow from what is known of its session; the number of tokens that it may come to."""
         require(
             not request.model,
             f"this sampler has the policy alone, no model {request.model!r}",
@@ -173,29 +166,27 @@ class Engine:
             )
         else:
             require(session is None, f"session {request.session} is there already")
-        self.policy.check_length(before + len(request.ids) + request.sampling.max_new_tokens)
+        return before + len(request.ids) + request.sampling.max_new_tokens
 
-    def _ids(self, request: Request, before: np.ndarray | None) -> np.ndarray:
-        ids = np.array(request.ids, np.int64)
-        return ids if before is None else np.concatenate([before, ids])
-
-    def _works(self, requests: Sequence[Request], histories: dict[int, np.ndarray]) -> list[Work]:
+    def _works(self, requests: Sequence[Request]) -> list[Work]:
         """Neighbouring samples of a group as one work, everything else alone."""
         works: list[Work] = []
         for request in requests:
             last = works[-1].requests[0] if works else None
             alike = (
                 last is not None
-                and request.group >= 0
+                and last.group == request.group >= 0
                 and not (request.turn or last.turn)
-                and (last.group, last.ids) == (request.group, request.ids)
+                and (last.ids is request.ids or last.ids == request.ids)
             )
             if alike:
                 works[-1].requests += (request,)
                 continue
-            ids = histories[request.session]
-            before = len(ids) - len(request.ids)
-            works.append(Work(next(self.numbers), (request,), ids, max(0, before - 2)))
+            ids, computed = np.array(request.ids, np.int64), 0
+            if request.turn:
+                before = self.sessions[request.session].ids
+                ids, computed = np.concatenate([before, ids]), max(0, len(before) - 2)
+            works.append(Work(next(self.numbers), (request,), ids, computed))
         return works
 
     def _scheduler(self) -> Scheduler:

@@ -15,9 +15,9 @@ import json
 import mmap
 import os
 import select
-import struct
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from posttrain.engine.scheduler import Scheduler, Work
+from posttrain.engine.scheduler import Scheduler, Work, without
 from posttrain.system import machine, processes
 from posttrain.types import JSON, Completion, Request, Sampling, Statistics
 
@@ -69,7 +69,7 @@ def one_thread() -> Iterator[None]:
 
 
 class EngineWorkers:
-    """The workers of one engine. They end with `close`, and with this process."""
+    """The worker processes of one engine. They end with `close`, and with this process."""
 
     def __init__(self) -> None:
         self.workers: list[EngineWorker] = []
@@ -89,35 +89,25 @@ class EngineWorkers:
     def submit(
         self, works: Sequence[Work], count: int, make: Callable[[], Scheduler]
     ) -> list[tuple[EngineWorker, Sequence[Work]]]:
-        """Deal works to up to `count` workers; which got which."""
+        """Deal works to up to `count` workers, which run what `make` gives; which got which."""
         parts = shares(works, count)
         with one_thread():
             while len(self.workers) < len(parts):
-                self.workers.append(EngineWorker.fork(make))
+                self.workers.append(EngineWorker.fork(make, self.finished))
         dealt = list(zip(self.workers, parts, strict=False))
-        messages = [_message("submit", _encode_works(part)) for part in parts]
-        for (worker, part), message in zip(
-            dealt, messages, strict=True
-        ):  # encoded before the first is awake
+        encoded = [_encode_works(part) for part in parts]  # before the first is awake
+        for (worker, part), message in zip(dealt, encoded, strict=True):
             worker.submit(part, message)
         return dealt
 
     def poll(self, timeout: float | None) -> Finished:
         """What workers have finished; waits for one of them up to `timeout` seconds, or until it is time for another look."""
-        found, self.finished = self.finished, []
         if self.paused:
             self._send("resume")
-        asked = [worker for worker in self.workers if worker.works]
-        wait = 0.0 if found else LOOK if timeout is None else min(timeout, LOOK)
-        ready = (
-            select.select([w.out for w in asked if not w.gone], [], [], wait)[0] if asked else []
-        )
-        for worker in asked:
-            if worker.out in ready:
-                found += worker.read()
-            elif worker.idle() > SILENCE:
-                worker.gone = True
-        self._bury()
+        wait = LOOK if timeout is None else min(timeout, LOOK)
+        self._read([w for w in self.workers if w.works], 0.0 if self.finished else wait)
+        found = self.finished.copy()
+        self.finished.clear()
         return found
 
     def failed_works(self) -> list[Work]:
@@ -128,87 +118,84 @@ class EngineWorkers:
     def cancel(self, sessions: Collection[int]) -> None:
         for worker in self.workers:
             worker.cancel(sessions)
-        self.finished = [pair for pair in self.finished if pair[0].session not in sessions]
-        self.failed = [
-            w
-            for w in (_subset(w, lambda r: r.session not in sessions) for w in self.failed)
-            if w.requests
-        ]
+        self.finished[:] = [pair for pair in self.finished if pair[0].session not in sessions]
+        left = (without(work, sessions) for work in self.failed)
+        self.failed = [work for work in left if work.requests]
 
     def publish(self, version: int) -> None:
         self._send("publish", version)
+
+    def release(self) -> None:
+        """Let workers stop, drop their caches, and wait until they have. They go on at the next poll."""
+        self._send("release")
+        while waiting := [w for w in self.workers if w.seen < w.sent]:
+            self._read(waiting, LOOK)
+
+    def close(self) -> list[Work]:
+        """End all workers; the works that they have not finished."""
+        left = [work for worker in self.workers for work in worker.unfinished()]
+        for worker in list(self.workers):
+            self._end(worker)
+        return left
 
     def _send(self, what: str, *about: JSON) -> None:
         for worker in self.workers:
             worker.send(what, *about)
         self.paused = what == "release"
 
-    def release(self) -> None:
-        """Let workers stop, drop their caches, and wait until they have. They go on at the next poll."""
-        self._send("release")
-        for worker in self.workers:
-            while worker.seen < worker.sent and not worker.gone:
-                if select.select([worker.out], [], [], LOOK)[0]:
-                    self.finished += worker.read()
-                elif worker.idle() > SILENCE:
-                    worker.gone = True
-        self._bury()
-
-    def close(self) -> list[Work]:
-        """End all workers; the works that they have not finished."""
-        left = [work for worker in self.workers for work in worker.unfinished()]
-        for worker in self.workers:
-            self.past = _sum(self.past, worker.statistics)
-            worker.end()
-        self.workers.clear()
-        return left
-
-    def _bury(self) -> None:
-        for worker in [w for w in self.workers if w.gone]:
+    def _read(self, workers: Sequence[EngineWorker], wait: float) -> None:
+        """Take what these workers wrote; one that died, or has not used its core for long, is given up."""
+        alive = [worker for worker in workers if not worker.gone]
+        ready = select.select([worker.out for worker in alive], [], [], wait)[0] if alive else []
+        for worker in alive:
+            if worker.out in ready:
+                worker.read()
+            elif worker.idle() > SILENCE:
+                worker.gone = True
+        for worker in [worker for worker in self.workers if worker.gone]:
             self.failed += worker.unfinished()
-            self.past = replace(
-                _sum(self.past, worker.statistics), failed_workers=self.past.failed_workers + 1
-            )
-            worker.end()
-            self.workers.remove(worker)
+            self._end(worker)
+            self.past = replace(self.past, failed_workers=self.past.failed_workers + 1)
+
+    def _end(self, worker: EngineWorker) -> None:
+        self.past = _sum(self.past, worker.statistics)
+        self.workers.remove(worker)
+        processes.end(worker.pid, worker.into, worker.out)
 
 
 @dataclass(eq=False)
 class EngineWorker:
-    """A process that runs a scheduler until its pipe closes."""
+    """A process that runs a scheduler until its pipe closes. Messages are lines of JSON."""
 
     pid: int
     into: int
     out: int
+    finished: Finished  # where completions are put
     gone: bool = False  # it died, or waits for something that will not come
     sent: int = 0  # messages to it, and how many of them it had read when it last wrote
     seen: int = 0
-    works: dict[tuple[int, int], tuple[int, Work]] = field(
-        default_factory=dict
-    )  # by session and turn: in which message
+    # by session and turn: in which message it was sent
+    works: dict[tuple[int, int], tuple[int, Work]] = field(default_factory=dict)
     received: bytearray = field(default_factory=bytearray)  # the beginning of its next message
     statistics: Statistics = field(default_factory=Statistics)
-    worked: tuple[float, float] = (
-        -1.0,
-        0.0,
-    )  # its processor time when last looked at, and when it last had less
+    # its processor time when last looked at, and when it last had less
+    worked: tuple[float, float] = (-1.0, 0.0)
 
     @classmethod
-    def fork(cls, make: Callable[[], Scheduler]) -> EngineWorker:
-        def live(questions: int, answers: int) -> None:
-            _close_all_but(questions, answers)
+    def fork(cls, make: Callable[[], Scheduler], finished: Finished) -> EngineWorker:
+        def live(requests: int, replies: int) -> None:
+            _close_all_but(requests, replies)
             with suppress(
                 OSError
-            ):  # so that it does not take this core from the parent, who has not asked the others yet
+            ):  # it does not take this core from the parent, who has not asked the others yet
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             _keep_memory()
-            _work(make(), questions, answers)
+            _work(make(), requests, replies)
 
-        return cls(*processes.fork(live))
+        return cls(*processes.fork(live), finished)
 
-    def submit(self, works: Sequence[Work], message: bytes = b"") -> None:
-        self.worked = (-1.0, time.monotonic())
-        self._send(message or _message("submit", _encode_works(works)))
+    def submit(self, works: Sequence[Work], encoded: JSON = None) -> None:
+        self.send("submit", encoded or _encode_works(works))
         for work in works:
             self.works |= {(r.session, r.turn): (self.sent, work) for r in work.requests}
 
@@ -216,45 +203,50 @@ class EngineWorker:
         self.works = {key: value for key, value in self.works.items() if key[0] not in sessions}
         self.send("cancel", sorted(sessions))
 
-    def send(self, what: str, *about: JSON) -> None:
-        self.worked = (-1.0, time.monotonic())
-        self._send(_message(what, *about))
-
-    def _send(self, message: bytes) -> None:
+    def send(self, *message: JSON) -> None:
+        """Replies are read meanwhile: a worker whose pipe is full would not read."""
+        self.worked, view = (-1.0, time.monotonic()), memoryview(_line(message))
         self.sent += 1
-        try:
-            _write(self.into, message)
-        except OSError:
-            self.gone = True
+        while view and not self.gone:
+            readable, writable, _ = select.select([self.out], [self.into], [], LOOK)
+            if readable:
+                self.read()
+            try:
+                view = view[os.write(self.into, view) :] if writable else view
+            except OSError:
+                self.gone = True
+            self.gone |= not (readable or writable) and self.idle() > SILENCE
 
-    def read(self) -> Finished:
+    def read(self) -> None:
         """Take what the worker wrote since. Completions of requests that were cancelled meanwhile are left out."""
         piece = os.read(self.out, 1 << 20)
         self.gone = not piece
-        self.received += piece
-        found: Finished = []
-        while len(self.received) >= 8 and len(self.received) >= 8 + (
-            size := struct.unpack_from("<Q", self.received)[0]
-        ):
-            reply = decode(bytes(self.received[8 : 8 + size]))
-            del self.received[: 8 + size]
-            if reply is None:
-                self.gone = True
-                break
-            self.seen, self.statistics, completions = reply
-            for key, completion in completions.items():
-                message, work = self.works.get(key, (self.seen + 1, None))
-                if work is not None and message <= self.seen:
-                    del self.works[key]
-                    request = next(r for r in work.requests if r.session == key[0])
-                    found.append((request, completion))
-        return found
+        for line in _lines(self.received, piece):
+            self.seen, counts, rows = json.loads(line)
+            self.statistics = Statistics(*counts)
+            for session, turn, finish, *texts in rows:
+                message, work = self.works.get((session, turn), (self.seen + 1, None))
+                if work is None or message > self.seen:
+                    continue
+                del self.works[session, turn]
+                request = next(r for r in work.requests if r.session == session)
+                ids, logprobs, versions = (
+                    np.frombuffer(b64decode(text), kind).copy()
+                    for text, (_, kind) in zip(texts, ARRAYS, strict=True)
+                )
+                self.finished.append((request, Completion(ids, logprobs, versions, finish)))
 
     def unfinished(self) -> list[Work]:
         """Works, without the requests that were finished. Their ids were computed before, there."""
-        numbers = {work.number: work for _, work in self.works.values()}
-        left = (_subset(w, lambda r: (r.session, r.turn) in self.works) for w in numbers.values())
-        return [replace(work, computed=len(work.ids) - 1) for work in left]
+        left = {work.number: work for _, work in self.works.values()}
+        return [
+            replace(
+                work,
+                requests=tuple(r for r in work.requests if (r.session, r.turn) in self.works),
+                computed=len(work.ids) - 1,
+            )
+            for work in left.values()
+        ]
 
     def idle(self) -> float:
         """Seconds since it last used its core. Work may take any time; a lock that nobody will release takes no processor time."""
@@ -265,16 +257,9 @@ class EngineWorker:
             self.worked = (used, now)
         return now - self.worked[1]
 
-    def end(self) -> None:
-        processes.end(self.pid, self.into, self.out)
-
 
 def _sum(one: Statistics, other: Statistics) -> Statistics:
     return Statistics(*(a + b for a, b in zip(astuple(one), astuple(other), strict=True)))
-
-
-def _subset(work: Work, wanted: Callable[[Request], bool]) -> Work:
-    return replace(work, requests=tuple(r for r in work.requests if wanted(r)))
 
 
 def _keep_memory() -> None:
@@ -306,32 +291,64 @@ def _close_all_but(*kept: int) -> None:
                 os.close(handle)
 
 
-def _work(scheduler: Scheduler, theirs: int, ours: int) -> None:
+def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
     """A worker's life: messages in, completions out. An error ends it, and the parent computes its share."""
-    seen, paused = 0, False
+    seen, paused, received = 0, False, bytearray()
     while True:
-        while paused or not scheduler.busy or select.select([theirs], [], [], 0)[0]:
-            data = _read(theirs)
-            if data is None:
+        while paused or not scheduler.busy or select.select([requests], [], [], 0)[0]:
+            piece = os.read(requests, 1 << 20)
+            if not piece:
                 return
-            what, *about = json.loads(data)
-            seen += 1
-            paused = what == "release" or (paused and what == "cancel")
-            if what == "submit":
-                scheduler.submit(_decode_works(about[0]))
-            elif what == "cancel":
-                scheduler.cancel(about[0])
-            elif what == "publish":
-                scheduler.publish(about[0])
-            elif what == "release":
-                scheduler.release()
-                _write(ours, encode(seen, scheduler.statistics, []))
+            for line in _lines(received, piece):
+                what, *about = json.loads(line)
+                seen += 1
+                paused = what == "release" or (paused and what == "cancel")
+                if what == "submit":
+                    scheduler.submit(_decode_works(about[0]))
+                elif what == "cancel":
+                    scheduler.cancel(about[0])
+                elif what == "publish":
+                    scheduler.publish(about[0])
+                elif what == "release":
+                    scheduler.release()
+                    processes.write_all(replies, _reply(seen, scheduler.statistics, []))
         if finished := scheduler.poll():
-            _write(ours, encode(seen, scheduler.statistics, finished))
+            processes.write_all(replies, _reply(seen, scheduler.statistics, finished))
 
 
-def _message(what: str, *about: JSON) -> bytes:
-    return json.dumps([what, *about]).encode()
+ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
+
+
+def _reply(seen: int, statistics: Statistics, finished: Finished) -> bytes:
+    rows = [
+        (
+            request.session,
+            request.turn,
+            completion.finish,
+            *(b64encode(getattr(completion, name).astype(kind)).decode() for name, kind in ARRAYS),
+        )
+        for request, completion in finished
+    ]
+    return _line((seen, astuple(statistics), rows))
+
+
+def _line(message: JSON) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _lines(received: bytearray, piece: bytes) -> list[bytes]:
+    """Whole lines, of which `received` had the beginning; it keeps that of the next one.
+
+    >>> rest = bytearray(b"[1")
+    >>> _lines(rest, b", 2]\\n[3]\\n[4"), rest
+    ([b'[1, 2]', b'[3]'], bytearray(b'[4'))
+    """
+    received += piece
+    if b"\n" not in piece:
+        return []
+    *lines, rest = bytes(received).split(b"\n")
+    received[:] = rest
+    return lines
 
 
 def _encode_works(works: Sequence[Work]) -> JSON:
@@ -360,62 +377,3 @@ def _decode_works(fields: JSON) -> list[Work]:
         )
         for number, requests, ids, computed in fields
     ]
-
-
-def _write(handle: int, data: bytes) -> None:
-    processes.write_all(handle, struct.pack("<Q", len(data)) + data, time.monotonic() + SILENCE)
-
-
-def _read(handle: int) -> bytes | None:
-    """One message; None where the pipe closed before it is whole."""
-    pieces, wanted = bytearray(), 8
-    while len(pieces) < wanted:
-        piece = os.read(handle, min(1 << 20, wanted - len(pieces)))
-        if not piece:
-            return None
-        pieces += piece
-        if wanted == 8 and len(pieces) == 8:
-            wanted += struct.unpack("<Q", pieces)[0]
-    return bytes(pieces[8:])
-
-
-def encode(seen: int, statistics: Statistics, finished: Finished) -> bytes:
-    """A reply as bytes: the length of a JSON header, the header, all ids, all log-probs, all versions."""
-    rows = [(r.session, r.turn, len(c.ids), c.finish) for r, c in finished]
-    header = json.dumps([seen, astuple(statistics), rows]).encode()
-    arrays = (
-        np.concatenate([getattr(c, name) for _, c in finished]).astype(kind).tobytes()
-        for name, kind in ARRAYS
-        if finished
-    )
-    return struct.pack("<Q", len(header)) + header + b"".join(arrays)
-
-
-ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
-Reply = tuple[int, Statistics, dict[tuple[int, int], Completion]]
-
-
-def decode(data: bytes) -> Reply | None:
-    """What `encode` was given; None where the bytes are not all there."""
-    if len(data) < 8:
-        return None
-    (size,) = struct.unpack_from("<Q", data)
-    if len(data) < 8 + size:
-        return None
-    seen, statistics, rows = json.loads(data[8 : 8 + size])
-    lengths = [length for _, _, length, _ in rows]
-    total, at = sum(lengths), 8 + size
-    if len(data) != at + total * 16:
-        return None
-    ends, parts = np.cumsum(lengths)[:-1], []
-    for _, kind in ARRAYS:
-        parts.append(np.split(np.frombuffer(data, kind, total, at).copy(), ends)[: len(rows)])
-        at += total * np.dtype(kind).itemsize
-    return (
-        seen,
-        Statistics(*statistics),
-        {
-            (session, turn): Completion(arrays[0], arrays[1], arrays[2], finish)
-            for (session, turn, _, finish), *arrays in zip(rows, *parts, strict=True)
-        },
-    )

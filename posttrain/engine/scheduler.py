@@ -7,7 +7,7 @@ company changes what is sampled.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -130,7 +130,11 @@ class Scheduler:
         self.ids, self.logprobs = np.zeros((0, 32), np.int64), np.zeros((0, 32), np.float32)
         self.stop_V = np.zeros(policy.head.weight_VH.shape[0], bool)
         self.stop_V[list(policy.stop_ids)] = True
-        self.statistics = Statistics()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def statistics(self) -> Statistics:
+        return Statistics(**self.counts)
 
     @property
     def busy(self) -> bool:
@@ -160,7 +164,7 @@ class Scheduler:
         """Remove the rows, waiting works, completions and caches of these sessions."""
         self._collect()
         self.finished = [pair for pair in self.finished if pair[0].session not in sessions]
-        kept = (_without(work, sessions) for work in self.waiting)
+        kept = (without(work, sessions) for work in self.waiting)
         self.waiting = deque(work for work in kept if work.requests)
         for row, slot in enumerate(self.rows.live("output").tolist()):
             work, member = self.members[slot]
@@ -221,13 +225,13 @@ class Scheduler:
                 return False
         return True
 
-    def _drop_oldest(self, besides: int = -1) -> bool:
-        sessions = [session for session in self.kept if session != besides]
+    def _drop_oldest(self, spared: int = -1) -> bool:
+        sessions = [session for session in self.kept if session != spared]
         if not sessions:
             return False
         oldest = min(sessions, key=lambda session: self.kept[session].number)
         self.backend.drop(self.kept.pop(oldest))
-        self._count(dropped_sessions=1)
+        self.counts["dropped_sessions"] += 1
         return True
 
     def _admit(self) -> None:
@@ -247,7 +251,7 @@ class Scheduler:
             caches.append(cache)
             tokens += new
             again = max(0, work.computed - len(work.ids) + new)
-            self._count(prefilled=new - again, recomputed=again)
+            self.counts.update(prefilled=new - again, recomputed=again)
         self._record(first, *self.backend.prefill(works, caches, first))
         for cache in caches:
             if cache is not None:
@@ -280,24 +284,26 @@ class Scheduler:
     def _record(self, first: int, ids_SN: np.ndarray, logprobs_SN: np.ndarray) -> None:
         """Write down what the rows from `first` on drew, as far as each went, and which of them are done."""
         rows, steps = self.rows, len(ids_SN)
-        before, output = rows.live("count", first), rows.live("output", first)
-        written_SN = before + 1 + np.arange(steps)[:, None]
+        count, output = rows.live("count", first), rows.live("output", first)
+        written_SN = count + 1 + np.arange(steps)[:, None]
         stopped_SN = self.stop_V[ids_SN] & (written_SN > rows.live("min", first))
         over_SN = stopped_SN | (written_SN >= rows.live("limit", first))
-        ended = over_SN.any(0)
-        valid = np.where(ended, over_SN.argmax(0) + 1, steps)
-        length, width = int((before + valid).max()), self.ids.shape[1]
+        length, width = int(written_SN[-1].max()), self.ids.shape[1]
         if length > width:
             more = ((0, 0), (0, max(length - width, width)))
             self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
-        step, row = np.nonzero(np.arange(steps)[:, None] < valid)
-        self.ids[output[row], before[row] + step] = ids_SN[step, row]
-        self.logprobs[output[row], before[row] + step] = logprobs_SN[step, row]
-        last = (valid - 1, np.arange(len(valid)))
+        if steps == 1:
+            self.ids[output, count], self.logprobs[output, count] = ids_SN[0], logprobs_SN[0]
+            last: tuple[int | np.ndarray, slice | np.ndarray] = (0, slice(None))
+            count += 1
+        else:
+            valid = np.where(over_SN.any(0), over_SN.argmax(0) + 1, steps)
+            step, row = np.nonzero(np.arange(steps)[:, None] < valid)
+            place, last = (output[row], count[row] + step), (valid - 1, np.arange(len(valid)))
+            self.ids[place], self.logprobs[place] = ids_SN[step, row], logprobs_SN[step, row]
+            count += valid
         rows.live("last", first)[:] = ids_SN[last]
-        rows.live("done", first)[:] = np.where(ended, 1 + stopped_SN[last], 0)
-        before += valid
-        self._count(sampled=int(valid.sum()))
+        np.add(over_SN[last], stopped_SN[last], out=rows.live("done", first), dtype=np.int64)
 
     def _retire(self) -> None:
         """Take finished rows out."""
@@ -309,20 +315,19 @@ class Scheduler:
         for row, slot, length, end in zip(gone.tolist(), *columns, strict=True):
             work, member = self.members.pop(slot)
             self.free.append(slot)
+            self.counts["sampled"] += length
             if end == CANCELLED:
                 continue
             request = work.requests[member]
-            completion = self._completion(work, slot, length)
-            self.finished.append(
-                (request, replace(completion, finish="stop" if end == STOPPED else "length"))
-            )
+            finish = "stop" if end == STOPPED else "length"
+            self.finished.append((request, self._completion(work, slot, length, finish)))
             if request.keep:
                 self.kept[request.session] = self.backend.keep(row, work.number)
         rows.take(self.backend.remove(gone))
         while not self.backend.fits(None) and self._drop_oldest():
             pass
 
-    def _completion(self, work: Work, slot: int, length: int) -> Completion:
+    def _completion(self, work: Work, slot: int, length: int, finish: str = "") -> Completion:
         """What a row has sampled so far, before it was interrupted included."""
         parts: tuple[np.ndarray, ...] = (
             self.ids[slot, :length].copy(),
@@ -332,7 +337,7 @@ class Scheduler:
         if (had := work.written) is not None:
             before = (had.ids, had.logprobs, had.versions)
             parts = tuple(np.concatenate(pair) for pair in zip(before, parts, strict=True))
-        return Completion(parts[0], parts[1], parts[2], "")
+        return Completion(parts[0], parts[1], parts[2], finish)
 
     def _suspend(self) -> None:
         """Put the live rows back to the head of the queue, with what they have sampled, and drop every cache."""
@@ -343,6 +348,7 @@ class Scheduler:
         ):
             work, member = self.members.pop(slot)
             self.free.append(slot)
+            self.counts["sampled"] += length
             ids = np.concatenate([work.ids, self.ids[slot, :length]])
             written = self._completion(work, slot, length)
             works.append(Work(work.number, (work.requests[member],), ids, len(ids) - 1, written))
@@ -366,14 +372,9 @@ class Scheduler:
         self.rows.take(np.zeros(0, np.int64))
         self.backend.release()
 
-    def _count(self, **more: int) -> None:
-        self.statistics = replace(
-            self.statistics,
-            **{name: getattr(self.statistics, name) + value for name, value in more.items()},
-        )
 
-
-def _without(work: Work, sessions: Collection[int]) -> Work:
+def without(work: Work, sessions: Collection[int]) -> Work:
+    """The work without the requests of these sessions."""
     if not any(r.session in sessions for r in work.requests):
         return work
     return replace(work, requests=tuple(r for r in work.requests if r.session not in sessions))

@@ -70,7 +70,9 @@ def test_versions_of_tokens_say_which_weights_sampled_them() -> None:
     with torch.no_grad():
         for start, end in zip(batch.starts, batch.starts[1:], strict=False):
             ids = batch.ids_T[start:end]
-            by_hand = [model(ids[None]).logits[0].log_softmax(-1)[torch.arange(end - start - 1), ids[1:]] for model in (old, new)]
+            by_hand = [
+                model(ids[None]).logits[0].log_softmax(-1)[torch.arange(end - start - 1), ids[1:]] for model in (old, new)
+            ]
             for version, logprobs in enumerate(by_hand):
                 own = (versions[start + 1 : end] == version).numpy()
                 np.testing.assert_allclose(batch.behaviour_T[start + 1 : end].numpy()[own], logprobs.numpy()[own], atol=1e-5)

@@ -248,7 +248,10 @@ def test_agreement_with_people_is_reported(saved: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (directory / "stages" / "people" / "verdicts.jsonl").read_text().splitlines()]
     assert len(lines) == 4 and {line["judge"] for line in lines} == {"tie"} and {line["people"] for line in lines} == {"A", "B"}
     with pytest.raises(GuardStop, match=r"agrees with people on 0.0% of the pairs, less than 60.0%"):
-        run(tmp_path / "gate", AgreementStage(name="people", data=str(file), judge=JudgeSettings(model=saved), min_agreement=0.6))
+        run(
+            tmp_path / "gate",
+            AgreementStage(name="people", data=str(file), judge=JudgeSettings(model=saved), min_agreement=0.6),
+        )
 
 
 @pytest.mark.parametrize(
