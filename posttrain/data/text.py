@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class Decoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
+        self._complete: dict[int, str] = {}  # texts of ids whose bytes are whole characters
         self._special = set(tokenizer.all_special_ids)
         self._anchor = self._find_anchor()
 
@@ -40,7 +42,7 @@ class Decoder:
         The last offset is always the length of the text, and offsets never fall. A token that ends inside a character (part of
         an emoji) completes none; the character counts at the token that finishes it.
         """
-        listed = [int(i) for i in ids]
+        listed = np.asarray(ids, dtype=np.int64).tolist()
         text = self._text(listed)
         pieces = self._pieces(listed)
         joined = "".join(pieces)
@@ -50,11 +52,12 @@ class Decoder:
             first = next(n for n, piece in enumerate(pieces) if piece)
             pieces[first], joined = pieces[first][1:], text
         if joined == text:
-            return text, np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+            return text, np.cumsum(list(map(len, pieces)), dtype=np.int64)
         return text, self._slow_offsets(listed, text)
 
     def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        # as an array: of a list, transformers asks for the type of every number
+        return str(self.tokenizer.decode(np.array(ids, np.int64), skip_special_tokens=True))
 
     def _find_anchor(self) -> list[int]:
         """A token with text of its own, to stand before another: many tokenizers drop the leading space of the first token."""
@@ -65,7 +68,12 @@ class Decoder:
         return []
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        """The characters that each token completes, by an incremental UTF-8 decoder over the tokens' bytes."""
+        """The characters that each token completes: those of its own where all tokens are whole characters, else by an incremental
+        UTF-8 decoder over the tokens' bytes."""
+        try:
+            return list(map(self._complete.__getitem__, ids))
+        except KeyError:  # an id that is new, or a part of a character
+            pass
         stream = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = [stream.decode(self._bytes_of(i)) for i in ids]
         if pieces:
@@ -76,6 +84,8 @@ class Decoder:
         known = self._bytes.get(i)
         if known is None:
             known = self._bytes[i] = b"" if i in self._special else self._find_bytes(i)
+            with suppress(UnicodeDecodeError):
+                self._complete[i] = known.decode()
         return known
 
     def _find_bytes(self, i: int) -> bytes:
