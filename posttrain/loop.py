@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -109,6 +112,7 @@ class Loop:
             events.shown_by(console.show),
             events.at(self.stage, self.step),
             self.stage_monitor.running() as monitor,
+            uncollected(),
         ):
             monitor.check_frozen(self.step)
             if self.step == 0 and schedule.evaluate_every and self.evaluate is not None:
@@ -156,11 +160,13 @@ class Loop:
         metrics += trainer.role_metrics(filled)
         rate = trainer.settings.rate(self.step, schedule.steps)
         trained: list[Batch] = []
-        if not filled.sequences:  # nothing was selected
-            metrics.append(Metric("skipped", 1, None))
-        elif usable and self.update(filled, rate, groups, metrics, trained):
-            monitor.check_coefficients(step, filled, self.state, groups, metrics)
-            self.state = algorithm.finish(self.state, metrics)
+        with ThreadPoolExecutor(1) as thread:  # while the device is busy with the update
+            measured = thread.submit(monitor.monitor.measure, groups)
+            if not filled.sequences:  # nothing was selected
+                metrics.append(Metric("skipped", 1, None))
+            elif usable and self.update(filled, rate, groups, metrics, trained):
+                monitor.check_coefficients(step, filled, self.state, groups, metrics)
+                self.state = algorithm.finish(self.state, metrics)
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
         self.step = step
         if self.sampler is not None:
@@ -168,8 +174,7 @@ class Loop:
         if shown and groups:
             self.write_rollouts(groups, trained)
         self.source.observe(groups)
-        measured = monitor.monitor.measure(groups)
-        return measured | dict(merge(metrics)) | {"learning_rate": rate}
+        return measured.result(0) | dict(merge(metrics)) | {"learning_rate": rate}
 
     def update(
         self,
@@ -327,6 +332,17 @@ class Loop:
         for device, text in state["generators"].items():
             if device == "cpu" or torch.cuda.is_available():
                 setters[device](torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python's garbage collector from walking what exists already, such as modules and data sets, whenever a step makes many
+    small objects."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def is_due(step: int, every: int, last: bool = False) -> bool:
