@@ -70,10 +70,10 @@ class Decoder:
     def _pieces(self, ids: list[int]) -> list[str]:
         """The characters that each token completes: those of its own where all tokens are whole characters, else by an incremental
         UTF-8 decoder over the tokens' bytes."""
-        try:
+        for i in set(ids).difference(self._bytes):
+            self._bytes_of(i)
+        with suppress(KeyError):  # of a token that is a part of a character
             return list(map(self._complete.__getitem__, ids))
-        except KeyError:  # an id that is new, or a part of a character
-            pass
         stream = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = [stream.decode(self._bytes_of(i)) for i in ids]
         if pieces:

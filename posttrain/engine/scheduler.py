@@ -8,8 +8,7 @@ company changes what is sampled.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -123,6 +122,7 @@ class Scheduler:
         self.waiting: deque[Work] = deque()
         self.arrived: list[Work] = []  # those that the backend has not prepared for
         self.fresh, self.launched = True, False
+        self.was_training = False  # the model, before it was set to evaluate
         self.finished: list[tuple[Request, Completion]] = []
         self.kept: dict[int, Kept] = {}  # by session
         self.members: dict[int, tuple[Work, int]] = {}  # by output slot: whose sample it is
@@ -149,9 +149,11 @@ class Scheduler:
     def poll(self) -> list[tuple[Request, Completion]]:
         """Finish the burst that was launched, let waiting works in, launch the next; what is finished."""
         if self.busy:
+            if self.policy.model.training:  # until nothing is left: a switch walks all modules
+                self.policy.model.eval()
+                self.was_training = True
             try:
-                with _evaluating(self.policy.model):
-                    self._advance()
+                self._advance()
             except BaseException:
                 self._reset()
                 raise
@@ -361,6 +363,12 @@ class Scheduler:
     def _rest(self) -> None:
         if not self.busy:
             self.backend.idle()
+            self._restore_mode()
+
+    def _restore_mode(self) -> None:
+        if self.was_training:
+            self.was_training = False
+            self.policy.model.train()
 
     def _reset(self) -> None:
         """After an error: forget everything, so that the next call finds a scheduler that works."""
@@ -371,6 +379,7 @@ class Scheduler:
         self.free = list(range(len(self.ids) - 1, -1, -1))
         self.rows.take(np.zeros(0, np.int64))
         self.backend.release()
+        self._restore_mode()
 
 
 def without(work: Work, sessions: Collection[int]) -> Work:
@@ -378,15 +387,3 @@ def without(work: Work, sessions: Collection[int]) -> Work:
     if not any(r.session in sessions for r in work.requests):
         return work
     return replace(work, requests=tuple(r for r in work.requests if r.session not in sessions))
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    if not model.training:
-        yield
-        return
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()

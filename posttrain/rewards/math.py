@@ -109,7 +109,6 @@ def grade(
         return Score.failed(f"grader fault: {type(fault).__name__}")
 
 
-@lru_cache(maxsize=64)  # a task may ask for the answer, its form and its spelling
 def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
     r"""The text of the answer: after the reasoning has ended, the last complete box or what follows the last marker.
 

@@ -56,11 +56,12 @@ class Published(Questions):
 
     def score(self, problem: Problem, response: str) -> Score:
         """The found answer against the gold one, by the math grader."""
+        if self.style == "boxed":
+            return grade(response, problem.answer, question=problem.question)
         answer = found_answer(self.style, response)
-        if answer is None and self.style != "boxed":
+        if answer is None:
             return UNPARSEABLE if problem.answer.strip() else grade("", problem.answer)
-        text = response if self.style == "boxed" else f"\\boxed{{{answer}}}"
-        return grade(text, problem.answer, question=problem.question)
+        return grade(f"\\boxed{{{answer}}}", problem.answer, question=problem.question)
 
     def final(self, response: str) -> str | None:
         return canonical(found_answer(self.style, response))

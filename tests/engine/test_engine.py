@@ -243,6 +243,7 @@ def test_the_models_mode_is_put_back(policy: Policy, training: bool) -> None:
     assert policy.model.training is training
     answers = generate_groups(Engine(policy, 2), several(6))
     next(answers)
+    answers.close()
     assert policy.model.training is training
     policy.model.eval()
 
