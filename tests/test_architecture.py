@@ -1,4 +1,4 @@
-"""The plan of the house, checked: who may import whom, how long things may be, and what may never be called.
+"""The design, checked: who may import whom, how long things may be, and what may never be called.
 
 Every check is a function from a package folder to a list of complaints, so that each can also be shown to fail.
 """
@@ -20,10 +20,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "posttrain"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 600, 112, 29_050  # those of the package without blanks, comments, docstrings
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 600, 76, 27_400  # those of the package without blanks, comments, docstrings
 
-# Who may import whom: a room may import itself, `errors`, and what its line names. A name covers everything below it, so
-# "runs" covers runs/read.py and "runs.read" only that file. To add a room, add a line.
+# Who may import whom: a part may import itself, `errors`, and what its line names. A name covers everything below it, so
+# "runs" covers runs/read.py and "runs.read" only that file. To add a part, add a line.
 LEAVES = "types trust events"
 MODELS = "types events ops data models"
 BELOW_COLLECT = "types trust events catalogue system ops rewards tasks algorithms data models engine train"
@@ -66,11 +66,11 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 
-# Packages that a room may not import: anywhere in it, or while its module is imported. TYPE_CHECKING imports are free.
+# Packages that a part may not import: anywhere in it, or while its module is imported. TYPE_CHECKING imports are free.
 NEVER = {
     "torch": "types errors events catalogue tasks rewards",
     "transformers": "types errors events catalogue tasks rewards runs ops algorithms",
-    "pydantic": " ".join(room for room in MAY_IMPORT if room not in ("config", "cli", "serve", "studio")),
+    "pydantic": " ".join(part for part in MAY_IMPORT if part not in ("config", "cli", "serve", "studio")),
 }
 NOT_AT_IMPORT = {
     "torch": "cli config __init__ recipes runs",
@@ -146,40 +146,40 @@ def _targets(node: ast.AST, name: str, is_package: bool) -> list[str]:
     return []
 
 
-def room_of(name: str) -> str:
+def part_of(name: str) -> str:
     return name.split(".")[0]
 
 
 def inner_imports(package: Path) -> list[str]:
     complaints = []
     for name, path, tree in sources(package):
-        room = room_of(name)
-        if room not in MAY_IMPORT:
-            complaints.append(f"{path.relative_to(package)}: {room!r} has no line in MAY_IMPORT")
+        part = part_of(name)
+        if part not in MAY_IMPORT:
+            complaints.append(f"{path.relative_to(package)}: {part!r} has no line in MAY_IMPORT")
             continue
-        allowed = [room, "errors", *MAY_IMPORT[room].split()]
+        allowed = [part, "errors", *MAY_IMPORT[part].split()]
         for entry in imports(tree, name, path.stem == "__init__"):
             if entry.target.split(".")[0] != package.name:
                 continue
             target = entry.target.removeprefix(package.name).lstrip(".")
             if not any(target == prefix or target.startswith(prefix + ".") for prefix in allowed):
-                complaints.append(f"{path.relative_to(package)}:{entry.line}: {room} may not import {target or package.name}")
+                complaints.append(f"{path.relative_to(package)}:{entry.line}: {part} may not import {target or package.name}")
     return complaints
 
 
 def outer_imports(package: Path) -> list[str]:
     complaints = []
     for name, path, tree in sources(package):
-        room = room_of(name)
+        part = part_of(name)
         for entry in imports(tree, name, path.stem == "__init__"):
             if entry.typing_only:
                 continue
             library = entry.target.split(".")[0]
-            never = room in NEVER.get(library, "").split()
-            late = entry.at_import and room in NOT_AT_IMPORT.get(library, "").split()
+            never = part in NEVER.get(library, "").split()
+            late = entry.at_import and part in NOT_AT_IMPORT.get(library, "").split()
             if never or late:
                 when = "anywhere" if never else "at module level"
-                complaints.append(f"{path.relative_to(package)}:{entry.line}: {room} may not import {library} {when}")
+                complaints.append(f"{path.relative_to(package)}:{entry.line}: {part} may not import {library} {when}")
     return complaints
 
 
@@ -280,22 +280,22 @@ CHECKS: tuple[Callable[[Path], list[str]], ...] = (inner_imports, outer_imports,
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_house_is_in_order(check: Callable[[Path], list[str]]) -> None:
+def test_the_package_follows_its_design(check: Callable[[Path], list[str]]) -> None:
     complaints = check(PACKAGE)
     assert not complaints, "\n" + "\n".join(complaints)
 
 
 def test_the_table_has_no_cycles() -> None:
-    """Rooms form layers: whoever may be imported may not import back, even through others."""
-    names = {room: {room_of(entry) for entry in line.split()} - {room} for room, line in MAY_IMPORT.items()}
+    """Parts form layers: whoever may be imported may not import back, even through others."""
+    names = {part: {part_of(entry) for entry in line.split()} - {part} for part, line in MAY_IMPORT.items()}
     assert set().union(*names.values()) <= set(MAY_IMPORT)
 
-    def reachable(room: str, seen: frozenset[str]) -> frozenset[str]:
-        for below in names[room] - seen:
+    def reachable(part: str, seen: frozenset[str]) -> frozenset[str]:
+        for below in names[part] - seen:
             seen = reachable(below, seen | {below})
         return seen
 
-    assert [room for room in MAY_IMPORT if room in reachable(room, frozenset())] == []
+    assert [part for part in MAY_IMPORT if part in reachable(part, frozenset())] == []
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
