@@ -48,9 +48,8 @@ class Seconds:
     """Where the time of collecting went. Only `overlapped` runs at the same time as the others."""
 
     generate: float = 0.0  # in the sampler, and rendering prompts
-    score: float = (
-        0.0  # decoding to text and scoring that generation waited for, or that came after it
-    )
+    # decoding to text and scoring that generation waited for, or that came after it
+    score: float = 0.0
     tools: float = 0.0  # waiting for episodes that did not await `generate`
     overlapped: float = 0.0  # scoring in workers and in the event loop while generation went on
 

@@ -33,14 +33,7 @@ from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import RESULT, references
-from posttrain.stages.base import (
-    Context,
-    Stage,
-    check_names,
-    exported,
-    run_stages,
-    worker_pool,
-)
+from posttrain.stages.base import Context, Stage, check_names, exported, run_stages, worker_pool
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system.files import atomic_folder
 from posttrain.system.workers import WorkerPool

@@ -21,9 +21,8 @@ from posttrain.errors import require
 if TYPE_CHECKING:  # imports numpy, and the command line imports this
     from posttrain.types import JSON
 
-KEY_VARIABLE = (
-    "OPENAI_API_KEY"  # the key that a judge's server is sent where the user says nothing else
-)
+# the key that a judge's server is sent where the user says nothing else
+KEY_VARIABLE = "OPENAI_API_KEY"
 HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # HOST or HOST:PORT, with commas between: who may be sent texts and the key
 # Nothing that two readers of addresses could disagree about: no user, no query, no fragment, no escapes in the host.
 ADDRESS = re.compile(
@@ -81,9 +80,8 @@ class Trust:
 
     file: str = ""
     typed: Mapping[str, JSON] = field(default_factory=dict)
-    strict: bool = (
-        True  # files lie within the folder always; else only where texts leave the machine
-    )
+    # files lie within the folder always; else only where texts leave the machine
+    strict: bool = True
 
     @property
     def whole(self) -> bool:

@@ -179,9 +179,8 @@ class Request:
     sampling: Sampling
     session: int = 0  # unique among what the sampler holds
     turn: int = 0
-    group: int = (
-        -1
-    )  # neighbouring first turns of one group have the same ids: prefilled once; -1: alone
+    # neighbouring first turns of one group have the same ids: prefilled once; -1: alone
+    group: int = -1
     keep: bool = False  # keep the cache of the session for another turn, until `cancel`
     model: str = ""  # the policy, or a named frozen checkpoint
 
@@ -209,13 +208,11 @@ class Statistics:
 
     prefilled: int = 0  # tokens of prompts and later turns, each group's prompt counted once
     sampled: int = 0  # tokens
-    recomputed: int = (
-        0  # tokens prefilled again: after `publish`, of dropped sessions, of failed workers
-    )
+    # tokens prefilled again: after `publish`, of dropped sessions, of failed workers
+    recomputed: int = 0
     dropped_sessions: int = 0  # kept caches that were given up for want of memory
-    failed_workers: int = (
-        0  # processes that died or hung: their requests were taken over, more slowly
-    )
+    # processes that died or hung: their requests were taken over, more slowly
+    failed_workers: int = 0
 
 
 @runtime_checkable
@@ -265,9 +262,8 @@ class Segment:
     sampled: bool
     logprobs: np.ndarray | None = None  # float32 [T], when sampled
     offsets: np.ndarray | None = None  # int64 [T]: where in `text` each token's characters end
-    versions: np.ndarray | None = (
-        None  # int32 [T], when sampled: the weights that sampled each token
-    )
+    # int32 [T], when sampled: the weights that sampled each token
+    versions: np.ndarray | None = None
     finish: str = ""
 
 
@@ -346,9 +342,8 @@ class Example:
     unit: int = -1  # examples of one unit (a pair, a ranking) stay together; -1: a unit of its own
     # what people said of it: in a pair or ranking the higher is preferred, by so much; 1 good, 0 bad
     reward: float = float("nan")
-    steps: np.ndarray | None = (
-        None  # float32 [T]: the label of the step that ends at a token, NaN elsewhere
-    )
+    # float32 [T]: the label of the step that ends at a token, NaN elsewhere
+    steps: np.ndarray | None = None
 
 
 class _Columns:

@@ -120,9 +120,8 @@ class CUDABackend:
         self.table, self.prompt_table = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.int32)
         self.prompts: dict[int, tuple[int, np.ndarray]] = {}  # references, pages
         self.numbers = count()
-        self.promised = (
-            0  # pages of all live rows at their longest, of their prompts, and of kept sessions
-        )
+        # pages of all live rows at their longest, of their prompts, and of kept sessions
+        self.promised = 0
         self.changed, self.shape = (
             True,
             (0, 0),

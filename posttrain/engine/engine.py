@@ -152,10 +152,7 @@ class Engine:
 
     def _check(self, request: Request) -> int:
         """Refuse a request that does not follow from what is known of its session; the number of tokens that it may come to."""
-        require(
-            not request.model,
-            f"this sampler has the policy alone, no model {request.model!r}",
-        )
+        require(not request.model, f"this sampler has the policy alone, no model {request.model!r}")
         session = self.sessions.get(request.session)
         before = 0 if session is None else len(session.ids)
         if request.turn:

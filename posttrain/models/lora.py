@@ -125,9 +125,8 @@ def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
         r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, task_type="CAUSAL_LM"
     )
     settings.base_model_name_or_path, settings.inference_mode = policy.source, True
-    settings.target_modules = (
-        layers  # peft made a set of them, whose order changes from process to process
-    )
+    # peft made a set of them, whose order changes from process to process
+    settings.target_modules = layers
     tensors = {
         f"base_model.model.{name.replace('.default.', '.')}": parameter.detach()
         .to("cpu", copy=True)

@@ -326,10 +326,7 @@ RULES: Mapping[str, Rule] = {
         "look at the batch in alarms/; lower the learning rate, or set monitor.skip to leave such steps out",
         action="stop",
     ),
-    "failed": Rule(
-        "fix the reward, or raise monitor.failed",
-        action="stop",
-    ),
+    "failed": Rule("fix the reward, or raise monitor.failed", action="stop"),
     "kl": Rule(
         "lower the learning rate, raise beta, or start again from an earlier checkpoint",
         above("kl", "nats per token from the reference"),
@@ -373,16 +370,13 @@ RULES: Mapping[str, Rule] = {
         patience="flat",
         stop_after=5,
     ),
-    "coefficient": Rule(
-        "it has no effect here; check what it needs",
-    ),
+    "coefficient": Rule("it has no effect here; check what it needs"),
     "frozen": Rule(
-        "resume from the last checkpoint with the same models, and report this",
-        action="stop",
+        "resume from the last checkpoint with the same models, and report this", action="stop"
     ),
     "memory": Rule(action="stop"),
     "slow": Rule(
-        "look there for what it waited for; if steps of this length are normal, raise monitor.slow",
+        "look there for what it waited for; if steps of this length are normal, raise monitor.slow"
     ),
     "proxy": Rule(
         "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",

@@ -61,9 +61,8 @@ def merge(metrics: Iterable[Metric]) -> Figures:
                     f"metric {metric.name!r} is a sum in one place and a mean or a maximum in another"
                 )
             both = float(before.total) + total
-            total = (
-                max(float(before.total), total) if metric.largest and both == both else both
-            )  # NaN stays NaN
+            # NaN stays NaN
+            total = max(float(before.total), total) if metric.largest and both == both else both
             count = None if count is None or before.count is None else float(before.count) + count
         merged[metric.name] = Metric(metric.name, total, count, metric.largest)
     return Figures(merged)

@@ -17,9 +17,8 @@ from posttrain.types import Example, Group, Sampling
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy
 
-WINDOW = (
-    4096  # tokens of a text that are predicted together; fewer where the model has fewer positions
-)
+# tokens of a text that are predicted together; fewer where the model has fewer positions
+WINDOW = 4096
 BUDGET = 8192  # tokens in one forward pass
 
 

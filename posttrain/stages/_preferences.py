@@ -42,12 +42,7 @@ def until_end(example: Example) -> Example:
 
 
 def read_units(
-    context: Context,
-    stage: str,
-    path: str,
-    tokenizer: object,
-    max_length: int,
-    learns_from: str,
+    context: Context, stage: str, path: str, tokenizer: object, max_length: int, learns_from: str
 ) -> tuple[list[Unit], PreferenceReport]:
     """The units of a file, or of an earlier stage, each cut after its response; what became of each row is announced."""
     found = read_preferences(data_place(path, context), tokenizer, max_length)

@@ -62,9 +62,8 @@ class PreferenceStage(TrainStage):
     held_out: HeldOut = 0.1
     held_out_data: tuple[str, ...] = ()
     reference: str = ""
-    reference_device: Literal["same", "cpu"] = (
-        "same"  # cpu: it comes to the policy's device only when it is asked
-    )
+    # cpu: it comes to the policy's device only when it is asked
+    reference_device: Literal["same", "cpu"] = "same"
     evaluate_units: Count = 500  # of what is held out
 
     def __post_init__(self) -> None:

@@ -66,16 +66,13 @@ class RLStage(TrainStage):
     rollouts_every: Interval = 5
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
     reference: str = ""  # the model to stay near; "": the one the stage starts from
-    reference_device: Literal["same", "cpu"] = (
-        "same"  # cpu: it comes to the policy's device only when it is asked
-    )
+    # cpu: it comes to the policy's device only when it is asked
+    reference_device: Literal["same", "cpu"] = "same"
     critic: str = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
-    critic_head: Literal["linear", "mlp"] = (
-        "linear"  # of a new head: linear, or mlp with one hidden layer
-    )
-    critic_optimizer: Optimization | None = (
-        None  # None: the policy's settings, whose warm-up and schedule it follows in any case
-    )
+    # of a new head: linear, or mlp with one hidden layer
+    critic_head: Literal["linear", "mlp"] = "linear"
+    # None: the policy's settings, whose warm-up and schedule it follows in any case
+    critic_optimizer: Optimization | None = None
     reward: RewardSource = field(default_factory=TaskReward)
     pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
     pretraining_batch: Count = 16  # texts an optimizer step

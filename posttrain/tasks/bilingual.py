@@ -45,9 +45,8 @@ class Bilingual(Task):
     format_weight: Share = 0.1
     language_weight: Share = 0.2
     style: Literal["tagged", "plain"] = "tagged"  # of demonstrations
-    language_mix: Literal["one", "mixed"] = (
-        "one"  # of demonstrations: one (the target), or mixed word by word
-    )
+    # of demonstrations: one (the target), or mixed word by word
+    language_mix: Literal["one", "mixed"] = "one"
     error_rate: Share = 0.0  # how often a demonstration forgets a carry
     # short: 47+85= and 750 makes 12; words: as people write, for models that talk
     wording: Literal["short", "words"] = "short"

@@ -42,9 +42,8 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
     text = policy.model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    named = (
-        getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")
-    )  # Llama, GPT-2, OPT
+    names = ("intermediate_size", "n_inner", "ffn_dim")  # Llama, GPT-2, OPT
+    named = (getattr(text, name, None) for name in names)
     inner = next((width for width in named if width), 4 * text.hidden_size)
     hidden, keys, layers = text.hidden_size, heads * head_width, text.num_hidden_layers
     fused = takes_fused_pass(policy)

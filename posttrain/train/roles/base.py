@@ -32,9 +32,8 @@ class Role:
     name: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()  # what `fill` fills
     learner: Learner | None = None  # where it learns too
-    frozen: nn.Module | None = (
-        None  # where it does not: its weights are in no checkpoint, and are checked
-    )
+    # where it does not: its weights are in no checkpoint, and are checked
+    frozen: nn.Module | None = None
     only_shown: bool = False  # fill only in steps whose rollouts are written down
 
     def resident(self, device: torch.device) -> AbstractContextManager[None]:
