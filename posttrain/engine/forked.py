@@ -352,28 +352,30 @@ def _lines(received: bytearray, piece: bytes) -> list[bytes]:
 
 
 def _encode_works(works: Sequence[Work]) -> JSON:
-    """Rows that are computed again stay in the process that began them: `written` is never sent."""
-    return [
-        [
-            work.number,
-            [[r.seed, asdict(r.sampling), r.session, r.turn, r.keep] for r in work.requests],
-            work.ids.tolist(),
-            work.computed,
+    """Settings that requests share are sent once. Rows that are computed again stay in the process that began them: `written` is never
+    sent."""
+    settings: dict[Sampling, int] = {}
+    rows = []
+    for work in works:
+        requests = [
+            [r.seed, settings.setdefault(r.sampling, len(settings)), r.session, r.turn, r.keep]
+            for r in work.requests
         ]
-        for work in works
-    ]
+        rows.append([work.number, requests, work.ids.tolist(), work.computed])
+    return [[asdict(sampling) for sampling in settings], rows]
 
 
-def _decode_works(fields: JSON) -> list[Work]:
+def _decode_works(message: JSON) -> list[Work]:
+    settings = [Sampling(**sampling) for sampling in message[0]]
     return [
         Work(
             number,
             tuple(
-                Request((0,), seed, Sampling(**sampling), session, turn, keep=keep)
-                for seed, sampling, session, turn, keep in requests
+                Request((0,), seed, settings[which], session, turn, keep=keep)
+                for seed, which, session, turn, keep in requests
             ),
             np.array(ids, np.int64),
             computed,
         )
-        for number, requests, ids, computed in fields
+        for number, requests, ids, computed in message[1]
     ]
