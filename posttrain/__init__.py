@@ -1,4 +1,4 @@
-"""posttrain: reinforcement learning for language models, small enough to read in an evening."""
+"""posttrain: reinforcement learning for language models."""
 
 import os
 

@@ -31,8 +31,11 @@ class Interrupted(Exception):
 # Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
 RENAMED = {
     "agreement.least": "min_agreement",
+    "arithmetic_steps.least": "min_steps",
+    "arithmetic_steps.most": "max_steps",
     "bilingual.slips": "error_rate",
     "bilingual.tongues": "language_mix",
+    "compose.least": "threshold",
     "mine.least": "min_problems",
     "mine.most": "max_solved",
     "ppo.value": "critic_optimizer.lr: the critic has an optimizer of its own, in which a coefficient of its loss has no effect",

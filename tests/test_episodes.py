@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from sampler_for_tests import ScriptedSampler, completion
 
+from posttrain import catalogue
 from posttrain.algorithms.grpo import GRPO
 from posttrain.collect import rate_groups
 from posttrain.data.chat import render_prompt
@@ -330,3 +333,15 @@ def test_rollouts_are_not_printed_on_the_way() -> None:
 
     rollout_groups(Scripted(), ScriptedSampler(lambda r: says("x")), DECODER, [Printed("p", "q")], 2, SAMPLING, 5)
     assert printed == []
+
+
+def test_the_page_on_tasks_pays_a_second_try_that_is_right(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
+    one, several, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(one + several)
+    task = catalogue.load("task", f"{tmp_path / 'mine.py'}:SecondTry")()
+    tries = ["5", "8"]
+    tokenizer = character_tokenizer("0123456789 *=.Thatiswrong ryagn")
+    sampler = ScriptedSampler(lambda r: completion(tokenizer(tries[r.turn])["input_ids"]))
+    (group,) = rollout_groups(task, sampler, Decoder(tokenizer), [Problem("p", "2 * 4 =", "8")], 1, Sampling(4), 0)
+    assert [r.score.value for r in group.rollouts] == [1.0] and group.rollouts[0].turns == 2

@@ -71,7 +71,7 @@ def _check_types(name: str, options: Options) -> None:
     known = [k for k in inspect.signature(kind).parameters if k not in TEXTS]
     for key, value in options.items():
         if key not in known:
-            raise unknown(f"option of the reward {name}:", key, known)
+            raise unknown(f"option of the reward {name}:", key, known, [name])
         wanted = typing.get_origin(hints[key]) or hints[key]
         accepted = TYPES.get(wanted, (wanted,))
         fine = isinstance(value, accepted) and (bool in accepted or not isinstance(value, bool))
@@ -112,7 +112,7 @@ def compose(options: Options) -> Weighted | Product | Gate:
     known = ("how", "parts", "threshold", "otherwise")
     for name in options:
         if name not in known:
-            raise unknown("option of the reward compose:", name, known)
+            raise unknown("option of the reward compose:", name, known, ["compose"])
     how, parts = options.get("how", "weighted"), options.get("parts", [])
     given = isinstance(parts, list | tuple) and bool(parts)
     require(given, "compose: give a list of parts, each with a reward")

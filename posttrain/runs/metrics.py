@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from posttrain.types import Group, Metric, Rollout, Score
 
-# words by which a model doubts what it wrote: R1-Zero's "aha"
+# words by which a model questions what it wrote: R1-Zero's "aha"
 REFLECTION = re.compile(
     r"\b(?:wait|hmm+|mistake|(?:re|double)-?check|let me (?:check|verify|re-?\w+)|on second thought)\b"
 )
@@ -111,7 +111,7 @@ def failure_kind(score: Score) -> str:
 
 
 def reflects(response: str) -> bool:
-    """Whether a response doubts itself. Plain search comes first: in most responses it decides, at a fifth of the time.
+    """Whether a response questions itself. Plain search comes first: in most responses it decides, at a fifth of the time.
 
     >>> reflects("12. Wait, let me check."), reflects("the waiter checked")
     (True, False)
