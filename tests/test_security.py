@@ -300,7 +300,39 @@ def test_a_template_that_attacks_only_some_conversations_is_refused(name: str, m
     with pytest.raises(UserError, match="the chat template refused the conversation: it took over"):
         render_prompt(tokenizer, [Message("user", "1+1=")])
     assert time.monotonic() - began < 20 and untrusted.resident() - before < 1 << 30
-    assert sys.gettrace() is None or "line" not in str(sys.gettrace()), "nobody is watched any more"
+    assert untrusted._watch is not None and not untrusted._watch.now, "nothing is watched any more"
+    assert render_prompt(tokenizer, [Message("user", "2+2=")]), "and no error comes late"
+
+
+def test_rendering_leaves_a_debugger_alone(model: Path) -> None:
+    tokenizer, seen = load(str(model)).tokenizer, set[str]()
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: seen.add(frame.f_code.co_filename))
+    try:
+        render_prompt(tokenizer, [Message("user", "2+2=")])
+    finally:
+        sys.settrace(before)
+    assert "<template>" in seen
+
+
+def test_a_limit_that_jinja_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, caught = time.thread_time(), 0
+
+    def stubborn() -> str:
+        nonlocal caught
+        while time.thread_time() - began < 10:
+            try:
+                while caught < 3 or time.thread_time() - began < 10:
+                    pass
+            except untrusted.TemplateLimit:
+                caught += 1
+                if caught == 3:
+                    raise
+        return "never ended"
+
+    with pytest.raises(untrusted.TemplateLimit, match="over 0.2 s"):
+        untrusted.limited(stubborn, 0.2)
+    assert caught == 3
 
 
 @pytest.mark.parametrize(

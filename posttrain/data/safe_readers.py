@@ -6,14 +6,16 @@ here. YAML is data (`SafeLoader`), but a few lines of it may name each other and
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import yaml
@@ -24,7 +26,8 @@ TEMPLATE_SECONDS = 5.0
 TEMPLATE_BYTES = 1 << 30  # that a template may add to the memory of the process
 TEMPLATE_TEXT = 1 << 26  # characters that it may write
 YAML_NODES = 200_000
-TEMPLATE_FILE = "<template>"  # what Jinja calls a template that came from a string
+LOOK_SECONDS = 0.02  # between looks at a template that is being rendered
+THREAD_CLOCK = hasattr(time, "pthread_getcpuclockid")  # another thread's processor time can be read
 Result = TypeVar("Result")
 
 
@@ -33,35 +36,83 @@ class TemplateLimit(Exception):
 
 
 def limited(render: Callable[[], Result], seconds: float | None = None) -> Result:
-    """The result of rendering a template, which is ended where it takes too long or too much.
-
-    It is watched line by line: a thread could only be given up on, not ended. One operation of one line is not seen from within; see
-    `probe` for those.
-    """
-    allowed = TEMPLATE_SECONDS if seconds is None else seconds
-    began = checked = time.thread_time()  # on a crowded machine waiting is not the template's fault
-    before = resident()
-
-    def line(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal checked
-        now = time.thread_time()
-        if now > began + allowed:
-            raise TemplateLimit(f"it took over {allowed:g} s")
-        if now > checked + 0.01:  # as long as it takes to fill a few megabytes
-            checked = now
-            if resident() - before > TEMPLATE_BYTES:
-                raise TemplateLimit(f"it took over {TEMPLATE_BYTES >> 20} MB of memory")
-        return line
-
-    previous = sys.gettrace()
-    sys.settrace(lambda frame, *_: line if frame.f_code.co_filename == TEMPLATE_FILE else None)
-    try:
-        found = render()
-    finally:
-        sys.settrace(previous)
+    """The result of rendering a template, which is ended where it takes too long or too much: another thread raises `TemplateLimit` in
+    this one, between two operations. One that is endless by itself is not ended; see `probe` for those."""
+    global _watch
+    if _watch is None or not _watch.is_alive():  # in a forked process it is not
+        _watch = _Watch()
+        _watch.start()
+    found = _watch.limited(render, TEMPLATE_SECONDS if seconds is None else seconds)
     if isinstance(found, str) and len(found) > TEMPLATE_TEXT:
         raise TemplateLimit(f"it wrote {len(found):,} characters")
     return found
+
+
+@dataclass(slots=True, eq=False)
+class _Rendering:
+    """A template that is being rendered."""
+
+    thread: int
+    seconds: float
+    began: float  # processor time of the thread: on a crowded machine waiting is not the template's fault
+    memory: int  # of the process
+    over: str = ""  # which limit it has exceeded
+
+
+class _Watch(threading.Thread):
+    """Looks at what is being rendered, and raises an error there once it exceeds a limit."""
+
+    def __init__(self) -> None:
+        super().__init__(name="template limits", daemon=True)
+        self.lock, self.begun, self.now = threading.Lock(), threading.Event(), set[_Rendering]()
+
+    def limited(self, render: Callable[[], Result], seconds: float) -> Result:
+        began = time.thread_time() if THREAD_CLOCK else time.monotonic()
+        one = _Rendering(threading.get_ident(), seconds, began, resident())
+        self.now.add(one)
+        if not self.begun.is_set():
+            self.begun.set()
+        try:
+            try:
+                return render()
+            finally:
+                self.end(one)
+        except TemplateLimit as error:
+            self.now.discard(one)
+            raise TemplateLimit(one.over) from error
+
+    def end(self, one: _Rendering) -> None:
+        """From here on no error is raised in this thread."""
+        with self.lock:
+            self.now.discard(one)
+        if one.over:
+            with suppress(TemplateLimit):  # an error that is on its way comes now
+                for _ in range(100):
+                    time.sleep(0)
+            raise TemplateLimit
+
+    def run(self) -> None:
+        while self.begun.wait():
+            time.sleep(LOOK_SECONDS)
+            with self.lock:
+                for one in list(self.now):
+                    self.look(one)
+                if not self.now:
+                    self.begun.clear()
+
+    def look(self, one: _Rendering) -> None:
+        clock = time.pthread_getcpuclockid(one.thread) if THREAD_CLOCK else time.CLOCK_MONOTONIC
+        if time.clock_gettime(clock) - one.began > one.seconds:
+            one.over = f"it took over {one.seconds:g} s"
+        if resident() - one.memory > TEMPLATE_BYTES:
+            one.over = f"it took over {TEMPLATE_BYTES >> 20} MB of memory"
+        if one.over:  # at every look until it ends, because Jinja catches a few errors
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(one.thread), ctypes.py_object(TemplateLimit)
+            )
+
+
+_watch: _Watch | None = None
 
 
 def resident() -> int:

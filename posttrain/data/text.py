@@ -26,14 +26,23 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_ALPHABET = _byte_alphabet()
 
 
+def _joins_bytes(tokenizer: Tokenizer) -> bool:
+    """Whether a text is its tokens' bytes one after the other, by the tokenizer's construction: byte-level, and nothing cleaned up."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+    return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel" and not cleans
+
+
 class Decoder:
-    """Decodes with offsets. Each id's bytes are learned once; where they do not add up to the tokenizer's own text, it asks."""
+    """Decodes with offsets. Each id's bytes are found once. A byte-level text is their sum; elsewhere the tokenizer is asked for the
+    text, and for the offsets too where the bytes do not add up to it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
         self._complete: dict[int, str] = {}  # texts of ids whose bytes are whole characters
         self._special = set(tokenizer.all_special_ids)
+        self._joins = _joins_bytes(tokenizer)
         self._anchor = self._find_anchor()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> tuple[str, np.ndarray]:
@@ -43,9 +52,9 @@ class Decoder:
         an emoji) completes none; the character counts at the token that finishes it.
         """
         listed = np.asarray(ids, dtype=np.int64).tolist()
-        text = self._text(listed)
         pieces = self._pieces(listed)
         joined = "".join(pieces)
+        text = joined if self._joins else self._text(listed)
         if (
             joined != text and joined == " " + text
         ):  # tokenizers that write words with a leading space drop the first one
