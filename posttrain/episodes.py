@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from posttrain.data.chat import render_prompt, render_turn
+from posttrain.data.chat import render_prompt, render_prompts, render_turn
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
@@ -337,12 +337,17 @@ class _Episodes:
         return self.segment(rendered), messages
 
     def prompt(self, draw: int) -> tuple[Segment, tuple[Message, ...]]:
-        """The task's prompt, rendered once for all episodes of a problem."""
+        """The task's prompt, rendered once for all episodes of a problem; where every episode asks for it, at once with all others."""
         if draw not in self.prompts:
-            now, problem = time.perf_counter(), self.problems[draw]
-            messages = tuple(self.task.prompt(problem))
-            ids = render_prompt(self.decoder.tokenizer, messages, f"problem {problem.id}")
-            self.prompts[draw] = self.segment(ids), messages
+            now = time.perf_counter()
+            every = type(self.task).run is Task.run
+            draws = range(len(self.problems)) if every else (draw,)
+            problems = [self.problems[n] for n in draws]
+            given = [tuple(self.task.prompt(problem)) for problem in problems]
+            named = zip((f"problem {problem.id}" for problem in problems), given, strict=True)
+            rendered = render_prompts(self.decoder.tokenizer, named)
+            for n, ids, messages in zip(draws, rendered, given, strict=True):
+                self.prompts[n] = self.segment(ids), messages
             self.seconds.generate += time.perf_counter() - now
         return self.prompts[draw]
 

@@ -6,6 +6,7 @@ aligned with their token: `logprob_T[t]` is log p(ids[t] | ids[<t]), and the fir
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index
@@ -61,9 +62,10 @@ def as_number(value: Any, what: str) -> float:
     Traceback (most recent call last):
     TypeError: a reward must be a number, not str
     """
-    kind = getattr(
-        getattr(value, "dtype", None), "kind", "f"
-    )  # of NumPy: neither text nor complex numbers nor dates
+    if type(value) is float:
+        return value
+    # of NumPy: neither text nor complex numbers nor dates
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
     if not hasattr(value, "__float__") or kind not in "biuf" or getattr(value, "ndim", 0) > 0:
         shape = (
             f" of shape {tuple(value.shape)}"
@@ -119,7 +121,7 @@ class Score:
         if self.failure is not None:
             object.__setattr__(self, "failure", _as_text(self.failure, "a failure"))
         for value in (self.value, *self.parts.values(), *(v for _, v in self.steps)):
-            if value is not None and not np.isfinite(value):
+            if value is not None and not math.isfinite(value):
                 raise ValueError(
                     f"a score must be finite, not {value}; use Score.failed(reason) where there is no value"
                 )

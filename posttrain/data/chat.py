@@ -42,10 +42,19 @@ def render_prompt(
 
     Text in a message that spells a control token is refused: a reader must not be able to end a turn or to open another.
     """
-    template = _Template(tokenizer, where, tools)
-    template.check(messages)
-    text = template.render(messages, generation_prompt=True)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return render_prompts(tokenizer, [(where, messages)], tools)[0]
+
+
+def render_prompts(
+    tokenizer: Tokenizer, prompts: Iterable[tuple[str, Sequence[Message]]], tools: Tools = None
+) -> list[tuple[int, ...]]:
+    """The same of many conversations, each with where it is from; tokenizers use all cores for many texts."""
+    texts = []
+    for where, messages in prompts:
+        template = _Template(tokenizer, where, tools)
+        template.check(messages)
+        texts.append(template.render(messages, generation_prompt=True))
+    return list(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"]))
 
 
 def render_turn(

@@ -61,7 +61,7 @@ class Decoder:
             first = next(n for n, piece in enumerate(pieces) if piece)
             pieces[first], joined = pieces[first][1:], text
         if joined == text:
-            return text, np.cumsum(list(map(len, pieces)), dtype=np.int64)
+            return text, np.fromiter(map(len, pieces), np.int64, len(pieces)).cumsum()
         return text, self._slow_offsets(listed, text)
 
     def _text(self, ids: list[int]) -> str:
@@ -79,9 +79,7 @@ class Decoder:
     def _pieces(self, ids: list[int]) -> list[str]:
         """The characters that each token completes: those of its own where all tokens are whole characters, else by an incremental
         UTF-8 decoder over the tokens' bytes."""
-        for i in set(ids).difference(self._bytes):
-            self._bytes_of(i)
-        with suppress(KeyError):  # of a token that is a part of a character
+        with suppress(KeyError):  # of a token that is new, or a part of a character
             return list(map(self._complete.__getitem__, ids))
         stream = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = [stream.decode(self._bytes_of(i)) for i in ids]

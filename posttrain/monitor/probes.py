@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,10 @@ SHORT = 16  # tokens; shorter responses do not count in the mean repetition
 HEAD = 64  # tokens of a response in which distinct 2-grams are counted, so that length alone does not move the figure
 COMMON = 0.2  # share of responses with a word
 LARGEST = 1e6  # a larger reward would outweigh every other one
-WORD = re.compile(r"[A-Za-z]{3,}")
+WORD = 3  # letters, at least
+# every byte but the letters as a space
+LETTERS = bytes(b if chr(b).isalpha() and b < 128 else 32 for b in range(256))
+OWNER_BITS = np.uint64(20)
 PRIMES = (1_000_003, 10_000_019, 100_000_007, 1_000_000_007)
 
 
@@ -51,12 +53,15 @@ def repetition(rollouts: Sequence[Rollout], n: int = 4) -> np.ndarray:
     last = len(ids) - n + 1
     if last < 1:
         return np.zeros(len(parts))
-    hashed = owner[:last] * np.uint64(0x9E3779B97F4A7C15)
+    hashed = np.zeros(last, np.uint64)
     for place, prime in enumerate(PRIMES[:n]):  # wraps round
         hashed += ids[place : last + place].astype(np.uint64) * np.uint64(prime * 2_654_435_761)
-    within = owner[:last] == owner[n - 1 :]
-    _, first = np.unique(hashed[within], return_index=True)
-    distinct_N = np.bincount(owner[:last][within][first].astype(np.int64), minlength=len(parts))
+    # the response in the high bits and the n-gram's hash in the others: sorted, equal ones of a response are neighbours
+    key = (hashed >> OWNER_BITS) | (owner[:last] << (np.uint64(64) - OWNER_BITS))
+    key = np.sort(key[owner[:last] == owner[n - 1 :]])
+    first = key[np.diff(key, prepend=~key[:1]) != 0]
+    owners = (first >> (np.uint64(64) - OWNER_BITS)).astype(np.int64)
+    distinct_N = np.bincount(owners, minlength=len(parts))
     grams_N = counts_N - n + 1
     return np.where(grams_N > 0, 1.0 - distinct_N / np.maximum(grams_N, 1), 0.0)
 
@@ -65,8 +70,10 @@ def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
     """Which responses have a word."""
     having: dict[str, list[int]] = {}
     for number, rollout in enumerate(rollouts):
-        for word in set(WORD.findall(rollout.response.lower())):
-            having.setdefault(word, []).append(number)
+        text = rollout.response.lower().encode("ascii", "replace").translate(LETTERS).decode()
+        for word in set(text.split()):
+            if len(word) >= WORD:
+                having.setdefault(word, []).append(number)
     return having
 
 
@@ -98,4 +105,4 @@ def unusable(rollout: Rollout) -> bool:
 def _sampled(rollout: Rollout) -> np.ndarray:
     """The ids of a response."""
     parts = [s.ids for s in rollout.segments if s.sampled]
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
