@@ -63,7 +63,7 @@ class Noted:
 
         def noting_update(trainer: Trainer, *given: Any, **more: Any) -> Any:
             noted.trainer = trainer
-            noted.updates[-1].append(given)
+            noted.updates[-1].append(given[:2])  # the batch and the rate
             return update(trainer, *given, **more)
 
         Engine.submit, Trainer.update = noting_submit, noting_update  # type: ignore[method-assign]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -51,6 +50,15 @@ class Source(Protocol):
     def models(self) -> Sequence[torch.nn.Module]:
         """The frozen models that score, for a checkpoint to name them by their weights."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedArrays:
+    """What was trained on of some rollouts, token by token."""
+
+    rollouts: tuple[int, ...]  # which of the step's they are
+    starts: tuple[int, ...]
+    arrays: Mapping[str, np.ndarray]  # [T] each
 
 
 @dataclass
@@ -159,22 +167,34 @@ class Loop:
         filled = trainer.fill(collected.batch, shown and bool(groups))
         metrics += trainer.role_metrics(filled)
         rate = trainer.settings.rate(self.step, schedule.steps)
-        trained: list[Batch] = []
-        with ThreadPoolExecutor(1) as thread:  # while the device is busy with the update
-            measured = thread.submit(monitor.monitor.measure, groups)
-            if not filled.sequences:  # nothing was selected
-                metrics.append(Metric("skipped", 1, None))
-            elif usable and self.update(filled, rate, groups, metrics, trained):
-                monitor.check_coefficients(step, filled, self.state, groups, metrics)
-                self.state = algorithm.finish(self.state, metrics)
+        figures: dict[str, float] = {}
+        arrays: list[TrainedArrays] = []
+        work: list[Callable[[], object]] = [lambda: figures.update(monitor.monitor.measure(groups))]
+        write = shown and bool(groups)
+        if write and algorithm.reuse.once:  # then the first update has everything that is written
+            work.append(lambda: self.write_rollouts(step, groups, arrays))
+
+        def meanwhile() -> None:
+            """While the device is busy with the first update; only once."""
+            while work:
+                work.pop(0)()
+
+        if not filled.sequences:  # nothing was selected
+            metrics.append(Metric("skipped", 1, None))
+        elif usable and self.update(
+            filled, rate, groups, metrics, arrays if write else None, meanwhile
+        ):
+            monitor.check_coefficients(step, filled, self.state, groups, metrics)
+            self.state = algorithm.finish(self.state, metrics)
+        meanwhile()  # where there was no update
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
         self.step = step
         if self.sampler is not None:
             self.sampler.publish(step)
-        if shown and groups:
-            self.write_rollouts(groups, trained)
+        if write and not algorithm.reuse.once:
+            self.write_rollouts(step, groups, arrays)
         self.source.observe(groups)
-        return measured.result(0) | dict(merge(metrics)) | {"learning_rate": rate}
+        return figures | dict(merge(metrics)) | {"learning_rate": rate}
 
     def update(
         self,
@@ -182,20 +202,23 @@ class Loop:
         rate: float,
         groups: Sequence[Group],
         metrics: list[Metric],
-        trained: list[Batch],
+        arrays: list[TrainedArrays] | None,
+        meanwhile: Callable[[], None],
     ) -> bool:
-        """Prepare and update, once or more on the same rollout. Figures are added to `metrics`, and what the first pass trained on to
-        `trained`. False: an update was not made, because it was not finite."""
+        """Prepare and update, once or more on the same rollout. Figures are added to `metrics`, and what the first pass trains on to
+        `arrays`. False: an update was not made, because it was not finite."""
         algorithm, moved = self.trainer.algorithm, False
         reuse = algorithm.reuse
         for epoch in range(reuse.epochs):
             seed = derive(self.seed, self.step, epoch)
             for piece in mini_batches(filled, reuse.mini_batches, seed):
                 prepared = algorithm.prepare(piece, self.state)
-                if epoch == 0:  # with the mask of all that was sampled
-                    trained.append(prepared.replace(mask_T=piece.mask_T))
+                if epoch == 0 and arrays is not None:  # with the mask of all that was sampled
+                    arrays.append(
+                        self.trained_arrays(prepared.replace(mask_T=piece.mask_T), groups)
+                    )
                 try:
-                    update = self.trainer.update(prepared, rate)
+                    update = self.trainer.update(prepared, rate, meanwhile)
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
                     self.stage_monitor.broken(self.step + 1, error, prepared, groups)
@@ -229,36 +252,35 @@ class Loop:
             self.trackers.log(row)
         console.update(figures, self.step)
 
-    def write_rollouts(self, groups: Sequence[Group], trained: Sequence[Batch]) -> None:
+    def write_rollouts(
+        self, step: int, groups: Sequence[Group], trained: Sequence[TrainedArrays]
+    ) -> None:
         """Write the rollouts of a step as text and, of those that were trained on, the arrays of the prepared step."""
         rollouts = [r for g in groups for r in g.rollouts]
-        turns = any(r.turns > 1 for r in rollouts)
         found: list[dict[str, np.ndarray] | None] = [None] * len(rollouts)
-        for batch in trained:
-            host = {name: t.cpu().numpy() for name, t in self.token_arrays(batch, turns).items()}
-            for n, (start, end) in zip(
-                batch.rollout_N.tolist(), pairwise(batch.starts), strict=True
-            ):
-                found[n] = {name: array[start:end] for name, array in host.items()}
+        for one in trained:
+            for n, (start, end) in zip(one.rollouts, pairwise(one.starts), strict=True):
+                found[n] = {name: array[start:end] for name, array in one.arrays.items()}
         known = [own for own in found if own is not None]
         if not known:
-            self.writer.rollouts(self.stage, self.step, rollouts)
+            self.writer.rollouts(self.stage, step, rollouts)
             return
         joined = {name: np.concatenate([own[name] for own in known]) for name in known[0]}
         lengths = [0 if own is None else len(own["ids"]) for own in found]
         advantages = [None if own is None else float(own["advantage"][-1]) for own in found]
         arrays = TokenArrays(np.cumsum([0, *lengths], dtype=np.int64), joined)
-        self.writer.rollouts(self.stage, self.step, rollouts, advantages, arrays)
+        self.writer.rollouts(self.stage, step, rollouts, advantages, arrays)
 
-    def token_arrays(self, batch: Batch, turns: bool) -> dict[str, torch.Tensor]:
-        """What is kept of each token of a prepared step, which may have several `turns`: [T] each."""
+    def trained_arrays(self, batch: Batch, groups: Sequence[Group]) -> TrainedArrays:
+        """What is written of each token of a prepared step, copied to the host."""
         advantage_T = batch.columns.get("advantage_T", torch.zeros_like(batch.behaviour_T))
         arrays = {"ids": batch.ids_T, "logprob": batch.behaviour_T, "advantage": advantage_T}
-        if turns:  # then what was sampled is not all that follows the prompt
-            arrays["sampled"] = batch.mask_T
+        if any(r.turns > 1 for g in groups for r in g.rollouts):
+            arrays["sampled"] = batch.mask_T  # it is not all that follows the prompt
         for role in self.trainer.roles:
             arrays |= role.token_arrays(batch)
-        return arrays
+        host = {name: array.cpu().numpy() for name, array in arrays.items()}
+        return TrainedArrays(tuple(batch.rollout_N.tolist()), batch.starts, host)
 
     def save(self) -> None:
         """Write everything that a resumed run needs to be the same run."""

@@ -135,8 +135,11 @@ class Trainer:
             lambda: [function(piece) for piece in micro_batches(batch, self.token_budget)]
         )
 
-    def update(self, batch: Batch, rate: float) -> Update:
-        """Forward and backward over the micro-batches of a prepared step and over what roles add to it, then one update.
+    def update(
+        self, batch: Batch, rate: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> Update:
+        """Forward and backward over the micro-batches of a prepared step and over what roles add to it, then one update. `meanwhile` is
+        called when everything is queued on the device, and before the first result is waited for.
 
         A step in which no token carries loss moves nothing, not even the optimizer's moments; one with `resting` learners (a policy
         whose critic warms up) leaves those and their optimizers as they are.
@@ -146,6 +149,7 @@ class Trainer:
         if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
         metrics = self._within_memory(lambda: self._accumulate(live, added))
+        meanwhile()
         norms = [float(learner.optimizer.norm()) for learner in self.learners]
         self._check(metrics, norms)  # of everyone, before anyone moves
         for learner, norm in zip(self.learners, norms, strict=True):
