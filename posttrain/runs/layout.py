@@ -122,6 +122,12 @@ class TokenArrays:
         }
 
 
+def require_run(directory: Path | str) -> None:
+    """Refuse a directory without a run."""
+    there = (Path(directory) / CONFIG).is_file()
+    require(there, f"no run in {directory}: it has no {CONFIG}")
+
+
 def rollout_file(directory: Path, stage: str, step: int, suffix: str = ".jsonl") -> Path:
     """Where the rollouts of a step live. The stage comes from users and from the browser, so it must be a plain name."""
     require(
@@ -153,7 +159,10 @@ def step_of(path: Path) -> int | None:
 
 def dump_line(record: Mapping[str, JSON]) -> bytes:
     """One JSON object on one line. ASCII only, so nothing a model wrote can end a line or reach a terminal unescaped."""
-    text = json.dumps(encode(record), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    try:
+        text = _ENCODER.encode(record)
+    except (TypeError, ValueError):  # a number that is not finite, a key that is not text
+        text = _ENCODER.encode(encode(record))
     return text.encode() + b"\n"
 
 
@@ -179,6 +188,10 @@ def encode(value: JSON) -> JSON:
     if isinstance(value, list | tuple):
         return [encode(item) for item in value]
     raise TypeError(f"a run can hold JSON values, not {type(value).__name__}")
+
+
+# what the encoder does not know (numbers of numpy, mappings), `encode` makes plain
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=encode)
 
 
 def decode_number(value: JSON) -> float:

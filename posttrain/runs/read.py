@@ -7,7 +7,6 @@ steps, reward = run.column("reward", stage="rl")
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,10 +27,7 @@ class Run:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        require(
-            (self.directory / layout.CONFIG).is_file(),
-            f"no run in {directory}: it has no {layout.CONFIG}",
-        )
+        layout.require_run(directory)
 
     @property
     def name(self) -> str:
@@ -58,12 +54,6 @@ class Run:
             return None
         except ValueError:
             raise UserError(f"{path} is not valid JSON") from None
-
-    @property
-    def torn(self) -> int:
-        """How many lines of the metrics and events are not whole: 0, or 1 after a kill that no attempt has repaired yet."""
-        files = (self.directory / name for name in (layout.METRICS, layout.EVENTS))
-        return sum(row is None for file in files for row in layout.json_lines(file))
 
     def events(self) -> list[EventRow]:
         """All events of all attempts, in the order they were written."""
@@ -112,8 +102,7 @@ class Run:
 
     def _history(self) -> History:
         records = layout.json_lines(self.directory / layout.METRICS)
-        stages = (str(record["stage"]) for record in records if record and "stage" in record)
-        return History.of(self.events(), stages)
+        return History.of(self.events(), (str(r["stage"]) for r in records if r and "stage" in r))
 
     def arrays(self, stage: str, step: int) -> TokenArrays | None:
         """The per-token arrays of a step, or None where they were not kept."""
@@ -123,8 +112,7 @@ class Run:
         if not path.is_file():
             return None
         tensors = load_file(path)
-        starts = tensors.pop("starts")
-        return TokenArrays(starts, tensors)
+        return TokenArrays(tensors.pop("starts"), tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +142,13 @@ class History:
         place = self.order.get(stage, last)
         whole = re.sub(r"-\d+$", "", stage)  # of reward-1, a member of an ensemble
         kept = max(self.kept.get(stage, 0), self.kept.get(whole, 0))
-        for later, resumed_stage, resumed_step in self.resumes:
-            if later > attempt and stage == resumed_stage and step > resumed_step:
-                return True
-            after = stage != resumed_stage and place > self.order.get(resumed_stage, last)
-            if later > attempt and after and kept < later:
-                return True
-        return False
+        return any(
+            step > resumed_step
+            if stage == resumed_stage
+            else place > self.order.get(resumed_stage, last) and kept < later
+            for later, resumed_stage, resumed_step in self.resumes
+            if later > attempt
+        )
 
 
 def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
@@ -215,22 +203,3 @@ def _rollout(record: Mapping[str, JSON]) -> RolloutRow | None:
         return kind(**known)
     except TypeError:
         return None
-
-
-def list_runs(root: Path | str, depth: int = 3) -> list[Run]:
-    """Runs under a folder, newest first. Runs are not searched for within runs, nor in hidden folders."""
-    root = Path(root)
-    found: list[Run] = []
-
-    def search(folder: Path, depth: int) -> None:
-        if (folder / layout.CONFIG).is_file() and (folder / layout.EVENTS).is_file():
-            found.append(Run(folder))
-        elif depth > 0:
-            for entry in os.scandir(folder):
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                    search(Path(entry.path), depth - 1)
-
-    if root.is_dir():
-        search(root, depth)
-    times = {run: (run.directory / layout.CONFIG).stat().st_mtime for run in found}
-    return sorted(found, key=lambda run: (-times[run], str(run.directory)))

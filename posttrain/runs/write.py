@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import yaml
@@ -28,27 +27,16 @@ import yaml
 from posttrain.errors import UserError, require
 from posttrain.events import Event, Events
 from posttrain.runs import layout
-from posttrain.runs.layout import EpisodeRow, RolloutRow, Row, TokenArrays
+from posttrain.runs.layout import Row, TokenArrays
 from posttrain.runs.lock import Lock
 from posttrain.system.files import atomic_write
+from posttrain.system.processes import write_all
 from posttrain.types import JSON, Rollout
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.ENAMETOOLONG,
-)
-
-
-KEEP_LAST, KEEP_EVERY = (
-    10,
-    50,
-)  # steps that keep their per-token arrays: the last written, and each 50th
+# kinds of OSError that another directory avoids
+REFUSED = (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError)
+# steps that keep their per-token arrays: the last written, and each 50th
+KEEP_LAST, KEEP_EVERY = 10, 50
 
 
 class RunWriter:
@@ -98,8 +86,7 @@ class RunWriter:
     @classmethod
     def resume(cls, directory: Path) -> RunWriter:
         """Open a run that exists, as its next attempt."""
-        there = (Path(directory) / layout.CONFIG).is_file()
-        require(there, f"no run in {directory}: it has no {layout.CONFIG}")
+        layout.require_run(directory)
         return cls(directory)
 
     def configure(self, config: Mapping[str, JSON]) -> None:
@@ -110,9 +97,7 @@ class RunWriter:
 
     def metrics(self, stage: str, step: int, figures: Mapping[str, float]) -> Row:
         """Append the figures of a step, and return the row for trackers and the console."""
-        clash = sorted(set(figures) & set(layout.ROW_KEYS))
-        if clash:
-            raise ValueError(f"figures may not be called {', '.join(clash)}")
+        _check_names("figures", figures, layout.ROW_KEYS)
         require(layout.plain_name(stage), f"stage {stage!r} is not a plain name")
         numbers = {name: float(value) for name, value in figures.items()}
         row = Row(stage, int(step), self.attempt, _now(), numbers)
@@ -123,9 +108,7 @@ class RunWriter:
     def event(self, kind: str, details: Mapping[str, JSON] | None = None) -> None:
         """Append an event: kind, time, attempt and its details."""
         details = details or {}
-        clash = sorted(set(details) & set(layout.EVENT_KEYS))
-        if clash:
-            raise ValueError(f"details may not be called {', '.join(clash)}")
+        _check_names("details", details, layout.EVENT_KEYS)
         record = {"kind": kind, "time": _now(), "attempt": self.attempt, **details}
         self._append(layout.EVENTS, layout.dump_line(record))
 
@@ -156,48 +139,44 @@ class RunWriter:
             raise ValueError(f"arrays of {arrays.sequences} sequences for {len(rollouts)} rollouts")
         path = layout.rollout_file(self.directory, stage, step)
         rows = map(self._row, rollouts, advantages or [None] * len(rollouts))
-        lines = b"".join(layout.dump_line(asdict(row)) for row in rows)
+        lines = b"".join(map(layout.dump_line, rows))
         with _explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, lines, durable=False)
             if arrays is not None:
                 self._write_arrays(stage, step, arrays)
 
-    def _row(self, rollout: Rollout, advantage: float | None) -> RolloutRow:
+    def _row(self, rollout: Rollout, advantage: float | None) -> dict[str, JSON]:
+        """The fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""
         problem, score = rollout.problem, rollout.score
         versions = [
             s.versions.min() for s in rollout.segments if s.versions is not None and len(s.versions)
         ]
-        row = RolloutRow(
-            problem=problem.id,
-            level=problem.level,
-            question=problem.question,
-            answer=problem.answer,
-            sample=rollout.sample,
-            response=rollout.response,
-            reward=score.value,
-            parts=dict(score.parts),
-            outcome=score.outcome,
-            failure=score.failure,
-            finish=rollout.finish,
-            length=rollout.length,
-            version=int(min(versions, default=-1)),
-            attempt=self.attempt,
-            advantage=advantage,
-        )
-        if not rollout.role and rollout.turns < 2:
-            return row
-        parts = [["sampled" if s.sampled else "given", s.text] for s in rollout.segments]
-        own = {f.name: getattr(row, f.name) for f in fields(row)}
-        return EpisodeRow(**own, role=rollout.role, conversation=parts)
+        row = {
+            "problem": problem.id,
+            "level": problem.level,
+            "question": problem.question,
+            "answer": problem.answer,
+            "sample": rollout.sample,
+            "response": rollout.response,
+            "reward": score.value,
+            "parts": score.parts,
+            "outcome": score.outcome,
+            "failure": score.failure,
+            "finish": rollout.finish,
+            "length": rollout.length,
+            "version": int(min(versions, default=-1)),
+            "attempt": self.attempt,
+            "advantage": advantage,
+        }
+        if rollout.role or rollout.turns > 1:
+            parts = [["sampled" if s.sampled else "given", s.text] for s in rollout.segments]
+            row |= {"role": rollout.role, "conversation": parts}
+        return row
 
     def _write_arrays(self, stage: str, step: int, arrays: TokenArrays) -> None:
-        from safetensors.numpy import save
-
-        tensors = {name: np.ascontiguousarray(array) for name, array in arrays.arrays.items()}
         path = layout.rollout_file(self.directory, stage, step, ".safetensors")
-        data = save({"starts": arrays.starts.astype(np.int64), **tensors})
-        atomic_write(path, data, durable=False)
+        _save_arrays(path, {"starts": arrays.starts.astype(np.int64), **arrays.arrays})
         if stage not in self._kept:
             self._kept[stage] = _written_order(path.parent)
         kept = self._kept[stage]
@@ -220,14 +199,11 @@ class RunWriter:
 
     def attachment(self, name: str, arrays: Mapping[str, np.ndarray]) -> Path:
         """Write what belongs to an alarm as alarms/NAME.safetensors, and return its path."""
-        from safetensors.numpy import save
-
         require(layout.plain_name(name), f"{name!r} is not a plain name")
         path = self.directory / layout.ALARMS / f"{name}.safetensors"
         with _explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
-            contiguous = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
-            atomic_write(path, save(contiguous), durable=False)
+            _save_arrays(path, arrays)
         return path
 
     def _append(self, name: str, line: bytes) -> None:
@@ -239,7 +215,7 @@ class RunWriter:
             fd = self._fds[name]
             before = os.fstat(fd).st_size
             try:
-                _write_all(fd, line)
+                write_all(fd, line)
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(fd, before)
@@ -257,13 +233,20 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_names(kind: str, names: Collection[str], reserved: Collection[str]) -> None:
+    if clash := sorted(set(names) & set(reserved)):
+        raise ValueError(f"{kind} may not be called {', '.join(clash)}")
+
+
+def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    from safetensors.numpy import save
+
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    atomic_write(path, save(contiguous), durable=False)
 
 
 def _refuse_used(directory: Path) -> None:
@@ -283,11 +266,11 @@ def _explained(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         resume = f"then 'posttrain resume {directory}'"
-        if error.errno in FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             text = f"no space left on the disk of {directory}; free some, {resume}"
         elif error.errno == errno.EFBIG:
             text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {resume}"
-        elif error.errno in REFUSED:
+        elif isinstance(error, REFUSED) or error.errno in (errno.EROFS, errno.ENAMETOOLONG):
             text = f"cannot write the run directory {directory}: {error.strerror}; choose another"
         else:
             raise
@@ -298,53 +281,26 @@ def _now() -> float:
     return round(time.time(), 3)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    """os.write may stop short (a disk that is nearly full); go on, so that the next call reports why."""
-    while data:
-        data = data[os.write(fd, data) :]
-
-
 def _repair(path: Path) -> int:
     """Make a JSONL file end at a line's end, as a killed writer may not have. Returns how many bytes were dropped.
 
     A tail that is a whole object only lacks its newline and keeps its place; any other tail is cut off.
     """
-    try:
-        fd = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
+    if not path.exists() or path.stat().st_size == 0:
         return 0
-    try:
-        tail = _tail(fd)
-        if not tail:
-            return 0
-        end = os.fstat(fd).st_size
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:  # it may be large
+            tail = text[text.rfind(b"\n") + 1 :]
         try:
             whole = isinstance(json.loads(tail), dict)
         except ValueError:
             whole = False
+        end = file.seek(0, os.SEEK_END)
         if whole:
-            os.lseek(fd, end, os.SEEK_SET)
-            _write_all(fd, b"\n")
-            return 0
-        os.ftruncate(fd, end - len(tail))
-        return len(tail)
-    finally:
-        os.close(fd)
-
-
-def _tail(fd: int) -> bytes:
-    """What follows the last newline, read backwards in blocks: the file may be large."""
-    position, tail = os.fstat(fd).st_size, b""
-    while position > 0:
-        size = min(1 << 16, position)
-        position -= size
-        os.lseek(fd, position, os.SEEK_SET)
-        block = os.read(fd, size)
-        _, newline, after = block.rpartition(b"\n")
-        if newline:
-            return after + tail
-        tail = block + tail
-    return tail
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(tail))
+    return 0 if whole else len(tail)
 
 
 def _written_order(folder: Path) -> list[int]:

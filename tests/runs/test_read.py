@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.runs.layout import TokenArrays
-from posttrain.runs.read import Run, list_runs
+from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.types import Problem, Rollout, Score, Segment
 
@@ -34,7 +33,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         writer.rollouts("rl", 1, [rollout("= 2")], [float("nan")], TokenArrays(np.array([0, 2]), {"ids": np.array([5, 6])}))
         writer.summary({"after": {"value": 0.75}})
     run = Run(tmp_path / "run")
-    assert (run.name, run.config, run.summary, run.torn) == ("run", {"seed": 3, "rate": 1e-5}, {"after": {"value": 0.75}}, 0)
+    assert (run.name, run.config, run.summary) == ("run", {"seed": 3, "rate": 1e-5}, {"after": {"value": 0.75}})
     (row,) = run.metrics()
     assert (row.stage, row.step, row.attempt) == ("rl", 1, 1)
     assert math.isnan(row.figures["loss"])
@@ -129,14 +128,13 @@ def test_two_rows_of_one_attempt_and_step_are_one(tmp_path: Path) -> None:
     assert row.figures == {"reward": 0.5, "loss": 2.0, "accuracy/test": 0.25}
 
 
-def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_torn_and_foreign_lines_are_skipped(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, {}) as writer:
         writer.metrics("rl", 1, {"reward": 0.5})
     with (tmp_path / "metrics.jsonl").open("ab") as stream:
         stream.write(b'{"someone": "else"}\n\xff\xfe\n{"step":2,"stage":"rl","attempt":1,"time":0,"rew')
     run = Run(tmp_path)
     assert rewards(run) == {1: 0.5}
-    assert run.torn == 2
 
 
 def test_reading_never_changes_the_run(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_reading_never_changes_the_run(tmp_path: Path) -> None:
         writer.metrics("rl", 1, {"reward": 0.5})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     run = Run(tmp_path)
-    run.metrics(), run.events(), run.rollout_steps("rl"), run.config, run.summary, list_runs(tmp_path)
+    run.metrics(), run.events(), run.rollout_steps("rl"), run.config, run.summary
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -185,18 +183,6 @@ def test_a_stage_is_never_a_path(tmp_path: Path, stage: str) -> None:
     for read in (Run(tmp_path).rollouts, Run(tmp_path).arrays):
         with pytest.raises(UserError, match="plain name"):
             read(stage, 1)
-
-
-def test_list_runs_finds_nested_runs_newest_first(tmp_path: Path) -> None:
-    for age, name in enumerate(("old", "sweep/a", "sweep/b")):
-        RunWriter.create(tmp_path / name, {}).close()
-        os.utime(tmp_path / name / "config.yaml", (1000 + age, 1000 + age))
-    RunWriter.create(tmp_path / "old" / "inner", {}).close()  # a run within a run is not one of the user's
-    RunWriter.create(tmp_path / ".trash" / "gone", {}).close()
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "config.yaml").write_text("somebody: else\n")
-    assert [str(run.directory.relative_to(tmp_path)) for run in list_runs(tmp_path)] == ["sweep/b", "sweep/a", "old"]
-    assert list_runs(tmp_path / "absent") == []
 
 
 def test_rollout_lines_of_other_programs_are_left_out(tmp_path: Path) -> None:
