@@ -12,23 +12,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from posttrain.errors import require
+from posttrain.runs.layout import Row
 from posttrain.runs.read import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, FAINT, GRID = "#24292f", "#8c959f", "#e7eaed"
+INK, FAINT = "#24292f", "#8c959f"
 BLUE, GREEN, ORANGE, PURPLE, RED = "#2f6fde", "#1f9d61", "#e08214", "#8250df", "#cf3f4f"
 COLOURS, DASHES = (BLUE, ORANGE, GREEN, PURPLE, RED), ("-", "--", ":", "-.")
 STYLE = Path(__file__).with_suffix(".mplstyle")
-OVERLAID = {
-    "accuracy/test": "Held-out accuracy",
-    "reward": "Reward while training",
-    "sft loss": "Supervised loss",
-    "length": "Response length",
-    "kl": "KL from the start",
-    "entropy": "Entropy",
+# figure: title, subtitle; in reading order: how well, then how
+PANELS = {
+    "reward": ("Reward while training", "mean score of the samples it learns from"),
+    "reward/task": ("What the reward stands for", "the same samples, scored by the task itself"),
+    "accuracy/test": ("Held-out accuracy", "problems it never trains on; band: 95% interval"),
+    "accuracy/held_out": ("Preference accuracy", "held-out pairs, the better answer rated higher"),
+    "margin": ("Margin", "by how much the better answer of a pair is rated higher"),
+    "sft loss": ("Supervised loss", "negative log-likelihood of the examples; lower is better"),
+    "length": ("Response length", "tokens a response"),
+    "level": ("Difficulty", "level of the problems it is given"),
 }
+# of the first stage, where it is not blue
+FIRST = {"accuracy/test": GREEN, "margin": ORANGE, "sft loss": ORANGE, "length": PURPLE}
+OVERLAID = {name: PANELS[name][0] for name in ("accuracy/test", "reward", "sft loss", "length")}
+OVERLAID |= {"kl": "KL from the start", "entropy": "Entropy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,9 @@ class Series:
     stage: str
     steps: np.ndarray
     values: np.ndarray
+
+
+Figures = Mapping[str, list[Series]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +69,12 @@ def draw(run: Run, path: Path) -> None:
 
 def draw_together(runs: Sequence[Run], path: Path) -> list[str]:
     """Draw the figures that at least two runs recorded, one panel each, a colour for a run and a dash for a stage; the titles drawn."""
-    names, found = _labels(runs), [_collect(run) for run in runs]
+    names, found = [run.name for run in runs], [_collect(run) for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.directory) for run in runs]
     panels = []
     for figure, title in OVERLAID.items():
-        having = [
-            (names[n], figures[figure]) for n, figures in enumerate(found) if figure in figures
-        ]
+        having = [(names[n], have[figure]) for n, have in enumerate(found) if figure in have]
         if len(having) > 1:
             panels.append(Panel(title, figure, partial(_overlay, order=names, having=having)))
     if panels:
@@ -71,20 +82,14 @@ def draw_together(runs: Sequence[Run], path: Path) -> list[str]:
     return [panel.title for panel in panels]
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
-    """Names of runs that tell them apart: with the folder above where the last part is the same."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
-
-
 def _overlay(axes: Axes, order: Sequence[str], having: Sequence[tuple[str, list[Series]]]) -> None:
     stages = list(dict.fromkeys(series.stage for _, found in having for series in found))
     for name, found in having:
         colour = COLOURS[order.index(name) % len(COLOURS)]
         for series in found:
-            place = stages.index(series.stage)
+            dash = DASHES[stages.index(series.stage) % len(DASHES)]
             label = f"{name} {series.stage}" if len(stages) > 1 else name
-            _curve(axes, series, colour, _plain(label), DASHES[place % len(DASHES)])
+            _curve(axes, series, colour, _plain(label), dash)
 
 
 def draw_pass_at_k(
@@ -138,7 +143,6 @@ def own_style() -> Iterator[None]:
 @own_style()
 def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
     """Panels in a grid under a title. Imports matplotlib only here, and opens no window."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -146,7 +150,6 @@ def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
     rows = -(-len(panels) // columns)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure((4.9 * columns, 3.5 * rows + 0.7), dpi=130, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)  # draws to memory: no window, no global state
     bold: dict[str, Any] = {"fontsize": 14, "fontweight": "bold", "color": INK}
     figure.suptitle(_plain(title), x=0.012, ha="left", **bold)
     for number, panel in enumerate(panels):
@@ -163,59 +166,42 @@ def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
 
 
 def _panels(run: Run) -> list[Panel]:
-    """The panels that this run has figures for, in reading order: how well, then how."""
+    """The panels that this run has figures for."""
     figures = _collect(run)
-    panels = []
-
-    def add(title: str, subtitle: str, paint: Callable[..., None], *names: str) -> None:
-        if any(name in figures for name in names):
-            found = [figures.get(name, []) for name in names]
-            panels.append(Panel(title, subtitle, lambda axes: paint(axes, *found)))
-
-    add("Reward while training", "mean score of the samples it learns from", _rewards, "reward")
-    task = "the same samples, scored by the task itself"
-    add("What the reward stands for", task, _rewards, "reward/task")
-    interval = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
-    unseen = "problems it never trains on; band: 95% interval"
-    add("Held-out accuracy", unseen, _accuracy, *interval)
-    better = "held-out pairs in which the better answer is rated higher"
-    add("Pairs told apart", better, _rewards, "accuracy/held_out")
-    distance = "by how much the better answer of a pair is rated higher"
-    add("Margin", distance, partial(_several, colours=(ORANGE, *COLOURS)), "margin")
-    loss = "negative log-likelihood of the examples; lower is better"
-    add("Supervised loss", loss, partial(_several, colours=(ORANGE, *COLOURS)), "sft loss")
-    tokens = partial(_several, colours=(PURPLE, *COLOURS))
-    add("Response length", "tokens a response", tokens, "length")
+    if not any(np.ptp(series.values) for series in figures.get("level", [])):
+        figures.pop("level", None)  # a level that never changes says nothing
+    panels = {}
+    for name in (name for name in PANELS if name in figures):
+        first = FIRST.get(name, BLUE)
+        colours = (first, *(colour for colour in COLOURS if colour != first))
+        paint = PAINTERS.get(name, _curves)
+        painted = partial(paint, figures=figures, name=name, colours=colours)
+        panels[name] = Panel(*PANELS[name], painted)
     words = {"kl": "KL: distance from the start", "entropy": "entropy: how undecided it is"}
     both = "; ".join(text for name, text in words.items() if name in figures)
-    add("Drift and variety" if "kl" in figures else "Variety", both, _drift, "kl", "entropy")
-    if any(np.ptp(series.values) for series in figures.get("level", [])):
-        add("Difficulty", "level of the problems it is given", _levels, "level")
-    return panels
+    title = "Drift and variety" if "kl" in figures else "Variety"
+    drift = [Panel(title, both, partial(_drift, figures=figures))] if both else []
+    last = [panels.pop("level")] if "level" in panels else []
+    return [*panels.values(), *drift, *last]
 
 
 def _collect(run: Run) -> dict[str, list[Series]]:
-    """Series by figure. A loss without rewards beside it is a supervised loss; others are not comparable across steps."""
-    rows = run.metrics()
+    """Series by figure. A loss of a stage without rewards is a supervised loss; others are not comparable across steps."""
+    stages: dict[str, list[Row]] = {}
+    for row in run.metrics():
+        stages.setdefault(row.stage, []).append(row)
     figures: dict[str, list[Series]] = {}
-    for stage in dict.fromkeys(row.stage for row in rows):
-        of_stage = [row for row in rows if row.stage == stage]
-        online, pairs = (
-            any(name in row.figures for row in of_stage) for name in ("reward", "margin")
-        )
-        for name in dict.fromkeys(name for row in of_stage for name in row.figures):
-            points = [
-                (row.step, row.figures[name])
-                for row in of_stage
-                if np.isfinite(row.figures.get(name, np.nan))
-            ]
-            if not points:
-                continue
-            steps, values = (np.array(axis, dtype=np.float64) for axis in zip(*points, strict=True))
-            if name in ("entropy", "length") and not online:
-                continue  # of given text, not of what the model writes
-            name = "sft loss" if name in ("loss", "nll") and not online and not pairs else name
-            if not any(series.stage == stage for series in figures.get(name, [])):
+    for stage, rows in stages.items():
+        names = dict.fromkeys(name for row in rows for name in row.figures)
+        for name in names:
+            points = [(row.step, row.figures.get(name, np.nan)) for row in rows]
+            points = [point for point in points if np.isfinite(point[1])]
+            if not points or (name in ("entropy", "length") and "reward" not in names):
+                continue  # entropy and length of given text, not of what the model writes
+            if name in ("loss", "nll") and not names.keys() & {"reward", "margin"}:
+                name = "sft loss"
+            if all(series.stage != stage for series in figures.get(name, [])):
+                steps, values = np.array(points, dtype=np.float64).T
                 figures.setdefault(name, []).append(Series(stage, steps, values))
     return figures
 
@@ -226,15 +212,12 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
     >>> smooth(np.array([0.0, 3.0, 0.0, 3.0]), 3).tolist()
     [1.5, 1.0, 2.0, 1.5]
     """
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    first, last = np.maximum(index - span // 2, 0), np.minimum(index + span // 2 + 1, len(values))
-    return np.asarray((sums[last] - sums[first]) / (last - first))
+    window = np.ones(span)
+    counts = np.convolve(np.ones(len(values)), window, "same")
+    return np.asarray(np.convolve(values, window, "same") / counts)
 
 
-def _curve(
-    axes: Axes, series: Series, colour: str, label: str | None = None, dash: str = "-"
-) -> None:
+def _curve(axes: Axes, series: Series, colour: str, label: str, dash: str = "-") -> None:
     """A faint line for every step and a strong one for its moving mean; only the strong one where there are few."""
     span = len(series.values) // 12
     style: dict[str, Any] = {"color": colour, "linestyle": dash}
@@ -244,61 +227,57 @@ def _curve(
     axes.plot(series.steps, line, label=label, marker="o" if len(line) == 1 else None, **style)
 
 
-def _label(series: Series, found: Sequence[Series]) -> str | None:
-    """Stages are named where there is more than one."""
-    return _plain(series.stage) if len(found) > 1 else None
-
-
-def _several(axes: Axes, found: Sequence[Series], colours: Sequence[str]) -> None:
-    """The series of several stages, each from its own step 0."""
+def _styled(found: Sequence[Series], colours: Sequence[str]) -> Iterator[tuple[Series, str, str]]:
+    """Each series with its colour and its label: stages are named where there is more than one."""
     for number, series in enumerate(found):
-        _curve(axes, series, colours[number % len(colours)], _label(series, found))
+        label = _plain(series.stage) if len(found) > 1 else ""
+        yield series, colours[number % len(colours)], label
 
 
-def _rewards(axes: Axes, found: list[Series]) -> None:
-    _several(axes, found, (BLUE, PURPLE, ORANGE, GREEN))
-    if all(series.values.min() >= 0 and series.values.max() <= 1 for series in found):
+def _curves(axes: Axes, figures: Figures, name: str, colours: Sequence[str]) -> None:
+    """The series of several stages, each from its own step 0."""
+    for series, colour, label in _styled(figures[name], colours):
+        _curve(axes, series, colour, label)
+    values = np.concatenate([series.values for series in figures[name]])
+    if name.startswith(("reward", "accuracy")) and values.min() >= 0 and values.max() <= 1:
         axes.set_ylim(-0.03, 1.03)
 
 
-def _accuracy(axes: Axes, found: list[Series], lows: list[Series], highs: list[Series]) -> None:
-    low_of, high_of = {s.stage: s for s in lows}, {s.stage: s for s in highs}
-    for number, series in enumerate(found):
-        colour = (GREEN, BLUE, ORANGE, PURPLE)[number % 4]
-        low, high = low_of.get(series.stage), high_of.get(series.stage)
+def _accuracy(axes: Axes, figures: Figures, name: str, colours: Sequence[str]) -> None:
+    lows, highs = (
+        {s.stage: s for s in figures.get(f"{name}_{end}", [])} for end in ("low", "high")
+    )
+    for series, colour, label in _styled(figures[name], colours):
+        low, high = lows.get(series.stage), highs.get(series.stage)
         if low is not None and high is not None and np.array_equal(low.steps, high.steps):
             band: dict[str, Any] = {"color": colour, "alpha": 0.15, "linewidth": 0}
             axes.fill_between(low.steps, low.values, high.values, **band)
-        label = _label(series, found)
         axes.plot(series.steps, series.values, color=colour, marker="o", label=label)
         style: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
         style |= {"fontsize": 9, "color": colour, "weight": "bold"}
         for place in {0, len(series.values) - 1}:
-            step, value = series.steps[place], series.values[place]
-            axes.annotate(f"{value:.0%}", (step, value), **style)
+            value = series.values[place]
+            axes.annotate(f"{value:.0%}", (series.steps[place], value), **style)
     _percent(axes, 1.08)
 
 
-def _drift(axes: Axes, kl: list[Series], entropy: list[Series]) -> None:
-    """Two scales, each axis in its line's colour: the two are read against themselves, not against each other."""
-    if kl:
-        _several(axes, kl, (RED, ORANGE))
-    if not entropy:
-        axes.set_ylabel("KL", color=RED, fontsize=9)
-        return
-    other = axes.twinx() if kl else axes
-    _several(other, entropy, (BLUE, PURPLE))
-    other.spines["bottom"].set_visible(other is axes)
-    other.tick_params(axis="y", colors=BLUE)
-    other.set_ylabel("entropy", color=BLUE, fontsize=9)
-    if kl:
-        other.grid(visible=False)
-        axes.tick_params(axis="y", colors=RED)
-        axes.set_ylabel("KL", color=RED, fontsize=9)
-
-
-def _levels(axes: Axes, found: list[Series]) -> None:
-    for number, series in enumerate(found):
-        colour, label = (ORANGE, BLUE, GREEN)[number % 3], _label(series, found)
+def _levels(axes: Axes, figures: Figures, name: str, colours: Sequence[str]) -> None:
+    for series, colour, label in _styled(figures[name], colours):
         axes.step(series.steps, series.values, where="post", color=colour, label=label)
     axes.locator_params(axis="y", integer=True)
+
+
+PAINTERS = {"accuracy/test": _accuracy, "level": _levels}
+
+
+def _drift(axes: Axes, figures: Figures) -> None:
+    """Two scales, each axis in its line's colour: the two are read against themselves, not against each other."""
+    right = axes.twinx() if figures.keys() >= {"kl", "entropy"} else axes
+    for side, name, colours in ((axes, "kl", (RED, ORANGE)), (right, "entropy", (BLUE, PURPLE))):
+        if name in figures:
+            _curves(side, figures, name, colours)
+            side.tick_params(axis="y", colors=colours[0])
+            side.set_ylabel(name.replace("kl", "KL"), color=colours[0], fontsize=9)
+    if right is not axes:
+        right.spines["bottom"].set_visible(False)
+        right.grid(visible=False)

@@ -93,7 +93,7 @@ def test_the_loss_of_an_rl_stage_is_not_called_supervised(tmp_path: Path) -> Non
 
 def test_what_pairs_and_a_gold_reward_say_has_panels(tmp_path: Path) -> None:
     pairs = {"loss": 0.6, "accuracy/held_out": 0.7, "margin": 0.2}
-    assert titles(make(tmp_path / "dpo", [("dpo", pairs)] * 2)) == ["Pairs told apart", "Margin"]
+    assert titles(make(tmp_path / "dpo", [("dpo", pairs)] * 2)) == ["Preference accuracy", "Margin"]
     gold = {"reward": 4.0, "reward/task": 0.5, "level": 0.0}  # a level that never changes says nothing
     assert titles(make(tmp_path / "rl", [("rl", gold)] * 2)) == ["Reward while training", "What the reward stands for"]
 
