@@ -115,7 +115,7 @@ class Loop:
         self.resume()
         schedule, events = self.schedule, self.writer.events
         with (
-            Console.open(schedule.steps, self.stage, self.step) as console,
+            Console(schedule.steps, self.stage, self.step) as console,
             self.checkpoints,
             events.shown_by(console.show),
             events.at(self.stage, self.step),

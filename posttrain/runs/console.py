@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a live panel on a terminal, plain lines at a limited rate anywhere else.
 
-    with Console.open(total_steps=60, stage="rl") as console, events.shown_by(console.show):
+    with Console(total_steps=60, stage="rl") as console, events.shown_by(console.show):
         console.update({"reward": 0.4, "length": 31.0}, step=1)
 
 Model output is never trusted to be text: `printable` makes control characters visible instead of obeying them.
@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from types import TracebackType
 from typing import TextIO
 
 from rich.bar import Bar
@@ -28,7 +27,7 @@ from rich.text import Text
 from posttrain.events import Event, printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-PHASES = ("generate", "score", "train")
+PHASES = {"generate": "cyan", "score": "yellow", "train": "magenta", "other": "dim"}  # and colours
 PLAIN_SECONDS = 5.0  # a plain line at most this often, unless a tenth of the stage has passed
 HISTORY = 4096  # rewards kept for the sparkline
 
@@ -61,17 +60,13 @@ def duration(seconds: float) -> str:
     >>> duration(8.2), duration(75), duration(3700), duration(200000)
     ('8s', '1m15s', '1h01m', '2d07h')
     """
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    for unit, name, small_unit, small in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if whole >= unit:
-            return f"{whole // unit}{name}{whole % unit // small_unit:02d}{small}"
-    raise AssertionError("unreachable")
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minute:02d}m"
+    return f"{minute}m{second:02d}s" if minute else f"{second}s"
 
 
 def _percent(value: float) -> str:
@@ -91,8 +86,6 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("learning_rate", "rate", "{:.2g}".format),
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
 )
-
-
 DETAILS = {"entropy", "gradient", "rate"}  # for the panel only: a plain line has to stay readable
 
 
@@ -102,51 +95,38 @@ def time_split(row: Mapping[str, float]) -> list[tuple[str, float]]:
     >>> time_split({"seconds/generate": 6.0, "seconds/train": 3.0, "seconds/total": 10.0})
     [('generate', 0.6), ('train', 0.3), ('other', 0.1)]
     """
-    spent = [(phase, row[f"seconds/{phase}"]) for phase in PHASES if f"seconds/{phase}" in row]
-    total = row.get("seconds/total", sum(seconds for _, seconds in spent))
+    spent = {phase: row[f"seconds/{phase}"] for phase in PHASES if f"seconds/{phase}" in row}
+    total = row.get("seconds/total", sum(spent.values()))
     if not spent or not total > 0:
         return []
-    other = max(0.0, total - sum(seconds for _, seconds in spent))
-    return [(phase, round(seconds / total, 4)) for phase, seconds in [*spent, ("other", other)]]
+    spent["other"] = max(0.0, total - sum(spent.values()))
+    return [(phase, round(seconds / total, 4)) for phase, seconds in spent.items()]
 
 
 class Console:
-    """The view of one stage. `open` chooses the live panel or plain lines by looking at the stream."""
+    """The view of one stage: a live panel where the stream is a terminal, plain lines elsewhere."""
 
     def __init__(
-        self, total_steps: int, stage: str, start: int, stream: TextIO, live: bool
+        self, total_steps: int, stage: str, start: int = 0, stream: TextIO | None = None
     ) -> None:
+        """Begin to show a stage; `start` is the step that a resumed stage goes on from."""
         self.total, self.stage, self.start, self.step = total_steps, printable(stage), start, start
-        self._stream = stream
+        self._stream = stream or sys.stdout
         self._began = self._printed_at = time.monotonic()
         self._printed_step = -1
         self._row: dict[str, float] = {}
         self._rewards: list[float] = []
         self._live: Live | None = None
-        if live:
-            self._live = Live(
-                get_renderable=self._panel, console=RichConsole(file=stream), refresh_per_second=4
-            )
+        if self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+            screen = RichConsole(file=self._stream)
+            self._live = Live(get_renderable=self._panel, console=screen, refresh_per_second=4)
             self._live.start()
-
-    @classmethod
-    def open(
-        cls, total_steps: int, stage: str, start: int = 0, stream: TextIO | None = None
-    ) -> Console:
-        """Begin to show a stage; `start` is the step that a resumed stage goes on from."""
-        stream = stream or sys.stdout
-        live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-        return cls(total_steps, stage, start, stream, live)
 
     def update(self, row: Mapping[str, float], step: int | None = None) -> None:
         """Show the figures of a step. Without `step`, each update is one step. Held-out scores and KL stay until the next ones."""
         self.step = self.step + 1 if step is None else step
-        held = {
-            name: value
-            for name, value in self._row.items()
-            if name == "kl" or name.startswith("accuracy/")
-        }
-        self._row = {**held, **row}
+        rare = [name for name in self._row if name == "kl" or name.startswith("accuracy/")]
+        self._row = {**{name: self._row[name] for name in rare}, **row}
         if "reward" in row:
             self._rewards.append(row["reward"])
             if len(self._rewards) > HISTORY:
@@ -173,12 +153,7 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _due(self) -> bool:
@@ -190,14 +165,10 @@ class Console:
 
     def _print_line(self) -> None:
         split = " ".join(f"{phase} {share:.0%}" for phase, share in time_split(self._row))
-        shown = [f"{label} {text}" for label, text in self._shown() if label not in DETAILS]
-        parts = [
-            f"{self.stage} {self.step}/{self.total}",
-            *shown,
-            *([f"time: {split}"] if split else []),
-            self._times(),
-        ]
-        write_text("  ".join(parts) + "\n", self._stream)
+        parts = [f"{self.stage} {self.step}/{self.total}"]
+        parts += [f"{label} {text}" for label, text in self._shown() if label not in DETAILS]
+        parts += [f"time: {split}"] if split else []
+        write_text("  ".join([*parts, self._times()]) + "\n", self._stream)
         self._printed_at, self._printed_step = time.monotonic(), self.step
 
     def _shown(self) -> Iterator[tuple[str, str]]:
@@ -225,19 +196,11 @@ class Console:
         for first in range(0, len(cells), 4):
             figures.add_row(*cells[first : first + 4])
         parts: list[RenderableType] = [head, figures]
-        split = time_split(self._row)
-        if split:
-            words = Text("time  ", style="dim")
-            colours = {"generate": "cyan", "score": "yellow", "train": "magenta", "other": "dim"}
-            for phase, part in split:
-                words.append(f"{phase} {part:.0%}   ", style=colours[phase])
-            parts.append(words)
-        return Panel(
-            Group(*parts),
-            title=Text(self.stage, style="bold"),
-            title_align="left",
-            border_style="dim",
-        )
+        if split := time_split(self._row):
+            shares = [(f"{phase} {part:.0%}   ", PHASES[phase]) for phase, part in split]
+            parts.append(Text.assemble(("time  ", "dim"), *shares))
+        title = Text(self.stage, style="bold")
+        return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
 
     def _cell(self, label: str, text: str) -> Text:
         cell = Text.assemble((f"{label} ", "dim"), (text, "bold"))
@@ -246,15 +209,13 @@ class Console:
         return cell
 
 
-def show(
-    renderable: RenderableType, stream: TextIO | None = None, width: int | None = None
-) -> None:
+def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
     """Print a table or text: with colour on a terminal, as plain characters elsewhere."""
     stream = stream or sys.stdout
     if stream.isatty():
-        RichConsole(file=stream, width=width).print(renderable)
+        RichConsole(file=stream).print(renderable)
     else:
-        write_text(render_plain(renderable, width or 100), stream)
+        write_text(render_plain(renderable), stream)
 
 
 def render_plain(renderable: RenderableType, width: int = 100) -> str:

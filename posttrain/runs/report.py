@@ -13,6 +13,9 @@ from rich.text import Text
 from posttrain.events import printable
 from posttrain.types import JSON
 
+LIMIT = 400  # characters of an answer that are shown
+MARKS = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}
+
 
 class Interval(Protocol):
     """An estimate with its bounds, such as `posttrain.evals.statistics` makes."""
@@ -37,7 +40,6 @@ class BeforeAfter:
     after: Interval
     difference: Interval | None = None
     problems: int = 0
-    percent: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Answers:
     after_correct: bool | None = None
 
 
-def final_table(rows: Sequence[BeforeAfter], title: str = "Held-out score") -> Table:
+def final_table(rows: Sequence[BeforeAfter], title: str) -> Table:
     """Before, after and the change, each with its interval. Print it with `console.show`."""
     counts = sorted({row.problems for row in rows if row.problems})
     over = f"; {' / '.join(map(str, counts))} problems" if counts else ""
@@ -62,8 +64,8 @@ def final_table(rows: Sequence[BeforeAfter], title: str = "Held-out score") -> T
     for heading in ("", "before", "after", "change"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=bool(heading))
     for row in rows:
-        before, after = (_interval(figure, row.percent) for figure in (row.before, row.after))
-        table.add_row(Text(printable(row.name)), before, after, _change(row))
+        name, before, after = Text(printable(row.name)), _interval(row.before), _interval(row.after)
+        table.add_row(name, before, after, _change(row))
     return table
 
 
@@ -82,59 +84,44 @@ def figures_table(figures: Mapping[str, JSON]) -> Table:
         (name, figures[name], False) for name in ("reward", "kl") if figures.get(name) is not None
     ]
     for name, bounds, percent in rows:
-        table.add_row(Text(printable(name)), *(Text(_number(bound, percent)) for bound in bounds))
+        table.add_row(Text(printable(name)), *(_number(bound, percent) for bound in bounds))
     if "perplexity" in figures:
-        table.add_row(
-            Text("perplexity"), Text(_number(figures["perplexity"], False)), Text(""), Text("")
-        )
+        table.add_row("perplexity", _number(figures["perplexity"], False))
     return table
 
 
-def _number(value: float, percent: bool, sign: str = "") -> str:
-    return f"{100 * value:{sign}.1f}%" if percent else f"{value:{sign}.3f}"
+def _number(value: float, percent: bool = True, sign: str = "") -> str:
+    return f"{100 * value:{sign}.1f}%" if percent else f"{value:.3f}"
 
 
-def _interval(figure: Interval, percent: bool, style: str = "bold", sign: str = "") -> Text:
-    bounds = f" [{_number(figure.low, percent, sign)}, {_number(figure.high, percent, sign)}]"
-    return Text.assemble((_number(figure.value, percent, sign), style), (bounds, "dim"))
+def _interval(figure: Interval, style: str = "bold", sign: str = "") -> Text:
+    value, low, high = (_number(v, sign=sign) for v in (figure.value, figure.low, figure.high))
+    return Text.assemble((value, style), (f" [{low}, {high}]", "dim"))
 
 
 def _change(row: BeforeAfter) -> Text:
     """Green or red only where the paired interval excludes 0: colour is a claim."""
     if row.difference is None:
-        return Text(_number(row.after.value - row.before.value, row.percent, "+"), style="bold")
+        return Text(_number(row.after.value - row.before.value, sign="+"), style="bold")
     colour = " green" if row.difference.low > 0 else " red" if row.difference.high < 0 else ""
-    return _interval(row.difference, row.percent, f"bold{colour}", "+")
+    return _interval(row.difference, f"bold{colour}", "+")
 
 
-def side_by_side(
-    problems: Sequence[Answers],
-    before: str = "before training",
-    after: str = "after training",
-    limit: int = 400,
-) -> Table:
-    """Problems with both models' answers in two columns; answers longer than `limit` characters are cut, and say so."""
+def side_by_side(problems: Sequence[Answers]) -> Table:
+    """Problems with both models' answers in two columns; long answers are cut, and say so."""
     table = Table(box=SIMPLE_HEAD, expand=True, show_lines=False, padding=(0, 1))
-    table.add_column(Text(printable(before)), ratio=1, overflow="fold")
-    table.add_column(Text(printable(after)), ratio=1, overflow="fold")
-    for number, problem in enumerate(problems):
-        question = Text(printable(problem.question), style="cyan")
-        expected = Text(
-            f"expected: {printable(problem.answer)}" if problem.answer else "", style="dim"
-        )
-        table.add_row(question, expected)
-        table.add_row(
-            _answer(problem.before, problem.before_correct, limit),
-            _answer(problem.after, problem.after_correct, limit),
-            end_section=number + 1 < len(problems),
-        )
+    for heading in ("before training", "after training"):
+        table.add_column(heading, ratio=1, overflow="fold")
+    for problem in problems:
+        expected = f"expected: {printable(problem.answer)}" if problem.answer else ""
+        table.add_row(Text(printable(problem.question), style="cyan"), Text(expected, style="dim"))
+        before = _answer(problem.before, problem.before_correct)
+        table.add_row(before, _answer(problem.after, problem.after_correct))
+        table.add_section()
     return table
 
 
-def _answer(text: str, correct: bool | None, limit: int) -> Text:
+def _answer(text: str, correct: bool | None) -> Text:
     shown = printable(text.strip("\n"), lines=True)
-    more = f"\n... and {len(shown) - limit} more characters" if len(shown) > limit else ""
-    mark = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}[
-        correct
-    ]
-    return Text.assemble(mark, shown[:limit] or "(empty)", (more, "dim"))
+    more = f"\n... and {len(shown) - LIMIT} more characters" if len(shown) > LIMIT else ""
+    return Text.assemble(MARKS[correct], shown[:LIMIT] or "(empty)", (more, "dim"))

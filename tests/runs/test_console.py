@@ -60,7 +60,7 @@ def test_what_is_printable_stays_so_and_holds_no_control(text: str, lines: bool)
 
 def test_plain_lines_are_rare_and_the_last_always_comes(clock: list[float]) -> None:
     stream = io.StringIO()
-    with Console.open(1000, "rl", stream=stream) as view:
+    with Console(1000, "rl", stream=stream) as view:
         for step in range(1, 998):
             clock[0] += 0.01
             view.update(ROW, step)
@@ -71,7 +71,7 @@ def test_plain_lines_are_rare_and_the_last_always_comes(clock: list[float]) -> N
 
 def test_slow_steps_are_printed_every_few_seconds(clock: list[float]) -> None:
     stream = io.StringIO()
-    with Console.open(1000, "rl", stream=stream) as view:
+    with Console(1000, "rl", stream=stream) as view:
         for step in range(1, 13):
             view.update(ROW, step)
             clock[0] += 2.0
@@ -80,7 +80,7 @@ def test_slow_steps_are_printed_every_few_seconds(clock: list[float]) -> None:
 
 def test_a_plain_line_says_what_matters_without_ansi(clock: list[float]) -> None:
     stream = io.StringIO()
-    view = Console.open(20, "rl", start=10, stream=stream)
+    view = Console(20, "rl", start=10, stream=stream)
     clock[0] += 30
     view.update({**ROW, "accuracy/test": 0.645}, step=15)
     view.close()
@@ -93,7 +93,7 @@ def test_a_plain_line_says_what_matters_without_ansi(clock: list[float]) -> None
 
 def test_missing_figures_are_left_out_and_held_out_scores_stay(clock: list[float]) -> None:
     stream = io.StringIO()
-    with Console.open(3, "sft", stream=stream) as view:
+    with Console(3, "sft", stream=stream) as view:
         view.update({"loss": 1.25, "accuracy/test": 0.5})
         view.update({"loss": float("nan")})
         view.update({})
@@ -108,7 +108,7 @@ def test_events_are_escaped_on_both_kinds_of_stream(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TERM", "xterm")
     for stream in (io.StringIO(), Terminal()):
         events = Events()
-        with Console.open(3, "rl", stream=stream) as view, events.shown_by(view.show):
+        with Console(3, "rl", stream=stream) as view, events.shown_by(view.show):
             events.emit("message", "model said \x1b]0;title\x07 [bold]hi[/bold]\nforged line", stage="rl")
         assert "\\x1b]0;title\\x07 [bold]hi[/bold]\\nforged line" in stream.getvalue()
         assert "\x1b]0;title" not in stream.getvalue()
@@ -118,7 +118,7 @@ def test_a_terminal_gets_a_panel_and_a_dumb_one_lines(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "110")
     stream = Terminal()
-    with Console.open(10, "rl", stream=stream) as view:
+    with Console(10, "rl", stream=stream) as view:
         for step in range(1, 6):
             view.update({**ROW, "reward": (step - 1) / 4, "accuracy/test": 0.5}, step)
     shown = stream.getvalue()
@@ -126,7 +126,7 @@ def test_a_terminal_gets_a_panel_and_a_dumb_one_lines(monkeypatch: pytest.Monkey
         assert expected in shown
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
-    with Console.open(10, "rl", stream=stream) as view:
+    with Console(10, "rl", stream=stream) as view:
         view.update(ROW)
     assert "\x1b" not in stream.getvalue()
     assert stream.getvalue().startswith("rl 1/10")
@@ -159,21 +159,21 @@ def test_the_final_table_gives_values_intervals_and_the_change() -> None:
     before, after, difference = Bounds(0.1, 0.066, 0.149), Bounds(0.75, 0.686, 0.805), Bounds(0.65, 0.58, 0.72)
     rows = [
         BeforeAfter("addition", before, after, difference, problems=200),
-        BeforeAfter("reward [red]\x1b", before, after, percent=False),
+        BeforeAfter("reward [red]\x1b", before, after),
     ]
-    text = render_plain(final_table(rows))
+    text = render_plain(final_table(rows, "Held-out problems"))
     assert "10.0% [6.6%, 14.9%]" in text
     assert "75.0% [68.6%, 80.5%]" in text
     assert "+65.0% [+58.0%, +72.0%]" in text
     assert "reward [red]\\x1b" in text
-    assert "+0.650\n" in text
+    assert "+65.0%\n" in text
     assert "[low, high]: 95% confidence interval; 200 problems" in text
 
 
 @pytest.mark.parametrize(("low", "high", "colour"), [(0.1, 0.3, "green"), (-0.3, -0.1, "red"), (-0.1, 0.3, "")])
 def test_a_change_is_coloured_only_where_its_interval_excludes_zero(low: float, high: float, colour: str) -> None:
     row = BeforeAfter("x", Bounds(0.1, 0, 1), Bounds(0.2, 0, 1), Bounds((low + high) / 2, low, high))
-    cell = next(iter(final_table([row]).columns[3].cells))
+    cell = next(iter(final_table([row], "").columns[3].cells))
     assert {str(span.style) for span in cell.spans if "dim" not in str(span.style)} == {f"bold {colour}".strip()}
 
 
@@ -182,7 +182,7 @@ def test_answers_stand_side_by_side_and_are_cut_when_long() -> None:
         Answers("12+34", "46", "maybe 3", "12+34\n= 46", False, True),
         Answers("[b]q\x1b", "", "z" * 500, "", None, False),
     ]
-    lines = render_plain(side_by_side(problems, limit=100), width=80).splitlines()
+    lines = render_plain(side_by_side(problems), width=80).splitlines()
     (answer,) = [line for line in lines if "maybe 3" in line]
     assert "wrong: maybe 3" in answer
     assert "right: 12+34" in answer
@@ -190,6 +190,6 @@ def test_answers_stand_side_by_side_and_are_cut_when_long() -> None:
     assert question.index("expected") == answer.index("right")
     text = "\n".join(lines)
     assert "[b]q\\x1b" in text
-    assert text.count("z") == 100
-    assert "... and 400 more characters" in text
+    assert text.count("z") == 400
+    assert "... and 100 more characters" in text
     assert "(empty)" in text
