@@ -9,30 +9,11 @@ from posttrain.types import JSON
 
 # Settings that decide how the work is done, or what is looked at, but not what is learned. Threads and devices may change the last
 # bits of a number; a micro-batch budget does not change a batch.
-HARMLESS = frozenset(
-    {
-        "name",
-        "device",
-        "deterministic",
-        "threads",
-        "trackers",
-        "checkpoint_hook",
-        "checkpoint_sync",
-        "checkpoint_keep",
-        "token_budget",
-        "checkpointing",
-        "release_cache",
-        "max_rows",
-        "checkpoint_every",
-        "evaluate_every",
-        "evaluate_problems",
-        "evaluate_units",
-        "rollouts_every",
-        "reference_device",
-        "watch_kl",
-        "monitor",
-    }
-)
+_HARMLESS = """
+    name device deterministic threads trackers checkpoint_hook checkpoint_sync checkpoint_keep token_budget checkpointing release_cache
+    max_rows checkpoint_every evaluate_every evaluate_problems evaluate_units rollouts_every reference_device watch_kl monitor
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 # of the recipe; a stage may have fields of these names that matter
 SUMMARY = frozenset({"next_command", "before", "after"})
 WHOLE = "options"  # a mapping whose keys are a user's own: one more of them is a change, not a setting of a later version
@@ -72,14 +53,10 @@ def compare(
         stage, *rest = key.split(".")
         # a run's name is harmless; that of an algorithm or a task within a stage is which one it is
         parts = [part for part in rest if part != "name"] or ([stage] if not rest else [])
-        harmless = (
-            any(part in HARMLESS for part in parts)
-            or bool(rest and stage not in begun)
-            or was is ABSENT
-            or key in SUMMARY
-        )
-        text = f"{key}: {_words(was)} -> {_words(now)}"
-        (named if harmless else refused).append(text)
+        later = was is ABSENT or bool(rest and stage not in begun)
+        harmless = later or key in SUMMARY or not HARMLESS.isdisjoint(parts)
+        old, new = ("nothing" if value is ABSENT else short(value) for value in (was, now))
+        (named if harmless else refused).append(f"{key}: {old} -> {new}")
     return Changes(tuple(named), tuple(refused))
 
 
@@ -104,6 +81,7 @@ def flatten(tree: Mapping[str, JSON]) -> dict[str, JSON]:
     return flat
 
 
-def _words(value: object) -> str:
-    text = "nothing" if value is ABSENT else str(value)
+def short(value: object) -> str:
+    """A value as text of at most 60 characters."""
+    text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

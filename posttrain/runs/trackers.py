@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -57,14 +58,11 @@ class Trackers:
             if name not in KINDS:
                 raise unknown("tracker", name, KINDS)
             _require_installed(name)
-        trackers: dict[str, Tracker] = {}
-        opened = cls(trackers, writer)
+        opened = cls({}, writer)
         for name in names:
-            try:
-                make: Callable[[], Tracker] = partial(KINDS[name], writer.directory, config)
-                opened._active[name] = _bounded(make, OPENING_SECONDS)
-            except Exception as error:  # not ours: no network, no login, a full disk elsewhere
-                opened._drop(name, error)
+            make = partial(KINDS[name], writer.directory, config)
+            made = opened._call(name, make, OPENING_SECONDS)
+            opened._active |= {name: made} if made is not None else {}
         return opened
 
     @property
@@ -73,15 +71,11 @@ class Trackers:
 
     def log(self, row: Row) -> None:
         sent = self._sent.get(row.stage, [])
-        if self._goes_on.setdefault(
-            row.stage, bool(sent) and row.step > min(sent)
-        ) and row.step <= max(sent):
+        goes_on = self._goes_on.setdefault(row.stage, bool(sent) and row.step > min(sent))
+        if goes_on and row.step <= max(sent):
             return
         for name, tracker in list(self._active.items()):
-            try:
-                _bounded(partial(tracker.log, row), LOGGING_SECONDS)
-            except Exception as error:  # not ours
-                self._drop(name, error)
+            self._call(name, partial(tracker.log, row), LOGGING_SECONDS)
 
     def record(self, event: Event) -> None:
         """Mark an alarm of a step in the charts, as a figure `alarm/RULE` of 1."""
@@ -91,37 +85,34 @@ class Trackers:
 
     def close(self) -> None:
         for name, tracker in list(self._active.items()):
-            try:
-                _bounded(tracker.close, OPENING_SECONDS)
-            except Exception as error:  # not ours
-                self._drop(name, error)
+            self._call(name, tracker.close, OPENING_SECONDS)
         self._active.clear()
 
-    def _drop(self, name: str, error: Exception) -> None:
-        self._active.pop(name, None)
-        message = f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {error}"
-        self._writer.events.emit("warning", message, "warning", data={"tracker": name})
+    def _call(self, name: str, call: Callable[[], Result], seconds: float) -> Result | None:
+        """What a tracker returns. Drops one that fails: no network, no login, a full disk elsewhere."""
+        try:
+            return _bounded(call, seconds)
+        except Exception as error:  # not ours
+            self._active.pop(name, None)
+            message = f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {error}"
+            self._writer.events.emit("warning", message, "warning", data={"tracker": name})
+            return None
 
 
 def _bounded(call: Callable[[], Result], seconds: float) -> Result:
     """What `call` gives, or TimeoutError: a service that does not answer costs a run this long, once. The thread is given up then."""
-    found: list[Result] = []
-    wrong: list[BaseException] = []
+    future: Future[Result] = Future()
 
     def work() -> None:
         try:
-            found.append(call())
+            future.set_result(call())
         except BaseException as error:  # raised again in the thread that waits
-            wrong.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work, name="tracker", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if wrong:
-        raise wrong[0]
-    if not found:
+    threading.Thread(target=work, name="tracker", daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return found[0]
+    return future.result(0)
 
 
 class TensorBoard:
@@ -140,16 +131,28 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """Weights & Biases. Each stage has its own step axis, because stages count from 0. Attempts of a run are one run there, by an id
-    that the run directory keeps. The project is that of the user's settings: the run directory may come from another person."""
+class Service:
+    """A service with the calls of W&B. Attempts of a run are one run there, by a name that the run directory keeps."""
+
+    _run: Any
+
+    def log(self, row: Row) -> None:
+        self._run.log({f"{row.stage}/step": row.step, **_prefixed(row)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandB(Service):
+    """Weights & Biases. Each stage has its own step axis, because stages count from 0. The project is that of the user's settings: the
+    run directory may come from another person."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
         wandb = importlib.import_module("wandb")
         key = recorded(directory, "wandb") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex
         record(directory, "wandb", key)
         project = {} if _project_is_set() else {"project": PROJECT}
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             **project,
             id=key,
             resume="allow",
@@ -164,37 +167,22 @@ class WandB:
         if row.stage not in self._stages:
             self._stages.add(row.stage)
             self._run.define_metric(f"{row.stage}/*", step_metric=f"{row.stage}/step")
-        self._run.log({f"{row.stage}/step": row.step, **_prefixed(row)})
-
-    def close(self) -> None:
-        self._run.finish()
+        super().log(row)
 
 
-class Trackio:
-    """Trackio: the same calls, kept on the user's own disk. A run is known by its name there, which the run directory keeps: another
-    directory of the same name is another run."""
+class Trackio(Service):
+    """Trackio: the same calls, kept on the user's own disk. Another directory of the same name is another run."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
         trackio = importlib.import_module("trackio")
         before = recorded(directory, "trackio")
         name, resume = before or directory.resolve().name, "allow" if before else "never"
-        self._run: Any = trackio.init(
-            project=PROJECT, name=name, config=dict(config), resume=resume
-        )
+        self._run = trackio.init(project=PROJECT, name=name, config=dict(config), resume=resume)
         record(directory, "trackio", str(getattr(self._run, "name", name)))
 
-    def log(self, row: Row) -> None:
-        self._run.log({f"{row.stage}/step": row.step, **_prefixed(row)})
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-KINDS: Mapping[str, type[TensorBoard] | type[WandB] | type[Trackio]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-}
+Make = Callable[[Path, Mapping[str, JSON]], Tracker]
+KINDS: Mapping[str, Make] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def recorded(directory: Path, tracker: str) -> str:
@@ -203,11 +191,8 @@ def recorded(directory: Path, tracker: str) -> str:
         name = json.loads((directory / RECORD).read_text("utf-8"))[tracker]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return (
-        name
-        if isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^/\\#?%:]{1,200}", name)
-        else ""
-    )
+    text = name if isinstance(name, str) and name.isprintable() else ""
+    return text if re.fullmatch(r"[^/\\#?%:]{1,200}", text) else ""
 
 
 def record(directory: Path, tracker: str, name: str) -> None:
@@ -218,13 +203,10 @@ def record(directory: Path, tracker: str, name: str) -> None:
 def _project_is_set() -> bool:
     """Whether the user has named a project of W&B: in the environment, or with `wandb init`, for this folder or for the account."""
     own = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-    files = [folder / "settings" for folder in (Path("wandb"), own)]
-    named = (
-        re.search(r"(?m)^\s*project\s*=\s*\S", file.read_text("utf-8", "replace"))
-        for file in files
-        if file.is_file()
-    )
-    return bool(os.environ.get("WANDB_PROJECT")) or any(named)
+    files = [file for folder in (Path("wandb"), own) if (file := folder / "settings").is_file()]
+    texts = (file.read_text("utf-8", "replace") for file in files)
+    named = any(re.search(r"(?m)^\s*project\s*=\s*\S", text) for text in texts)
+    return bool(os.environ.get("WANDB_PROJECT")) or named
 
 
 def _prefixed(row: Row) -> dict[str, float]:

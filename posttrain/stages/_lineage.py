@@ -20,7 +20,7 @@ from pathlib import Path
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.runs.layout import dump_line
-from posttrain.runs.resume_policy import HARMLESS, WHOLE, flatten
+from posttrain.runs.resume_policy import HARMLESS, WHOLE, flatten, short
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
@@ -63,7 +63,7 @@ class Lineage:
         for key, was in before.config.items() if config else ():
             if key not in self.config or self.config[key] != was:
                 found.append(
-                    f"{key}: {_short(was)} -> {_short(self.config.get(key, 'other settings'))}"
+                    f"{key}: {short(was)} -> {short(self.config.get(key, 'other settings'))}"
                 )
         for name, was in before.inputs.items():
             if self.inputs.get(name) != was:
@@ -225,8 +225,3 @@ def _code(stage: object) -> list[Path]:
         found[0] for name in [*names, *_words(stage)] if (found := code_place(name)) is not None
     )
     return list(dict.fromkeys(path for path in files if path.is_file()))
-
-
-def _short(value: JSON) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
