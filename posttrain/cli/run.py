@@ -23,7 +23,7 @@ def call(options: argparse.Namespace) -> int | None:
     from posttrain import config, pipeline
     from posttrain.commands import sweep
 
-    if sweep.is_sweep(options.settings):
+    if sweep.axes(options.settings)[1]:
         return report_sweep(sweep.run(options.recipe, options.settings, options.allow_code))
     pipeline.start(config.parse(options.recipe, options.settings, options.allow_code))
     return None

@@ -18,25 +18,10 @@ from posttrain.system import machine
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
 PYTHON = ((3, 11), (3, 14))  # from, and before
-NEEDED = {
-    "torch": "2.11",
-    "transformers": "5.16",
-    "safetensors": "0",
-    "numpy": "0",
-    "rich": "0",
-    "pyyaml": "0",
-    "pydantic": "2",
-    "jinja2": "3.1.6",
-    "filelock": "4.2",
-}
-EXTRAS = {
-    "gguf": "GGUF files",
-    "peft": "LoRA",
-    "torchao": "8-bit moments",
-    "datasets": "hub data sets",
-    "httpx": "judges",
-    "sandlock": "the sandbox",
-}
+NEEDED = {"torch": "2.11", "transformers": "5.16", "safetensors": "0", "numpy": "0", "rich": "0"}
+NEEDED |= {"pyyaml": "0", "pydantic": "2", "jinja2": "3.1.6", "filelock": "4.2"}
+EXTRAS = {"gguf": "GGUF files", "peft": "LoRA", "torchao": "8-bit moments"}
+EXTRAS |= {"datasets": "hub data sets", "httpx": "judges", "sandlock": "the sandbox"}
 MIN_DISK = 5e9  # bytes; a small model's checkpoints and export
 MIN_MEMORY = 2e9
 
@@ -49,6 +34,11 @@ class Finding:
     state: str  # ok | note | broken
     text: str
     fix: str = ""
+
+
+def finding(name: str, text: str, fix: str = "", state: str = NOTE) -> Finding:
+    """A finding of this state where there is something to fix, else one that all is well."""
+    return Finding(name, state if fix else OK, text, fix)
 
 
 def examine(folder: Path | None = None) -> list[Finding]:
@@ -72,9 +62,8 @@ def healthy(findings: list[Finding]) -> bool:
 
 def python() -> Finding:
     text = f"posttrain {VERSION}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    if not PYTHON[0] <= sys.version_info[:2] < PYTHON[1]:
-        return Finding("environment", BROKEN, text, "use Python 3.11, 3.12 or 3.13")
-    return Finding("environment", OK, text)
+    fits = PYTHON[0] <= sys.version_info[:2] < PYTHON[1]
+    return finding("environment", text, "" if fits else "use Python 3.11, 3.12 or 3.13", BROKEN)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -103,11 +92,8 @@ def packages() -> Finding:
         for name, version in versions.items()
         if version and numbers(version) < numbers(NEEDED[name])
     ]
-    text = f"{', '.join(found[:3])} and {max(0, len(found) - 3)} more"
-    if not wrong:
-        return Finding("packages", OK, text)
-    text = f"{text}; {', '.join(wrong)}"
-    return Finding("packages", BROKEN, text, "pip install --upgrade posttrain")
+    text = "; ".join([f"{', '.join(found[:3])} and {max(0, len(found) - 3)} more", *wrong])
+    return finding("packages", text, "pip install --upgrade posttrain" if wrong else "", BROKEN)
 
 
 def accelerator() -> Finding:
@@ -115,34 +101,30 @@ def accelerator() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         fix = "reinstall torch; see pytorch.org for your system"
-        return Finding("gpu", BROKEN, f"torch cannot be imported: {error}", fix)
+        return finding("gpu", f"torch cannot be imported: {error}", fix, BROKEN)
+    fix = ""
     if not torch.cuda.is_available():
-        text = "none that torch can use: small models train on the CPU"
-        if shutil.which("nvidia-smi") is None:
-            return Finding("gpu", OK, text)
-        fix = "the driver is there, but this torch does not use it; install a torch for CUDA"
-        return Finding("gpu", NOTE, text, fix)
+        if shutil.which("nvidia-smi") is not None:
+            fix = "the driver is there, but this torch does not use it; install a torch for CUDA"
+        return finding("gpu", "none that torch can use: small models train on the CPU", fix)
     index = torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_properties(index).name
     room = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
     text = f"{torch.cuda.device_count()} x {name}, {room}, CUDA {torch.version.cuda}"
     if not torch.cuda.is_bf16_supported():
+        text += ", no bfloat16"
         fix = "training uses bfloat16 on CUDA: use a newer GPU, or device=cpu"
-        return Finding("gpu", NOTE, f"{text}, no bfloat16", fix)
-    if free < 0.5 * total:
+    elif free < 0.5 * total:
         fix = "another process holds more than half of the GPU's memory; see nvidia-smi"
-        return Finding("gpu", NOTE, text, fix)
-    return Finding("gpu", OK, text)
+    return finding("gpu", text, fix)
 
 
 def threads() -> Finding:
     cores, asked = machine.cores(), os.environ.get("OMP_NUM_THREADS", "")
     text = f"{cores} cores" + (f", OMP_NUM_THREADS={asked}" if asked else "")
-    if machine.requested_threads() <= cores:
-        return Finding("threads", OK, text)
     fix = f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it"
-    return Finding("threads", NOTE, text, fix)
+    return finding("threads", text, fix if machine.requested_threads() > cores else "")
 
 
 def memory() -> Finding:
@@ -150,20 +132,17 @@ def memory() -> Finding:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free, total = (int(rows[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
     except (OSError, KeyError, ValueError):
-        return Finding("memory", OK, "not known on this system")
+        return finding("memory", "not known on this system")
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    if free >= MIN_MEMORY:
-        return Finding("memory", OK, text)
-    return Finding("memory", NOTE, text, "close something: training needs about 2 GiB")
+    fix = "close something: training needs about 2 GiB"
+    return finding("memory", text, fix if free < MIN_MEMORY else "")
 
 
 def disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     text = f"{free / 2**30:.1f} GiB free in {folder}"
-    if free >= MIN_DISK:
-        return Finding("disk", OK, text)
     fix = "checkpoints of all but a tiny model will not fit: free some space, or set out= elsewhere"
-    return Finding("disk", NOTE, text, fix)
+    return finding("disk", text, fix if free < MIN_DISK else "")
 
 
 def writing(folder: Path) -> Finding:
@@ -178,27 +157,27 @@ def writing(folder: Path) -> Finding:
     except (OSError, UserError) as error:
         text = f"cannot write runs in {folder}: {getattr(error, 'strerror', None) or error}"
         fix = "go to a directory you may write to, or set out="
-        return Finding("writing", BROKEN, text, fix)
-    return Finding("writing", OK, "files can be written, locked and replaced here")
+        return finding("writing", text, fix, BROKEN)
+    return finding("writing", "files can be written, locked and replaced here")
 
 
 def sandbox() -> Finding:
     try:
         from posttrain.rewards.sandbox.isolation import describe
 
-        return Finding("sandbox", OK, describe().removeprefix("code sandbox: "))
+        return finding("sandbox", describe().removeprefix("code sandbox: "))
     except UserError as error:
-        return Finding("sandbox", NOTE, "none: rewards that run programs are refused", str(error))
+        return finding("sandbox", "none: rewards that run programs are refused", str(error))
     except (ImportError, OSError) as error:
         fix = "rewards that run programs need Linux and a sandbox"
-        return Finding("sandbox", NOTE, f"cannot be tried: {error}", fix)
+        return finding("sandbox", f"cannot be tried: {error}", fix)
 
 
 def extras() -> Finding:
     versions = {name: installed(name) for name in EXTRAS}
     there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     absent = ", ".join(f"{name} ({EXTRAS[name]})" for name, found in versions.items() if not found)
-    return Finding("extras", OK, (there or "none") + (f"; absent: {absent}" if absent else ""))
+    return finding("extras", (there or "none") + (f"; absent: {absent}" if absent else ""))
 
 
 def hub() -> Finding:
@@ -206,7 +185,5 @@ def hub() -> Finding:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     place = next((p for p in (home, *home.parents) if p.exists()), home)
     text = f"{'offline' if offline else 'online'}, models are kept in {home}"
-    if os.access(place, os.W_OK):
-        return Finding("hub", OK, text)
     fix = f"{place} cannot be written: set HF_HOME to a directory of yours"
-    return Finding("hub", NOTE, text, fix)
+    return finding("hub", text, "" if os.access(place, os.W_OK) else fix)

@@ -14,13 +14,15 @@ import math
 import re
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import stdev
 
 from posttrain import config, pipeline
 from posttrain.errors import Interrupted, require
-from posttrain.evals.statistics import student
+from posttrain.evals.statistics import mean_interval
 from posttrain.events import printable
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG, encode
@@ -43,6 +45,13 @@ class Estimate:
     low: float | None
     high: float | None
     count: int
+
+    def __str__(self) -> str:
+        """Cells of a table."""
+        spread = "- | -"
+        if self.deviation is not None:
+            spread = f"{self.deviation:.4g} | [{self.low:.4g}, {self.high:.4g}]"
+        return f"{self.mean:.4g} | {spread} | {self.count}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +113,8 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
     plain, found = axes(arguments)
     common = [argument for argument in plain if not argument.startswith("out=")]
     settings = config.parse(recipe, common, allow_code, source)
-    require(
-        not settings.only and not settings.again,
-        "a sweep runs whole pipelines: leave out only and again",
-    )
+    whole = not settings.only and not settings.again
+    require(whole, "a sweep runs whole pipelines: leave out only and again")
     out = dict(config.pair(argument) for argument in plain).get("out")
     directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     settings.trust.require_links(directory)
@@ -165,11 +172,12 @@ class Record:
 def _check_same(directory: Path, record: Record) -> None:
     if (directory / RECORD).is_file():
         before = Record.read(directory / RECORD)
-        same = before.recipe == record.recipe
-        require(
-            same and sorted(before.arguments) == sorted(record.arguments),
-            f"{directory} holds another sweep ({before}); continue that with 'posttrain resume {directory}', or choose another out=",
+        same = (before.recipe, sorted(before.arguments)) == (
+            record.recipe,
+            sorted(record.arguments),
         )
+        other = f"{directory} holds another sweep ({before}); continue that with 'posttrain resume"
+        require(same, f"{other} {directory}', or choose another out=")
     used = (directory / CONFIG).exists()
     require(not used, f"{directory} already holds a run; choose another directory for the sweep")
 
@@ -212,9 +220,7 @@ def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
                     walk(f"{name}.{key}" if name else str(key), inner)
         elif is_interval(value):
             walk(name, value[0])
-        elif (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        ):
+        elif type(value) in (int, float) and math.isfinite(value):
             found[name] = float(value)
 
     walk("", summary.get("stages", {}))
@@ -223,11 +229,8 @@ def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
 
 def is_interval(value: JSON) -> bool:
     """Whether a result is an estimate with its bounds; a number that is not finite is text in JSON."""
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(isinstance(v, int | float | str) for v in value)
-    )
+    listed = isinstance(value, list) and len(value) == 3
+    return listed and all(isinstance(v, int | float | str) for v in value)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -236,26 +239,21 @@ def estimate(values: Sequence[float]) -> Estimate:
     >>> estimate([1.0, 2.0, 3.0])
     Estimate(mean=2.0, deviation=1.0, low=-0.4841..., high=4.4841..., count=3)
     """
-    count, mean = len(values), math.fsum(values) / len(values)
-    if count < 2:
-        return Estimate(mean, None, None, None, count)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
-    half = student(count - 1) * deviation / math.sqrt(count)
-    return Estimate(mean, deviation, mean - half, mean + half, count)
+    if len(values) < 2:
+        return Estimate(values[0], None, None, None, 1)
+    found = mean_interval(values)
+    return Estimate(found.value, stdev(values), found.low, found.high, len(values))
 
 
 def aggregate(
     runs: Sequence[tuple[tuple[str, ...], Mapping[str, JSON]]],
 ) -> dict[str, dict[str, Estimate]]:
     """setting -> figure -> its estimate over the runs (setting, summary) that have it."""
-    collected: dict[str, dict[str, list[float]]] = {}
+    collected: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for setting, summary in runs:
         for name, value in figures(summary).items():
-            collected.setdefault(" ".join(setting) or "all", {}).setdefault(name, []).append(value)
-    return {
-        setting: {name: estimate(values) for name, values in of.items()}
-        for setting, of in collected.items()
-    }
+            collected[" ".join(setting) or "all"][name].append(value)
+    return {s: {name: estimate(v) for name, v in of.items()} for s, of in collected.items()}
 
 
 def _write(directory: Path, record: Record, made: Sequence[Member]) -> None:
@@ -263,8 +261,7 @@ def _write(directory: Path, record: Record, made: Sequence[Member]) -> None:
     summaries = [(member.setting, Run(member.directory).summary or {}) for member in done]
     found = aggregate(summaries)
     table = {s: {name: asdict(value) for name, value in of.items()} for s, of in found.items()}
-    members = [asdict(member) for member in made]
-    tree = {**asdict(record), "members": members, "aggregate": table}
+    tree = {**asdict(record), "members": list(map(asdict, made)), "aggregate": table}
     directory.mkdir(parents=True, exist_ok=True)
     measured = {
         f"{name}.{key}"
@@ -285,14 +282,12 @@ def markdown(
 ) -> str:
     """The figures that were measured with an interval (all, where none was), and how each member ended."""
     lines = [f"# posttrain run {record}", ""]
-    rows = []
-    for setting, of in found.items():
-        for name, value in of.items():
-            if name in measured or not measured:
-                spread = "- | -"
-                if value.deviation is not None:
-                    spread = f"{value.deviation:.4g} | [{value.low:.4g}, {value.high:.4g}]"
-                rows.append(f"| {setting} | {name} | {value.mean:.4g} | {spread} | {value.count} |")
+    rows = [
+        f"| {setting} | {name} | {value} |"
+        for setting, of in found.items()
+        for name, value in of.items()
+        if name in measured or not measured
+    ]
     if rows:
         heads = "| setting | figure | mean | standard deviation | 95% interval | seeds |"
         lines += [heads, "|---|---|---|---|---|---|", *rows]
@@ -302,7 +297,3 @@ def markdown(
         name = Path(member.directory).name
         lines.append(f"| {name} | {member.outcome or 'not run yet'}{reason} |")
     return "\n".join(lines) + "\n"
-
-
-def is_sweep(arguments: Sequence[str]) -> bool:
-    return bool(axes(arguments)[1])
