@@ -35,6 +35,7 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import RESULT, references
 from posttrain.stages.base import Context, Stage, check_names, exported, run_stages, worker_pool
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.system import machine
 from posttrain.system.files import atomic_folder
 from posttrain.system.workers import WorkerPool
 from posttrain.trust import trusting
@@ -190,9 +191,7 @@ def _run_stages(settings: Settings, writer: RunWriter, workers: WorkerPool) -> C
     from posttrain.train.saving import Saving
     from posttrain.train.torch_settings import use_deterministic_kernels
 
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = machine.device(settings.device)
     require(
         not device.startswith("cuda") or torch.cuda.is_available(),
         f"device={device}: torch sees no CUDA device here",

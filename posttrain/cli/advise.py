@@ -13,15 +13,10 @@ EXAMPLE = "posttrain advise math --have demonstrations,verifier --compute laptop
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("goal", nargs="*", help="without one, the goals there are")
-    parser.add_argument(
-        "--have",
-        default="nothing",
-        help="data at hand, with commas between: demonstrations, comparisons, feedback, verifier, judge",
-    )
+    kinds = "demonstrations, comparisons, feedback, verifier, judge"
+    parser.add_argument("--have", default="nothing", help=f"data at hand, with commas: {kinds}")
     parser.add_argument("--compute", default="gpu", help="laptop, gpu or cluster")
-    parser.add_argument(
-        "--config", action="store_true", help="print the recipe alone, to be saved as a YAML file"
-    )
+    parser.add_argument("--config", action="store_true", help="print the recipe alone, as YAML")
     add_json(parser)
 
 

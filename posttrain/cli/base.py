@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # imports numpy
     from posttrain.types import JSON
 
-TRUST = (
-    "trust the YAML file or the run like a program: code, addresses, files and links that it names"
-)
+TRUST = "trust the YAML file or the run like a program: code, addresses, files and links it names"
 
 
 def add_settings(parser: argparse.ArgumentParser, text: str = "") -> None:

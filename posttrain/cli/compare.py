@@ -14,12 +14,8 @@ EXAMPLE = "posttrain compare runs/quickstart-1 runs/quickstart-2"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RUN")
     parser.add_argument("second", type=Path, metavar="RUN")
-    parser.add_argument(
-        "--stage", default="", help="the evaluation to compare; ONE:OTHER where it has two names"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the picture; without it, compare-RUN-RUN.png here"
-    )
+    parser.add_argument("--stage", default="", help="the evaluation; ONE:OTHER for two names")
+    parser.add_argument("--out", type=Path, help="the picture; default: compare-RUN-RUN.png here")
     add_json(parser)
 
 

@@ -13,10 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     parser.add_argument("--task", required=True)
     add_json(parser)
-    add_settings(
-        parser,
-        "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed, device",
-    )
+    text = "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed, device"
+    add_settings(parser, text)
 
 
 def call(options: argparse.Namespace) -> None:

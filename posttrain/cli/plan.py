@@ -13,11 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe")
     add_settings(parser, "settings of the recipe and of its stages")
     add_allow_code(parser)
-    parser.add_argument(
-        "--dry",
-        action="store_true",
-        help="run a few steps of every stage, to estimate how long it takes",
-    )
+    text = "run a few steps of every stage, to estimate how long it takes"
+    parser.add_argument("--dry", action="store_true", help=text)
 
 
 def call(options: argparse.Namespace) -> None:

@@ -13,10 +13,8 @@ EXAMPLE = "posttrain resume runs/quickstart-1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path)
-    add_settings(
-        parser,
-        "settings of how the work is done, not of what is learned: threads, token_budget, ...",
-    )
+    text = "settings of how the work is done, not of what is learned: threads, token_budget, ..."
+    add_settings(parser, text)
     add_allow_code(parser)
 
 

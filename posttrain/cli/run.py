@@ -11,11 +11,9 @@ EXAMPLE = "posttrain run quickstart seed=1 rl.lr=1e-4"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe")
-    add_settings(
-        parser,
-        "settings of the recipe and of its stages; only=STAGE,... runs some alone; several values, as in "
-        "seeds=0,1,2 rl.lr=1e-4,3e-4, make a sweep",
-    )
+    sweep = "several values, as in seeds=0,1,2 rl.lr=1e-4,3e-4, make a sweep"
+    only = "only=STAGE,... runs some alone"
+    add_settings(parser, f"settings of the recipe and of its stages; {only}; {sweep}")
     add_allow_code(parser)
 
 

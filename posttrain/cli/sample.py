@@ -11,9 +11,8 @@ EXAMPLE = "posttrain sample runs/quickstart-1/export '128+394='"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", help="a run, RUN/stages/NAME/model, a directory, a GGUF file or a name of the hub"
-    )
+    text = "a run, RUN/stages/NAME/model, a directory, a GGUF file or a name of the hub"
+    parser.add_argument("model", help=text)
     parser.add_argument("prompt")
     add_settings(parser, "temperature, max_new_tokens, group, seed, ...")
 

@@ -12,12 +12,8 @@ EXAMPLE = "posttrain show runs/quickstart-1 rl/600/0"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path)
-    parser.add_argument(
-        "rollout",
-        nargs="?",
-        default="",
-        help="STAGE/STEP/NUMBER; without it, the rollouts of the last step",
-    )
+    text = "STAGE/STEP/NUMBER; without it, the rollouts of the last step"
+    parser.add_argument("rollout", nargs="?", default="", help=text)
 
 
 def call(options: argparse.Namespace) -> None:

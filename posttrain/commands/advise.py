@@ -17,6 +17,16 @@ from posttrain.types import JSON
 
 TRAINED = ("policy", "critic")  # these have gradients and moments; the others are frozen
 
+START = """\
+a small recipe like it, on a CPU: posttrain run {}
+
+start: save this as advice.yaml (add --config to print it alone), put in your model and files, then
+
+  {}
+  {}
+"""
+TASK = "my_task.py is yours: problems(), and score(), {} (posttrain/tasks/countdown.py is an example)\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -87,12 +97,10 @@ def find_goal(words: str) -> str:
     ('math', 'limited', 'math')
     """
     wanted = " ".join(words.lower().replace("-", " ").replace("_", " ").split())
-    names: dict[str, str] = {name: name for name in GOALS} | {
-        goal.title: name for name, goal in GOALS.items()
-    }
-    names |= {
-        word: name for name, goal in GOALS.items() for word in goal.title.split() if len(word) > 3
-    }
+    names: dict[str, str] = {}
+    for name, goal in GOALS.items():
+        words_of_title = [word for word in goal.title.split() if len(word) > 3]
+        names |= dict.fromkeys([name, goal.title, *words_of_title], name)
     if wanted not in names:
         raise unknown("goal", words, [*GOALS, *(goal.title for goal in GOALS.values())])
     return names[wanted]
@@ -113,18 +121,16 @@ def advise(goal: str, have: Sequence[str] = (), compute: str = "gpu") -> Advice:
     if compute not in COMPUTE:
         raise unknown("compute", compute, COMPUTE)
     given = tuple(kind for kind in DATA if kind in have and kind != "nothing")
-    require(
-        not (given and "nothing" in have), f"have=nothing with {', '.join(given)}: leave it out"
-    )
+    clear = not (given and "nothing" in have)
+    require(clear, f"have=nothing with {', '.join(given)}: leave it out")
     wanted = GOALS[name]
     # demonstrations are where others begin: they are the signal only where there is no other
-    last_resort = ["demonstrations"] if "demonstrations" in given else []
     signals = [kind for kind in wanted.signals if kind in given and kind != "demonstrations"]
-    if not signals + last_resort:
-        first = FIRST_STEPS.get(name, FIRST_STEPS["default"])
-        reasons = (first, wanted.reason)
+    signals += ["demonstrations"] if "demonstrations" in given else []
+    if not signals:
+        reasons = (FIRST_STEPS.get(name, FIRST_STEPS["default"]), wanted.reason)
         return Advice(name, compute, reasons, wanted.pitfalls, "posttrain run quickstart")
-    signal = (signals + last_resort)[0]
+    signal = signals[0]
     chosen = {**PICKS, **wanted.picks}[signal][list(COMPUTE).index(compute)]
     if chosen == "simpo" and "demonstrations" not in given:
         chosen = "orpo"  # the model has not been taught the form of an answer: ORPO teaches it in the same stage
@@ -140,10 +146,8 @@ def _compose(name: str, given: tuple[str, ...], compute: str, signal: str, chose
     if sft:
         reasons.insert(2, "sft first: what follows can only strengthen what is sampled sometimes")
     pitfalls = [*method.pitfalls, *goal.pitfalls]
-    if "demonstrations" not in given:
-        pitfalls.append(
-            "without demonstrations, begin with a model that already answers in the right form"
-        )
+    form = "without demonstrations, begin with a model that already answers in the right form"
+    pitfalls += [form] if "demonstrations" not in given else []
     unused = [kind for kind in given if kind not in (signal, "demonstrations")]
     if unused:
         reasons.append(f"not used: {', '.join(unused)}; keep them to judge the result")
@@ -168,12 +172,11 @@ def _compose(name: str, given: tuple[str, ...], compute: str, signal: str, chose
 
 
 def _recipe(
-    name: str, chain: Sequence[Sequence[str]], method: Method, compute: str
+    name: str, chain: Sequence[tuple[str, str]], method: Method, compute: str
 ) -> dict[str, JSON]:
     """The chain as a recipe file: every stage begins with the policy that the last one left. Files and the task are the user's."""
     stages: list[dict[str, JSON]] = []
-    kinds = [stage for stage, _ in chain]
-    model = "path/to/model"
+    kinds, model = [stage for stage, _ in chain], "path/to/model"
     for stage, algorithm in chain:
         label = stage if kinds.count(stage) == 1 else algorithm
         tree: dict[str, JSON] = {"stage": stage, "name": label, "model": model}
@@ -218,20 +221,12 @@ def lines(advice: Advice) -> list[str]:
     text += ["pitfalls", *(f"  - {pitfall}" for pitfall in advice.pitfalls), ""]
     if advice.recipe is None:
         return [*text, f"to see a whole run meanwhile: {advice.command}"]
-    text += [
-        f"a small recipe like it, on a CPU: posttrain run {advice.example}",
-        "",
-        "start: save this as advice.yaml (add --config to print it alone), put in your model and files, then",
-        "",
-        f"  {advice.command.replace('run', 'plan', 1)}",
-        f"  {advice.command}",
-        "",
-    ]
+    text += [START.format(advice.example, advice.command.replace("run", "plan", 1), advice.command)]
     if "--allow-code" in advice.command:
         by_model = "reported; the reward model decides"
         scored = by_model if "reward" in advice.models else f"the {advice.signal}'s verdict"
-        text += [
-            f"my_task.py is yours: problems(), and score(), {scored} (posttrain/tasks/countdown.py is an example)",
-            "",
-        ]
-    return text + [f"  {line}" for line in recipe_text(advice).splitlines()]
+        text += [TASK.format(scored)]
+    return [
+        *"\n".join(text).split("\n"),
+        *(f"  {line}" for line in recipe_text(advice).splitlines()),
+    ]

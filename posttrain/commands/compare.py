@@ -11,17 +11,11 @@ from math import isnan
 from pathlib import Path
 
 from posttrain.errors import UserError, require, unknown
-from posttrain.evals.evaluate import (
-    Pair,
-    compare_rows,
-    same_problems,
-    shares_interval,
-    solved_share,
-)
+from posttrain.evals import evaluate
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
-from posttrain.runs.resume_policy import flatten
+from posttrain.runs.resume_policy import flatten, short
 from posttrain.types import JSON
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
@@ -81,7 +75,7 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
     results = tuple(evaluations(run) for run in runs)
     matched, notes = [], []
     for one, other in _pairs(runs, results, stage):
-        both = same_problems(results[0][one], results[1][other])
+        both = evaluate.same_problems(results[0][one], results[1][other])
         names = f"{one} is" if one == other else f"{one} and {other} are"
         words = f"{names} about different problems{' in each' if one == other else ''}"
         require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
@@ -109,9 +103,7 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
 def evaluations(run: Run) -> dict[str, list[dict[str, JSON]]]:
     """For each finished evaluation of a run, in the order of its stages: the rows of its problems."""
     found = {name: _rows(run, name, PROBLEMS) for name in _stages(run)}
-    return {
-        name: rows for name, rows in found.items() if rows and all("outcomes" in r for r in rows)
-    }
+    return {k: rows for k, rows in found.items() if rows and all("outcomes" in r for r in rows)}
 
 
 def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]:
@@ -135,11 +127,8 @@ def _stages(run: Run) -> list[str]:
 
 
 def _bounded(value: JSON) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(isinstance(part, int | float) for part in value)
-    )
+    listed = isinstance(value, list) and len(value) == 3
+    return listed and all(isinstance(part, int | float) for part in value)
 
 
 def _rows(run: Run, stage: str, name: str) -> list[dict[str, JSON]]:
@@ -168,24 +157,21 @@ def _pairs(
     both = [(name, name) for name in results[0] if name in results[1]]
     if both or not all(results):
         return both
-    one, other = (
-        str(run.config.get("after") or list(have)[-1])
-        for run, have in zip(runs, results, strict=True)
-    )
-    if one in results[0] and other in results[1]:
-        return [(one, other)]
+    both_runs = zip(runs, results, strict=True)
+    one, other = (str(run.config.get("after") or list(have)[-1]) for run, have in both_runs)
     named = " and ".join(", ".join(have) for have in results)
-    raise UserError(
-        f"the runs have no evaluation of the same name ({named}); say which with --stage ONE:OTHER"
-    )
+    absent = f"the runs have no evaluation of the same name ({named})"
+    found = one in results[0] and other in results[1]
+    require(found, f"{absent}; say which with --stage ONE:OTHER")
+    return [(one, other)]
 
 
-def _match(pairs: Sequence[Pair], rows: int, one: str, other: str) -> Matched:
-    scored = [pair for pair in pairs if not any(isnan(solved_share(row)) for row in pair)]
-    paired = compare_rows(pairs)
+def _match(pairs: Sequence[evaluate.Pair], rows: int, one: str, other: str) -> Matched:
+    scored = [pair for pair in pairs if not any(isnan(evaluate.solved_share(row)) for row in pair)]
+    paired = evaluate.compare_rows(pairs)
     if paired is None:
         raise UserError(f"{one} and {other}: no problem was scored in both runs")
-    first, second = (shares_interval([pair[side] for pair in scored]) for side in (0, 1))
+    first, second = (evaluate.shares_interval([pair[side] for pair in scored]) for side in (0, 1))
     return Matched(one, other, len(scored), rows - 2 * len(pairs), first, second, paired)
 
 
@@ -193,14 +179,14 @@ def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[D
     """Settings that differ, stages by their names. A stage that only one run has is one line."""
     ours, theirs = flatten(first), flatten(second)
     stages = [{str(stage["name"]) for stage in tree.get("stages", [])} for tree in (first, second)]
-    found = []
-    for name in sorted(stages[0] ^ stages[1]):
-        found.append(Difference(name, *("a stage" if name in have else None for have in stages)))
-    for key in dict.fromkeys([*ours, *theirs]):
-        whole = key.split(".")[0] in stages[0] ^ stages[1]
-        if not whole and key not in ROUTINE and ours.get(key) != theirs.get(key):
-            found.append(Difference(key, ours.get(key), theirs.get(key)))
-    return found
+    single = stages[0] ^ stages[1]
+    found = [
+        Difference(name, *("a stage" if name in have else None for have in stages))
+        for name in sorted(single)
+    ]
+    changed = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+    settings = [k for k in changed if k not in ROUTINE and k.split(".")[0] not in single]
+    return [*found, *(Difference(key, ours.get(key), theirs.get(key)) for key in settings)]
 
 
 def lines(report: Report) -> list[str]:
@@ -219,11 +205,8 @@ def lines(report: Report) -> list[str]:
     text += report.notes
     text += ["", "settings that differ:" if report.settings else "the settings are the same"]
     width = max((len(d.key) for d in report.settings), default=0)
-    text += [f"  {d.key:<{width}}  {_short(d.first)} | {_short(d.second)}" for d in report.settings]
+    for d in report.settings:
+        first, second = ("-" if value is None else short(value) for value in (d.first, d.second))
+        text.append(f"  {d.key:<{width}}  {first} | {second}")
     drawn = f"picture: {report.picture} ({', '.join(report.figures)})"
     return [*text, "", drawn if report.picture else "no figure was recorded by both runs"]
-
-
-def _short(value: JSON) -> str:
-    text = "-" if value is None else str(value)
-    return text if len(text) <= 50 else text[:47] + "..."

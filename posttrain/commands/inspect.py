@@ -18,6 +18,7 @@ from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
 from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
+from posttrain.system import machine
 from posttrain.types import JSON, Message, Sampling
 
 Options = TypeVar("Options", bound="MachineOptions")
@@ -25,15 +26,12 @@ Options = TypeVar("Options", bound="MachineOptions")
 
 def open_policy(name: str, device: str = "auto") -> Any:
     """A model for inference: a run directory stands for its exported model."""
-    import torch
-
     from posttrain.models.load import load
     from posttrain.models.policy import wrap_model
 
     if (Path(name) / "export").is_dir():
         name = str(Path(name) / "export")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = machine.device(device)
     loaded = load(name, dtype="bfloat16" if device.startswith("cuda") else "float32", device=device)
     return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
 
@@ -59,12 +57,9 @@ class EvalOptions(MachineOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         place = Path(self.save)
-        writable = (
-            place.parent.is_dir()
-            and os.access(place if place.exists() else place.parent, os.W_OK)
-            and not place.is_dir()
-        )
-        require(not self.save or writable, f"save={self.save}: no file can be written there")
+        written = place if place.exists() else place.parent
+        fine = place.parent.is_dir() and os.access(written, os.W_OK) and not place.is_dir()
+        require(not self.save or fine, f"save={self.save}: no file can be written there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +145,8 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
                 workers=workers,
             )
             counted, contamination = seen(evaluation, name, noted(made_by(name)))
-            notes = [
-                f"  length {evaluation.length:.1f} tokens; {evaluation.failed} could not be scored"
-            ]
+            failed = f"{evaluation.failed} could not be scored"
+            notes = [f"  length {evaluation.length:.1f} tokens; {failed}"]
             notes += [f"  contamination: {contamination}"] if contamination else []
             figures = {"model": name, "task": task, **figures, **counted}
             models.append(Evaluated(name, figures, notes))
@@ -161,9 +155,9 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
     if options.save:
         lines = "".join(json.dumps(row) + "\n" for row in rows(ours))
         Path(options.save).write_text(lines, "utf-8")
-    paired = (
-        compare(theirs.solved(), ours.solved(), prompts(ours.groups)) if options.against else None
-    )
+    paired = None
+    if options.against:
+        paired = compare(theirs.solved(), ours.solved(), prompts(ours.groups))
     many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each"
     return EvalReport(many, models, paired)
 
@@ -204,10 +198,8 @@ def show(directory: Path, rollout: str = "") -> list[str]:
     require(bool(rows), f"no rollouts of {stage} step {step}; there are those of {kept}")
     if number is None:
         return _overview(directory, stage, step, rows)
-    require(
-        0 <= number < len(rows),
-        f"{stage} step {step} has rollouts 0 to {len(rows) - 1}, not {number}",
-    )
+    there = f"{stage} step {step} has rollouts 0 to {len(rows) - 1}"
+    require(0 <= number < len(rows), f"{there}, not {number}")
     return episode(rows[number], run.arrays(stage, step), number, _tokenizer(directory, stage))
 
 
@@ -229,8 +221,7 @@ def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]
         advantage = "" if row.advantage is None else f" advantage {row.advantage:+.2f}"
         text = f"{printable(row.question)} -> {printable(row.response)[:70]}"
         lines.append(f"  {number:>3}  reward {_reward(row)}{advantage}  {text}")
-    if len(rows) > 32:
-        lines.append(f"  ... and {len(rows) - 32} more")
+    lines += [f"  ... and {len(rows) - 32} more"] if len(rows) > 32 else []
     return [*lines, f"one of them, token by token: posttrain show {directory} {stage}/{step}/0"]
 
 
@@ -240,9 +231,8 @@ def _reward(row: RolloutRow) -> str:
 
 def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer: Any) -> list[str]:
     """A rollout as a Markov decision process: at each time the state, the action, its log-prob, KL, reward and advantage."""
-    lines = [
-        f"problem {row.problem} (level {row.level}): {printable(row.question)}   gold answer: {printable(row.answer)}"
-    ]
+    question, answer = printable(row.question), printable(row.answer)
+    lines = [f"problem {row.problem} (level {row.level}): {question}   gold answer: {answer}"]
     token = None if arrays is None else arrays.sequence(number)
     if token is None or not len(token["ids"]):
         lines += [f"response: {printable(row.response)}", f"reward: {row.reward}"]
@@ -259,29 +249,21 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
     for t, at in enumerate(actions):
         if t and at > actions[t - 1] + 1:
             lines.append(f"     given: {''.join(text[actions[t - 1] + 1 : at])}")
-        last = at == actions[-1]
-        reward = _reward(row) if last else "0"
+        reward = _reward(row) if at == actions[-1] else "0"
         state = "".join(text[max(0, at - 12) : at])[-24:]
         kl = f"{token['kl'][at]:8.4f}" if "kl" in token else " " * 8
-        lines.append(
-            f"{t:>3}  {state:<24} {text[at]:<12} {token['logprob'][at]:8.4f} {kl} {reward:>7} {token['advantage'][at]:9.3f}"
-        )
-    total = float(np.sum(token["logprob"][first:]))
-    lines.append(
-        f"end: {row.finish}; log pi(response | prompt) = {total:.3f}; outcome {row.outcome or row.failure}; {row.parts}"
-    )
-    return lines
+        figures = f"{token['logprob'][at]:8.4f} {kl} {reward:>7} {token['advantage'][at]:9.3f}"
+        lines.append(f"{t:>3}  {state:<24} {text[at]:<12} {figures}")
+    total = f"log pi(response | prompt) = {float(np.sum(token['logprob'][first:])):.3f}"
+    outcome = row.outcome or row.failure
+    return [*lines, f"end: {row.finish}; {total}; outcome {outcome}; {row.parts}"]
 
 
 def _tokenizer(directory: Path, stage: str) -> Any:
     """The tokenizer of the stage's model, of the export, or of any stage that has one: a run uses one throughout."""
     from posttrain.models.load_directory import read_tokenizer
 
-    candidates = [
-        directory / "stages" / stage / "model",
-        directory / "export",
-        *sorted(directory.glob("stages/*/model")),
-    ]
-    found = [path for path in candidates if path.is_dir()]
+    own = [directory / "stages" / stage / "model", directory / "export"]
+    found = [path for path in [*own, *sorted(directory.glob("stages/*/model"))] if path.is_dir()]
     require(bool(found), f"{directory} holds no model yet, so its tokens cannot be spelled")
     return read_tokenizer(found[0])

@@ -15,6 +15,7 @@ from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.stages._plan import size_text
 from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.system import machine
 from posttrain.trust import trusting
 
 if TYPE_CHECKING:
@@ -36,51 +37,35 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     from posttrain.commands.dry_run import estimate
     from posttrain.runs.write import RunWriter
 
-    device = (
-        settings.device
-        if settings.device != "auto"
-        else "cuda"
-        if torch.cuda.is_available()
-        else "cpu"
-    )
+    device, stages = machine.device(settings.device), settings.recipe.stages
     away = device.startswith("cuda") and not torch.cuda.is_available()
-    require(
-        not (dry and away),
-        f"device={device}: a dry run needs the device, and torch sees no CUDA device here; leave --dry out",
-    )
+    absent = f"device={device}: a dry run needs the device, and torch sees no CUDA device here"
+    require(not (dry and away), f"{absent}; leave --dry out")
     if not away:
         check_device(device)
-    lines = [
-        f"recipe {settings.name}, seed {settings.seed}: {' -> '.join(s.name for s in settings.recipe.stages)}"
-    ]
-    if away:
-        lines.append(f"priced for {device}, which this machine does not have")
+    names = " -> ".join(stage.name for stage in stages)
+    lines = [f"recipe {settings.name}, seed {settings.seed}: {names}"]
+    lines += [f"priced for {device}, which this machine does not have"] if away else []
     with (
         trusting(settings.trust),
         tempfile.TemporaryDirectory() as folder,
         RunWriter(Path(folder)) as writer,
     ):
-        seen = (
-            estimate(settings.recipe.stages, settings.seed, device, settings.threads) if dry else {}
-        )
+        seen = estimate(stages, settings.seed, device, settings.threads) if dry else {}
         context = Context(writer, settings.seed, device, say=False)
         policies: dict[str, Policy] = {}
         before: dict[str, Stage] = {}
-        for stage in settings.recipe.stages:
-            lines.append("")
-            lines.append(f"{stage.name} ({type(stage).__name__})")
-            warnings = [f"warning: {text}" for text in stage.warnings()]
-            lines += [
-                f"  {line}" for line in (*warnings, *stage_lines(stage, context, policies, before))
-            ]
-            lines += [f"  {line}" for line in dry_run_lines(seen[stage.name])] if dry else []
+        for stage in stages:
+            lines += ["", f"{stage.name} ({type(stage).__name__})"]
+            inner = [f"warning: {text}" for text in stage.warnings()]
+            inner += stage_lines(stage, context, policies, before)
+            inner += [dry_run_line(seen[stage.name])] if dry else []
+            lines += [f"  {line}" for line in inner]
             before[stage.name] = stage
     if dry:
         total, longest = (sum(getattr(e, f) for e in seen.values()) for f in ("seconds", "longest"))
-        lines += [
-            "",
-            f"the whole run: about {time_text(total)}{upper_bound(longest, total)}, by a dry run on this machine",
-        ]
+        whole = f"the whole run: about {time_text(total)}{upper_bound(longest, total)}"
+        lines += ["", f"{whole}, by a dry run on this machine"]
     return lines
 
 
@@ -92,17 +77,16 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.3g}s" if seconds < 60 else duration(seconds)
 
 
-def dry_run_lines(seen: Estimate) -> list[str]:
+def dry_run_line(seen: Estimate) -> str:
     """What the dry run says of a stage."""
     each = f"a step takes {seen.step:.3g} s, " if seen.step else ""
     measured = f"an evaluation {seen.evaluation:.3g} s, " if seen.evaluation else ""
-    length = (
-        f" with responses of {seen.length:.0f} tokens, as in its examples" if seen.length else ""
+    length = f" with responses of {seen.length:.0f} tokens, as in its examples"
+    time = f"{time_text(seen.seconds)}{length if seen.length else ''}"
+    bound = upper_bound(seen.longest, seen.seconds)
+    return (
+        f"dry run: about {time}{bound}; {each}{measured}memory {size_text(seen.memory)} at its peak"
     )
-    return [
-        f"dry run: about {time_text(seen.seconds)}{length}{upper_bound(seen.longest, seen.seconds)}; {each}{measured}memory "
-        f"{size_text(seen.memory)} at its peak"
-    ]
 
 
 def upper_bound(longest: float, usual: float) -> str:
@@ -140,9 +124,8 @@ def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Poli
     tokenizer is read, of those on the hub nothing."""
     for name in dict.fromkeys(stage.reads_ids()):
         if name in policies or name.startswith("tiny:") or Path(name).expanduser().exists():
-            same_vocabulary(
-                stage.name, policy, policies.get(name) or read_reader(name, stage.alphabet())
-            )
+            reader = policies.get(name) or read_reader(name, stage.alphabet())
+            same_vocabulary(stage.name, policy, reader)
 
 
 def read_reader(name: str, alphabet: str) -> Reader:
@@ -153,6 +136,5 @@ def read_reader(name: str, alphabet: str) -> Reader:
     if name.startswith("tiny:"):
         return Reader(character_tokenizer(alphabet), name)
     path = locate(name)
-    return Reader(
-        load(name).tokenizer if path.suffix.lower() == ".gguf" else read_tokenizer(path), name
-    )
+    gguf = path.suffix.lower() == ".gguf"
+    return Reader(load(name).tokenizer if gguf else read_tokenizer(path), name)

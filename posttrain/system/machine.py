@@ -28,3 +28,10 @@ def check_threads(count: int, name: str) -> None:
         f"{name}={count} is more than {MAX_THREADS_A_CORE} for each of the {cores()} core(s) that this process may "
         f"use; use {cores()} or fewer",
     )
+
+
+def device(name: str) -> str:
+    """The device that a setting names: for auto, CUDA where torch sees it."""
+    import torch
+
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

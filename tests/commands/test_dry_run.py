@@ -75,7 +75,7 @@ def test_the_stages_of_a_recipe_one_after_the_other(tmp_path: Path, monkeypatch:
 
 def test_the_words_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = dry.Estimate("rl", 100.0, 230.0, 0.5, 1.25, 3 * 2**20, 18.0)
-    (line,) = plan.dry_run_lines(seen)
+    line = plan.dry_run_line(seen)
     assert line == (
         "dry run: about 1m40s with responses of 18 tokens, as in its examples, at most 3m50s where every response reaches its limit; "
         "a step takes 0.5 s, an evaluation 1.25 s, memory 3.0 MiB at its peak"
