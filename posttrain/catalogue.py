@@ -46,10 +46,8 @@ def names(kind: str) -> list[str]:
     """Names of one kind: file names, but for those with a leading underscore, or of the classes in one file."""
     if KINDS[kind].endswith(".py"):
         return [entry.name for entry in describe(kind)]
-    folder = HOME / KINDS[kind]
-    return sorted(
-        p.stem for p in folder.glob("*.py") if p.stem[0] != "_" and p.stem not in NOT_ENTRIES
-    )
+    stems = (path.stem for path in (HOME / KINDS[kind]).glob("*.py"))
+    return sorted(stem for stem in stems if stem[0] != "_" and stem not in NOT_ENTRIES)
 
 
 def describe(kind: str) -> list[Entry]:
@@ -57,12 +55,10 @@ def describe(kind: str) -> list[Entry]:
     place = KINDS[kind]
     if place.endswith(".py"):
         classes = [n for n in _parsed(place).body if isinstance(n, ast.ClassDef)]
-        named = {_constant(cls, "name"): ast.get_docstring(cls) for cls in classes}
-        return [
-            Entry(name, _first_sentence(text), "", f"posttrain/{place}")
-            for name, text in named.items()
-            if name
-        ]
+        named = {_constant(cls, "name"): ast.get_docstring(cls) or "" for cls in classes}
+        named.pop("", None)
+        first = {name: " ".join(text.split()).split(". ")[0] for name, text in named.items()}
+        return [Entry(name, text, "", f"posttrain/{place}") for name, text in first.items()]
     entries = []
     for name in names(kind):
         tree = _parsed(f"{place}/{name}.py")
@@ -76,25 +72,13 @@ def _parsed(file: str) -> ast.Module:
     return ast.parse((HOME / file).read_text())
 
 
-def _first_sentence(text: str | None) -> str:
-    return " ".join((text or "").split()).split(". ")[0]
-
-
 def _constant(owner: ast.stmt, name: str) -> str:
     """The value of a string assigned to `name` in the body of a class."""
     for node in owner.body if isinstance(owner, ast.ClassDef) else ():
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AnnAssign)
-            else []
-        )
-        value = getattr(node, "value", None)
-        if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(
-            value, ast.Constant
-        ):
-            return str(value.value)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+                return str(node.value.value)
     return ""
 
 
@@ -114,21 +98,11 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
     module = importlib.import_module(f"posttrain.{KINDS[kind]}.{name}")
     if base is None:
         return getattr(module, name)
-    return own_class(module, base)
-
-
-def own_class(module: ModuleType, base: type) -> type:
-    """The one subclass of `base` that `module` itself defines."""
-    found = [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
-    ]
-    if len(found) != 1:
-        raise TypeError(
-            f"{module.__name__} must define exactly one {base.__name__}, found {len(found)}"
-        )
-    return found[0]
+    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base)]
+    own = [c for c in classes if c.__module__ == module.__name__]
+    if len(own) != 1:
+        raise TypeError(f"{module.__name__} must define one {base.__name__}, found {len(own)}")
+    return own[0]
 
 
 def name_of(thing: type | object) -> str:

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 
 if TYPE_CHECKING:  # imports numpy, and the command line imports this
     from posttrain.types import JSON
@@ -43,12 +43,11 @@ class Address:
     @classmethod
     def of(cls, url: str) -> Address:
         found = ADDRESS.fullmatch(url)
-        require(
-            found is not None,
-            f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
-            "environment variable, not into the address)",
-        )
-        assert found is not None
+        if found is None:
+            raise UserError(
+                f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
+                "environment variable, not into the address)"
+            )
         scheme, host, given, _ = found.groups()
         port = int(given) if given else {"http": 80, "https": 443}[scheme]
         require(0 < port < 2**16, f"judge: {url!r} has no port of 1 to 65535")
@@ -65,9 +64,8 @@ class Address:
     def listed(self) -> bool:
         """Whether the environment permits it: a host alone by https, and one with its port by http too, which others can read."""
         names = [name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")]
-        return self.place in names or (
-            self.host in names and (self.scheme == "https" or self.loopback)
-        )
+        private = self.scheme == "https" or self.loopback
+        return self.place in names or (self.host in names and private)
 
     @property
     def place(self) -> str:
@@ -95,46 +93,42 @@ class Trust:
         """Whether the user has typed this, alone or within a value."""
         return text in texts(self.typed)
 
+    def _require(self, fine: bool, text: str, permit: str = "") -> None:
+        """Refuse what an untrusted file names, unless it is fine; `permit` says what else would permit it."""
+        require(self.whole or fine, f"{self.file}{text}{permit and f'{permit}, or '}{TRUST_IT}")
+
     def require_code(self, kind: str, name: str) -> None:
         """For FILE.py:NAME: that the user named it himself."""
         place = code_place(name)
-        said = self.whole or place is None or place in map(code_place, texts(self.typed))
-        require(said, f"{self.file}: {kind} {name!r} would run code from a file; {TRUST_IT}")
+        said = place is None or place in map(code_place, texts(self.typed))
+        self._require(said, f": {kind} {name!r} would run code from a file; ")
 
     def require_evaluation(self, name: str) -> None:
         """For a task that evaluates what a model writes."""
-        fine = self.whole or name in (text.rpartition(":")[2] for text in texts(self.typed))
-        require(
-            fine,
-            f"{self.file}: {name} evaluates what the model writes, outside of a sandbox; name the task on the command line, "
-            f"or {TRUST_IT}",
-        )
+        said = name in (text.rpartition(":")[2] for text in texts(self.typed))
+        text = f": {name} evaluates what the model writes, outside of a sandbox; "
+        self._require(said, text, "name the task on the command line")
 
     def require_program(self, command: JSON) -> None:
-        said = self.whole or not command or self.typed.get("checkpoint_hook") == command
-        require(said, f"{self.file}: checkpoint_hook would run a program; {TRUST_IT}")
+        said = not command or self.typed.get("checkpoint_hook") == command
+        self._require(said, ": checkpoint_hook would run a program; ")
 
     def require_trackers(self, names: Sequence[str]) -> None:
         """W&B takes the server that is sent its key, and more, from a file in the working directory, which may be untrusted."""
         given = next((place for place in WANDB_SETTINGS if Path(place).is_file()), "")
-        fine = self.whole or "trackers" in self.typed or "wandb" not in names or not given
-        require(
-            fine,
-            f"{self.file}: trackers: wandb would follow {given} of this folder; type trackers=wandb, or {TRUST_IT}",
-        )
+        fine = "trackers" in self.typed or "wandb" not in names or not given
+        text = f": trackers: wandb would follow {given} of this folder; "
+        self._require(fine, text, "type trackers=wandb")
 
     def require_sandbox(self, name: str) -> None:
         """A file may choose among sandboxes that test themselves, not what is in a container."""
-        fine = self.whole or self.said(name) or (name != "unsafe" and ":" not in name)
+        fine = self.said(name) or (name != "unsafe" and ":" not in name)
         what = "runs a model's programs as you" if name == "unsafe" else "names a container image"
-        require(fine, f"{self.file}: sandbox: {name} {what}; {TRUST_IT}")
+        self._require(fine, f": sandbox: {name} {what}; ")
 
     def require_variable(self, name: str) -> None:
-        fine = self.whole or self.said(name) or name in ("", KEY_VARIABLE)
-        require(
-            fine,
-            f"{self.file}: key_variable: {name} would send that variable to an address; {TRUST_IT}",
-        )
+        fine = self.said(name) or name in ("", KEY_VARIABLE)
+        self._require(fine, f": key_variable: {name} would send that variable to an address; ")
 
     def require_address(self, url: str) -> None:
         """Texts go to hosts that the user named, and to servers on this machine."""
@@ -162,9 +156,8 @@ class Trust:
     def require_file(self, name: str, path: Path) -> None:
         """That a file or folder, with all that symbolic links in it lead to, lies next to the file that names it, or is the user's own
         choice."""
-        own = {
-            key: value for key, value in self.typed.items() if key != "out"
-        }  # where to write is no leave to read
+        # where to write is no leave to read
+        own = {key: value for key, value in self.typed.items() if key != "out"}
         if _real_path(path) in map(_real, texts(own)):
             return
         links = (link for link in path.rglob("*") if link.is_symlink())
@@ -178,33 +171,22 @@ class Trust:
     def require_output(self, out: str, replacing: Mapping[str, JSON]) -> None:
         """A file may name a directory to write, below the working directory or beside itself and not hidden; not one that holds a run.
         `replacing` has the settings that let it."""
+        if self.whole:
+            return
         for key, value in replacing.items():
-            said = self.whole or not value or key in self.typed
-            require(
-                said,
-                f"{self.file}: {key} would change a run that is there; type {key}= on the command line, or {TRUST_IT}",
-            )
-        fine = (
-            self.whole
-            or not out
-            or self.said(out)
-            or any(_below(Path(out), root) for root in (Path.cwd(), self.folder))
-        )
-        require(
-            fine, f"{self.file} would write to {out}: give out= on the command line, or {TRUST_IT}"
-        )
+            text = f": {key} would change a run that is there; "
+            self._require(not value or key in self.typed, text, f"type {key}= on the command line")
+        roots = (Path.cwd(), self.folder)
+        fine = not out or self.said(out) or any(_below(Path(out), root) for root in roots)
+        self._require(fine, f" would write to {out}: ", "give out= on the command line")
 
     def require_links(self, run: Path) -> None:
         """That no symbolic link in a run directory leads out of it: what is written there would go into a file of the user's, and what
         is read there would come from one."""
         for folder, *inner in os.walk(run) if not self.whole else ():
-            for link in (
-                Path(folder, name) for name in chain(*inner) if os.path.islink(Path(folder, name))
-            ):
-                require(
-                    _within(link, run),
-                    f"{run}: the link {link.name} leads outside of its folder; remove it, or {TRUST_IT}",
-                )
+            for link in filter(os.path.islink, (Path(folder, name) for name in chain(*inner))):
+                text = f"{run}: the link {link.name} leads outside of its folder"
+                require(_within(link, run), f"{text}; remove it, or {TRUST_IT}")
 
 
 EVERYTHING = Trust()
@@ -231,14 +213,9 @@ def texts(value: JSON) -> Iterator[str]:
     """Every text in plain data, but for keys."""
     if isinstance(value, str):
         yield value
-    for inner in (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    ):
-        yield from texts(inner)
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from texts(inner)
 
 
 def code_place(name: str) -> tuple[Path, str] | None:
@@ -247,13 +224,9 @@ def code_place(name: str) -> tuple[Path, str] | None:
     >>> code_place("/x/../mine.py:reward"), code_place("math"), code_place("x.PY:f")
     ((PosixPath('/mine.py'), 'reward'), None, None)
     """
-    file, colon, attribute = name.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        return None
-    try:
-        return Path(file).expanduser().resolve(), attribute
-    except (OSError, ValueError, RuntimeError):  # a null, a loop of links, a user who is not there
-        return None
+    file, _, attribute = name.rpartition(":")
+    path = _real(file) if file.endswith(".py") else None
+    return None if path is None else (path, attribute)
 
 
 def _real_path(path: Path) -> Path:
@@ -270,13 +243,14 @@ def _within(path: Path, folder: Path) -> bool:
 
 def _below(path: Path, folder: Path) -> bool:
     """Whether it is in the folder, and not in a hidden one there (.ssh, .config, .git)."""
-    return _within(path, folder) and not any(
-        part[0] == "." for part in _real_path(path).relative_to(_real_path(folder)).parts
-    )
+    if not _within(path, folder):
+        return False
+    parts = _real_path(path).relative_to(_real_path(folder)).parts
+    return not any(part[0] == "." for part in parts)
 
 
 def _real(text: str) -> Path | None:
     try:
         return Path(text).expanduser().resolve()
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, ValueError, RuntimeError):  # a null, a loop of links, a user who is not there
         return None

@@ -10,6 +10,7 @@ of the examples that its model learns from before, or else what the model writes
 from __future__ import annotations
 
 import io
+import re
 import statistics
 import tempfile
 import time
@@ -75,12 +76,8 @@ def measure_stage(stage: Stage, context: Context, lengths: dict[str, float]) -> 
     small = dry.at_length(length, stage.name) if length else dry.stage
     usual = measure(stage.name, dry, small, context)
     lengths[stage.name] = length
-    return replace(
-        usual,
-        longest=max(usual.seconds, longest.seconds),
-        memory=max(usual.memory, longest.memory),
-        length=float(length),
-    )
+    seconds, memory = max(usual.seconds, longest.seconds), max(usual.memory, longest.memory)
+    return replace(usual, longest=seconds, memory=memory, length=float(length))
 
 
 def measure(name: str, dry: DryRun, small: Stage, context: Context) -> Estimate:
@@ -121,9 +118,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self.before = float(torch.cuda.memory_allocated())
             return
-        with suppress(
-            OSError
-        ):  # the highest mark is that of the process's life where it cannot be taken down
+        with suppress(OSError):  # where it cannot be reset, the peak is that of the process's life
             Path("/proc/self/clear_refs").write_text("5")
         self.before = _status("VmRSS")
 
@@ -135,7 +130,6 @@ class Peak:
 def _status(name: str) -> float:
     """A line of /proc/self/status in bytes; 0 where there is none."""
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return 1024.0 * float(line.split()[1])
+        found = re.search(rf"(?m)^{name}:\s*(\d+)", Path("/proc/self/status").read_text())
+        return 1024.0 * float(found[1]) if found else 0.0
     return 0.0

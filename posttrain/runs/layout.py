@@ -105,9 +105,8 @@ class TokenArrays:
             raise ValueError("starts must be N+1 offsets that begin at 0 and never decrease")
         for name, array in self.arrays.items():
             if name == "starts" or array.shape != (int(starts[-1]),):
-                raise ValueError(
-                    f"array {name!r} has shape {array.shape}; starts end at {starts[-1]}"
-                )
+                shape = f"array {name!r} has shape {array.shape}"
+                raise ValueError(f"{shape}; starts end at {starts[-1]}")
 
     @property
     def sequences(self) -> int:
@@ -130,10 +129,8 @@ def require_run(directory: Path | str) -> None:
 
 def rollout_file(directory: Path, stage: str, step: int, suffix: str = ".jsonl") -> Path:
     """Where the rollouts of a step live. The stage comes from users and from the browser, so it must be a plain name."""
-    require(
-        plain_name(stage),
-        f"stage {stage!r} is not a plain name: use letters, digits, '-', '_' and '.', not starting with '.'",
-    )
+    rule = "use letters, digits, '-', '_' and '.', not starting with '.'"
+    require(plain_name(stage), f"stage {stage!r} is not a plain name: {rule}")
     require(step >= 0, f"step must not be negative, not {step}")
     return directory / ROLLOUTS / stage / f"step-{step:06d}{suffix}"
 

@@ -38,10 +38,10 @@ class Lock:
             self._file = system_lock(path)
             self._acquire()
         except (Timeout, LeaseSettingsMismatch):
-            holder = self._holder() or "another process"
+            written = f"run {path.parent} is being written by {self._holder()}"
             self.release()
             raise UserError(
-                f"run {path.parent} is being written by {holder}; wait for it, stop it, or choose another directory"
+                f"{written}; wait for it, stop it, or choose another directory"
             ) from None
         except BaseException:
             self.release()
@@ -74,14 +74,13 @@ class Lock:
 
     def _holder(self) -> str:
         owner = self._lease.owner
-        return f"process {owner.pid} on {host(owner)}" if owner else ""
+        return f"process {owner.pid} on {host(owner)}" if owner else "another process"
 
     @property
     def lost(self) -> str:
         """Who holds the run now; "" while this process does. Noticed at the second heartbeat after it happened."""
-        if self._lease.compromise is None:
-            return ""
-        return f"{self._holder() or 'another process'} has taken the run over"
+        taken = self._lease.compromise is not None
+        return f"{self._holder()} has taken the run over" if taken else ""
 
     def release(self) -> None:
         """Let the next writer in. `lock` stays: removing it would let two writers lock two files of one name."""

@@ -57,9 +57,8 @@ def merge(metrics: Iterable[Metric]) -> Figures:
         before = merged.get(metric.name)
         if before is not None:
             if (before.count is None) != (count is None) or before.largest != metric.largest:
-                raise ValueError(
-                    f"metric {metric.name!r} is a sum in one place and a mean or a maximum in another"
-                )
+                kinds = "a sum in one place and a mean or a maximum in another"
+                raise ValueError(f"metric {metric.name!r} is {kinds}")
             both = float(before.total) + total
             # NaN stays NaN
             total = max(float(before.total), total) if metric.largest and both == both else both
@@ -68,11 +67,8 @@ def merge(metrics: Iterable[Metric]) -> Figures:
     return Figures(merged)
 
 
-SCORES = {
-    "accuracy/test": 1.0,
-    "accuracy/held_out": 1.0,
-    "loss/held_out": -1.0,
-}  # the first one measured; -1: lower is better
+# the first one measured; -1: lower is better
+SCORES = {"accuracy/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +89,9 @@ def best_score(best: Best | None, step: int, figures: Mapping[str, float]) -> Be
     """
     name = next((name for name in SCORES if name in figures), "")
     value = float(figures.get(name, float("nan")))
-    if value != value or (
-        best is not None and best.figure == name and SCORES[name] * (value - best.score) <= 0
-    ):
-        return best
-    return Best(name, value, step)
+    same = best if best is not None and best.figure == name else None
+    worse = same is not None and SCORES[name] * (value - same.score) <= 0
+    return best if value != value or worse else Best(name, value, step)
 
 
 def failure_kind(score: Score) -> str:
@@ -124,21 +118,13 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
     """Metrics over all rollouts; where tasks have roles, the reward of each, and where they have several turns, their number."""
     rollouts = [r for g in groups for r in g.rollouts]
     scored = [r for r in rollouts if r.score.valid]
-    count = len(rollouts)
+    count, tokens = len(rollouts), sum(r.length for r in rollouts)
+    logprobs = (s.logprobs for r in rollouts for s in r.segments if s.logprobs is not None)
     metrics = [
         _mean_reward("reward", scored),
-        Metric("length", sum(r.length for r in rollouts), count),
+        Metric("length", tokens, count),
         # the mean of -log p over what was sampled is an unbiased estimate of the entropy per token
-        Metric(
-            "entropy",
-            -sum(
-                float(s.logprobs.sum())
-                for r in rollouts
-                for s in r.segments
-                if s.logprobs is not None
-            ),
-            sum(r.length for r in rollouts),
-        ),
+        Metric("entropy", -sum(float(logprob_T.sum()) for logprob_T in logprobs), tokens),
         Metric("truncated", sum(r.finish == "length" for r in rollouts), count),
         Metric("failed", count - len(scored), count),
         Metric("reflection", sum(reflects(r.response) for r in rollouts), count),

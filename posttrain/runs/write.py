@@ -251,12 +251,9 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def _refuse_used(directory: Path) -> None:
     names = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
-    used = [name for name in names if (directory / name).exists()]
-    require(
-        not used,
-        f"{directory} already holds a run ({', '.join(used)}); continue it with 'posttrain resume {directory}', "
-        "or choose another directory",
-    )
+    used = ", ".join(name for name in names if (directory / name).exists())
+    resume = f"continue it with 'posttrain resume {directory}', or choose another directory"
+    require(not used, f"{directory} already holds a run ({used}); {resume}")
 
 
 @contextmanager
@@ -305,7 +302,5 @@ def _repair(path: Path) -> int:
 
 def _written_order(folder: Path) -> list[int]:
     """Steps that have arrays in a stage's folder, oldest file first."""
-    paths = sorted(
-        folder.glob("step-*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name)
-    )
-    return [step for path in paths if (step := layout.step_of(path)) is not None]
+    found = [(path.stat().st_mtime_ns, path) for path in folder.glob("step-*.safetensors")]
+    return [step for _, path in sorted(found) if (step := layout.step_of(path)) is not None]

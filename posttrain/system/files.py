@@ -61,9 +61,8 @@ def sync(path: Path) -> None:
     folder = path.is_dir()
     if folder and os.name == "nt":
         return  # Windows has no handle to flush a directory by
-    handle = os.open(
-        path, os.O_RDONLY if folder else os.O_RDWR
-    )  # Windows flushes only what may be written
+    # Windows flushes only what may be written
+    handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:

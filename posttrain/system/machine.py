@@ -23,11 +23,9 @@ def requested_threads() -> int:
 
 def check_threads(count: int, name: str) -> None:
     """Refuse a number that would take all memory or bring the machine to a stop."""
-    require(
-        count <= MAX_THREADS_A_CORE * cores(),
-        f"{name}={count} is more than {MAX_THREADS_A_CORE} for each of the {cores()} core(s) that this process may "
-        f"use; use {cores()} or fewer",
-    )
+    many = f"{name}={count} is more than {MAX_THREADS_A_CORE} for each of the {cores()} core(s)"
+    fine = count <= MAX_THREADS_A_CORE * cores()
+    require(fine, f"{many} that this process may use; use {cores()} or fewer")
 
 
 def device(name: str) -> str:

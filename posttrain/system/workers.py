@@ -33,6 +33,7 @@ from posttrain.types import JSON, Problem, Score
 RETRIES = 1  # a score whose worker died is tried once more
 START_SECONDS = 60.0  # for a new worker
 END_SECONDS = 10.0  # for the fork server to end its workers
+DIED = "the process that starts reward workers died; resume the run"
 # errors of a reward that end the run
 STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}
 
@@ -192,18 +193,20 @@ class WorkerPool:
         if worker.job is not None:
             job = self._release(worker)
             self._end(worker)
-            failure = Score.failed(f"timeout: no score within {job.seconds:g} s")
-            if not job.score.done():
-                job.score.set_result(failure)
-            self._assign()
+            self._fail(job, f"timeout: no score within {job.seconds:g} s")
 
     def _died(self, worker: _Worker) -> None:
         job = self._release(worker)
         self._end(worker)
         if job.attempts <= RETRIES:
             self._waiting.appendleft(job)
-        elif not job.score.done():
-            job.score.set_result(Score.failed("the process that computed the reward died"))
+            self._assign()
+        else:
+            self._fail(job, "the process that computed the reward died")
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        if not job.score.done():
+            job.score.set_result(Score.failed(reason))
         self._assign()
 
     def _abandon(self, job: _Job) -> None:
@@ -248,12 +251,9 @@ class _ForkServer:
         """A new worker."""
         self._command(0)
         try:
-            data, pipes, _, _ = socket.recv_fds(self._channel, 64, 2)
-        except OSError:
-            data, pipes = b"", []
-        if not data:
-            raise UserError("the process that starts reward workers died; resume the run")
-        requests, scores = pipes
+            data, (requests, scores), _, _ = socket.recv_fds(self._channel, 64, 2)
+        except (OSError, ValueError):  # a closed socket gives no pipes
+            raise UserError(DIED) from None
         return _Worker(int(data), requests, scores)
 
     def end(self, pid: int) -> None:
@@ -265,7 +265,7 @@ class _ForkServer:
         try:
             processes.write_all(self._commands, b"%d\n" % number, monotonic() + END_SECONDS)
         except OSError:
-            raise UserError("the process that starts reward workers died; resume the run") from None
+            raise UserError(DIED) from None
 
     def close(self) -> None:
         """Let it end what it was asked to end, then itself."""
