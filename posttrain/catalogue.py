@@ -44,27 +44,22 @@ class Entry:
 
 def names(kind: str) -> list[str]:
     """Names of one kind: file names, but for those with a leading underscore, or of the classes in one file."""
-    if KINDS[kind].endswith(".py"):
-        return [entry.name for entry in describe(kind)]
-    stems = (path.stem for path in (HOME / KINDS[kind]).glob("*.py"))
+    place = KINDS[kind]
+    if place.endswith(".py"):
+        return [name for node in _parsed(place).body if (name := _constant(node, "name"))]
+    stems = (path.stem for path in (HOME / place).glob("*.py"))
     return sorted(stem for stem in stems if stem[0] != "_" and stem not in NOT_ENTRIES)
 
 
 def describe(kind: str) -> list[Entry]:
-    """Entries of one kind, read from their source without importing it."""
-    place = KINDS[kind]
-    if place.endswith(".py"):
-        classes = [n for n in _parsed(place).body if isinstance(n, ast.ClassDef)]
-        named = {_constant(cls, "name"): ast.get_docstring(cls) or "" for cls in classes}
-        named.pop("", None)
-        first = {name: " ".join(text.split()).split(". ")[0] for name, text in named.items()}
-        return [Entry(name, text, "", f"posttrain/{place}") for name, text in first.items()]
+    """Entries of one kind of file, read from their source without importing it."""
     entries = []
     for name in names(kind):
-        tree = _parsed(f"{place}/{name}.py")
+        file = f"{KINDS[kind]}/{name}.py"
+        tree = _parsed(file)
         summary = (ast.get_docstring(tree) or "").split("\n")[0]
         paper = next((found for n in tree.body if (found := _constant(n, "paper"))), "")
-        entries.append(Entry(name, summary, paper, f"posttrain/{place}/{name}.py"))
+        entries.append(Entry(name, summary, paper, f"posttrain/{file}"))
     return entries
 
 

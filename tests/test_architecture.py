@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",
     "tasks": f"{LEAVES} catalogue data.records rewards data.hub",
-    "runs": f"{LEAVES} data.safe_readers system.files system.processes",
+    "runs": f"{LEAVES} data.safe_readers evals.statistics system.files system.processes",
     "algorithms": f"{LEAVES} ops",
     "data": f"{LEAVES} ops",
     "models": f"{LEAVES} ops data.safe_readers system.files",

@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name in catalogue.names("command"):
         module = importlib.import_module(f"posttrain.cli.{name}")
-        text, example = module.__doc__, f"example: {module.EXAMPLE}"
-        made = commands.add_parser(name, help=text, description=text, epilog=example)
+        about, example = module.__doc__, f"example: {module.EXAMPLE}"
+        made = commands.add_parser(name, help=about, description=about, epilog=example)
         module.add_arguments(made)
         made.set_defaults(call=module.call)
     return top

@@ -122,7 +122,7 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
     for member in planned:  # every mistake in a setting is found before the first run
         config.parse(recipe, [*common, *member.arguments], allow_code, source)
     several = [a for a in arguments if a.partition("=")[0] in ("seeds", *found)]
-    record = Record(recipe, (*common, *several))
+    record = Record(recipe, [*common, *several])
     _check_same(directory, record)
     done: list[Member] = []
     _write(directory, record, planned)
@@ -151,19 +151,19 @@ class Record:
     """The command of a sweep, as sweep.json keeps it."""
 
     recipe: str
-    arguments: tuple[str, ...]
+    arguments: list[str]
 
     @classmethod
     def read(cls, path: Path) -> Record:
         try:
             tree = json.loads(path.read_text("utf-8"))
-            recipe, arguments = tree["recipe"], tree["arguments"]
-            whole = isinstance(recipe, str) and isinstance(arguments, list)
-            whole = whole and all(isinstance(word, str) for word in arguments)
+            record = cls(tree["recipe"], tree["arguments"])
+            words = [record.recipe, *record.arguments]
+            whole = type(record.arguments) is list and all(type(word) is str for word in words)
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             whole = False
         require(whole, f"{path} is damaged: no recipe and arguments in it")
-        return cls(recipe, tuple(arguments))
+        return record
 
     def __str__(self) -> str:
         return " ".join([self.recipe, *self.arguments])

@@ -125,11 +125,8 @@ class History:
 
     @classmethod
     def of(cls, events: Sequence[EventRow], stages: Iterable[str]) -> History:
-        resumes = tuple(
-            (event.attempt, str(event.details["stage"]), int(event.details["step"]))
-            for event in events
-            if event.kind == "resume" and {"stage", "step"} <= set(event.details)
-        )
+        found = [e for e in events if e.kind == "resume" and {"stage", "step"} <= e.details.keys()]
+        resumes = tuple((e.attempt, str(e.details["stage"]), int(e.details["step"])) for e in found)
         kept = {str(e.details.get("stage")): e.attempt for e in events if e.kind == "kept"}
         # the order matters only where something may be superseded; a run that never resumed need not be read for it
         order = enumerate(dict.fromkeys(stages)) if resumes else ()
@@ -173,9 +170,8 @@ def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
 
 def _event(record: Mapping[str, JSON]) -> EventRow:
     details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
-    return EventRow(
-        str(record["kind"]), float(record.get("time", 0.0)), int(record.get("attempt", 0)), details
-    )
+    time, attempt = float(record.get("time", 0.0)), int(record.get("attempt", 0))
+    return EventRow(str(record["kind"]), time, attempt, details)
 
 
 def _row(record: Mapping[str, JSON]) -> Row | None:

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.evals.statistics import Interval
 from posttrain.events import printable
 from posttrain.types import JSON
 
 LIMIT = 400  # characters of an answer that are shown
 MARKS = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}
-
-
-class Interval(Protocol):
-    """An estimate with its bounds, such as `posttrain.evals.statistics` makes."""
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def low(self) -> float: ...
-
-    @property
-    def high(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
