@@ -20,15 +20,13 @@ from posttrain import config
 from posttrain.config import Settings
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
-from posttrain.evals.statistics import Interval
 from posttrain.events import printable
 from posttrain.loop import Interrupt
 from posttrain.monitor.monitor import alarm_lines
-from posttrain.runs.console import duration, show, write_text
+from posttrain.runs import console
 from posttrain.runs.layout import CONFIG, FORMAT, SUMMARY, dump_line
 from posttrain.runs.plot import draw, draw_pass_at_k
 from posttrain.runs.read import Run
-from posttrain.runs.report import Answers, BeforeAfter, final_table, side_by_side
 from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
@@ -102,7 +100,7 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     named = changed(run, tree)
     with RunWriter.resume(directory) as writer:
         for text in named:
-            write_text(f"changed since the last attempt: {text}\n", sys.stdout)
+            console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
         if pairs:
             writer.configure(tree)
         writer.event("config", {"config": tree, "changed": list(named)})
@@ -175,7 +173,7 @@ def _run(settings: Settings, writer: RunWriter) -> None:
         context = _run_stages(settings, writer, workers)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
-        write_text(
+        console.write_text(
             f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n",
             sys.stdout,
         )
@@ -206,7 +204,7 @@ def _run_stages(settings: Settings, writer: RunWriter, workers: WorkerPool) -> C
         if settings.trackers
         else None
     )
-    write_text(f"run directory: {writer.directory}\n", sys.stdout)
+    console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
     with (
         closing(trackers) if trackers else nullcontext(),
         interrupts(writer.directory) as interrupt,
@@ -240,7 +238,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         if interrupt.requested:
             raise KeyboardInterrupt
         interrupt.requested = True
-        write_text("\nstopping after this step (again: at once)\n", sys.stderr)
+        console.write_text("\nstopping after this step (again: at once)\n", sys.stderr)
 
     previous = {}
     try:
@@ -318,11 +316,11 @@ def conclude(settings: Settings, context: Context) -> None:
         f"pass@k:   {folder / 'pass_at_k.png'}": pass_at_k(context, recipe.stages),
         f"model:    {folder / 'export'} (a plain transformers checkpoint)": exported,
         f"rollouts: posttrain show {folder}": written,
-        f"took {duration(float((run.summary or {}).get('seconds', 0)))}": True,
+        f"took {console.duration(float((run.summary or {}).get('seconds', 0)))}": True,
         f"try next: {printable(recipe.next_command)}": bool(recipe.next_command),
     }
     lines += [line for line, there in places.items() if there]
-    write_text("".join(f"{line}\n" for line in lines), sys.stdout)
+    console.write_text("".join(f"{line}\n" for line in lines), sys.stdout)
 
 
 def compare_before_after(context: Context, first: str, second: str) -> None:
@@ -332,19 +330,19 @@ def compare_before_after(context: Context, first: str, second: str) -> None:
     old, new = problems(context, first), problems(context, second)
     pairs = same_problems(old, new)
     paired, left = compare_rows(pairs), len(old) + len(new) - 2 * len(pairs)
-    was, now = Interval(*before["accuracy"]), Interval(*after["accuracy"])
-    change = paired.difference if paired else None
-    rows = [BeforeAfter("answer right", was, now, change, len(pairs))]
+    was, now = before["accuracy"], after["accuracy"]
+    change = paired.difference.row() if paired else None
+    rows = [console.BeforeAfter("answer right", was, now, change, len(pairs))]
     rows += [
-        BeforeAfter(f"{name} right", Interval(*value), Interval(*after["parts"][name]))
+        console.BeforeAfter(f"{name} right", value, after["parts"][name])
         for name, value in before["parts"].items()
         if name != "answer" and name in after["parts"]
     ]
-    show(final_table(rows, f"Held-out problems, {first} and {second} training"))
+    console.show(console.final_table(rows, f"Held-out problems, {first} and {second} training"))
     if left:
         said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"
-        write_text(f"{said}\n", sys.stdout)
-    show(side_by_side(chosen(old, new)))
+        console.write_text(f"{said}\n", sys.stdout)
+    console.show(console.side_by_side(chosen(old, new)))
 
 
 def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
@@ -382,13 +380,13 @@ def verdicts(row: Mapping[str, JSON]) -> tuple[list[str], list[bool]]:
     return row["outcomes"], solved_marks(row)
 
 
-def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[Answers]:
+def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[console.Answers]:
     """Three problems to show: the first ones that training changed, then others."""
     pairs = sorted(
         same_problems(first, second), key=lambda pair: verdicts(pair[0]) == verdicts(pair[1])
     )
     return [
-        Answers(
+        console.Answers(
             a["question"],
             a["answer"],
             a["responses"][0],

@@ -29,7 +29,7 @@ MODELS = "types events ops data models"
 BELOW_COLLECT = "types trust events catalogue system ops rewards tasks algorithms data models engine train"
 BELOW_LOOP = f"{BELOW_COLLECT} evals"
 # not runs.read
-TRAINING_RUNS = "runs.write runs.layout runs.metrics runs.trackers runs.console runs.report"
+TRAINING_RUNS = "runs.write runs.layout runs.metrics runs.trackers runs.console"
 LOOP = f"{BELOW_LOOP} {TRAINING_RUNS}"
 MAY_IMPORT = {
     "errors": "",
@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",
     "tasks": f"{LEAVES} catalogue data.records rewards data.hub",
-    "runs": f"{LEAVES} data.safe_readers evals.statistics system.files system.processes",
+    "runs": f"{LEAVES} data.safe_readers system.files system.processes",
     "algorithms": f"{LEAVES} ops",
     "data": f"{LEAVES} ops",
     "models": f"{LEAVES} ops data.safe_readers system.files",

@@ -19,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def call(options: argparse.Namespace) -> None:
     from posttrain.commands.inspect import evaluate
-    from posttrain.runs.console import show
-    from posttrain.runs.report import figures_table
+    from posttrain.runs.console import figures_table, show
 
     found = evaluate(options.model, options.task, options.settings)
     if options.json:

@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a live panel on a terminal, plain lines at a limited rate anywhere else.
+"""What a person sees of a run. While it goes on: a live panel on a terminal, plain lines at a limited rate anywhere else. At its end:
+scores before and after with their intervals, and both models' answers side by side.
 
     with Console(total_steps=60, stage="rl") as console, events.shown_by(console.show):
         console.update({"reward": 0.4, "length": 31.0}, step=1)
@@ -12,11 +13,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TextIO
 
 from rich.bar import Bar
+from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -25,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.events import Event, printable
+from posttrain.types import JSON
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASES = {"generate": "cyan", "score": "yellow", "train": "magenta", "other": "dim"}  # and colours
@@ -86,6 +90,9 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("learning_rate", "rate", "{:.2g}".format),
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
 )
+LIMIT = 400  # characters of an answer that are shown
+MARKS = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}
+Bounds = Sequence[float]  # value, low, high: an estimate with its 95% interval
 DETAILS = {"entropy", "gradient", "rate"}  # for the panel only: a plain line has to stay readable
 
 
@@ -238,3 +245,101 @@ def write_text(text: str, stream: TextIO) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeAfter:
+    """One row of the final table. `difference` is the paired one: its interval excludes or contains 0, which the two
+    other intervals, overlapping or not, cannot tell."""
+
+    name: str
+    before: Bounds
+    after: Bounds
+    difference: Bounds | None = None
+    problems: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One problem and what the two models answered."""
+
+    question: str
+    answer: str
+    before: str
+    after: str
+    before_correct: bool | None = None
+    after_correct: bool | None = None
+
+
+def final_table(rows: Sequence[BeforeAfter], title: str) -> Table:
+    """Before, after and the change, each with its interval. Print it with `show`."""
+    counts = sorted({row.problems for row in rows if row.problems})
+    over = f"; {' / '.join(map(str, counts))} problems" if counts else ""
+    # Text, not strings: rich would read [low, high] as one of its style tags
+    caption = Text(f"[low, high]: 95% confidence interval{over}", style="dim")
+    table = Table(title=Text(printable(title), style="bold"), box=SIMPLE_HEAD, caption=caption)
+    for heading in ("", "before", "after", "change"):
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=bool(heading))
+    for row in rows:
+        name, before, after = Text(printable(row.name)), _interval(row.before), _interval(row.after)
+        table.add_row(name, before, after, _change(row))
+    return table
+
+
+def figures_table(figures: Mapping[str, JSON]) -> Table:
+    """The figures of one evaluation as `stages/evaluate.py` leaves them, each with its 95% interval."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("", "value", "low", "high"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    rows = [
+        (f"{kind}@{k}", value, True)
+        for kind in ("pass", "avg", "majority")
+        for k, value in figures.get(f"{kind}_at", {}).items()
+    ]
+    rows += [(name, value, True) for name, value in figures.get("parts", {}).items()]
+    rows += [
+        (name, figures[name], False) for name in ("reward", "kl") if figures.get(name) is not None
+    ]
+    for name, bounds, percent in rows:
+        table.add_row(Text(printable(name)), *(_number(bound, percent) for bound in bounds))
+    if "perplexity" in figures:
+        table.add_row("perplexity", _number(figures["perplexity"], False))
+    return table
+
+
+def _number(value: float, percent: bool = True, sign: str = "") -> str:
+    return f"{100 * value:{sign}.1f}%" if percent else f"{value:.3f}"
+
+
+def _interval(bounds: Bounds, style: str = "bold", sign: str = "") -> Text:
+    value, low, high = (_number(bound, sign=sign) for bound in bounds)
+    return Text.assemble((value, style), (f" [{low}, {high}]", "dim"))
+
+
+def _change(row: BeforeAfter) -> Text:
+    """Green or red only where the paired interval excludes 0: colour is a claim."""
+    if row.difference is None:
+        return Text(_number(row.after[0] - row.before[0], sign="+"), style="bold")
+    _, low, high = row.difference
+    colour = " green" if low > 0 else " red" if high < 0 else ""
+    return _interval(row.difference, f"bold{colour}", "+")
+
+
+def side_by_side(problems: Sequence[Answers]) -> Table:
+    """Problems with both models' answers in two columns; long answers are cut, and say so."""
+    table = Table(box=SIMPLE_HEAD, expand=True, show_lines=False, padding=(0, 1))
+    for heading in ("before training", "after training"):
+        table.add_column(heading, ratio=1, overflow="fold")
+    for problem in problems:
+        expected = f"expected: {printable(problem.answer)}" if problem.answer else ""
+        table.add_row(Text(printable(problem.question), style="cyan"), Text(expected, style="dim"))
+        before = _answer(problem.before, problem.before_correct)
+        table.add_row(before, _answer(problem.after, problem.after_correct))
+        table.add_section()
+    return table
+
+
+def _answer(text: str, correct: bool | None) -> Text:
+    shown = printable(text.strip("\n"), lines=True)
+    more = f"\n... and {len(shown) - LIMIT} more characters" if len(shown) > LIMIT else ""
+    return Text.assemble(MARKS[correct], shown[:LIMIT] or "(empty)", (more, "dim"))

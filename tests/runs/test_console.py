@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from posttrain.events import Events, printable
 from posttrain.runs import console
-from posttrain.runs.console import Console, duration, render_plain, show, sparkline, time_split
-from posttrain.runs.report import Answers, BeforeAfter, final_table, side_by_side
+from posttrain.runs.console import (
+    Answers,
+    BeforeAfter,
+    Console,
+    duration,
+    final_table,
+    render_plain,
+    show,
+    side_by_side,
+    sparkline,
+    time_split,
+)  # fmt: skip
 
 ROW = {
     "reward": 0.5,
@@ -150,13 +160,8 @@ def test_small_helpers_at_their_edges() -> None:
     assert time_split({"seconds/generate": 1.0, "seconds/train": 3.0}) == [("generate", 0.25), ("train", 0.75), ("other", 0.0)]
 
 
-class Bounds:
-    def __init__(self, value: float, low: float, high: float) -> None:
-        self.value, self.low, self.high = value, low, high
-
-
 def test_the_final_table_gives_values_intervals_and_the_change() -> None:
-    before, after, difference = Bounds(0.1, 0.066, 0.149), Bounds(0.75, 0.686, 0.805), Bounds(0.65, 0.58, 0.72)
+    before, after, difference = (0.1, 0.066, 0.149), (0.75, 0.686, 0.805), (0.65, 0.58, 0.72)
     rows = [
         BeforeAfter("addition", before, after, difference, problems=200),
         BeforeAfter("reward [red]\x1b", before, after),
@@ -172,7 +177,7 @@ def test_the_final_table_gives_values_intervals_and_the_change() -> None:
 
 @pytest.mark.parametrize(("low", "high", "colour"), [(0.1, 0.3, "green"), (-0.3, -0.1, "red"), (-0.1, 0.3, "")])
 def test_a_change_is_coloured_only_where_its_interval_excludes_zero(low: float, high: float, colour: str) -> None:
-    row = BeforeAfter("x", Bounds(0.1, 0, 1), Bounds(0.2, 0, 1), Bounds((low + high) / 2, low, high))
+    row = BeforeAfter("x", (0.1, 0, 1), (0.2, 0, 1), ((low + high) / 2, low, high))
     cell = next(iter(final_table([row], "").columns[3].cells))
     assert {str(span.style) for span in cell.spans if "dim" not in str(span.style)} == {f"bold {colour}".strip()}
 
