@@ -57,7 +57,7 @@ def stage_of(case: str, device: str, model: str, steps: int):  # type: ignore[no
 
 def run(stage, device: str) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     """Seconds and peak bytes of a stage."""
-    from posttrain.commands.dry_run import Peak
+    from posttrain.commands.plan import Peak
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context
 

@@ -113,11 +113,8 @@ def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]
         results = [_rows(run, name, RESULT) for run in runs]
         if name not in known and all(results):
             first, second = (rows[0] for rows in results)
-            found += [
-                Measured(name, key, Interval(*value), Interval(*second[key]))
-                for key, value in first.items()
-                if _bounded(value) and _bounded(second.get(key))
-            ]
+            both = [k for k, v in first.items() if _bounded(v) and _bounded(second.get(k))]
+            found += [Measured(name, k, Interval(*first[k]), Interval(*second[k])) for k in both]
     return tuple(found)
 
 

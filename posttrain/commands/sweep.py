@@ -172,10 +172,8 @@ class Record:
 def _check_same(directory: Path, record: Record) -> None:
     if (directory / RECORD).is_file():
         before = Record.read(directory / RECORD)
-        same = (before.recipe, sorted(before.arguments)) == (
-            record.recipe,
-            sorted(record.arguments),
-        )
+        words, before_words = ([r.recipe, *sorted(r.arguments)] for r in (record, before))
+        same = words == before_words
         other = f"{directory} holds another sweep ({before}); continue that with 'posttrain resume"
         require(same, f"{other} {directory}', or choose another out=")
     used = (directory / CONFIG).exists()

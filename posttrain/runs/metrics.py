@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.types import Group, Metric, Rollout, Score
@@ -16,9 +16,8 @@ REFLECTION = re.compile(
 STEMS = ("wait", "hmm", "mistake", "check", "let me", "on second thought")  # one is in every match
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Figures(Mapping[str, float]):
-    """Merged metrics, read like a mapping from name to value; `metrics()` merges further without loss.
+class Figures(dict[str, float]):
+    """Merged metrics by name; `metrics()` merges further without loss.
 
     >>> figures = merge([Metric("kl", 6.0, 3), Metric("kl", 2.0, 1)])
     >>> figures["kl"]  # (6 + 2) / (3 + 1), not the mean of 2 and 2
@@ -29,16 +28,9 @@ class Figures(Mapping[str, float]):
     1.0
     """
 
-    merged: Mapping[str, Metric]
-
-    def __getitem__(self, name: str) -> float:
-        return self.merged[name].value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.merged)
-
-    def __len__(self) -> int:
-        return len(self.merged)
+    def __init__(self, merged: Mapping[str, Metric]) -> None:
+        super().__init__((name, metric.value) for name, metric in merged.items())
+        self.merged = merged
 
     def metrics(self) -> tuple[Metric, ...]:
         """The same, as metrics that merge with others."""

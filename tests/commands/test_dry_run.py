@@ -12,7 +12,6 @@ import torch
 
 from posttrain import config
 from posttrain.algorithms.grpo import GRPO
-from posttrain.commands import dry_run as dry
 from posttrain.commands import plan
 from posttrain.runs.layout import Row
 from posttrain.stages._material import Data
@@ -41,11 +40,11 @@ def test_a_whole_run_by_hand() -> None:
     """Steps of 5, 2 and 2.2 s, an evaluation of 1.5 s before the first and after the last. 40 steps of median 2.1 s, 2.9 s more for
     the first, evaluations before, after 15, 30 and 40."""
     rows = [row(0, 100.0, 0.0), row(1, 105.0, 5.0), row(2, 107.0, 2.0), row(3, 110.7, 2.2)]
-    whole, step, evaluation, small = dry.loop_seconds(rows, RL.steps, RL.evaluate_every)
+    whole, step, evaluation, small = plan.loop_seconds(rows, RL.steps, RL.evaluate_every)
     assert (step, evaluation) == pytest.approx((2.1, 1.5))
     assert whole == pytest.approx(40 * 2.1 + 2.9 + 4 * 1.5)
     assert small == pytest.approx(9.2 + 2 * 1.5)
-    quiet = dry.loop_seconds(rows[1:], RL.steps, 0)
+    quiet = plan.loop_seconds(rows[1:], RL.steps, 0)
     assert quiet[0] == pytest.approx(40 * 2.1 + 2.9) and quiet[2] == 0.0
 
 
@@ -62,7 +61,7 @@ def test_the_stages_of_a_recipe_one_after_the_other(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     try:
-        found = dry.estimate([SFT, RL, AFTER, replace(SFT, name="control", as_long_as="rl")], 0, "cpu", threads=1)
+        found = plan.estimate([SFT, RL, AFTER, replace(SFT, name="control", as_long_as="rl")], 0, "cpu", threads=1)
     finally:
         torch.set_num_threads(threads)
     assert list(found) == ["sft", "rl", "after", "control"]
@@ -74,13 +73,13 @@ def test_the_stages_of_a_recipe_one_after_the_other(tmp_path: Path, monkeypatch:
 
 
 def test_the_words_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = dry.Estimate("rl", 100.0, 230.0, 0.5, 1.25, 3 * 2**20, 18.0)
+    seen = plan.Estimate("rl", 100.0, 230.0, 0.5, 1.25, 3 * 2**20, 18.0)
     line = plan.dry_run_line(seen)
     assert line == (
         "dry run: about 1m40s with responses of 18 tokens, as in its examples, at most 3m50s where every response reaches its limit; "
         "a step takes 0.5 s, an evaluation 1.25 s, memory 3.0 MiB at its peak"
     )
-    monkeypatch.setattr(dry, "estimate", lambda stages, *rest: {s.name: replace(seen, stage=s.name) for s in stages})
+    monkeypatch.setattr(plan, "estimate", lambda stages, *rest: {s.name: replace(seen, stage=s.name) for s in stages})
     lines = plan.describe(config.parse("quickstart", []), dry=True)
     assert (
         lines[-1]
@@ -90,7 +89,7 @@ def test_the_words_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_what_came_on_top() -> None:
-    peak = dry.Peak("cpu")
+    peak = plan.Peak("cpu")
     torch.ones(30_000_000).sum()
     assert 100e6 < peak.bytes() < 300e6
 
