@@ -226,7 +226,5 @@ def lines(advice: Advice) -> list[str]:
         by_model = "reported; the reward model decides"
         scored = by_model if "reward" in advice.models else f"the {advice.signal}'s verdict"
         text += [TASK.format(scored)]
-    return [
-        *"\n".join(text).split("\n"),
-        *(f"  {line}" for line in recipe_text(advice).splitlines()),
-    ]
+    text += [f"  {line}" for line in recipe_text(advice).splitlines()]
+    return "\n".join(text).split("\n")

@@ -177,10 +177,8 @@ def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[D
     ours, theirs = flatten(first), flatten(second)
     stages = [{str(stage["name"]) for stage in tree.get("stages", [])} for tree in (first, second)]
     single = stages[0] ^ stages[1]
-    found = [
-        Difference(name, *("a stage" if name in have else None for have in stages))
-        for name in sorted(single)
-    ]
+    marks = {name: ["a stage" if name in have else None for have in stages] for name in single}
+    found = [Difference(name, *marks[name]) for name in sorted(single)]
     changed = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
     settings = [k for k in changed if k not in ROUTINE and k.split(".")[0] not in single]
     return [*found, *(Difference(key, ours.get(key), theirs.get(key)) for key in settings)]

@@ -87,11 +87,8 @@ def packages() -> Finding:
     versions = {name: installed(name) for name in NEEDED}
     found = [f"{name} {version}" for name, version in versions.items() if version]
     wrong = [f"{name} is missing" for name, version in versions.items() if not version]
-    wrong += [
-        f"{name} {version} is older than {NEEDED[name]}"
-        for name, version in versions.items()
-        if version and numbers(version) < numbers(NEEDED[name])
-    ]
+    old = [n for n, v in versions.items() if v and numbers(v) < numbers(NEEDED[n])]
+    wrong += [f"{name} {versions[name]} is older than {NEEDED[name]}" for name in old]
     text = "; ".join([f"{', '.join(found[:3])} and {max(0, len(found) - 3)} more", *wrong])
     return finding("packages", text, "pip install --upgrade posttrain" if wrong else "", BROKEN)
 

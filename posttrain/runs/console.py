@@ -53,9 +53,8 @@ def sparkline(values: list[float], width: int = 24) -> str:
     low, high = min(means), max(means)
     if low == high:
         return BLOCKS[0] * width
-    return "".join(
-        BLOCKS[math.floor((mean - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for mean in means
-    )
+    heights = [(mean - low) / (high - low) * (len(BLOCKS) - 1) for mean in means]
+    return "".join(BLOCKS[math.floor(height + 0.5)] for height in heights)
 
 
 def duration(seconds: float) -> str:

@@ -116,9 +116,8 @@ class TokenArrays:
         """The arrays of sequence n."""
         if not 0 <= n < self.sequences:
             raise IndexError(f"sequence {n} of {self.sequences}")
-        return {
-            name: array[self.starts[n] : self.starts[n + 1]] for name, array in self.arrays.items()
-        }
+        span = slice(self.starts[n], self.starts[n + 1])
+        return {name: array[span] for name, array in self.arrays.items()}
 
 
 def require_run(directory: Path | str) -> None:

@@ -40,9 +40,8 @@ class Lock:
         except (Timeout, LeaseSettingsMismatch):
             written = f"run {path.parent} is being written by {self._holder()}"
             self.release()
-            raise UserError(
-                f"{written}; wait for it, stop it, or choose another directory"
-            ) from None
+            hint = "wait for it, stop it, or choose another directory"
+            raise UserError(f"{written}; {hint}") from None
         except BaseException:
             self.release()
             raise

@@ -244,9 +244,8 @@ def _curves(axes: Axes, figures: Figures, name: str, colours: Sequence[str]) -> 
 
 
 def _accuracy(axes: Axes, figures: Figures, name: str, colours: Sequence[str]) -> None:
-    lows, highs = (
-        {s.stage: s for s in figures.get(f"{name}_{end}", [])} for end in ("low", "high")
-    )
+    ends = (figures.get(f"{name}_{end}", []) for end in ("low", "high"))
+    lows, highs = ({series.stage: series for series in found} for found in ends)
     for series, colour, label in _styled(figures[name], colours):
         low, high = lows.get(series.stage), highs.get(series.stage)
         if low is not None and high is not None and np.array_equal(low.steps, high.steps):

@@ -217,6 +217,5 @@ def _require_installed(name: str) -> None:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            f"tracker {name!r} needs a package that is not installed ({error}); pip install 'posttrain[{name}]'"
-        ) from None
+        needs = f"tracker {name!r} needs a package that is not installed ({error})"
+        raise UserError(f"{needs}; pip install 'posttrain[{name}]'") from None

@@ -149,9 +149,7 @@ class RunWriter:
     def _row(self, rollout: Rollout, advantage: float | None) -> dict[str, JSON]:
         """The fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""
         problem, score = rollout.problem, rollout.score
-        versions = [
-            s.versions.min() for s in rollout.segments if s.versions is not None and len(s.versions)
-        ]
+        versions = [s.versions for s in rollout.segments if s.versions is not None]
         row = {
             "problem": problem.id,
             "level": problem.level,
@@ -165,7 +163,7 @@ class RunWriter:
             "failure": score.failure,
             "finish": rollout.finish,
             "length": rollout.length,
-            "version": int(min(versions, default=-1)),
+            "version": int(min((v.min() for v in versions if len(v)), default=-1)),
             "attempt": self.attempt,
             "advantage": advantage,
         }

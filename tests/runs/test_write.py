@@ -343,3 +343,5 @@ def test_only_json_values_are_taken() -> None:
     with pytest.raises(TypeError, match="not object"):
         layout.dump_line({"thing": object()})
     assert layout.dump_line({"flag": np.bool_(True)}) == b'{"flag":true}\n'
+    numbers = {"part": np.float32("nan"), "loss": float("inf"), "by step": {np.int64(3): np.int64(4)}, "pair": (0.5, None)}
+    assert layout.dump_line(numbers) == b'{"part":"nan","loss":"inf","by step":{"3":4},"pair":[0.5,null]}\n'
