@@ -8,33 +8,17 @@ before.
 
 from __future__ import annotations
 
-SOCKETS = {  # name: family, type, protocol
-    "TCP": (2, 1, 0),
-    "MPTCP": (2, 1, 262),
-    "SCTP": (2, 1, 132),
-    "DCCP": (2, 6, 33),
-    "SMC": (43, 1, 0),
-    "UDP": (2, 2, 0),
-    "UDP-Lite": (2, 2, 136),
-    "ping": (2, 2, 1),
-    "raw IP": (2, 3, 255),
-    "TCP over IPv6": (10, 1, 0),
-    "MPTCP over IPv6": (10, 1, 262),
-    "UDP over IPv6": (10, 2, 0),
-    "raw IPv6": (10, 3, 255),
-    "unix stream": (1, 1, 0),
-    "unix datagram": (1, 2, 0),
-    "unix packets": (1, 5, 0),
-    "netlink": (16, 3, 0),
-    "packet": (17, 3, 768),
-    "vsock": (40, 1, 0),
-    "kernel crypto": (38, 5, 0),
-    "Bluetooth": (31, 3, 1),
-    "TIPC": (30, 5, 0),
-    "RDS": (21, 5, 0),
-    "CAN": (29, 3, 1),
-    "KCM": (41, 2, 0),
-    "XDP": (44, 3, 0),
+# name, then family, type and protocol
+_SOCKETS = """
+TCP 2 1 0, MPTCP 2 1 262, SCTP 2 1 132, DCCP 2 6 33, SMC 43 1 0, UDP 2 2 0, UDP-Lite 2 2 136, ping 2 2 1, raw
+IP 2 3 255, TCP over IPv6 10 1 0, MPTCP over IPv6 10 1 262, UDP over IPv6 10 2 0, raw IPv6 10 3 255, unix
+stream 1 1 0, unix datagram 1 2 0, unix packets 1 5 0, netlink 16 3 0, packet 17 3 768, vsock 40 1 0, kernel
+crypto 38 5 0, Bluetooth 31 3 1, TIPC 30 5 0, RDS 21 5 0, CAN 29 3 1, KCM 41 2 0, XDP 44 3 0
+"""
+SOCKETS = {
+    name: (int(family), int(kind), int(protocol))
+    for row in _SOCKETS.replace("\n", " ").split(",")
+    for name, family, kind, protocol in [row.strip().rsplit(" ", 3)]
 }
 
 # `call` makes a system call by its number, (x86_64, aarch64), and raises where it fails; `check` raises for -1

@@ -25,129 +25,48 @@ import platform
 import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# name: (x86_64, aarch64); None where it does not exist
 Numbers = dict[str, tuple[int | None, int | None]]
-ALLOWED: Numbers = {
+
+
+def _calls(text: str) -> Numbers:
+    """System calls of a table: `name:x86_64:aarch64`, with - where an architecture does not have the call."""
+    rows = (entry.split(":") for entry in text.split())
+    return {name: tuple(None if n == "-" else int(n) for n in own) for name, *own in rows}  # type: ignore[misc]
+
+
+ALLOWED = _calls(
     # descriptors and files: which files, the mechanism says
-    "read": (0, 63),
-    "write": (1, 64),
-    "readv": (19, 65),
-    "writev": (20, 66),
-    "pread64": (17, 67),
-    "pwrite64": (18, 68),
-    "close": (3, 57),
-    "lseek": (8, 62),
-    "dup": (32, 23),
-    "dup2": (33, None),
-    "dup3": (292, 24),
-    "pipe": (22, None),
-    "pipe2": (293, 59),
-    "access": (21, None),
-    "faccessat": (269, 48),
-    "faccessat2": (439, 439),
-    "stat": (4, None),
-    "lstat": (6, None),
-    "fstat": (5, 80),
-    "newfstatat": (262, 79),
-    "statx": (332, 291),
-    "getdents64": (217, 61),
-    "getcwd": (79, 17),
-    "chdir": (80, 49),
-    "fchdir": (81, 50),
-    "umask": (95, 166),
-    "getsockname": (51, 204),
+    "read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 close:3:57 lseek:8:62 dup:32:23 dup2:33:- "
+    "dup3:292:24 pipe:22:- pipe2:293:59 access:21:- faccessat:269:48 faccessat2:439:439 stat:4:- lstat:6:- fstat:5:80 "
+    "newfstatat:262:79 statx:332:291 getdents64:217:61 getcwd:79:17 chdir:80:49 fchdir:81:50 umask:95:166 getsockname:51:204 "
     # waiting
-    "poll": (7, None),
-    "ppoll": (271, 73),
-    "select": (23, None),
-    "pselect6": (270, 72),
-    "epoll_create": (213, None),
-    "epoll_create1": (291, 20),
-    "epoll_ctl": (233, 21),
-    "epoll_wait": (232, None),
-    "epoll_pwait": (281, 22),
-    "epoll_pwait2": (441, 441),
-    "eventfd2": (290, 19),
-    "nanosleep": (35, 101),
-    "clock_nanosleep": (230, 115),
-    "pause": (34, None),
-    "alarm": (37, None),
-    "setitimer": (38, 103),
-    "getitimer": (36, 102),
-    "restart_syscall": (219, 128),
+    "poll:7:- ppoll:271:73 select:23:- pselect6:270:72 epoll_create:213:- epoll_create1:291:20 epoll_ctl:233:21 "
+    "epoll_wait:232:- epoll_pwait:281:22 epoll_pwait2:441:441 eventfd2:290:19 nanosleep:35:101 clock_nanosleep:230:115 "
+    "pause:34:- alarm:37:- setitimer:38:103 getitimer:36:102 restart_syscall:219:128 "
     # its own memory and threads
-    "brk": (12, 214),
-    "mmap": (9, 222),
-    "munmap": (11, 215),
-    "mprotect": (10, 226),
-    "mremap": (25, 216),
-    "madvise": (28, 233),
-    "msync": (26, 227),
-    "mseal": (462, 462),
-    "set_robust_list": (273, 99),
-    "set_tid_address": (218, 96),
-    "rseq": (334, 293),
-    "membarrier": (324, 283),
-    "arch_prctl": (158, None),
-    "sched_yield": (24, 124),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
+    "brk:12:214 mmap:9:222 munmap:11:215 mprotect:10:226 mremap:25:216 madvise:28:233 msync:26:227 mseal:462:462 "
+    "set_robust_list:273:99 set_tid_address:218:96 rseq:334:293 membarrier:324:283 arch_prctl:158:- sched_yield:24:124 "
+    "exit:60:93 exit_group:231:94 "
     # its own signal handlers
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "rt_sigpending": (127, 136),
-    "rt_sigtimedwait": (128, 137),
-    "rt_sigsuspend": (130, 133),
-    "sigaltstack": (131, 132),
+    "rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigtimedwait:128:137 "
+    "rt_sigsuspend:130:133 sigaltstack:131:132 "
     # questions; of those with a pid the C library asks about its own threads
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "gettimeofday": (96, 169),
-    "time": (201, None),
-    "times": (100, 153),
-    "getrusage": (98, 165),
-    "sysinfo": (99, 179),
-    "uname": (63, 160),
-    "getcpu": (309, 168),
-    "getpid": (39, 172),
-    "getppid": (110, 173),
-    "gettid": (186, 178),
-    "getuid": (102, 174),
-    "geteuid": (107, 175),
-    "getgid": (104, 176),
-    "getegid": (108, 177),
-    "getresuid": (118, 148),
-    "getresgid": (120, 150),
-    "getgroups": (115, 158),
-    "getpgrp": (111, None),
-    "getrlimit": (97, 163),
-    "getrandom": (318, 278),
-    "sched_getaffinity": (204, 123),
-    "sched_getparam": (143, 121),
-    "sched_getscheduler": (145, 120),
-    "sched_get_priority_max": (146, 125),
-    "sched_get_priority_min": (147, 126),
-}
-COMPARED: Numbers = {
-    "socketpair": (53, 199),
-    "sendto": (44, 206),
-    "recvfrom": (45, 207),
-    "prlimit64": (302, 261),
-    "kill": (62, 129),
-    "tgkill": (234, 131),
-    "prctl": (157, 167),
-    "fcntl": (72, 25),
-    "ioctl": (16, 29),
-    "futex": (202, 98),
-    "close_range": (436, 436),
-}
-OPEN: Numbers = {"open": (2, None)}
-OPENAT: Numbers = {"openat": (257, 56)}
-LINKS: Numbers = {"readlink": (89, None), "readlinkat": (267, 78)}
-PROCESSES: Numbers = {"fork": (57, None), "vfork": (58, None)}
-CLONE: Numbers = {"clone": (56, 220)}
-CLONE3: Numbers = {"clone3": (435, 435)}
+    "clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169 time:201:- times:100:153 getrusage:98:165 sysinfo:99:179 "
+    "uname:63:160 getcpu:309:168 getpid:39:172 getppid:110:173 gettid:186:178 getuid:102:174 geteuid:107:175 getgid:104:176 "
+    "getegid:108:177 getresuid:118:148 getresgid:120:150 getgroups:115:158 getpgrp:111:- getrlimit:97:163 getrandom:318:278 "
+    "sched_getaffinity:204:123 sched_getparam:143:121 sched_getscheduler:145:120 sched_get_priority_max:146:125 "
+    "sched_get_priority_min:147:126 "
+)
+COMPARED = _calls(
+    "socketpair:53:199 sendto:44:206 recvfrom:45:207 prlimit64:302:261 kill:62:129 tgkill:234:131 prctl:157:167 fcntl:72:25 "
+    "ioctl:16:29 futex:202:98 close_range:436:436 "
+)
+OPEN = _calls("open:2:-")
+OPENAT = _calls("openat:257:56")
+LINKS = _calls("readlink:89:- readlinkat:267:78")
+PROCESSES = _calls("fork:57:- vfork:58:-")
+CLONE = _calls("clone:56:220")
+CLONE3 = _calls("clone3:435:435")
 NEWEST = 450  # a C library of today uses calls above this number only where they exist
 
 LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
@@ -161,35 +80,25 @@ OWN_PID = 0x7FA1FA17
 # For each compared call: what its arguments must be, as (offset of 32 bits in struct seccomp_data, accepted values), all of them.
 _FIRST, _SECOND, _THIRD, _FLAGS, _ADDRESS = 16, 24, 32, 40, 48
 _PRIVATE, _REALTIME = 0x80, 0x100
-_FUTEX = tuple(
-    kind | operation
-    for kind in (_PRIVATE, 0)
-    for operation in (0, 1, 9, 9 | _REALTIME, 10, 3, 4, 5)
-)
-ARGUMENTS: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {
-    "socketpair": (
-        (_FIRST, (1,)),
-        (_SECOND, (1, 0x801, 0x80001, 0x80801)),
-    ),  # AF_UNIX; SOCK_STREAM, _NONBLOCK, _CLOEXEC
-    "sendto": (
-        (_FLAGS, (0, 0x40, 0x4000, 0x4040)),
-        (_ADDRESS, (0,)),
-        (_ADDRESS + 4, (0,)),
-    ),  # MSG_DONTWAIT, MSG_NOSIGNAL
+_PLAIN = (0, 1, 9, 9 | _REALTIME, 10, 3, 4, 5)
+_FUTEX = (*(_PRIVATE | operation for operation in _PLAIN), *_PLAIN)
+Compared = tuple[tuple[int, tuple[int, ...]], ...]
+ARGUMENTS: dict[str, Compared] = {
+    # AF_UNIX; SOCK_STREAM, _NONBLOCK, _CLOEXEC
+    "socketpair": ((_FIRST, (1,)), (_SECOND, (1, 0x801, 0x80001, 0x80801))),
+    # MSG_DONTWAIT, MSG_NOSIGNAL
+    "sendto": ((_FLAGS, (0, 0x40, 0x4000, 0x4040)), (_ADDRESS, (0,)), (_ADDRESS + 4, (0,))),
     "recvfrom": ((_FLAGS, (0, 0x2, 0x40, 0x100)),),  # MSG_PEEK, MSG_DONTWAIT, MSG_WAITALL
     "prlimit64": ((_FIRST, (0,)),),
     "kill": ((_FIRST, (OWN_PID,)),),
     "tgkill": ((_FIRST, (OWN_PID,)),),
     "prctl": ((_FIRST, (15, 16, 0x53564D41)),),  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
-    "fcntl": (
-        (_SECOND, (0, 1, 2, 3, 4, 1030)),
-    ),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
-    "ioctl": (
-        (_SECOND, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    ),  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
-    "futex": (
-        (_SECOND, _FUTEX),
-    ),  # FUTEX_WAIT, WAKE, WAIT_BITSET, WAKE_BITSET, REQUEUE, CMP_REQUEUE, WAKE_OP
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+    "fcntl": ((_SECOND, (0, 1, 2, 3, 4, 1030)),),
+    # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
+    "ioctl": ((_SECOND, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
+    # FUTEX_WAIT, WAKE, WAIT_BITSET, WAKE_BITSET, REQUEUE, CMP_REQUEUE, WAKE_OP
+    "futex": ((_SECOND, _FUTEX),),
     "close_range": ((_THIRD, (0, 4)),),  # CLOSE_RANGE_CLOEXEC
 }
 
@@ -202,7 +111,7 @@ def supported() -> bool:
     return platform.machine() in ARCHITECTURES
 
 
-def _compare(arguments: tuple[tuple[int, tuple[int, ...]], ...]) -> list[bytes]:
+def _compare(arguments: Compared) -> list[bytes]:
     """Allow where each argument has one of its values, else EPERM."""
     steps: list[bytes] = []
     for offset, values in arguments:
@@ -224,13 +133,13 @@ def program() -> bytes:
     >>> len(program()) % 8
     0
     """
-    column = list(ARCHITECTURES).index(platform.machine())
-    steps = [
-        _step(LOAD, ARCHITECTURE),
-        _step(EQUAL, ARCHITECTURES[platform.machine()], true=1),
-        _step(RETURN, KILL),
-        _step(LOAD, NUMBER),
-    ]
+    machine = platform.machine()
+    column = list(ARCHITECTURES).index(machine)
+    known = [_step(LOAD, ARCHITECTURE), _step(EQUAL, ARCHITECTURES[machine], true=1)]
+    steps = [*known, _step(RETURN, KILL), _step(LOAD, NUMBER)]
+    missing, denied, again = (
+        _step(RETURN, FAIL | number) for number in (errno.ENOSYS, errno.EPERM, errno.EAGAIN)
+    )
 
     def add(calls: Numbers, actions: list[bytes]) -> None:
         for numbers in calls.values():
@@ -243,7 +152,6 @@ def program() -> bytes:
     add(OPEN, _opening(_SECOND))
     add(OPENAT, _opening(_THIRD))
     add(LINKS, [_step(RETURN, FAIL | errno.EINVAL)])
-    refused = _step(RETURN, FAIL | errno.EAGAIN)
     thread = [
         _step(LOAD, _FIRST),
         _step(ANY_BIT, CLONE_OTHER, true=3),
@@ -251,12 +159,7 @@ def program() -> bytes:
         _step(ANY_BIT, CLONE_FILES, false=1),
         _step(RETURN, ALLOW),
     ]
-    add(CLONE, [*thread, refused])
-    add(PROCESSES, [refused])
-    add(CLONE3, [_step(RETURN, FAIL | errno.ENOSYS)])
-    steps += [
-        _step(ABOVE, NEWEST, false=1),
-        _step(RETURN, FAIL | errno.ENOSYS),
-        _step(RETURN, FAIL | errno.EPERM),
-    ]
-    return b"".join(steps)
+    add(CLONE, [*thread, again])
+    add(PROCESSES, [again])
+    add(CLONE3, [missing])
+    return b"".join([*steps, _step(ABOVE, NEWEST, false=1), missing, denied])
