@@ -18,13 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from posttrain.rewards.code import grade
+from posttrain.rewards.code import extract, grade, read_tests
 from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.limits import Limits
-from posttrain.tasks._code_data import CodeProblem, fenced, humaneval, mbpp
+from posttrain.tasks._code_data import fenced
+from posttrain.tasks.humaneval import HumanEval
+from posttrain.tasks.mbpp import Mbpp
+from posttrain.types import Problem
 
 STUBS = ("None", "0", "''", "[]", "True", "False")
-SETS = {"humaneval.jsonl": humaneval, "mbpp-sanitized.json": mbpp}
+SETS = {"humaneval.jsonl": HumanEval.make, "mbpp-sanitized.json": Mbpp.make}
 
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -33,9 +36,9 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.strip()] if name.endswith("l") else json.loads(text)
 
 
-def stub(problem: CodeProblem, body: str) -> str:
+def stub(problem: Problem, body: str) -> str:
     """Every function of the solution, with a body that solves nothing."""
-    names = [n.name for n in ast.parse(problem.solution).body if isinstance(n, ast.FunctionDef)]
+    names = [n.name for n in ast.parse(extract(str(problem.facts["solution"])) or "").body if isinstance(n, ast.FunctionDef)]
     return "\n".join(f"def {name}(*args):\n    return {body}\n" for name in names)
 
 
@@ -50,13 +53,13 @@ def main() -> int:
     report: dict[str, Any] = {"sandbox": isolation.choose(options.sandbox).name}
     bad = 0
     for name, read in SETS.items():
-        problems = [read(record) for record in records(options.folder, name)]
-        jobs = [(p, "reference", fenced(p.solution)) for p in problems]
+        problems = [read(record, name, str(record["task_id"])) for record in records(options.folder, name)]
+        jobs = [(p, "reference", str(p.facts["solution"])) for p in problems]
         jobs += [(p, f"return {body}", fenced(stub(p, body))) for p in problems for body in STUBS]
         begin = time.perf_counter()
 
-        def run(job: tuple[CodeProblem, str, str]) -> str:
-            return grade(job[2], job[0].tests, limits=limits, sandbox=options.sandbox).outcome
+        def run(job: tuple[Problem, str, str]) -> str:
+            return grade(job[2], read_tests(job[0].answer), limits=limits, sandbox=options.sandbox).outcome
 
         with ThreadPoolExecutor(options.threads) as workers:
             outcomes = list(workers.map(run, jobs))

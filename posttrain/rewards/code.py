@@ -292,7 +292,7 @@ def _check(program: str, test: CheckTest, take: Callable[[], Session]) -> str:
 
 
 def read_tests(text: str) -> list[Test]:
-    """Tests as JSON: a list of [function, arguments, expected] and [stdin, stdout].
+    """Tests as JSON: a list of [function, arguments, expected], [stdin, stdout] and {check, names, functions}.
 
     >>> read_tests('[["add", [1, 2], 3], ["4 5", "9"]]')
     [CallTest(function='add', args=[1, 2], expected=3, exact=False, tolerance=1e-09), StdioTest(stdin='4 5', stdout='9')]
@@ -312,7 +312,9 @@ def _read_test(entry: JSON) -> Test:
             return CallTest(function, arguments, expected)
         case [str(stdin), str(stdout)]:
             return StdioTest(stdin, stdout)
-    known = "[function, arguments, expected] or [stdin, stdout]"
+        case {"check": str(check), "names": list(names), "functions": list(functions)}:
+            return CheckTest(check, tuple(names), tuple(functions))
+    known = "[function, arguments, expected], [stdin, stdout] or {check, names, functions}"
     raise UserError(f"a test is {known}, not {str(entry)[:80]}")
 
 

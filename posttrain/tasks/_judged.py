@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from posttrain.errors import require
 from posttrain.rewards.answer import MARKER, after_marker
@@ -29,22 +29,24 @@ from posttrain.types import JSON, Problem, Score
 BOXED = ("math", "arithmetic_steps")  # rewards that look for a box unless they have a marker
 
 
-class Part(Protocol):
-    """Records of one file or split. Hashable, and unequal to what it was where the records have changed."""
+# where a record is from, for messages; the id of its problem; the record
+Row = tuple[str, str, Mapping[str, Any]]
 
-    @property
-    def name(self) -> str: ...
 
-    def __hash__(self) -> int: ...
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Records of one file or split. `version` differs where the records have changed."""
 
-    def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Where a record is from, for messages; the id of its problem; the record."""
-        ...
+    name: str
+    version: Any
+    read: Callable[[Part], Iterator[Row]] = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Questions):
     """Questions of records in one or two parts, whose class says where those are."""
+
+    make: ClassVar[Callable[..., Problem]] = staticmethod(make_problem)  # of a record
 
     question: str = "question"  # the field that holds it, or a path such as `qa.question`; a list of messages is a conversation
     answer: str = "answer"
@@ -82,7 +84,7 @@ class Judged(Questions):
         return test.problems
 
     def _read(self, part: Part) -> Pool:
-        return _read(part, self.question, self.answer, self.answer_after)
+        return _read(part, type(self).make, self.question, self.answer, self.answer_after)
 
     @property
     def wording(self) -> str:
@@ -139,10 +141,8 @@ class Judged(Questions):
 
 
 @lru_cache(maxsize=8)
-def _read(part: Part, question: str, answer: str, answer_after: str) -> Pool:
-    rows = part.rows()
-    fields = (question, answer, answer_after)
-    return Pool(tuple(make_problem(row, where, name, *fields) for where, name, row in rows))
+def _read(part: Part, make: Callable[..., Problem], *fields: str) -> Pool:
+    return Pool(tuple(make(row, where, name, *fields) for where, name, row in part.read(part)))
 
 
 async def _awaited(found: Any) -> Score:

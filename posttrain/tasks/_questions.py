@@ -154,9 +154,18 @@ def make_problem(
         require(messages, f"{where}: {question} has no messages")
         facts["messages"] = asked
         asked = parse_messages(asked, f"{where}: {question}")[-1].content if asked else ""
-    text = isinstance(asked, str) and bool(asked.strip())
-    require(text, f"{where}: the field {question!r} is empty or no text")
-    return Problem(name, asked, gold.strip(), facts=facts)
+    return Problem(name, _text(asked, question, where), gold.strip(), facts=facts)
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    text = isinstance(value, str) and bool(value.strip())
+    require(text, f"{where}: the field {name!r} is empty or no text")
+    return str(value)
+
+
+def pick_text(record: Mapping[str, Any], name: str, where: str) -> str:
+    """The field called `name`, which must hold text."""
+    return _text(pick(record, name, where), name, where)
 
 
 def pick(record: Mapping[str, Any], name: str, where: str) -> Any:

@@ -7,33 +7,12 @@ Needs the package `datasets`: pip install 'posttrain[data]'. Only data is read: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.data.hub import load_hub
 from posttrain.errors import require
-from posttrain.tasks._judged import Judged
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One split of a data set."""
-
-    dataset: str
-    config: str
-    split: str
-    revision: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.dataset} split {self.split}"
-
-    def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        found = load_hub(self.dataset, self.config, self.split, self.revision, "hub")
-        require(bool(found), f"hub: {self.dataset} split {self.split!r} has no rows")
-        for number, row in enumerate(found):
-            yield f"{self.dataset} {self.split} row {number}", f"{self.split}/{number}", row
+from posttrain.tasks._judged import Judged, Part, Row
 
 
 @dataclass(frozen=True)
@@ -49,16 +28,21 @@ class Hub(Judged):
 
     def __post_init__(self) -> None:
         require(bool(self.dataset), "hub: give a dataset, such as openai/gsm8k")
-        require(bool(self.train_split), "hub: give a train_split")
-        same = self.train_split == self.test_split
-        require(
-            not same, f"hub: train and test are both {self.train_split!r}; leave test_split empty"
-        )
+        train, test = self.train_split, self.test_split
+        require(bool(train), "hub: give a train_split")
+        require(train != test, f"hub: train and test are both {train!r}; leave test_split empty")
         self.check_settings("hub")
 
-    def parts(self) -> tuple[Split, Split | None]:
+    def parts(self) -> tuple[Part, Part | None]:
         train, test = (
-            Split(self.dataset, self.config, s, self.revision)
-            for s in (self.train_split, self.test_split)
+            Part(f"{self.dataset} split {split}", (self.config, split, self.revision), self.rows)
+            for split in (self.train_split, self.test_split)
         )
         return train, test if self.test_split else None
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        config, split, revision = part.version
+        found = load_hub(self.dataset, config, split, revision, "hub")
+        require(bool(found), f"hub: {self.dataset} split {split!r} has no rows")
+        for number, row in enumerate(found):
+            yield f"{self.dataset} {split} row {number}", f"{split}/{number}", row

@@ -8,33 +8,13 @@ A reward is one of `posttrain list rewards`, or a plain function of yours, `(pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.data.records import read_jsonl
 from posttrain.errors import require
-from posttrain.tasks._judged import Judged
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """A data file, with the time of its last change: one that was written anew is read anew."""
-
-    name: str
-    changed: int
-
-    @classmethod
-    def at(cls, name: str) -> File:
-        path = Path(name).expanduser()
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        require(path.is_file(), f"there is no data file {name}{where}")
-        return cls(name, path.stat().st_mtime_ns)
-
-    def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        for where, record in read_jsonl(self.name, lists=True):
-            yield where, f"{Path(self.name).name}:{where.rpartition(' ')[2]}", record
+from posttrain.tasks._judged import Judged, Part, Row
 
 
 @dataclass(frozen=True)
@@ -49,8 +29,19 @@ class Jsonl(Judged):
         require(bool(self.file), "jsonl: give a file")
         self.check_settings("jsonl")
 
-    def parts(self) -> tuple[File, File | None]:
-        return File.at(self.file), File.at(self.test_file) if self.test_file else None
+    def parts(self) -> tuple[Part, Part | None]:
+        return self._part(self.file), self._part(self.test_file) if self.test_file else None
+
+    def _part(self, name: str) -> Part:
+        """A file with the time of its last change: one that was written anew is read anew."""
+        path = Path(name).expanduser()
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        require(path.is_file(), f"there is no data file {name}{where}")
+        return Part(name, path.stat().st_mtime_ns, self.rows)
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for where, record in read_jsonl(part.name, lists=True):
+            yield where, f"{Path(part.name).name}:{where.rpartition(' ')[2]}", record
 
     def ready(self) -> tuple[str, ...]:
         self.parts()  # or refuse, where a file is not there

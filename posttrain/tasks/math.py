@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from posttrain.errors import require
 from posttrain.rewards.math import final_answer
 from posttrain.tasks._published import Published
-from posttrain.tasks._questions import normalised, pick
+from posttrain.tasks._questions import pick_text
 from posttrain.types import JSON, Problem
 
 
@@ -52,9 +52,7 @@ class Math(Published):
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
-        asked, solution = pick(row, "problem", where), str(row.get("solution") or "")
-        text = isinstance(asked, str) and bool(normalised(asked))
-        require(text, f"{where}: the field 'problem' is empty or no text")
+        asked, solution = pick_text(row, "problem", where), str(row.get("solution") or "")
         # An empty gold answer is kept: no response can be graded against it, which is counted as a failure and never as a 0.
         gold = row.get("answer")
         if gold in (None, ""):

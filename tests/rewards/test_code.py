@@ -27,7 +27,7 @@ from posttrain.rewards.sandbox import isolation, mechanisms, pool, seccomp, sess
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.system.workers import WorkerPool
-from posttrain.tasks._code_data import fenced, humaneval, mbpp
+from posttrain.tasks._code_data import fenced
 from posttrain.tasks.jsonl import Jsonl
 from tests.rewards.hostile_programs import CONTROLS, ESCAPE, GAIN, GREED, HONEST, HONEST_STDIO, HOSTILE, Case, strangers
 
@@ -437,69 +437,6 @@ def test_extraction_takes_time_linear_in_the_response() -> None:
     assert time.monotonic() - begin < 5
 
 
-HUMANEVAL = {
-    "task_id": "Fixture/0",
-    "prompt": 'def add(a: int, b: int) -> int:\n    """The sum."""\n',
-    "entry_point": "add",
-    "canonical_solution": "    return a + b\n",
-    "test": "METADATA = {}\ndef check(candidate):\n    assert True\n    assert candidate(1, 2) == 3\n    assert candidate(1, 1) == 2",
-}
-HUMANEVAL_LOOP = {
-    "task_id": "Fixture/1",
-    "prompt": 'def twice(n):\n    return 2 * n\n\n\ndef half(n):\n    """The inverse of twice."""\n',
-    "entry_point": "half",
-    "canonical_solution": "    return n // 2\n",
-    "test": "def check(candidate):\n    for n in range(9):\n        assert candidate(twice(n)) == n\n    assert half(4) == 2\n",
-}
-MBPP = {
-    "task_id": 7,
-    "prompt": "Write a function to find the shared elements of two lists.",
-    "code": "import math\ndef shared(a, b):\n    return tuple(set(a) & set(b))",
-    "test_imports": [],
-    "test_list": [
-        "assert set(shared((3, 4), (4, 5))) == set((4,))",
-        "assert shared([1], [1]) == (1,)",
-        "assert math.fabs(len(shared([], []))) == 0",
-    ],
-}
-
-
-@needs_wall
-@pytest.mark.parametrize(
-    ("read", "record", "kinds", "stub"),
-    [
-        (humaneval, HUMANEVAL, [CallTest, CallTest], "def add(*args): return 3"),
-        (humaneval, HUMANEVAL_LOOP, [CheckTest], "def half(*args): return 0"),
-        (mbpp, MBPP, [CallTest, CheckTest], "def shared(*args): return (1,)"),
-    ],
-)
-def test_records_of_data_sets(read: Any, record: dict[str, Any], kinds: list[type], stub: str) -> None:
-    problem = read(record)
-    assert [type(test) for test in problem.tests] == kinds
-    assert grade(fenced(problem.solution), problem.tests).outcome == "pass"
-    for program in (stub, "", "pass"):
-        assert grade(fenced(program), problem.tests).value == 0.0
-
-
-def test_a_literal_assertion_becomes_a_call() -> None:
-    assert humaneval(HUMANEVAL).tests[0] == CallTest("add", (1, 2), 3, exact=True)
-    assert mbpp(MBPP).question.endswith("Name it shared.")
-
-
-@pytest.mark.parametrize(
-    ("read", "change", "complaint"),
-    [
-        (humaneval, {"test": "def check(:"}, "Fixture/0: its tests are not Python"),
-        (humaneval, {"prompt": None}, "a record needs the text 'prompt'"),
-        (mbpp, {"test_list": []}, "MBPP 7: test_list must be"),
-        (mbpp, {"test_list": ["assert other(1) == 2"]}, "no assertion calls a function of the reference"),
-    ],
-)
-def test_broken_records_are_refused(read: Any, change: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        read({**(HUMANEVAL if read is humaneval else MBPP), **change})
-
-
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
@@ -510,6 +447,7 @@ def test_broken_records_are_refused(read: Any, change: dict[str, Any], complaint
         (lambda: grade("", CALLS, sandbox="dokcer"), "unknown sandbox"),
         (lambda: read_tests("{}"), "a JSON list"),
         (lambda: read_tests('[["f", 1, 2]]'), "a test is"),
+        (lambda: read_tests('[{"check": "f()"}]'), "a test is"),
         (lambda: CheckTest("", (), ()), "calls at least one function"),
     ],
 )

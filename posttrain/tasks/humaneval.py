@@ -1,0 +1,35 @@
+"""HumanEval: a Python function to complete, graded by running the data set's own tests (Chen et al. 2021, arXiv:2107.03374)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.tasks._code_data import checked, fenced, parsed
+from posttrain.tasks._questions import pick_text
+from posttrain.tasks.hub import Hub
+from posttrain.types import Problem
+
+FIELDS = ("prompt", "entry_point", "canonical_solution", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HumanEval(Hub):
+    """The set has no training part: a share of it, `held_out`, is for evaluation."""
+
+    dataset: str = "openai/openai_humaneval"
+    train_split: str = "test"
+    test_split: str = ""
+    reward: str = "code"
+    held_out: float = 0.5
+
+    @staticmethod
+    def make(row: Mapping[str, Any], where: str, name: str, *_: str) -> Problem:
+        """`prompt` is the beginning of a program, `canonical_solution` its rest, and `test` defines `check`."""
+        prompt, function, solution, test = (pick_text(row, field, where) for field in FIELDS)
+        parsed(test, where)
+        # functions of the prompt are at hand; the one under test has no body there, so its name stands for the candidate
+        check = f"{prompt}\n{function} = candidate\n{test}\ncheck(candidate)\n"
+        question = f"Complete this program and give all of it:\n\n{fenced(prompt.rstrip())}"
+        return checked(name, question, prompt + solution, check, ["candidate"], [function])

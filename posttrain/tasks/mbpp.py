@@ -1,0 +1,42 @@
+"""MBPP: a Python function to write, graded by running the data set's own assertions (Austin et al. 2021, arXiv:2108.07732)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import require
+from posttrain.tasks._code_data import checked, parsed
+from posttrain.tasks._questions import pick_text
+from posttrain.tasks.hub import Hub
+from posttrain.types import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mbpp(Hub):
+    """The sanitized configuration unless `config` says `full`."""
+
+    dataset: str = "google-research-datasets/mbpp"
+    config: str = "sanitized"
+    reward: str = "code"
+
+    @staticmethod
+    def make(row: Mapping[str, Any], where: str, name: str, *_: str) -> Problem:
+        """`prompt` (or `text`), `code`, `test_list` (assertions), `test_imports` (or `test_setup_code`)."""
+        question = pick_text(row, "prompt" if "prompt" in row else "text", where)
+        solution = pick_text(row, "code", where)
+        program, tests = parsed(solution, where), "\n".join(map(str, row.get("test_list") or ()))
+        # some assertions use a module that only the solution imports
+        imports = [ast.unparse(n) for n in program if isinstance(n, ast.Import | ast.ImportFrom)]
+        imports += map(str, row.get("test_imports") or [row.get("test_setup_code") or ""])
+        defined = {n.name for n in program if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        calls = [
+            n for line in parsed(tests, where) for n in ast.walk(line) if isinstance(n, ast.Call)
+        ]
+        used = sorted({n.func.id for n in calls if isinstance(n.func, ast.Name)} & defined)
+        require(bool(used), f"{where}: no assertion calls a function of the reference solution")
+        check = "\n".join([*imports, tests, ""])
+        named = f"{question}\nName it {' and '.join(used)}."
+        return checked(name, named, solution, check, used, used)

@@ -1,0 +1,74 @@
+"""MBPP: the reference solution passes the data set's own assertions, a stub fails them, and a broken record is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.rewards.sandbox import isolation
+from posttrain.tasks._code_data import fenced
+from posttrain.tasks.base import validate
+from posttrain.tasks.mbpp import Mbpp
+
+MBPP = {
+    "task_id": 7,
+    "prompt": "Write a function to find the shared elements of two lists.",
+    "code": "import math\ndef shared(a, b):\n    return tuple(set(a) & set(b))",
+    "test_imports": [],
+    "test_list": [
+        "assert set(shared((3, 4), (4, 5))) == set((4,))",
+        "assert shared([1], [1]) == (1,)",
+        "assert math.fabs(len(shared([], []))) == 0",
+    ],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandbox() -> None:
+    try:
+        isolation.choose()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, list[dict[str, Any]]], **settings: Any) -> Mbpp:
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install 'posttrain[data]'")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name, rows in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Mbpp(dataset=str(folder), **settings)
+
+
+def test_a_reference_solution_passes_and_a_stub_fails() -> None:
+    task, problem = Mbpp(), Mbpp.make(MBPP, "row 0", "train/0")
+    assert task.score(problem, task.demonstration(problem)).outcome == "pass"
+    for program in ("def shared(*args): return (1,)", "", "pass"):
+        assert task.score(problem, fenced(program)).value == 0.0
+    assert task.prompt(problem)[-1].content.endswith("Name it shared.") and task.isolated
+
+
+def test_splits_are_those_of_the_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{**MBPP, "prompt": f"{MBPP['prompt']} Version {n}."} for n in range(3)]
+    task = made(tmp_path, monkeypatch, {"train": rows[:2], "test": rows[2:]}, config="")
+    assert [len(task.problems(split)) for split in ("train", "test")] == [2, 1]
+    validate(task, count=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"test_list": []}, "row 0: no assertion calls"),
+        ({"test_list": ["assert other(1) == 2"]}, "no assertion calls a function of the reference"),
+        ({"test_list": ["assert ("]}, "row 0: its tests are not Python"),
+        ({"code": None}, "row 0: the field 'code' is empty or no text"),
+    ],
+)
+def test_broken_records_are_refused(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        Mbpp.make({**MBPP, **change}, "row 0", "train/0")
