@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import ClassVar, overload
 
-from posttrain.errors import require
+from posttrain.errors import check_fields, require
+from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
 SPLITS = ("train", "test")
@@ -39,11 +40,31 @@ def require_split(split: str) -> None:
     require(split in SPLITS, f"unknown split {split!r}; a task has 'train' and 'test'")
 
 
-def require_level(level: int, levels: tuple[int, ...], task: str) -> None:
-    require(
-        level in levels,
-        f"{task} has levels {levels[0]} to {levels[-1]} with these settings, not {level}",
-    )
+class Leveled(Task):
+    """A task with levels of difficulty: `level` is the target, and a curriculum goes from `min_level` to it."""
+
+    name: ClassVar[str]
+    bounds: ClassVar[tuple[int, int]]  # the lowest and the highest level
+    level: int
+    min_level: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self.name}: ")
+        low, high = self.bounds
+        fine = low <= self.min_level <= self.level <= high
+        require(fine, f"{self.name} needs {low} <= min_level <= level <= {high}")
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return tuple(range(self.min_level, self.level + 1))
+
+    def checked_level(self, split: str, level: int | None) -> int:
+        """The level that is asked for, or the target. Refuses a level or a split that the task does not have."""
+        require_split(split)
+        chosen, levels = self.level if level is None else level, self.levels
+        known = f"levels {levels[0]} to {levels[-1]} with these settings"
+        require(chosen in levels, f"{self.name} has {known}, not {level}")
+        return chosen
 
 
 def listed(

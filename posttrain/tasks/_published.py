@@ -72,11 +72,8 @@ def _read(task: type[Published], data: str, test_data: str) -> tuple[Pool, Pool]
     pools = []
     for split in ("train", "test"):
         rows = read_split(task.name, split, data, test_data, task.sources, task.files)
-        pools.append(
-            Pool(
-                tuple(task.make(row, where, f"{split}/{n}") for n, (where, row) in enumerate(rows))
-            )
-        )
+        made = (task.make(row, where, f"{split}/{n}") for n, (where, row) in enumerate(rows))
+        pools.append(Pool(tuple(made)))
     require_apart(*pools, "the training part", f"{task.name}'s test part")
     return pools[0], pools[1]
 

@@ -12,13 +12,12 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import gcd, isqrt
-from typing import Literal
+from typing import ClassVar, Literal
 
-from posttrain.errors import Share, check_fields, require
+from posttrain.errors import Share, require
 from posttrain.rewards.answer import INTEGER, MARKER, after_marker, integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
-from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
-from posttrain.tasks.base import Task
+from posttrain.tasks._procedural import Leveled, Procedural, side, stable_hash
 from posttrain.types import Problem, Score
 
 SEPARATOR = ","
@@ -30,8 +29,14 @@ STEPS = {"short": "{a}{b}{carry}{sum:02d}", "spelled": "{a}{sign}{b}{sign}{carry
 
 
 @dataclass(frozen=True)
-class Arithmetic(Task):
-    """`level` is the target: how many digits both operands have. A curriculum climbs from `min_level` to it."""
+class Arithmetic(Leveled):
+    """`level` is how many digits both operands have."""
+
+    name: ClassVar[str] = "arithmetic"
+    bounds: ClassVar[tuple[int, int]] = (1, 18)
+    alphabet: ClassVar[str] = (
+        ALPHABET  # every character that a question or a demonstration can contain
+    )
 
     operation: Literal["+", "-"] = "+"
     level: int = 4
@@ -45,24 +50,9 @@ class Arithmetic(Task):
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
-        check_fields(self, "arithmetic: ")
-        require(
-            1 <= self.min_level <= self.level <= 18,
-            "arithmetic needs 1 <= min_level <= level <= 18",
-        )
-        require(
-            self.format_weight + self.steps_weight <= 1,
-            "arithmetic's format_weight and steps_weight lie between 0 and 1 together",
-        )
-
-    @property
-    def alphabet(self) -> str:
-        """Every character that a question or a demonstration can contain."""
-        return ALPHABET
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return tuple(range(self.min_level, self.level + 1))
+        super().__post_init__()
+        weights = "format_weight and steps_weight lie between 0 and 1 together"
+        require(self.format_weight + self.steps_weight <= 1, f"arithmetic: {weights}")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         """Item i depends on (split, level, i, seed) alone.
@@ -70,15 +60,14 @@ class Arithmetic(Task):
         Train problems are independent draws, so small levels repeat. Test problems are all different: small levels list every
         test pair, larger ones draw one pair from each of many strata.
         """
-        require_split(split)
-        level = self.level if level is None else level
-        require_level(level, self.levels, "arithmetic")
+        level = self.checked_level(split, level)
+        pairs = pair_count(self.operation, level)
         if split == "train":
             count = TRAIN_COUNT
-        elif pair_count(self.operation, level) <= ENUMERATED:
+        elif pairs <= ENUMERATED:
             count = len(_test_pairs(self.operation, level, self.seed))
         else:
-            count = min(TEST_COUNT, pair_count(self.operation, level) // STRATUM)
+            count = min(TEST_COUNT, pairs // STRATUM)
         return Procedural(partial(self._problem, split, level, count), range(count))
 
     def _problem(self, split: str, level: int, count: int, index: int) -> Problem:

@@ -54,10 +54,8 @@ class Bilingual(Task):
 
     def __post_init__(self) -> None:
         check_fields(self, "bilingual: ")
-        require(
-            self.format_weight + self.language_weight <= 1,
-            "bilingual's format_weight and language_weight lie between 0 and 1 together",
-        )
+        weights = "format_weight and language_weight lie between 0 and 1 together"
+        require(self.format_weight + self.language_weight <= 1, f"bilingual: {weights}")
         self._sums()  # checks the level
 
     def _sums(self) -> Arithmetic:

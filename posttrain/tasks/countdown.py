@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from posttrain.errors import Range, check_fields, require
+from posttrain.errors import Range
 from posttrain.rewards._expression import Unparseable, evaluate
 from posttrain.rewards.answer import MARKER
-from posttrain.tasks._procedural import Procedural, require_level, require_split, side, stable_hash
-from posttrain.tasks.base import Task
+from posttrain.tasks._procedural import Leveled, Procedural, side, stable_hash
 from posttrain.types import Problem, Score
 
 ALPHABET = "0123456789+-*/()=,:" + MARKER
@@ -24,8 +23,14 @@ PATIENCE = 500
 
 
 @dataclass(frozen=True)
-class Countdown(Task):
-    """`level` is the target: how many numbers there are. A curriculum climbs from `min_level` to it."""
+class Countdown(Leveled):
+    """`level` is how many numbers there are."""
+
+    name: ClassVar[str] = "countdown"
+    bounds: ClassVar[tuple[int, int]] = (2, 6)
+    alphabet: ClassVar[str] = (
+        ALPHABET  # every character that a question or a demonstration can contain
+    )
 
     level: int = 3
     min_level: int = 2
@@ -33,27 +38,10 @@ class Countdown(Task):
     max_target: Annotated[int, Range(ge=10, le=99_999)] = 100
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
-    def __post_init__(self) -> None:
-        require(
-            2 <= self.min_level <= self.level <= 6, "countdown needs 2 <= min_level <= level <= 6"
-        )
-        check_fields(self, "countdown: ")
-
-    @property
-    def alphabet(self) -> str:
-        """Every character that a question or a demonstration can contain."""
-        return ALPHABET
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return tuple(range(self.min_level, self.level + 1))
-
     def problems(self, split: str, level: int | None = None) -> Procedural:
         """Item i depends on (split, level, i, settings) alone. Train problems are independent draws, so small levels repeat;
         test problems are all different, and fewer than 1,000 where the level has fewer."""
-        require_split(split)
-        level = self.level if level is None else level
-        require_level(level, self.levels, "countdown")
+        level = self.checked_level(split, level)
         count = TRAIN_COUNT if split == "train" else len(_test_draws(self, level))
         return Procedural(partial(self._problem, split, level), range(count))
 

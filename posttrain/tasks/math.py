@@ -39,9 +39,8 @@ class Math(Published):
     def __post_init__(self) -> None:
         super().__post_init__()
         inside = 1 <= self.min_level <= self.max_level <= 5
-        require(
-            inside, f"math: levels go from 1 to 5, not from {self.min_level} to {self.max_level}"
-        )
+        given = f"from {self.min_level} to {self.max_level}"
+        require(inside, f"math: levels go from 1 to 5, not {given}")
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return _chosen(self, split)

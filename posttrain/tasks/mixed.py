@@ -36,23 +36,18 @@ class Mixed(Task):
 
     def __post_init__(self) -> None:
         names = [source.name for source in self.sources]
-        require(
-            bool(names),
-            "mixed: give at least one source, such as {name: sums, task: {name: arithmetic}}",
-        )
-        require(
-            len(set(names)) == len(names),
-            f"mixed: sources need different names: {', '.join(names)}",
-        )
-        for source in self.sources:
-            require(
-                bool(source.name) and "/" not in source.name,
-                f"mixed: {source.name!r} is no name of a source: it may not hold '/'",
-            )
-            require(
-                source.weight > 0,
-                f"mixed: the weight of {source.name} must be a positive whole number, not {source.weight}",
-            )
+        example = "{name: sums, task: {name: arithmetic}}"
+        require(bool(names), f"mixed: give at least one source, such as {example}")
+        different = len(set(names)) == len(names)
+        require(different, f"mixed: sources need different names: {', '.join(names)}")
+        for name, weight in zip(names, self._weights, strict=True):
+            fine = bool(name) and "/" not in name
+            require(fine, f"mixed: {name!r} is no name of a source: it may not hold '/'")
+            require(weight > 0, f"mixed: the weight of {name} must be positive, not {weight}")
+
+    @property
+    def _weights(self) -> list[int]:
+        return [source.weight for source in self.sources]
 
     @property
     def alphabet(self) -> str | None:
@@ -65,12 +60,11 @@ class Mixed(Task):
         """Block after block of sum(weights) problems, each with its share of every source, as long as all sources last."""
         require_split(split)
         inner = tuple(source.task.problems(split) for source in self.sources)
-        weights = [source.weight for source in self.sources]
-        blocks = min(len(own) // weight for own, weight in zip(inner, weights, strict=True))
-        return Procedural(partial(self._problem, inner), range(blocks * sum(weights)))
+        blocks = min(len(own) // weight for own, weight in zip(inner, self._weights, strict=True))
+        return Procedural(partial(self._problem, inner), range(blocks * sum(self._weights)))
 
     def _problem(self, inner: tuple[Sequence[Problem], ...], index: int) -> Problem:
-        block, place = divmod(index, sum(source.weight for source in self.sources))
+        block, place = divmod(index, sum(self._weights))
         for source, problems in zip(self.sources, inner, strict=True):
             if place < source.weight:
                 found = problems[block * source.weight + place]

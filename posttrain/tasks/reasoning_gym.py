@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import Count, UserError, check_fields, require, unknown
 from posttrain.tasks._procedural import require_split, side
 from posttrain.tasks._questions import canonical, normalised
 from posttrain.tasks.base import Task
@@ -46,38 +46,31 @@ class ReasoningGym(Task):
     generator: str
     options: Mapping[str, JSON] = field(default_factory=dict)
     # tagged: the answer stands between tags; direct: the response is the answer
-    style: str = "tagged"
+    style: Literal["direct", "tagged"] = "tagged"
     system: str = ""
-    train: int = 2000  # problems of each split, at most
-    test: int = 500
+    train: Count = 2000  # problems of each split, at most
+    test: Count = 500
     seed: int = 0
     score_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.generator),
-            "reasoning_gym: give a generator, such as reasoning_gym:leg_counting",
-        )
-        require(
-            self.style in STYLES,
-            f"reasoning_gym: style is one of {', '.join(STYLES)}, not {self.style!r}",
-        )
-        require(
-            self.train > 0 and self.test > 0,
-            f"reasoning_gym: train and test must be positive, not {self.train} and {self.test}",
-        )
-        reserved = sorted({"seed", "size"} & set(self.options))
-        require(
-            not reserved,
-            f"reasoning_gym: {' and '.join(reserved)} is not for options; seed, train and test decide what is drawn",
-        )
+        example = "reasoning_gym:leg_counting"
+        require(bool(self.generator), f"reasoning_gym: give a generator, such as {example}")
+        check_fields(self, "reasoning_gym: ")
+        reserved = " and ".join(sorted({"seed", "size"} & set(self.options)))
+        decide = "seed, train and test decide what is drawn"
+        require(not reserved, f"reasoning_gym: {reserved} is not for options; {decide}")
 
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
         require_split(split)
-        sides = _source(self).sides
+        found = self._source().sides[split]
         none = f"{self.generator} gave no {split} problem with these options; widen them"
-        require(bool(sides[split]), f"reasoning_gym: {none}")
-        return sides[split]
+        require(bool(found), f"reasoning_gym: {none}")
+        return found
+
+    def _source(self) -> _Source:
+        options = json.dumps(dict(self.options), sort_keys=True)
+        return _drawn(self.generator, options, self.train, self.test, self.seed)
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
         before = (Message("system", self.system),) if self.system else ()
@@ -88,7 +81,9 @@ class ReasoningGym(Task):
         given = self._given(response)
         if given is None:
             return Score(0.0, outcome="unparseable")
-        value = float(_source(self).verify(given, int(problem.facts["index"])))
+        source = self._source()
+        entry = source.entries[int(problem.facts["index"])]
+        value = float(source.dataset.score_answer(given, entry))
         if not isfinite(value):
             return Score.failed(f"the verifier of {self.generator} returned {value}")
         return Score(value, outcome="correct" if value >= 1 else "wrong")
@@ -109,7 +104,7 @@ class ReasoningGym(Task):
 
     def ready(self) -> tuple[str, ...]:
         """Refuse a verifier that evaluates what the model writes, where only a file names it: the model may be untrusted too."""
-        modules = (sys.modules[kind.__module__] for kind in type(_source(self).dataset).__mro__)
+        modules = (sys.modules[kind.__module__] for kind in type(self._source().dataset).__mro__)
         own = [module for module in modules if module.__name__.startswith("reasoning_gym.")]
         files = [str(module.__file__) for module in own]
         if any(EVALUATES.search(Path(file).read_text("utf-8")) for file in files):
@@ -125,43 +120,36 @@ class ReasoningGym(Task):
         return self.score_seconds
 
 
+@dataclass
 class _Source:
     """A generator with what was drawn from it. Entries stay here: their metadata is not always JSON, and its verifier needs it."""
 
-    def __init__(
-        self, generator: str, options: Mapping[str, JSON], wanted: Mapping[str, int], seed: int
-    ) -> None:
-        self.dataset = _dataset(generator, options, PATIENCE * sum(wanted.values()), seed)
-        self.entries: dict[int, Any] = {}
-        self.sides: dict[str, list[Problem]] = {split: [] for split in wanted}
-        seen: set[str] = set()
-        for index in range(len(self.dataset)):
-            if all(len(self.sides[split]) == count for split, count in wanted.items()):
-                break
-            entry = self.dataset[index]
-            question, answer = str(entry["question"]), entry["answer"]
-            text = normalised(question)
-            split = side("reasoning_gym", generator, text)
-            if len(self.sides[split]) == wanted[split] or text in seen:
-                continue
-            seen.add(text)
-            self.entries[index] = entry
-            gold = "" if answer is None else str(answer)  # a few generators only verify
-            made = Problem(f"{generator}/{index}", question, gold, facts={"index": index})
-            self.sides[split].append(made)
-
-    def verify(self, answer: str, index: int) -> float:
-        return float(self.dataset.score_answer(answer, self.entries[index]))
-
-
-def _source(task: ReasoningGym) -> _Source:
-    options = json.dumps(dict(task.options), sort_keys=True)
-    return _drawn(task.generator, options, task.train, task.test, task.seed)
+    dataset: Any
+    entries: dict[int, Any]
+    sides: dict[str, list[Problem]]
 
 
 @lru_cache(maxsize=4)
 def _drawn(generator: str, options: str, train: int, test: int, seed: int) -> _Source:
-    return _Source(generator, json.loads(options), {"train": train, "test": test}, seed)
+    wanted = {"train": train, "test": test}
+    dataset = _dataset(generator, json.loads(options), PATIENCE * (train + test), seed)
+    drawn = _Source(dataset, {}, {split: [] for split in wanted})
+    seen: set[str] = set()
+    for index in range(len(dataset)):
+        if all(len(drawn.sides[split]) == count for split, count in wanted.items()):
+            break
+        entry = dataset[index]
+        question, answer = str(entry["question"]), entry["answer"]
+        text = normalised(question)
+        split = side("reasoning_gym", generator, text)
+        if len(drawn.sides[split]) == wanted[split] or text in seen:
+            continue
+        seen.add(text)
+        drawn.entries[index] = entry
+        gold = "" if answer is None else str(answer)  # a few generators only verify
+        made = Problem(f"{generator}/{index}", question, gold, facts={"index": index})
+        drawn.sides[split].append(made)
+    return drawn
 
 
 def _dataset(generator: str, options: Mapping[str, JSON], size: int, seed: int) -> Any:

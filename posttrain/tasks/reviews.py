@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from posttrain.errors import check_fields
 from posttrain.tasks._procedural import Procedural, listed, stable_hash, words
@@ -66,16 +66,14 @@ def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]
 class Reviews(Task):
     """`mood` is what the demonstrations are like: `kind` ones, which earn the full reward, or `any`, as people write."""
 
+    alphabet: ClassVar[str] = LETTERS
+
     mood: Literal["kind", "any"] = "kind"
     # a stricter annotator, whose rules ordinary reviews show little of: see `taste`
     strict: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "reviews: ")
-
-    @property
-    def alphabet(self) -> str:
-        return LETTERS
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return listed("reviews", split, len(THINGS) * len(MAKERS), _question, repeats=20)

@@ -19,11 +19,9 @@ from posttrain.tasks._procedural import Procedural, listed, words
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
-SUBJECTS = words(
-    "film book song play poem game town garden kitchen train teacher neighbour doctor market river "
-    "winter dog cat bridge school museum hotel phone bicycle jacket meal cake beach concert painting "
-    "forest journey"
-)
+SUBJECTS = words("""
+    film book song play poem game town garden kitchen train teacher neighbour doctor market river winter dog cat bridge school
+    museum hotel phone bicycle jacket meal cake beach concert painting forest journey""")
 KINDS = ("", *words("new old small large local famous quiet busy cheap first last", after=" "))
 STYLES = {
     "sentence": "Write one sentence about {what}.",
@@ -33,12 +31,9 @@ STYLES = {
     "continue": "I want to tell you about {what}.",
 }
 WORD, SENTENCE = re.compile(r"[a-z']+"), re.compile(r"[^.!?\n]+")
-SMALL = frozenset(
-    words(
-        "a about after all an and are as at be because been but by can for from had has have he her his i in is it its me my not of on "
-        "or our she so than that the their them there they this to was we were what when which who will with would you your"
-    )
-)
+SMALL = words("""
+    a about after all an and are as at be because been but by can for from had has have he her his i in is it its me my not of on
+    or our she so than that the their them there they this to was we were what when which who will with would you your""")
 MIN_WORDS, MIN_SMALL, MIN_DISTINCT = 8, 0.25, 0.6  # below these a text is worth less
 KIND = 1.5  # VADER's valence, of -4 to 4, from which a word is kind: 1.9 good, 2.9 beautiful
 # kind words without a cost to a strict annotator, and how many are worth nothing

@@ -7,36 +7,31 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from posttrain.errors import Share, Whole, check_fields, require
+from posttrain.errors import Share, Whole
 from posttrain.rewards.answer import strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import THINK_ANSWER, match
-from posttrain.tasks._procedural import Procedural
+from posttrain.tasks._procedural import Leveled, Procedural
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.tasks.base import Task
 from posttrain.types import Message, Problem, Score
 
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 
 
 @dataclass(frozen=True)
-class Sums(Task):
-    """`level` is the target: how many digits both numbers have. A curriculum climbs from `min_level` to it."""
+class Sums(Leveled):
+    """`level` is how many digits both numbers have."""
+
+    name: ClassVar[str] = "sums"
+    bounds: ClassVar[tuple[int, int]] = (1, 9)
 
     level: int = 2
     min_level: int = 1
     examples: Whole = 2  # solved sums of the target level shown before the question
     format_weight: Share = 0.1  # the share of the value that the form earns
     seed: int = 0  # which problems are drawn; never which side of the split a pair is on
-
-    def __post_init__(self) -> None:
-        require(1 <= self.min_level <= self.level <= 9, "sums needs 1 <= min_level <= level <= 9")
-        check_fields(self, "sums: ")
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return tuple(range(self.min_level, self.level + 1))
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         numbers = Arithmetic(level=self.level, min_level=self.min_level, seed=self.seed)
