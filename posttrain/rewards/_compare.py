@@ -10,22 +10,26 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
+from typing import Annotated, Literal
 
+from posttrain.errors import Range
 from posttrain.rewards import _numbers as numbers
 from posttrain.rewards._form import FLIPPED, constants
-from posttrain.rewards._latex import Node, node
+from posttrain.rewards._latex import Node, is_integer, negative, node
 from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
 from posttrain.rewards._words import spelled, unit_of, words
 
+Names = frozenset[str]  # of symbols
 Point = dict[str, Fraction]  # a number for each symbol
+Places = Annotated[int, Range(ge=0, le=30, text="a number of decimal places from 0 to 30")]
 POINTS = 8  # where expressions are compared
 MIN_POINTS = 3  # points at which both sides must have had a value
-SCALARS = words(
-    "number symbol constant add multiply divide negative power root function factorial binomial degrees pm mp"
-)
+SCALARS = words("number symbol constant add multiply divide negative power root function")
+SCALARS |= words("factorial binomial degrees pm mp")
 ORDERED = {"tuple", "interval", "bracket"}
 UNORDERED = {"list", "set", "union"}
 MEASURED = {"quantity", "percent", "degrees"}
@@ -37,10 +41,12 @@ _CHOICE = re.compile(r"\(?([A-Z])[).:][).:\s]*[^()A-Z]*")
 class Conventions:
     """What a data set declares about how its answers are compared."""
 
-    percent: str = "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
+    percent: Literal["exact", "bare"] = (
+        "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
+    )
     bases: bool = False  # 1001_2 is 9
     # a decimal with at least this many places may be the gold answer rounded; 0: never
-    rounding: int = 0
+    rounding: Places = 0
     # an answer without the gold answer's unit is wrong; another unit always is
     require_units: bool = False
 
@@ -48,8 +54,8 @@ class Conventions:
 class Comparison:
     """One gold answer against one prediction; the meter bounds all the work it may take."""
 
-    def __init__(self, conventions: Conventions, meter: Meter | None = None):
-        self.conventions, self.meter = conventions, meter or Meter()
+    def __init__(self, conventions: Conventions):
+        self.conventions, self.meter = conventions, Meter()
 
     def same(self, gold: Node, given: Node) -> bool:
         self.meter.charge(1)
@@ -70,17 +76,11 @@ class Comparison:
             return self.same_words(gold, given)
         if gold.kind in SCALARS and given.kind in SCALARS:
             return self.same_scalar(gold, given)
-        if gold.kind == "symbol" and given.kind in NAMES:
-            return gold.text == (chosen(given.text) if given.kind == "text" else given.text)
-        return False
+        return gold.kind == "symbol" and given.kind in NAMES and gold.text == letter(given)
 
     def same_words(self, gold: Node, given: Node) -> bool:
         if gold.kind == "choice":
-            if given.kind == "text":
-                letter = chosen(given.text)
-            else:
-                letter = given.text if given.kind in NAMES else ""
-            return gold.text.lower() == letter.lower()
+            return given.kind in NAMES and gold.text.lower() == letter(given).lower()
         return given.kind == "text" and spelled(gold.text) == spelled(given.text) != ""
 
     def same_sequence(self, gold: Node, given: Node) -> bool:
@@ -129,8 +129,7 @@ class Comparison:
 
     def same_relation(self, gold: Node, given: Node) -> bool:
         if gold.kind != "relation":
-            named = is_equation(given) and self.names_value(given, gold)
-            return named and self.same(gold, given.nodes[1])
+            return names_value(given, gold) and self.same(gold, given.nodes[1])
         if given.kind != "relation":
             named = is_equation(gold) and is_name(gold.nodes[0])
             return named and self.same(gold.nodes[1], given)
@@ -149,11 +148,6 @@ class Comparison:
             return factor is not None
         return (factor > 0) == (gold.text == given.text)
 
-    def names_value(self, given: Node, gold: Node) -> bool:
-        """`x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
-        name = given.nodes[0]
-        return is_name(name) and not (name.kind == "symbol" and name.text in symbols(gold))
-
     def same_or_not(self, gold: Node, given: Node) -> bool:
         try:
             return self.same(gold, given)
@@ -161,11 +155,10 @@ class Comparison:
             return False
 
     def same_ratio(self, gold: Node, given: Node) -> bool:
-        halves = []  # of a day: 7:30 pm
-        for side in (gold, given):
-            halves.append(spelled(side.text.replace(".", "")) if side.kind == "quantity" else "")
+        both = [s for s in (gold, given) if s.kind == "quantity"]
+        halves = {spelled(s.text.replace(".", "")) for s in both} - {""}  # of a day: 7:30 pm
         gold, given = (s.nodes[0] if s.kind == "quantity" else s for s in (gold, given))
-        if halves[0] and halves[1] and halves[0] != halves[1]:
+        if len(halves) == 2:
             return False
         if gold.kind != "ratio" and given.kind == "ratio":
             return is_fraction(given, gold) and self.same_scalar(gold, quotient(given))
@@ -186,8 +179,7 @@ class Comparison:
                 return gold.text.lstrip("0").lower() == given.text.lstrip("0").lower()
             return self.conventions.bases and in_base(gold) == in_base(given)
         bases, both = self.conventions.bases, (gold, given)
-        whole = given.kind == "number" and given.parts[1] == "integer"
-        if gold.kind == "based" and whole and not bases:
+        if gold.kind == "based" and is_integer(given) and not bases:
             return str(given.parts[0]) == gold.text
         sides = [node("number", in_base(s), "integer") if s.kind == "based" else s for s in both]
         return bases and all(s.kind in SCALARS for s in sides) and self.same_scalar(*sides)
@@ -217,9 +209,8 @@ class Comparison:
         if wanted_unit == unit or self.conventions.percent == "bare":
             return self.same_scalar(wanted, value)
         percent = Fraction(1, 100)
-        if wanted_unit:
-            return self.same_scalar(scaled(wanted, percent), value)
-        return self.same_scalar(wanted, scaled(value, percent))
+        pairs = ((wanted, wanted_unit), (value, unit))
+        return self.same_scalar(*(scaled(side, percent) if of else side for side, of in pairs))
 
     def same_scalar(self, gold: Node, given: Node) -> bool:
         if infinity(gold) or infinity(given):
@@ -233,24 +224,23 @@ class Comparison:
                 return True
             evasive = hidden(wanted, value, gold, given) or truncated(wanted, value)
             return numbers.equal(wanted, value) and not evasive
-        found = [self.both(gold, given, point) for point in points(names, counts(gold))]
-        pairs = [pair for pair in found if pair is not None]
+        pairs = list(self.both(gold, given, names))
         real = [pair for pair in pairs if numbers.is_real(pair[0])]
         used = real if len(real) >= MIN_POINTS else pairs
-        return len(used) >= MIN_POINTS and all(
-            b is not None and numbers.equal(a, b) for a, b in used
-        )
+        alike = all(b is not None and numbers.equal(a, b) for a, b in used)
+        return len(used) >= MIN_POINTS and alike
 
-    def both(self, gold: Node, given: Node, point: Point) -> tuple[Value, Value | None] | None:
-        """Both values at a point: None where the gold answer has none, and half of one where only the prediction lacks it."""
+    def both(self, gold: Node, given: Node, names: Names) -> Iterator[tuple[Value, Value | None]]:
+        """Both values at each point where the gold answer has one; None where only the prediction lacks it."""
+        for point in points(names, counts(gold)):
+            if (wanted := self.at(gold, point)) is not None:
+                yield wanted, self.at(given, point)
+
+    def at(self, side: Node, point: Point) -> Value | None:
         try:
-            wanted = evaluate(gold, point, self.meter)
+            return evaluate(side, point, self.meter)
         except Undefined:
             return None
-        try:
-            return wanted, evaluate(given, point, self.meter)
-        except Undefined:
-            return wanted, None
 
     def rounds_to(self, wanted: Value, value: Value, given: Node) -> bool:
         """With `rounding` n: a decimal with at least n places may be the gold answer rounded to as many places as it shows."""
@@ -263,17 +253,13 @@ class Comparison:
         middle = numbers.add(scaled_up, Fraction(1, 2), self.meter)
         return bool(numbers.apply("floor", middle, None, self.meter) == value * 10**places)
 
-    def proportion(self, gold: Node, given: Node) -> Fraction | None:
+    def proportion(self, gold: Node, given: Node) -> int | None:
         """The sign (1 or -1) of the constant c with given = c * gold at every point, or None where there is no such constant."""
         names = symbols(gold)
         if names != symbols(given) or not names:
             return None
         ratios: list[Value] = []
-        for point in points(names, counts(gold)):
-            pair = self.both(gold, given, point)
-            if pair is None:
-                continue
-            wanted, value = pair
+        for wanted, value in self.both(gold, given, names):
             if value is None or numbers.is_zero(wanted) or numbers.is_zero(value):
                 return None
             ratios.append(numbers.divide(value, wanted, self.meter))
@@ -282,14 +268,16 @@ class Comparison:
         first = ratios[0]
         if not all(numbers.equal(first, other) for other in ratios) or not numbers.is_real(first):
             return None
-        positive = first > 0 if isinstance(first, Fraction) else numbers.is_positive(first)
-        return Fraction(1 if positive else -1)
+        return 1 if numbers.is_positive(first) else -1
 
 
-def chosen(text: str) -> str:
-    """The letter of a choice that is written with its content, `(C) 12 apples`, and with no other letter."""
-    found = _CHOICE.fullmatch(text)
-    return found[1] if found and not {"or", "and", "not"} & set(text.lower().split()) else ""
+def letter(value: Node) -> str:
+    """The text of a symbol or choice; that of a choice which is written with its content, `(C) 12 apples`, and no other letter."""
+    if value.kind != "text":
+        return value.text
+    found = _CHOICE.fullmatch(value.text)
+    several = {"or", "and", "not"} & set(value.text.lower().split())
+    return found[1] if found and not several else ""
 
 
 def hidden(wanted: Value, value: Value, gold: Node, given: Node) -> bool:
@@ -309,7 +297,7 @@ def truncated(wanted: Value, value: Value) -> bool:
 
 def difference(relation: Node) -> Node:
     left, right = relation.nodes
-    return node("add", left, node("negative", right))
+    return node("add", left, negative(right))
 
 
 def quotient(ratio: Node) -> Node:
@@ -330,7 +318,7 @@ def measured(value: Node) -> tuple[Node, str]:
     if value.kind == "degrees":
         return value.nodes[0], "degrees"
     if value.kind == "negative" and value.nodes[0].kind == "degrees":
-        return node("negative", *value.nodes[0].nodes), "degrees"
+        return negative(*value.nodes[0].nodes), "degrees"
     return value, ""
 
 
@@ -358,6 +346,13 @@ def is_name(value: Node) -> bool:
 
 def is_equation(relation: Node) -> bool:
     return len(relation.nodes) == 2 and relation.text == "="
+
+
+def names_value(given: Node, gold: Node) -> bool:
+    """`x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
+    name = given.nodes[0]
+    known = name.kind == "symbol" and name.text in symbols(gold)
+    return is_equation(given) and is_name(name) and not known
 
 
 def is_fraction(ratio: Node, other: Node) -> bool:
@@ -411,7 +406,7 @@ def infinity(value: Node) -> int:
     return int(value.kind == "constant" and value.text == "inf")
 
 
-def symbols(value: Node) -> frozenset[str]:
+def symbols(value: Node) -> Names:
     return frozenset(place.text for place in value.walk() if place.kind == "symbol")
 
 
@@ -421,7 +416,7 @@ def counts(value: Node) -> bool:
     return any(place.has("symbol") for place in places)
 
 
-def points(names: frozenset[str], whole: bool) -> list[Point]:
+def points(names: Names, whole: bool) -> list[Point]:
     """Points that only the names decide: whole numbers, or rational ones, the first half positive, the rest of either sign."""
     made = []
     for number in range(POINTS):
@@ -430,10 +425,8 @@ def points(names: frozenset[str], whole: bool) -> list[Point]:
             text = f"{'|'.join(sorted(names))}/{name}/{number}"
             drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
             sign = -1 if number >= POINTS // 2 and drawn & 1 else 1
-            if whole:
-                point[name] = Fraction(3 + drawn % 40)
-            else:
-                point[name] = Fraction(sign * (301 + (drawn >> 1) % 2_700), 1_009)
+            rational = Fraction(sign * (301 + (drawn >> 1) % 2_700), 1_009)
+            point[name] = Fraction(3 + drawn % 40) if whole else rational
         made.append(point)
     return made
 
@@ -444,9 +437,5 @@ def decimal_places(value: Node) -> int:
         value = value.nodes[0]
     if value.kind != "number" or value.parts[1] != "decimal":
         return 0
-    below, places = value.value.denominator, 0
-    while below > 1 and 10**places % below:
-        places += 1
-        if places > 40:
-            return 0
-    return places
+    below = value.value.denominator
+    return next((places for places in range(41) if 10**places % below == 0), 0)

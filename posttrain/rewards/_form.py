@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
-from posttrain.rewards._latex import Node, node
+from posttrain.rewards._latex import Node, is_integer, negative, node
 from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
 
 SIGNS = ("pm", "mp")  # of both values
@@ -31,9 +31,9 @@ def settled(value: Node) -> Node:
     if value.kind in ("list", "set", "union"):
         return _settled_collection(value)
     if value.kind == "reals":
-        return node("interval", "()", node("negative", INFINITY), INFINITY)
+        return node("interval", "()", negative(INFINITY), INFINITY)
     if value.kind == "negative" and value.nodes[0].kind == "degrees":
-        return node("degrees", node("negative", *value.nodes[0].nodes))
+        return node("degrees", negative(*value.nodes[0].nodes))
     return _both_signs(value)
 
 
@@ -67,10 +67,8 @@ def _settled_relation(value: Node) -> Node:
 
 def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
     """The interval of a solved inequality: one symbol, and bounds without symbols."""
-    if len(sides) == 3 and sides[1].kind == "symbol":
-        where = [1]
-    else:
-        where = [i for i, side in enumerate(sides) if side.kind == "symbol"]
+    where = [i for i, side in enumerate(sides) if side.kind == "symbol"]
+    where = [1] if len(sides) == 3 and 1 in where else where
     if len(where) != 1 or any(sign not in FLIPPED for sign in signs) or len(sides) > 3:
         return None
     place = where[0]
@@ -78,7 +76,7 @@ def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
     open_ = len(others) != 2 or any(sides[place] in side.walk() for side in others)
     if open_ and any(side.has("symbol") for side in others):
         return None  # 2x + y < 3 may be solved for either; a < x < b is for x
-    low, high, ends = node("negative", INFINITY), INFINITY, ["(", ")"]
+    low, high, ends = negative(INFINITY), INFINITY, ["(", ")"]
     bounds = []
     if place > 0:
         bounds.append((FLIPPED[signs[place - 1]], sides[place - 1]))
@@ -103,7 +101,7 @@ def _both_signs(value: Node) -> Node:
 def _with_sign(value: Node, flipped: bool) -> Node:
     if value.kind in SIGNS:
         inner = _with_sign(value.nodes[0], flipped)
-        return node("negative", inner) if (value.kind == "mp") != flipped else inner
+        return negative(inner) if (value.kind == "mp") != flipped else inner
     parts = (_with_sign(part, flipped) if isinstance(part, Node) else part for part in value.parts)
     return node(value.kind, *parts)
 
@@ -195,9 +193,7 @@ def _is_literal(value: Node) -> bool:
 
 
 def _is_whole(value: Node) -> bool:
-    if value.kind == "negative":
-        return _is_whole(value.nodes[0])
-    return value.kind == "number" and value.parts[1] == "integer"
+    return _is_whole(value.nodes[0]) if value.kind == "negative" else is_integer(value)
 
 
 def _term_key(term: Node) -> frozenset[tuple[Node, int]]:

@@ -25,17 +25,15 @@ NESTING = 40  # brackets, powers and signs inside one another
 DEPTH = 100  # of the tree
 
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
-_BARRED = words(
-    """int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod bmod pmod dots ldots cdots"""
-)
+_BARRED = words("int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod")
+_BARRED |= words("bmod pmod dots ldots cdots")
 _SAME_RELATION = {"=": "= equiv", "<": "< lt", ">": "> gt", "<=": "<= le leq leqslant"}
 _SAME_RELATION |= {">=": ">= ge geq geqslant", "!=": "!= ne neq", "in": "in", "~": "approx"}
 _RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
 _FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
 _MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
-_LABELS = words(
-    "angle triangle overline overrightarrow vec hat bar widehat measuredangle mathcal boxed fbox"
-)
+_LABELS = words("angle triangle overline overrightarrow vec hat bar widehat measuredangle mathcal")
+_LABELS |= words("boxed fbox")
 _NO_FACTORS = words("cup cap pm mp degree cdot times div ast rfloor rceil rvert circ over choose")
 _END = Token("end of text", "")
 _CONSTANTS = {"pi": "pi", "infty": "inf", "i": "i", "e": "e", "imath": "i"}
@@ -69,11 +67,9 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """This place and all below it, from left to right."""
-        waiting = [self]
-        while waiting:
-            place = waiting.pop()
-            yield place
-            waiting += reversed(place.nodes)
+        yield self
+        for below in self.nodes:
+            yield from below.walk()
 
     def has(self, *kinds: str) -> bool:
         """Whether there is a place of one of these kinds."""
@@ -200,22 +196,20 @@ class Reader:
             signs += [again.text for again in [self.accept("+", "-")] if again]
         value = self.product()
         if signs.count("-") % 2:
-            if value.kind == "based":
-                value = node("based", "-" + value.text, value.parts[1])
-            else:
-                value = node("negative", value)
+            based = value.kind == "based"
+            value = node("based", f"-{value.text}", value.parts[1]) if based else negative(value)
         return node(signs[0], value) if signs and signs[0] in ("pm", "mp") else value
 
     def product(self) -> Node:
-        value = self.factor()
-        factors = [value]
+        factors = [self.factor()]
         while True:
             if self.accept("*", "cdot", "times", "ast"):
                 factors.append(self.signed_factor())
             elif self.accept("/", "div"):
                 below = self.signed_factor()
                 above = factors[0] if len(factors) == 1 else node("multiply", *factors)
-                factors = [mixed_or(factors, node("divide", above, below))]
+                mixed = mixed_number(factors[0], factors[1], below) if len(factors) == 2 else None
+                factors = [mixed or node("divide", above, below)]
             elif self.starts_factor():
                 self.refuse_two_numbers()
                 factors.append(self.factor())
@@ -233,7 +227,7 @@ class Reader:
     def signed_factor(self) -> Node:
         sign = self.accept("-", "+")
         value = self.factor()
-        return node("negative", value) if sign and sign.text == "-" else value
+        return negative(value) if sign and sign.text == "-" else value
 
     def starts_factor(self) -> bool:
         token = self.next
@@ -257,10 +251,8 @@ class Reader:
             elif self.accept("degree"):
                 value = node("degrees", value)
             elif self.accept("'"):
-                if value.kind == "symbol":
-                    value = node("symbol", value.text + "'")
-                else:
-                    value = node("prime", value)
+                symbol = value.kind == "symbol"
+                value = node("symbol", f"{value.text}'") if symbol else node("prime", value)
             else:
                 return value
 
@@ -272,7 +264,7 @@ class Reader:
             self.deeper()
             value = node("power", value, self.factor_of_power())
             self.nesting -= 1
-        return node("negative", value) if sign and sign.text == "-" else value
+        return negative(value) if sign and sign.text == "-" else value
 
     def argument(self) -> Node:
         """What a macro or a subscript takes: a group in braces, or a single character as TeX has it."""
@@ -317,11 +309,9 @@ class Reader:
         raise Unreadable(f"unexpected {token.text!r}")
 
     def number(self, token: Token) -> Node:
-        if token.form == "integer" and self.accept("_"):
-            base = node_integer(self.argument())
-            if base != 10:
-                return node("based", token.text, base)
-            return node("number", Fraction(token.value), "integer")
+        based = token.form == "integer" and self.accept("_")
+        if based and (base := node_integer(self.argument())) != 10:
+            return node("based", token.text, base)
         return node("number", Fraction(token.value), token.form)
 
     def symbol(self, name: str) -> Node:
@@ -359,24 +349,20 @@ class Reader:
         if self.accept("["):
             index = self.sum()
             self.expect("]")
-        if self.sees("("):
-            self.take()
-            return node("root", self.bracket("("), index)
-        return node("root", self.argument(), index)
+        return node("root", self.bracket("(") if self.accept("(") else self.argument(), index)
 
     def function(self, name: str) -> Node:
         self.deeper()
-        base: Node | None = None
-        power: Node | None = None
+        base = power = None
         while self.sees("_", "^"):
             if self.take().text == "_":
                 base = self.argument()
             else:
                 power = self.factor_of_power()
-        if self.sees("(", "{", "["):
-            inner = self.factor() if not self.sees("{") else self.group()
+        if self.sees("{"):
+            inner = self.group()
         else:
-            inner = self.function_argument()
+            inner = self.factor() if self.sees("(", "[") else self.function_argument()
         self.nesting -= 1
         if power is not None and power.kind == "negative":
             raise Unreadable("an inverse function or a reciprocal")
@@ -401,10 +387,7 @@ class Reader:
         self.deeper()
         bars, self.bars = self.bars, 0
         closers = (r"\}",) if opening == r"\{" else (")", "]")
-        if self.sees(*closers):
-            value: Node | None = None
-        else:
-            value = self.answer()
+        value = None if self.sees(*closers) else self.answer()
         closing = self.accept(*closers)
         if not closing:
             raise Unreadable("a bracket is not closed")
@@ -432,10 +415,7 @@ class Reader:
 
 
 def bracketed(opening: str, closing: str, value: Node | None) -> Node:
-    if value is not None and value.kind == "list":
-        items = value.nodes
-    else:
-        items = (value,) if value is not None else ()
+    items = () if value is None else value.nodes if value.kind == "list" else (value,)
     if opening == r"\{":
         return node("set", *items)
     if len(items) == 1 and (items[0].kind == "matrix" or (opening, closing) == ("(", ")")):
@@ -460,7 +440,7 @@ def text_node(text: str) -> Node:
 
 
 def node_integer(value: Node) -> int:
-    if value.kind != "number" or value.parts[1] != "integer":
+    if not is_integer(value):
         raise Unreadable("expected a whole number")
     whole = int(value.value)
     if whole > 1_000:
@@ -476,33 +456,25 @@ def flat(value: Node) -> str:
 
 def joined(factors: list[Node]) -> Node:
     """A product, unless it is a mixed number such as 2\\frac12."""
-    whole = len(factors) >= 2 and _is_integer(factors[0])
-    if whole and is_proper(factors[1]) and factors[1].parts[-1] == "frac":
-        above, below = factors[1].nodes
-        value = factors[0].value + above.value / below.value
-        factors = [node("number", value, "mixed"), *factors[2:]]
+    written = len(factors) >= 2 and factors[1].kind == "divide" and factors[1].parts[-1] == "frac"
+    if written and (mixed := mixed_number(factors[0], *factors[1].nodes)):
+        factors = [mixed, *factors[2:]]
     return factors[0] if len(factors) == 1 else node("multiply", *factors)
 
 
-def mixed_or(factors: list[Node], quotient: Node) -> Node:
-    """`2 1/2` is a mixed number: two whole numbers side by side, and a whole number below them."""
-    below = quotient.nodes[1]
-    if len(factors) == 2 and all(_is_integer(f) for f in factors) and _is_integer(below):
-        proper = node("divide", factors[1], below)
-        if is_proper(proper):
-            return node("number", factors[0].value + factors[1].value / below.value, "mixed")
-    return quotient
+def mixed_number(whole: Node, above: Node, below: Node) -> Node | None:
+    """`2 1/2`: a whole number before a proper fraction of whole numbers; None where they are something else."""
+    if not all(map(is_integer, (whole, above, below))) or not 0 < above.value < below.value:
+        return None
+    return node("number", whole.value + above.value / below.value, "mixed")
 
 
-def _is_integer(value: Node) -> bool:
+def is_integer(value: Node) -> bool:
     return value.kind == "number" and value.parts[1] == "integer"
 
 
-def is_proper(value: Node) -> bool:
-    if value.kind != "divide" or not all(_is_integer(n) for n in value.nodes):
-        return False
-    above, below = (n.value for n in value.nodes)
-    return 0 < above < below
+def negative(value: Node) -> Node:
+    return node("negative", value)
 
 
 def read(text: str, thousands: bool = True) -> Node:
@@ -514,8 +486,7 @@ def read(text: str, thousands: bool = True) -> Node:
     text = clean(text)
     if len(text) > LENGTH:
         raise Unreadable(f"longer than {LENGTH} characters")
-    plain = plain_text(text)
-    if plain is not None:
+    if (plain := plain_text(text)) is not None:
         return text_node(plain)
     tokens = tokens_of(text, thousands)
     if not tokens:

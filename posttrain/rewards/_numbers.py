@@ -83,8 +83,8 @@ def is_real(value: Value) -> bool:
     return value[0] != libmp.fzero and _size(value[1]) < _size(value[0]) - NOISE
 
 
-def is_positive(value: Inexact) -> bool:
-    return bool(libmp.mpf_sign(value[0]) > 0)
+def is_positive(value: Value) -> bool:
+    return value > 0 if isinstance(value, Fraction) else bool(libmp.mpf_sign(value[0]) > 0)
 
 
 def _size(part: tuple[int, int, int, int]) -> int:
@@ -107,20 +107,18 @@ def equal(left: Value, right: Value) -> bool:
     return True
 
 
-def add(left: Value, right: Value, meter: Meter) -> Value:
+def add(left: Value, right: Value, meter: Meter, product: bool = False) -> Value:
+    """The sum, or the product."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         meter.charge(1 + (bits(left) + bits(right)) ** 2 // 2_000_000)
-        return _fits(left + right)
+        return _fits(left * right if product else left + right)
     meter.charge(2)
-    return _sized(libmp.mpc_add(inexact(left), inexact(right), PRECISION))
+    join = libmp.mpc_mul if product else libmp.mpc_add
+    return _sized(join(inexact(left), inexact(right), PRECISION))
 
 
 def multiply(left: Value, right: Value, meter: Meter) -> Value:
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
-        meter.charge(1 + (bits(left) + bits(right)) ** 2 // 2_000_000)
-        return _fits(left * right)
-    meter.charge(2)
-    return _sized(libmp.mpc_mul(inexact(left), inexact(right), PRECISION))
+    return add(left, right, meter, product=True)
 
 
 def divide(left: Value, right: Value, meter: Meter) -> Value:
@@ -170,13 +168,13 @@ def _rational_power(base: Fraction, exponent: Fraction, meter: Meter) -> Value |
 
 def _exact_root(value: Fraction, index: int) -> Fraction | None:
     """The rational root, or None. A negative number has one where the index is odd."""
-    if value < 0:
-        root = _exact_root(-value, index) if index % 2 else None
-        return -root if root is not None else None
-    if bits(value) > 4_096:
+    if bits(value) > 4_096 or (value < 0 and index % 2 == 0):
         return None
-    above, below = _integer_root(value.numerator, index), _integer_root(value.denominator, index)
-    return Fraction(above, below) if above is not None and below is not None else None
+    above = _integer_root(abs(value.numerator), index)
+    below = _integer_root(value.denominator, index)
+    if above is None or below is None:
+        return None
+    return Fraction(-above if value < 0 else above, below)
 
 
 def _integer_root(value: int, index: int) -> int | None:

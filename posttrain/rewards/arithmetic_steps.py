@@ -42,9 +42,7 @@ EMPHASIS = re.compile(r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)")
 RUN = re.compile(r"[-+*/().,0-9 \t=%]+")
 LABEL = re.compile(r"\S:$")  # with a space after it; 12:30 and 12 : 4 are something else
 BINDING = "^!:_{}|~\\"  # next to a number, these make it part of something else
-SCALE = re.compile(
-    r"(?:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)", re.IGNORECASE
-)
+SCALE = re.compile(r"(?i:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)")
 APART = re.compile(r",(?![0-9]{3}(?![0-9]))|;")  # a comma before three digits belongs to a number
 NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?")
 QUESTION = re.compile(r"\s*([0-9]{1,30})\s*([-+])\s*([0-9]{1,30})\s*=?\s*")
@@ -94,10 +92,7 @@ def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
     """The equations of a run of numbers and signs, as their sides. The first and the last side are left out where the text around goes
     on with them: `x^2 = 4` says nothing of 2, nor `3 apples + 4 = 7` of 4, nor `= 3 dozen` of 3. A label (`Total: 3+4 = 7`) ends
     before them, and parentheses may stand around the whole."""
-    if "=" in run[0]:
-        pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH]
-    else:
-        pieces = []
+    pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH]
     pieces = [sides for sides in pieces if 2 <= len(sides) <= 8]
     equations = [[side.strip(" \t.,") for side in sides] for sides in pieces]
     if not equations:

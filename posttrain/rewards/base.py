@@ -28,6 +28,7 @@ TEXTS = ("prompt", "response", "answer")  # what every reward is called with
 TRIAL = ("1+1=", "", "2")
 LISTS = (tuple, list)
 TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Sequence: LISTS, tuple: LISTS}
+TYPES[typing.Literal] = (str,)
 
 
 @lru_cache(maxsize=16)

@@ -13,8 +13,9 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 
-from posttrain.errors import require
+from posttrain.errors import check_fields
 from posttrain.rewards._compare import Comparison, Conventions, symbols
 from posttrain.rewards._form import settled, undone
 from posttrain.rewards._latex import NESTING, Node, read
@@ -54,11 +55,7 @@ class MathReward(Conventions):
     def __post_init__(self) -> None:
         # a file has a list, and settings are hashed
         object.__setattr__(self, "variables", tuple(self.variables))
-        known = self.percent in ("exact", "bare")
-        require(known, f"math: percent is 'exact' or 'bare', not {self.percent!r}")
-        places = self.rounding
-        fine = 0 <= places <= 30
-        require(fine, f"math: rounding is a number of decimal places from 0 to 30, not {places}")
+        check_fields(self, "math: ")
 
     def __call__(self, prompt: str, response: str, answer: str) -> Score:
         """Grade a response to a prompt, which is known not to be its own answer."""
@@ -244,8 +241,4 @@ def _localised(text: str, reward: MathReward) -> str:
 
 
 def _nesting(text: str) -> int:
-    deepest = depth = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate((c in "([{") - (c in ")]}") for c in text))

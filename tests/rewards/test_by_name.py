@@ -98,7 +98,7 @@ def test_no_code_comes_in_by_way_of_options(task: Any, tmp_path: Path) -> None:
         ("compose", {"least": 1, "parts": [{"reward": "math"}]}, "unknown option"),
         ("length", {"kind": "short"}, "kind is one of"),
         ("math", {"round": 2}, "unknown option of the reward math: 'round'; did you mean 'rounding'"),
-        ("math", {"rounding": 31}, "rounding is a number of decimal places from 0 to 30, not 31"),
+        ("math", {"rounding": 31}, "rounding must be a number of decimal places from 0 to 30, not 31"),
         ("math", {"rounding": "2"}, "math: rounding must be int, not '2'"),
         ("math", {"bases": 1}, "math: bases must be bool, not 1"),
         ("math", {"variables": "xy"}, "math: variables must be list, not 'xy'"),

@@ -231,9 +231,9 @@ def test_what_a_declaration_does_not_allow(reward: MathReward, gold: str, answer
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(UserError, match="percent is"):
+    with pytest.raises(UserError, match="percent must be exact or bare"):
         MathReward(percent="maybe")
-    with pytest.raises(UserError, match="rounding is"):
+    with pytest.raises(UserError, match="rounding must be a number of decimal places"):
         MathReward(rounding=-1)
 
 
