@@ -40,16 +40,14 @@ class Overlap:
     def lines(self) -> list[str]:
         """Lines of the report; none where nothing is shared."""
         said = []
+        of = f"of {self.held_out} held-out questions"
         if self.exact:
-            said.append(
-                f"{len(self.exact)} of {self.held_out} held-out questions are among the {self.train} trained on"
-            )
+            said.append(f"{len(self.exact)} {of} are among the {self.train} trained on")
         if self.near:
             worst = max(share for _, share in self.near)
-            said.append(
-                f"{len(self.near)} of {self.held_out} held-out questions share at least {NEAR:.0%} of their {N}-grams with "
-                f"training questions (at most {worst:.0%}): look whether they are the same problem in other words"
-            )
+            shared = f"share at least {NEAR:.0%} of their {N}-grams with training questions (at most {worst:.0%})"
+            look = "look whether they are the same problem in other words"
+            said.append(f"{len(self.near)} {of} {shared}: {look}")
         return said
 
 

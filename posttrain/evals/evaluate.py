@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 
 from posttrain.errors import require
-from posttrain.evals.statistics import (
-    Comparison,
-    Interval,
-    compare,
-    majority_at_k,
-    pass_at_k,
-    score_interval,
-    share_interval,
-)
+from posttrain.evals import statistics
+from posttrain.evals.statistics import Comparison, Interval
 from posttrain.types import JSON, Group
 
 Row = Mapping[str, JSON]  # what is saved of one problem
@@ -42,12 +35,12 @@ class Evaluation:
     def passed(self, k: int) -> Interval:
         """pass@k, unbiased, over the problems whose samples were all scored."""
         kept = [g for g in self.groups if scored(g)]
-        require(
-            bool(kept),
-            "every problem has a sample that could not be scored; see the failures in problems.jsonl",
+        hint = "see the failures in problems.jsonl"
+        require(bool(kept), f"every problem has a sample that could not be scored; {hint}")
+        values = [statistics.pass_at_k(len(g.rollouts), sum(solved(g)), k) for g in kept]
+        return statistics.share_interval(
+            values, prompts(kept), means=any(len(g.rollouts) > k for g in kept)
         )
-        values = [pass_at_k(len(g.rollouts), sum(solved(g)), k) for g in kept]
-        return share_interval(values, prompts(kept), means=any(len(g.rollouts) > k for g in kept))
 
     @property
     def has_finals(self) -> bool:
@@ -56,21 +49,17 @@ class Evaluation:
     def majority(self, k: int) -> Interval | None:
         """majority@k: how often the most frequent final answer of k samples is right, m tied ones sharing 1/m each. A problem's n
         samples are n // k votes, whose mean counts. None where the task finds no final answers, or nothing was scored."""
-        votes: dict[int, list[float]] = {}
-        for n, (group, finals) in enumerate(
-            zip(self.groups, self.finals, strict=True) if self.has_finals else ()
-        ):
-            if scored(group):
-                right = list(solved(group))
-                votes[n] = [
-                    _vote(finals[at : at + k], right[at : at + k])
-                    for at in range(0, len(right) - k + 1, k)
-                ]
-        keys = prompts([self.groups[n] for n in votes])
-        means = [sum(own) / len(own) for own in votes.values()]
-        if means:
-            return share_interval(means, keys, means=any(len(own) > 1 for own in votes.values()))
-        return None
+        if not self.has_finals:
+            return None
+        pairs = zip(self.groups, self.finals, strict=True)
+        kept = [(group, finals) for group, finals in pairs if scored(group)]
+        votes = []
+        for group, finals in kept:
+            right, starts = solved(group), range(0, len(finals) - k + 1, k)
+            votes.append([_vote(finals[at : at + k], right[at : at + k]) for at in starts])
+        return _mean_interval(
+            votes, prompts([group for group, _ in kept]), statistics.share_interval
+        )
 
     def without(self, left_out: Sequence[bool]) -> Evaluation | None:
         """The evaluation on the other problems, or None where none is left."""
@@ -101,10 +90,8 @@ class Evaluation:
     def _averaged(self, values: Sequence[Sequence[float]]) -> Interval | None:
         """The mean over problems of the mean of each one's values; None where none has any."""
         kept = [(own, key) for own, key in zip(values, prompts(self.groups), strict=True) if own]
-        if not kept:
-            return None
-        means = [sum(own) / len(own) for own, _ in kept]
-        return score_interval(means, [key for _, key in kept], any(len(own) > 1 for own, _ in kept))
+        own_values, keys = [own for own, _ in kept], [key for _, key in kept]
+        return _mean_interval(own_values, keys, statistics.score_interval)
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -114,6 +101,14 @@ class Evaluation:
     def solved(self) -> list[float]:
         """The share of solved samples of each problem, for a paired comparison; NaN where one could not be scored."""
         return [sum(solved(g)) / len(g.rollouts) if scored(g) else nan for g in self.groups]
+
+
+def _mean_interval(
+    values: Sequence[Sequence[float]], keys: Sequence[str], interval: Callable[..., Interval]
+) -> Interval | None:
+    """The interval of the means of each one's values; None where there are none."""
+    means = [sum(own) / len(own) for own in values]
+    return interval(means, keys, any(len(own) > 1 for own in values)) if means else None
 
 
 def prompts(groups: Sequence[Group]) -> list[str]:
@@ -138,13 +133,12 @@ def scored(group: Group) -> bool:
 
 def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
     """Samples that say the same and were judged differently (a score may look at more than the answer) vote apart."""
-    judged = {
-        (final, verdict) for final, verdict in zip(finals, right, strict=True) if final is not None
+    judged = list(zip(finals, right, strict=True))
+    both = {
+        final for final, verdict in judged if final is not None and (final, not verdict) in judged
     }
-    both = {final for final, verdict in judged if (final, not verdict) in judged}
-    pairs = zip(finals, right, strict=True)
-    named = [(final, verdict) if final in both else final for final, verdict in pairs]
-    return majority_at_k(named, right, len(named))
+    named = [(final, verdict) if final in both else final for final, verdict in judged]
+    return statistics.majority_at_k(named, right, len(named))
 
 
 def solved_marks(row: Mapping[str, JSON]) -> list[bool]:
@@ -177,14 +171,14 @@ def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
     first, second = ([solved_share(pair[side]) for pair in pairs] for side in (0, 1))
     if all(isnan(a) or isnan(b) for a, b in zip(first, second, strict=True)):
         return None
-    return compare(first, second, [_asked(row) for row, _ in pairs])
+    return statistics.compare(first, second, [_asked(row) for row, _ in pairs])
 
 
 def shares_interval(rows: Sequence[Row]) -> Interval:
     """The accuracy of saved rows that were all scored."""
     several = any(len(row["outcomes"]) > 1 for row in rows)
     shares, asked = [solved_share(row) for row in rows], [_asked(row) for row in rows]
-    return share_interval(shares, asked, several)
+    return statistics.share_interval(shares, asked, several)
 
 
 def _asked(row: Row) -> str:

@@ -13,6 +13,8 @@ import numpy as np
 
 from posttrain.errors import require
 
+Values = Sequence[float]
+Clusters = Sequence[Hashable] | None  # keys: values with the same one are one observation
 LEVEL, Z = 0.95, 1.96  # of all intervals, and the normal quantile that goes with it
 # of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
 ROUNDING = 1e-9
@@ -56,7 +58,7 @@ def wilson(successes: float, n: int, z: float = Z) -> Interval:
     return Interval(p, low, 1.0 if successes == n else min(1.0, centre + half))
 
 
-def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
+def mean_interval(values: Values, clusters: Clusters = None) -> Interval:
     """The mean of real-valued scores with Student's interval, mean +- t s / sqrt(n), s with n - 1 and t of n - 1 degrees of freedom.
 
     Values with the same key in `clusters` are one observation; where all have the same, the interval is of that cluster's own values.
@@ -103,7 +105,7 @@ def student(freedom: int) -> float:
     return sqrt(freedom) * tan(low)
 
 
-def clustered(values: Sequence[float], clusters: Sequence[Hashable] | None) -> list[float]:
+def clustered(values: Values, clusters: Clusters) -> list[float]:
     """One value for each cluster of values that belong together, such as the pairs of one ranking or several answers to one prompt:
     clusters are independent of each other, and what lies in one of them is not. With C clusters, N values, m their mean, and n_c
     values that add up to S_c in cluster c:
@@ -122,18 +124,14 @@ def clustered(values: Sequence[float], clusters: Sequence[Hashable] | None) -> l
     return [mean + (fsum(own) - mean * len(own)) * share for own in members]
 
 
-def _by_cluster(
-    values: Sequence[float], clusters: Sequence[Hashable]
-) -> dict[Hashable, list[float]]:
+def _by_cluster(values: Values, clusters: Sequence[Hashable]) -> dict[Hashable, list[float]]:
     members: dict[Hashable, list[float]] = {}
     for value, key in zip(values, clusters, strict=True):
         members.setdefault(key, []).append(value)
     return members
 
 
-def share_interval(
-    values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False
-) -> Interval:
+def share_interval(values: Values, clusters: Clusters = None, means: bool = False) -> Interval:
     """The mean of values in [0, 1], over clusters of values that belong together where `clusters` has their keys.
 
     Single outcomes have Wilson's interval of their mean m: a value in [0, 1] has a variance of at most m (1 - m), so that it also holds
@@ -161,9 +159,7 @@ def share_interval(
     return Interval(fsum(values) / len(values), max(0.0, centre - half), min(1.0, centre + half))
 
 
-def score_interval(
-    values: Sequence[float], clusters: Sequence[Hashable] | None = None, means: bool = False
-) -> Interval:
+def score_interval(values: Values, clusters: Clusters = None, means: bool = False) -> Interval:
     """The mean of a task's scores: shares where all lie in [0, 1], real numbers elsewhere.
 
     >>> print(score_interval([1.0, 1.0]), score_interval([1.0, 2.0, 3.0]))
@@ -219,9 +215,7 @@ class Comparison:
         return f"{self.difference}, p = {self.p_value:.3g} ({self.wins} better, {self.losses} worse, {self.ties} equal{more})"
 
 
-def compare(
-    first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None
-) -> Comparison:
+def compare(first: Values, second: Values, clusters: Clusters = None) -> Comparison:
     """The second against the first on paired scores: an exact sign test, which on scores of 0 and 1 is McNemar's exact test.
 
     Without a difference each of the w + l problems on which they differ is a fair coin, so the two-sided
@@ -234,11 +228,9 @@ def compare(
     (5, 0, 0.0625)
     """
     if len(first) != len(second):
-        raise ValueError(
-            f"a paired comparison needs scores of the same problems, not {len(first)} and {len(second)}"
-        )
-    keys: Sequence[Hashable] = range(len(first)) if clusters is None else clusters
-    rows = zip(first, second, keys, strict=True)
+        counts = f"{len(first)} and {len(second)}"
+        raise ValueError(f"a paired comparison needs scores of the same problems, not {counts}")
+    rows = zip(first, second, range(len(first)) if clusters is None else clusters, strict=True)
     scored = [(a, b, key) for a, b, key in rows if not (isnan(a) or isnan(b))]
     needs = "a paired comparison needs a problem that was scored on both sides, and there is none"
     require(bool(scored), needs)
@@ -252,14 +244,11 @@ def compare(
         total = fsum(own)
         sums.append(total if abs(total) > ROUNDING * fsum(map(abs, own)) else 0.0)
     wins, losses = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
-    ties = len(sums) - wins - losses
-    left_out = len(first) - len(scored)
+    ties, left_out = len(sums) - wins - losses, len(first) - len(scored)
     return Comparison(wins, losses, ties, interval, sign_test(wins, losses), left_out)
 
 
-def paired_interval(
-    differences: Sequence[float], clusters: Sequence[Hashable] | None = None
-) -> Interval:
+def paired_interval(differences: Values, clusters: Clusters = None) -> Interval:
     """The mean difference of paired shares, within [-1, 1].
 
     Half a problem is added to each of the four cells of a table of pairs: two that differ, by 1 and by -1, and two that do not, each
