@@ -212,8 +212,7 @@ def no_limit_on_memory(patch: pytest.MonkeyPatch) -> None:
     line = mechanisms.command
 
     def unlimited(limits: Limits, *arguments: Any, **options: Any) -> list[str]:
-        roomy = Limits(**{**{f: getattr(limits, f) for f in limits.__dataclass_fields__}, "memory": 64 << 30})
-        return line(roomy, *arguments, **options)
+        return line(replace(limits, memory=64 << 30), *arguments, **options)
 
     patch.setattr(mechanisms, "command", unlimited)
 

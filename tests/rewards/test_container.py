@@ -21,7 +21,7 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.rewards.code import CallTest, StdioTest, grade
-from posttrain.rewards.sandbox import container, isolation, mechanisms, pool, probes
+from posttrain.rewards.sandbox import isolation, mechanisms, pool, probes
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import Bubblewrap
 from posttrain.rewards.sandbox.session import Ended
@@ -89,7 +89,7 @@ needs_bubblewrap = pytest.mark.skipif(bool(usable()), reason="the stand-in needs
 def test_a_runtime_that_passes_the_self_test_grades(tmp_path: Path, asked: Callable[[], list[list[str]]]) -> None:
     stand_in(tmp_path, bubblewrap())
     chosen = isolation.choose("docker:python:3.13-slim")
-    assert (chosen.name, chosen.mechanism) == ("docker", container.Container("docker", "python:3.13-slim"))
+    assert (chosen.name, chosen.mechanism) == ("docker", mechanisms.Container("docker", "python:3.13-slim"))
     assert "docker (a container of python:3.13-slim" in chosen.describe()
     outcomes = [
         grade(fenced(program), DOUBLE, limits=LIMITS, sandbox="docker:python:3.13-slim").outcome
@@ -116,7 +116,7 @@ def test_a_runtime_that_passes_the_self_test_grades(tmp_path: Path, asked: Calla
 def test_what_a_runtime_is_asked_for() -> None:
     """Every limit by hand, and nothing of the host."""
     limits = Limits(memory=128 * MEGABYTE, threads=6, open_files=20)
-    line = container.Container("docker").arguments(limits, "t")
+    line = mechanisms.Container("docker").arguments(limits, "t")
     pairs = {a: b for a, b in pairwise(line) if a.startswith("--") and not b.startswith("--")}
     assert pairs == {
         "--name": "t",
@@ -139,8 +139,8 @@ def test_what_a_runtime_is_asked_for() -> None:
     }
     assert {"--rm", "--interactive", "--read-only"} <= set(line) and "core=1:1" in line
     assert not {"--env", "-e", "--env-file", "--volume", "-v", "--mount", "--privileged", "--device", "--gpus"} & set(line)
-    assert "--http-proxy=false" in container.Container("podman").arguments(limits, "t")
-    inside = container.Container("docker").inside(limits)
+    assert "--http-proxy=false" in mechanisms.Container("podman").arguments(limits, "t")
+    inside = mechanisms.Container("docker").inside(limits)
     settings = json.loads(inside[-1])
     assert inside[0] == "-i" and "python3" in inside and settings["longest"] == 3600
     assert settings["limits"]["AS"] == 128 << 20 and settings["limits"]["CORE"] == 1 and len(settings["rules"]) > 100
@@ -178,16 +178,16 @@ def test_a_client_that_nobody_listens_to_ends_at_once(tmp_path: Path, caplog: py
     line, pipe = [sys.executable, "-c", "while True: print('x' * 1000)"], subprocess.PIPE
     process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
     began = time.monotonic()
-    assert container.ContainerChild(process, str(runtime), "mine").finish(0.5).ended
-    assert time.monotonic() - began < container.PATIENCE / 2 and not caplog.records
+    assert mechanisms.ContainerChild(process, str(runtime), "mine").finish(0.5).ended
+    assert time.monotonic() - began < mechanisms.RUNTIME_PATIENCE / 2 and not caplog.records
     assert (tmp_path / "asked").read_text() == "kill mine\n"
 
 
 def test_a_container_ends_after_its_hour(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should all else fail; a program that ignores its input and every signal cannot prevent it."""
-    monkeypatch.setattr(container, "LONGEST", 1)
+    monkeypatch.setattr(mechanisms, "LONGEST", 1)
     stand_in(tmp_path, [])
-    with pool.Pool(spare=0).take(container.Container("docker"), Limits(wall=50.0)) as session:
+    with pool.Pool(spare=0).take(mechanisms.Container("docker"), Limits(wall=50.0)) as session:
         session.begin("stdio", "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(50)")
         assert session.child.finish(10.0) == mechanisms.Exit(code=1)
 
@@ -195,7 +195,7 @@ def test_a_container_ends_after_its_hour(tmp_path: Path, asked: Any, monkeypatch
 def test_a_container_has_the_exit_code_of_its_program(tmp_path: Path, asked: Any) -> None:
     stand_in(tmp_path, [])
     for text, outcome in (("import os\nos._exit(3)", (3, 0)), ("import os\nos.kill(os.getpid(), 9)", (137, 9)), ("", (0, 0))):
-        with pool.Pool(spare=0).take(container.Container("docker"), Limits(wall=50.0)) as session:
+        with pool.Pool(spare=0).take(mechanisms.Container("docker"), Limits(wall=50.0)) as session:
             session.begin("stdio", text)
             session.write(b"", last=True)
             with suppress(Ended):
@@ -206,8 +206,8 @@ def test_a_container_has_the_exit_code_of_its_program(tmp_path: Path, asked: Any
 
 GRADER = """
 import os, sys, time
-from posttrain.rewards.sandbox import container, limits, pool
-session = pool.Pool(spare=0).take(container.Container("docker"), limits.Limits(wall=50.0))
+from posttrain.rewards.sandbox import limits, mechanisms, pool
+session = pool.Pool(spare=0).take(mechanisms.Container("docker"), limits.Limits(wall=50.0))
 session.begin("stdio", "import os, time\\nos.write(1, b'up')\\ntime.sleep(50)")
 session.write(b"", last=True)
 while b"up" not in session.incoming: session._turn()
@@ -248,8 +248,8 @@ def alive(process: Path) -> bool:
 
 def test_it_is_used_only_where_it_is_named(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, [])
-    assert not any(mechanism.name in container.RUNTIMES for mechanism, _ in mechanisms.candidates())
-    monkeypatch.setattr(isolation, "candidates", lambda: [])
+    assert not any(mechanism.name in mechanisms.RUNTIMES for mechanism, _ in mechanisms.candidates())
+    monkeypatch.setattr(mechanisms, "candidates", lambda: [])
     with pytest.raises(UserError, match="no sandbox for code works here"):
         isolation.choose("auto")
     assert not (tmp_path / "asked").exists()
@@ -265,12 +265,12 @@ def working(runtime: str) -> str:
     program = shutil.which(runtime)
     if program is None:
         return f"{runtime} is not installed"
-    line = [program, "run", "--rm", "--pull", "never", container.IMAGE, "true"]
+    line = [program, "run", "--rm", "--pull", "never", mechanisms.IMAGE, "true"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     return done.stderr.strip()[:200] if done.returncode else ""
 
 
-@pytest.mark.parametrize("runtime", container.RUNTIMES)
+@pytest.mark.parametrize("runtime", mechanisms.RUNTIMES)
 def test_a_real_runtime(runtime: str) -> None:
     if reason := working(runtime):
         pytest.skip(reason)

@@ -299,7 +299,7 @@ def test_a_mechanism_without_the_filter_is_not_chosen(monkeypatch: pytest.Monkey
     """Each alone leaves something open that the filter closes."""
     mechanism = isolation.choose().mechanism
     monkeypatch.setattr(seccomp, "supported", lambda: False)
-    monkeypatch.setattr(isolation, "candidates", lambda: [(mechanism, "")])
+    monkeypatch.setattr(mechanisms, "candidates", lambda: [(mechanism, "")])
     with pytest.raises(UserError, match="does not stop .*outliving the grader"):
         isolation._choose("auto")
 
@@ -325,7 +325,7 @@ def test_a_wall_with_a_hole_is_not_chosen(name: str, value: Any, ways: set[str],
     monkeypatch.setattr(mechanisms, name, value)
     found, lacking = isolation.probe(mechanism)
     assert lacking == "" and set(found) == ways
-    monkeypatch.setattr(isolation, "candidates", lambda: [(mechanism, "")])
+    monkeypatch.setattr(mechanisms, "candidates", lambda: [(mechanism, "")])
     with pytest.raises(UserError, match=f"does not stop .*{next(iter(sorted(ways)))}.*sandbox='unsafe'"):
         isolation._choose("auto")
 
@@ -343,12 +343,12 @@ def test_bubblewrap_without_its_network_wall_is_seen(monkeypatch: pytest.MonkeyP
 
 def test_without_a_wall_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        isolation, "candidates", lambda: [(Sandlock(), "not importable"), (Bubblewrap(), "bwrap is not on PATH")]
+        mechanisms, "candidates", lambda: [(Sandlock(), "not importable"), (Bubblewrap(), "bwrap is not on PATH")]
     )
     monkeypatch.setattr(isolation, "_chosen", {})
     with pytest.raises(UserError, match=r"no sandbox .* \(sandlock: not importable; bubblewrap: bwrap is not on PATH\)"):
         grade("```python\n1\n```", [StdioTest("", "1")])
-    monkeypatch.setattr(isolation, "candidates", lambda: [])
+    monkeypatch.setattr(mechanisms, "candidates", lambda: [])
     with pytest.raises(UserError, match="only Linux has one"):
         isolation.choose("bubblewrap")
 

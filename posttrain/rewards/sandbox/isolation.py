@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import UserError, unknown
-from posttrain.rewards.sandbox import container, probes, seccomp
+from posttrain.rewards.sandbox import mechanisms, probes, seccomp
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 from posttrain.rewards.sandbox.mechanisms import (
     ENVIRONMENT,
     Infrastructure,
     Mechanism,
-    Unsafe,
-    candidates,
+    container_named,
 )
 from posttrain.rewards.sandbox.pool import Pool
 from posttrain.rewards.sandbox.session import Ended
 from posttrain.trust import active
 
 SECRET = "posttrain-sandbox-self-test"
-NAMES = ("auto", "sandlock", "bubblewrap", *container.RUNTIMES, "unsafe")
+NAMES = ("auto", "sandlock", "bubblewrap", *mechanisms.RUNTIMES, "unsafe")
 LIMITS = Limits(wall=10.0, memory=256 * MEGABYTE, threads=32)
 SOCKETS = (
     (socket.AF_INET, socket.SOCK_STREAM),
@@ -54,20 +53,16 @@ class Isolation:
     def describe(self) -> str:
         """One line for a log: what protects this machine, and what was shown."""
         if self.name == "unsafe":
-            kept = (
-                "limits, no sockets, no other processes" if seccomp.supported() else "limits only"
-            )
+            filtered = ", no sockets, no other processes" if seccomp.supported() else " only"
             risk = "programs read your files and variables as you do"
-            return f"code sandbox: unsafe ({kept}; {risk})"
+            return f"code sandbox: unsafe (limits{filtered}; {risk})"
         image = getattr(self.mechanism, "image", "")
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
         kind = f"a container of {image} for each run" if image else user
+        found = f"{self.tried - len(self.open)} of {self.tried} escapes closed"
         if self.open:
-            left = f"; not counted: {', '.join(self.open)} (bounded by memory and time)"
-        else:
-            left = ""
-        closed = f"{self.tried - len(self.open)} of {self.tried} escapes closed"
-        return f"code sandbox: {self.name} ({kind}); self-test: {closed}{left}"
+            found += f"; not counted: {', '.join(self.open)} (bounded by memory and time)"
+        return f"code sandbox: {self.name} ({kind}); self-test: {found}"
 
 
 def probe(mechanism: Mechanism) -> tuple[list[str], str]:
@@ -142,7 +137,7 @@ def choose(name: str = "auto") -> Isolation:
 
     Tested once. UserError where nothing passes.
     """
-    if name not in NAMES and container.named(name) is None:
+    if name not in NAMES and container_named(name) is None:
         raise unknown("sandbox", name, NAMES)
     active().require_sandbox(name)
     key = (name, os.getuid() if hasattr(os, "getuid") else 0)
@@ -154,10 +149,10 @@ def choose(name: str = "auto") -> Isolation:
 
 def _choose(name: str) -> Isolation:
     if name == "unsafe":
-        return Isolation(Unsafe())
+        return Isolation(mechanisms.Unsafe())
     rejected: list[str] = []
-    asked = container.named(name)
-    for mechanism, lacking in [(asked, asked.lacking())] if asked else candidates():
+    asked = container_named(name)
+    for mechanism, lacking in [(asked, asked.lacking())] if asked else mechanisms.candidates():
         if name not in ("auto", mechanism.name) and mechanism is not asked:
             continue
         through: list[str] = []
@@ -169,14 +164,11 @@ def _choose(name: str) -> Isolation:
         rejected.append(f"{mechanism.name}: {lacking or 'does not stop ' + ', '.join(serious)}")
     tried = "; ".join(dict.fromkeys(rejected)) or "only Linux has one"
     if asked:
-        raise UserError(
-            f"the container sandbox does not work here ({tried}). Start the runtime, have the image {asked.image} there, "
-            "or leave the setting out for one that needs no runtime"
-        )
-    raise UserError(
-        f"no sandbox for code works here ({tried}). Install one (pip install 'posttrain[sandbox]', or your system's bubblewrap), "
-        "or accept that programs written by the model run as you, with sandbox='unsafe'"
-    )
+        hint = f"Start the runtime, have the image {asked.image} there, or leave the setting out for one that needs no runtime"
+        raise UserError(f"the container sandbox does not work here ({tried}). {hint}")
+    hint = "Install one (pip install 'posttrain[sandbox]', or your system's bubblewrap)"
+    unsafe = "accept that programs written by the model run as you, with sandbox='unsafe'"
+    raise UserError(f"no sandbox for code works here ({tried}). {hint}, or {unsafe}")
 
 
 def describe(name: str = "auto") -> str:

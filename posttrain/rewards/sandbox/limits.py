@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from posttrain.errors import require
+from posttrain.errors import Checked, Count, Positive, Range
 
 MEGABYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Checked):
     """Limits of one run: a whole program for a `StdioTest`, all calls of a program for `CallTest`s.
 
     A program is one process, so `memory` is the total. Nothing is writable, so there is no limit on disk.
@@ -20,33 +21,19 @@ class Limits:
     3
     """
 
-    wall: float = 5.0  # seconds, from the moment the program is handed over
-    cpu: float | None = None  # seconds of processor time; None: the wall limit and a second
-    memory: int = 512 * MEGABYTE  # bytes of address space
-    threads: int = 64  # the first one included
-    open_files: int = 64
-    output: int = 4 * MEGABYTE  # bytes of stdout, and of stderr
-    result: int = MEGABYTE  # bytes of one returned value as it is sent
-    source: int = MEGABYTE // 4  # characters of the program
+    where: ClassVar[str] = "a limit of the sandbox: "
 
-    def __post_init__(self) -> None:
-        require(
-            0 < self.wall <= 3600, f"the wall limit must lie in (0, 3600] seconds, not {self.wall}"
-        )
-        require(self.cpu is None or self.cpu > 0, f"the cpu limit must be positive, not {self.cpu}")
-        require(
-            self.memory >= 64 * MEGABYTE,
-            f"an interpreter needs at least 64 MB of memory, not {self.memory} bytes",
-        )
-        for name in ("threads", "output", "result", "source"):
-            require(
-                getattr(self, name) >= 1,
-                f"the limit on {name} must be at least 1, not {getattr(self, name)}",
-            )
-        require(
-            self.open_files >= 16,
-            f"an interpreter needs at least 16 open files, not {self.open_files}",
-        )
+    wall: Annotated[float, Range(gt=0, le=3600)] = (
+        5.0  # seconds, from the moment the program is handed over
+    )
+    cpu: Positive | None = None  # seconds of processor time; None: the wall limit and a second
+    # bytes of address space; an interpreter needs so much at least, and 16 open files
+    memory: Annotated[int, Range(ge=64 * MEGABYTE, text="at least 64 MiB")] = 512 * MEGABYTE
+    threads: Count = 64  # the first one included
+    open_files: Annotated[int, Range(ge=16)] = 64
+    output: Count = 4 * MEGABYTE  # bytes of stdout, and of stderr
+    result: Count = MEGABYTE  # bytes of one returned value as it is sent
+    source: Count = MEGABYTE // 4  # characters of the program
 
     @property
     def cpu_seconds(self) -> int:

@@ -4,8 +4,10 @@ sandlock    Landlock and seccomp, from a package; no root, no namespaces
 bubblewrap  namespaces and an empty file system
 unsafe      nothing that keeps a program from your files: for programs that you wrote yourself
 
-In each of them the child sets limits and our filter of system calls (seccomp.py) for itself before it is given a program. A container
-runtime, where the user names one, is in container.py.
+docker,     a container runtime, where the user names it: it is never chosen by itself, and is self-tested like the others. The image
+podman      must be there already and hold `env` and `python3`, as python:3.12-slim does
+
+In each of them the child sets limits and our filter of system calls (seccomp.py) for itself before it is given a program.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -39,12 +42,20 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "MALLOC_ARENA_MAX": "1",
 }
+NO_FILTER = "there is no filter of system calls for this machine's architecture"
 NOBODY = 65534
 # a user of its own for each run under root: nobody else's processes count against its limit
 USERS, FIRST_USER = (4000, 61_200)
 OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
 SYNTAX = 78
 PATIENCE = 5.0  # seconds for a process to end once all below it is killed
+RUNTIMES = ("docker", "podman")
+IMAGE = "python:3.12-slim"
+LONGEST = 3600  # seconds that any container may live, waiting included
+GRACE = 0.25  # seconds for an interpreter to see that its input has ended, before its container is killed
+REAPER = "import os, sys; os.read(0, 1); os.execv(sys.argv[1], sys.argv[1:])"  # its input ends with the grader
+RUNTIME_PATIENCE = 10.0  # seconds for the runtime to do so
+LOG = logging.getLogger(__name__)
 MARK = f"posttrain-{secrets.token_hex(8)}"  # on the command line of every child of this process
 _numbers = itertools.count()
 _alive: set[Any] = set()
@@ -361,16 +372,120 @@ class Unsafe:
         return PopenChild(process, whole_group=True)
 
 
+class ContainerChild(PopenChild):
+    """The runtime's client is our process, the container is not: ending the client would leave it running. So a small process outside
+    the container, which ends when the grader does however that happens, has the runtime kill it. Inside, PID 1 is an interpreter that
+    only waits, which a program cannot reach: should the runtime fail, no container outlives its hour."""
+
+    def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str) -> None:
+        self.name, quiet = name, subprocess.DEVNULL
+        line = [interpreter(), "-I", "-S", "-c", REAPER, runtime, "kill", name]
+        self.reaper = subprocess.Popen(
+            line, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+        super().__init__(process)
+
+    def close_pipes(self) -> None:
+        close_all((*self.streams, self.reaper.stdin))
+
+    def kill(self) -> None:
+        if self.reaper.stdin is not None:
+            self.reaper.stdin.close()
+        self.process.kill()
+
+    def _end(self, patience: float) -> Exit:
+        running = not self._waited(max(patience, 0.0))
+        if running:
+            with suppress(OSError):
+                self.close_input()
+            if not self._waited(GRACE):
+                # nobody reads any more, and a client that still has something to say would not end
+                close_all(self.streams)
+                self._stop()
+        found = super()._end(0.0)
+        self._end_reaper()
+        return Exit(found.code, found.signal, ended=running)
+
+    def _end_reaper(self) -> None:
+        stdin = self.reaper.stdin
+        if stdin is not None and not stdin.closed:
+            self.reaper.kill()  # there is nothing to end
+            stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.reaper.wait(RUNTIME_PATIENCE)
+
+    def _waited(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _stop(self) -> None:
+        if self.reaper.stdin is not None:
+            self.reaper.stdin.close()
+        if not self._waited(RUNTIME_PATIENCE):
+            ends = f"the container ends within {LONGEST} s"
+            LOG.warning("the client of container %s had to be killed; %s", self.name, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """`name` is the runtime: docker or podman."""
+
+    name: str
+    image: str = IMAGE
+
+    def lacking(self) -> str:
+        """Why it cannot be tried here, or ''."""
+        if not seccomp.supported():
+            return NO_FILTER
+        return "" if shutil.which(self.name) else f"{self.name} is not on PATH"
+
+    def start(self, limits: Limits) -> Child:
+        program = shutil.which(self.name)
+        if program is None:
+            raise Infrastructure(f"{self.name} is not on PATH")
+        title = f"posttrain-{secrets.token_hex(8)}"
+        line = [program, *self.arguments(limits, title), self.image, *self.inside(limits)]
+        process = spawn(line, self.name)
+        return ContainerChild(process, program, title)
+
+    def arguments(self, limits: Limits, title: str) -> list[str]:
+        """What the runtime is asked for. Output goes to us and into no log on disk; an image is never fetched."""
+        line = f"run --rm --interactive --name {title} --pull never --log-driver none --network none --ipc none --read-only"
+        line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.threads + 1} --cpus 1"
+        line += f" --ulimit core=1:1 --ulimit nofile={limits.open_files}:{limits.open_files}"
+        line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
+        line += " --tmpfs /tmp:rw,noexec,nosuid,nodev,size=1m --entrypoint env"
+        # it would hand the host's variables in
+        proxies = ["--http-proxy=false"] if self.name == "podman" else []
+        return [*line.split(), *proxies]
+
+    def inside(self, limits: Limits) -> list[str]:
+        """An empty environment but for ours, then the interpreter."""
+        environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
+        child = command(limits, user=0, count_tasks=False, program="python3", longest=LONGEST)
+        return ["-i", *(f"{k}={v}" for k, v in environment.items()), *child]
+
+
+def container_named(name: str) -> Container | None:
+    """The container that a sandbox's name stands for: `docker`, `podman`, or either with `:IMAGE`; None where it is neither.
+
+    >>> container_named("docker:python:3.13-slim"), container_named("bubblewrap")
+    (Container(name='docker', image='python:3.13-slim'), None)
+    """
+    runtime, _, image = name.partition(":")
+    return Container(runtime, image or IMAGE) if runtime in RUNTIMES else None
+
+
 def candidates() -> list[tuple[Mechanism, str]]:
     """What could be tried here, best first, each with what it needs and lacks ('' where nothing is known to be lacking)."""
     if not sys.platform.startswith("linux"):
         return []
     root = os.getuid() == 0
     found: list[tuple[Mechanism, str]] = []
-    if seccomp.supported():
-        no_filter = ""
-    else:
-        no_filter = "there is no filter of system calls for this machine's architecture"
+    no_filter = "" if seccomp.supported() else NO_FILTER
     try:
         importlib.import_module("sandlock")
         lacking = no_filter
