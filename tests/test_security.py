@@ -34,7 +34,7 @@ from posttrain.events import printable
 from posttrain.models.load import load
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.rewards._endpoint import Endpoint
+from posttrain.rewards._asking import Endpoint
 from posttrain.runs import layout
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
@@ -53,7 +53,7 @@ SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 
 # Modules with which a program can start others, reach memory or the network, and the only files that may use them.
 AUDITED = {
-    "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "rewards/sandbox/container.py", "commands/doctor.py"},
+    "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "commands/doctor.py"},
     "ctypes": {
         "system/processes.py",
         "engine/forked.py",

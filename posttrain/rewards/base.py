@@ -118,8 +118,8 @@ def compose(options: Options) -> Weighted | Product | Gate:
     given = isinstance(parts, list | tuple) and bool(parts)
     require(given, "compose: give a list of parts, each with a reward")
     made = tuple(_part(part) for part in parts)
-    kinds = {"weighted": Weighted, "product": Product, "gate": Gate}
-    require(how in kinds, f"compose: how is weighted, product or gate, not {how!r}")
+    fine = how in ("weighted", "product", "gate")
+    require(fine, f"compose: how is weighted, product or gate, not {how!r}")
     if how != "gate":
         return Weighted(made) if how == "weighted" else Product(made)
     count = f"compose: a gate has two parts, the gate and what is behind it, not {len(made)}"
@@ -133,15 +133,11 @@ def _part(settings: JSON) -> Part:
     fine = fine and set(settings) <= {"reward", "name", "weight", "options"}
     # a list of pairs would hide what it names from trust.py
     fine = fine and isinstance(settings.get("options", {}), Mapping)
-    require(
-        fine,
-        f"compose: a part is a reward with, as needed, a name, a weight and options, not {str(settings)[:80]}",
-    )
+    form = "a part is a reward with, as needed, a name, a weight and options"
+    require(fine, f"compose: {form}, not {str(settings)[:80]}")
     name = str(settings["reward"])
     # options may come from any file, and code may not: a mix with a function of yours is a function of yours
-    require(
-        ":" not in name,
-        f"compose: a part is a shipped reward, not {name!r}; mix it in a file of yours, and name that",
-    )
+    hint = "mix it in a file of yours, and name that"
+    require(":" not in name, f"compose: a part is a shipped reward, not {name!r}; {hint}")
     reward = resolve(name, settings.get("options", {}))
     return Part(str(settings.get("name", name)), reward, float(settings.get("weight", 1.0)))

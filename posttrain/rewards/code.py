@@ -35,6 +35,7 @@ ENDS = {"stopped": "fail", "syntax": "fail"}
 # all else is a plain failure: exit, syntax, missing, ...
 REFUSALS = {"error": "crash", "memory": "memory", "large": "output"}
 LOG = logging.getLogger(__name__)
+Take = Callable[[], Session]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,11 @@ class CallTest:
     def __post_init__(self) -> None:
         named = all(part.isidentifier() for part in self.function.split("."))
         require(named, f"a test calls a function by its name, not {self.function!r}")
-        for value in (*self.args, self.expected):
-            try:
+        try:
+            for value in (*self.args, self.expected):
                 wire.encode(value)
-            except wire.Malformed as error:
-                require(False, f"a test of {self.function} must hold plain values: {error}")
+        except wire.Malformed as error:
+            raise UserError(f"a test of {self.function} must hold plain values: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,7 @@ def _score(outcomes: Sequence[str], count: int, partial: bool) -> Score:
     return Score(float(passed == count), outcome=first_bad)
 
 
-def _run(
-    program: str, tests: Sequence[Test], take: Callable[[], Session], partial: bool, fresh: bool
-) -> list[str]:
+def _run(program: str, tests: Sequence[Test], take: Take, partial: bool, fresh: bool) -> list[str]:
     """The outcomes of the tests that were run, in the order they were run: up to the first failure, or all where `partial`."""
     outcomes: list[str] = []
     for some in _one_by_one(program, tests, take, partial, fresh):
@@ -179,7 +178,7 @@ def _run(
 
 
 def _one_by_one(
-    program: str, tests: Sequence[Test], take: Callable[[], Session], partial: bool, fresh: bool
+    program: str, tests: Sequence[Test], take: Take, partial: bool, fresh: bool
 ) -> Iterator[list[str]]:
     def unforeseeable(test: tuple[int, Test]) -> bytes:
         # the same for the same program, so that a run can be repeated; another for every other program
@@ -196,9 +195,7 @@ def _one_by_one(
             yield [_check(program, test, take)]
 
 
-def _calls(
-    program: str, tests: Sequence[CallTest], take: Callable[[], Session], partial: bool
-) -> list[str]:
+def _calls(program: str, tests: Sequence[CallTest], take: Take, partial: bool) -> list[str]:
     outcomes: list[str] = []
     with take() as session:
         try:
@@ -213,19 +210,13 @@ def _calls(
                     outcomes.append(refused.outcome)
                 if outcomes[-1] != "pass" and not partial:
                     break
-        except _Refused as refused:
-            outcomes.append(refused.outcome)
         except Ended as ended:
             outcomes.append(ENDS.get(ended.outcome, ended.outcome))
     return outcomes
 
 
-class _Refused(Exception):
+class _Refused(Ended):
     """The program is there but gave no value; `outcome` says what it did instead."""
-
-    def __init__(self, outcome: str) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
 
 
 def _expect(message: list[Any], word: str) -> list[Any]:
@@ -247,7 +238,7 @@ def _call(session: Session, function: str, args: Sequence[Any]) -> list[Any]:
         raise _Refused("fail") from None
 
 
-def _stdio(program: str, test: StdioTest, take: Callable[[], Session]) -> str:
+def _stdio(program: str, test: StdioTest, take: Take) -> str:
     with take() as session:
         try:
             session.begin("stdio", program)
@@ -261,14 +252,11 @@ def _stdio(program: str, test: StdioTest, take: Callable[[], Session]) -> str:
         return "fail"
 
 
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+def _lines(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n")).rstrip("\n")
 
 
-def _check(program: str, test: CheckTest, take: Callable[[], Session]) -> str:
+def _check(program: str, test: CheckTest, take: Take) -> str:
     with take() as candidate, take() as judge:
         try:
             candidate.begin("calls", program)
@@ -285,8 +273,6 @@ def _check(program: str, test: CheckTest, take: Callable[[], Session]) -> str:
         except (wire.Malformed, KeyError, TypeError, ValueError):
             # a check that does not keep to the form it is given
             return "fail"
-        except _Refused as refused:
-            return refused.outcome
         except Ended as ended:
             return ENDS.get(ended.outcome, ended.outcome)
 

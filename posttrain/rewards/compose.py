@@ -57,12 +57,6 @@ class Part:
         require(fine, f"the weight of reward {self.name!r} must be finite, not {self.weight}")
 
 
-def judge_all(
-    parts: Sequence[Part], prompt: str, response: str, answer: str
-) -> Mapping[str, Score]:
-    return {part.name: as_score(part.reward(prompt, response, answer)) for part in parts}
-
-
 def combined(scores: Mapping[str, Score], value: float) -> Score:
     """One score of many: a failure of any part is a failure of the whole; the outcome is that of the part that judges."""
     failed = next(((name, s) for name, s in scores.items() if not s.valid), None)
@@ -75,31 +69,37 @@ def combined(scores: Mapping[str, Score], value: float) -> Score:
 
 
 @dataclass(frozen=True)
-class Weighted:
+class Composed:
+    """Rewards that are all computed; a class says how their values become one."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        require(bool(names), "a composed reward needs at least one part")
+        different = len(set(names)) == len(names)
+        require(different, f"parts of a reward need different names: {', '.join(names)}")
+
+    def __call__(self, prompt: str, response: str, answer: str) -> Score:
+        scores = {p.name: as_score(p.reward(prompt, response, answer)) for p in self.parts}
+        return combined(scores, self.value([score.value or 0.0 for score in scores.values()]))
+
+    def value(self, values: Sequence[float]) -> float:
+        raise NotImplementedError
+
+
+class Weighted(Composed):
     """value = sum_k w_k v_k."""
 
-    parts: tuple[Part, ...]
-
-    def __post_init__(self) -> None:
-        _check(self.parts)
-
-    def __call__(self, prompt: str, response: str, answer: str) -> Score:
-        scores = judge_all(self.parts, prompt, response, answer)
-        return combined(scores, sum(p.weight * (scores[p.name].value or 0.0) for p in self.parts))
+    def value(self, values: Sequence[float]) -> float:
+        return sum(p.weight * value for p, value in zip(self.parts, values, strict=True))
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(Composed):
     """value = prod_k v_k: no part can make up for another. Weights are not used."""
 
-    parts: tuple[Part, ...]
-
-    def __post_init__(self) -> None:
-        _check(self.parts)
-
-    def __call__(self, prompt: str, response: str, answer: str) -> Score:
-        scores = judge_all(self.parts, prompt, response, answer)
-        return combined(scores, math.prod(s.value or 0.0 for s in scores.values()))
+    def value(self, values: Sequence[float]) -> float:
+        return math.prod(values)
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,3 @@ def textbook(correctness: Reward, form: Reward, reasoning: Reward) -> Weighted:
     """The mix of the textbooks: 0.8 for being right, 0.1 for the format, 0.1 for showing the steps."""
     right, formed = Part("correctness", correctness, 0.8), Part("format", form, 0.1)
     return Weighted((right, formed, Part("reasoning", reasoning, 0.1)))
-
-
-def _check(parts: tuple[Part, ...]) -> None:
-    names = [part.name for part in parts]
-    require(bool(parts), "a composed reward needs at least one part")
-    different = len(set(names)) == len(names)
-    require(different, f"parts of a reward need different names: {', '.join(names)}")

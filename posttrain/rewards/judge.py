@@ -5,7 +5,7 @@ which no response can contain by design, with what spells a chat model's control
 afterwards in one JSON field, which the judge is held to (rewards/_asking.py). Only that field is read. A pair is judged in both
 orders, and counts as a tie where the verdicts disagree. What cannot be judged is a failure, never a low score.
 
-Who judges is a protocol: an OpenAI-compatible address (rewards/_endpoint.py), or a model in this process (train/judging.py).
+Who judges is a protocol: an OpenAI-compatible address (rewards/_asking.py), or a model in this process (train/judging.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import GuardStop, require, unknown
-from posttrain.rewards._asking import Asking, Form, Messages
-from posttrain.rewards._endpoint import Endpoint
+from posttrain.rewards._asking import Asking, Endpoint, Form, Messages
 from posttrain.types import JSON, Score
 
 RUBRIC = "Judge how correct, helpful and honest the answer is. Length by itself is no merit."
@@ -73,17 +72,11 @@ class Judge:
         task = f'Answer with one JSON object and nothing else: {{"score": n}}, n from 1 (useless) to {HIGHEST} (could not be better).'
         return self._messages(question, {"ANSWER": response}, task)
 
-    def pair(self, question: JSON, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Pairs of responses to one question, each in both orders."""
-        return self.compare([(question, one, other) for one, other in pairs])
-
     def compare(self, rows: Sequence[tuple[JSON, str, str]]) -> list[Verdict]:
         """(question, one response, another), all asked at once and each in both orders."""
         task = 'Answer with one JSON object and nothing else: {"verdict": "A"}, {"verdict": "B"} or {"verdict": "tie"}.'
-        asked = []
-        for question, one, other in rows:
-            for a, b in ((one, other), (other, one)):
-                asked.append(self._messages(question, {"A": a, "B": b}, task))
+        orders = [(q, pair) for q, a, b in rows for pair in ((a, b), (b, a))]
+        asked = [self._messages(q, {"A": a, "B": b}, task) for q, (a, b) in orders]
         said = [_choice(reply) for reply in self.model.ask(asked, VERDICT)]
         mirror = {"A": "B", "B": "A", "tie": "tie", None: None}
         return [_settled(a, mirror[b]) for a, b in zip(said[::2], said[1::2], strict=True)]
@@ -103,7 +96,7 @@ class Judge:
     def tournament(self, question: JSON, responses: Sequence[str]) -> list[Score]:
         """Win rate of each response against all others, ties half; what could not be judged does not count."""
         places = [(i, j) for i in range(len(responses)) for j in range(i + 1, len(responses))]
-        verdicts = self.pair(question, [(responses[i], responses[j]) for i, j in places])
+        verdicts = self.compare([(question, responses[i], responses[j]) for i, j in places])
         won, games = [0.0] * len(responses), [0] * len(responses)
         for (i, j), verdict in zip(places, verdicts, strict=True):
             if verdict.winner is None:
@@ -196,7 +189,7 @@ def _score(value: JSON) -> Score:
 
 def _choice(reply: str | None) -> str | None:
     value = _field(reply, "verdict")
-    return value if value in ("A", "B", "tie") else None
+    return value if value in VERDICT.options else None
 
 
 def _settled(first: str | None, second: str | None) -> Verdict:

@@ -11,8 +11,7 @@ from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
 from posttrain.errors import Checked, Count, GuardStop, NotNegative, Share, Whole, require
 from posttrain.evals.statistics import share_interval
-from posttrain.rewards._asking import Usage
-from posttrain.rewards._endpoint import Endpoint
+from posttrain.rewards._asking import Endpoint, Usage
 from posttrain.rewards.judge import (
     CANARY_QUESTION,
     Judge,

@@ -19,8 +19,8 @@ from posttrain import config, pipeline
 from posttrain.data.preferences import read_pairs
 from posttrain.errors import GuardStop, UserError
 from posttrain.recipes.base import Recipe
-from posttrain.rewards import _endpoint
-from posttrain.rewards._endpoint import Endpoint
+from posttrain.rewards import _asking
+from posttrain.rewards._asking import Endpoint
 from posttrain.rewards.judge import CANARIES, Judge, Verdict, agreement, judge, judged
 from posttrain.stages.agreement import AgreementStage, JudgeSettings
 from posttrain.stages.versus import VersusStage
@@ -163,7 +163,7 @@ def test_points_pairs_and_groups(serve: Any) -> None:
     _, endpoint = serve(honest)
     one = Judge(endpoint)
     assert [s.value for s in one.points("q", ["", "xxx", "x" * 50])] == pytest.approx([0.0, 3 / 9, 1.0])
-    assert one.pair("q", [("long one", "short"), ("a", "long"), ("same", "size")]) == [
+    assert one.compare([("q", "long one", "short"), ("q", "a", "long"), ("q", "same", "size")]) == [
         Verdict("A"),
         Verdict("B"),
         Verdict("tie"),
@@ -176,7 +176,7 @@ def test_points_pairs_and_groups(serve: Any) -> None:
 
 def test_a_judge_that_likes_the_first_place_says_tie(serve: Any) -> None:
     _, endpoint = serve(lambda body, number: (200, '{"verdict": "A"}'))
-    assert Judge(endpoint).pair("q", [("good", "bad")]) == [Verdict("tie", agreed=False)]
+    assert Judge(endpoint).compare([("q", "good", "bad")]) == [Verdict("tie", agreed=False)]
 
 
 @pytest.mark.parametrize("bad", [429, 500, 503, "hang", "not json", "no choices"])
@@ -195,12 +195,12 @@ def test_what_passes_is_tried_again(serve: Any, bad: int | str) -> None:
 
 @pytest.mark.parametrize(("status", "requests"), [(500, 3), (401, 1)])
 def test_what_does_not_pass_is_a_failure_and_not_a_zero(serve: Any, status: int, requests: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_endpoint, "MAX_WAIT", 0.01)
+    monkeypatch.setattr(_asking, "MAX_WAIT", 0.01)
     server, endpoint = serve(lambda body, number: (status, "no"), attempts=3)
     (score,) = Judge(endpoint).points("q", ["r"])
     assert score.value is None and score.failure == "no reply from the judge"
     assert len(server.bodies) == requests and endpoint.usage.failures == 1
-    assert Judge(endpoint).pair("q", [("a", "b")]) == [Verdict(None, False)]
+    assert Judge(endpoint).compare([("q", "a", "b")]) == [Verdict(None, False)]
     assert all(s.value is None for s in Judge(endpoint).tournament("q", ["a", "b"]))
 
 
@@ -271,7 +271,7 @@ def test_the_server_is_asked_to_hold_the_judge_to_the_form(serve: Any) -> None:
     server, endpoint = serve(honest)
     one = Judge(endpoint)
     one.points("q", ["a"])
-    one.pair("q", [("a", "b")])
+    one.compare([("q", "a", "b")])
     one.group("q", ["a", "b", "c"])
     asked = [body["response_format"]["json_schema"]["schema"]["properties"] for body in server.bodies]
     assert asked[0] == {"score": {"enum": list(range(1, 11))}}
@@ -312,7 +312,7 @@ def test_control_tokens_of_chat_models_do_not_reach_the_server(serve: Any, attac
 
 
 def test_a_judge_that_says_nothing_stops_the_run_too(serve: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_endpoint, "MAX_WAIT", 0.01)
+    monkeypatch.setattr(_asking, "MAX_WAIT", 0.01)
     _, silent = serve(lambda body, number: (500, "no"))
     with pytest.raises(GuardStop, match="cannot be used: no reply from the judge"):
         Judge(silent).check_canaries("q")

@@ -127,7 +127,7 @@ def test_a_judge_that_can_judge(able: LocalModel) -> None:
     assert [s.value for s in judge.points("q", answers)] == [s.value for s in judge.points("q", list(reversed(answers)))][::-1]
     assert [s.value for s in judge.group("q", [f"{MARK} " * 20, "x"])] == [1.0, 1.0]  # it tells groups apart, not their members
     # likewise blind to who stands where: both orders give the same letter, which is a tie and no win
-    assert judge.pair("q", [(f"{MARK}{MARK}", "x"), ("x", "y")]) == [Verdict("tie", agreed=False)] * 2
+    assert judge.compare([("q", f"{MARK}{MARK}", "x"), ("q", "x", "y")]) == [Verdict("tie", agreed=False)] * 2
     assert [s.value for s in judge.tournament("q", ["a", "b"])] == [0.5, 0.5]
     assert able.usage.failures == 0 and able.usage.prompt_tokens > 1000
 
@@ -195,7 +195,7 @@ def test_what_is_too_long_to_read_fails_alone(able: LocalModel) -> None:
     for mode, values in (("group", [1.0, None, 1.0]), ("tournament", [0.5, None, 0.5])):
         assert [s.value for s in JudgeRating(able, mode).rate(rollouts[:3])] == values
     # each of these can be read, and both together cannot: no verdict, and no end of the run
-    assert Judge(able).pair("q", [("x" * 800, "y" * 800), ("x", "y")])[0] == Verdict(None, False)
+    assert Judge(able).compare([("q", "x" * 800, "y" * 800), ("q", "x", "y")])[0] == Verdict(None, False)
     room = 2048 - len('{"score": 10}')
     assert [bool(able.too_long([1] * n, SCORE)) for n in (room, room + 1)] == [False, True]
 
