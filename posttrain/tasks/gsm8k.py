@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from posttrain.errors import Share, check_fields
 from posttrain.rewards.compose import weigh
-from posttrain.tasks._published import Published, found_answer
-from posttrain.tasks._questions import make_problem
+from posttrain.tasks._questions import Published, found_answer, make_problem
 from posttrain.types import Problem, Score
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # notes for a calculator within the solutions

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from posttrain.errors import require
 from posttrain.rewards.math import final_answer
-from posttrain.tasks._published import Published
-from posttrain.tasks._questions import pick_text
+from posttrain.tasks._questions import Published, pick_text
 from posttrain.types import JSON, Problem
 
 

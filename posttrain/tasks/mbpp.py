@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ class Mbpp(Hub):
     reward: str = "code"
 
     @staticmethod
-    def make(row: Mapping[str, Any], where: str, name: str, *_: str) -> Problem:
+    def make(row: dict[str, Any], where: str, name: str, *_: str) -> Problem:
         """`prompt` (or `text`), `code`, `test_list` (assertions), `test_imports` (or `test_setup_code`)."""
         question = pick_text(row, "prompt" if "prompt" in row else "text", where)
         solution = pick_text(row, "code", where)
@@ -32,11 +31,8 @@ class Mbpp(Hub):
         imports = [ast.unparse(n) for n in program if isinstance(n, ast.Import | ast.ImportFrom)]
         imports += map(str, row.get("test_imports") or [row.get("test_setup_code") or ""])
         defined = {n.name for n in program if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        calls = [
-            n for line in parsed(tests, where) for n in ast.walk(line) if isinstance(n, ast.Call)
-        ]
-        used = sorted({n.func.id for n in calls if isinstance(n.func, ast.Name)} & defined)
+        places = [place for line in parsed(tests, where) for place in ast.walk(line)]
+        used = sorted({place.id for place in places if isinstance(place, ast.Name)} & defined)
         require(bool(used), f"{where}: no assertion calls a function of the reference solution")
-        check = "\n".join([*imports, tests, ""])
-        named = f"{question}\nName it {' and '.join(used)}."
-        return checked(name, named, solution, check, used, used)
+        question += f"\nName it {' and '.join(used)}."
+        return checked(name, question, solution, "\n".join([*imports, tests, ""]), used, used)
