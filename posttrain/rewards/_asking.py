@@ -102,10 +102,8 @@ class Replies:
         return Path(self.folder) / name[:2] / f"{name}.json"
 
     def recall(self, key: JSON) -> str | None:
-        if not self.folder:
-            return None
         try:
-            text = json.loads(self.place(key).read_text("utf-8"))["text"]
+            text = json.loads(self.place(key).read_text("utf-8"))["text"] if self.folder else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return text if isinstance(text, str) else None

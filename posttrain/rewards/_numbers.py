@@ -309,10 +309,8 @@ def _counted(kind: str, values: list[Value], meter: Meter) -> Value:
 
 
 def _constant(name: str) -> Value:
-    if name == "pi":
-        return libmp.mpf_pi(PRECISION), libmp.fzero
-    if name == "e":
-        return libmp.mpf_e(PRECISION), libmp.fzero
     if name == "i":
         return libmp.fzero, libmp.fone
-    raise Undefined("infinity is not a number")
+    if name == "inf":
+        raise Undefined("infinity is not a number")
+    return (libmp.mpf_pi if name == "pi" else libmp.mpf_e)(PRECISION), libmp.fzero

@@ -17,17 +17,9 @@ from posttrain.errors import unknown
 from posttrain.types import Score
 
 # The scripts, as Unicode names begin, that a language is written in.
-SCRIPTS = dict.fromkeys(("latin", "en", "de", "fr", "es"), ("LATIN",)) | {
-    "ru": ("CYRILLIC",),
-    "el": ("GREEK",),
-    "he": ("HEBREW",),
-    "ar": ("ARABIC",),
-    "hi": ("DEVANAGARI",),
-    "th": ("THAI",),
-    "ko": ("HANGUL",),
-    "zh": ("CJK",),
-    "ja": ("HIRAGANA", "KATAKANA", "CJK"),
-}
+_SCRIPTS = "latin LATIN, en LATIN, de LATIN, fr LATIN, es LATIN, ru CYRILLIC, el GREEK, he HEBREW, "
+_SCRIPTS += "ar ARABIC, hi DEVANAGARI, th THAI, ko HANGUL, zh CJK, ja HIRAGANA KATAKANA CJK"
+SCRIPTS = {name: scripts for name, *scripts in map(str.split, _SCRIPTS.split(","))}
 # Common words of reasoning, in the languages of one script that can be distinguished.
 COMMON = {
     "en": """the a an and or but not of to in on at by for with from as is are was were be been has have had do does so then than

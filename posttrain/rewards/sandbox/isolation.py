@@ -18,12 +18,7 @@ from pathlib import Path
 from posttrain.errors import UserError, unknown
 from posttrain.rewards.sandbox import mechanisms, probes, seccomp
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
-from posttrain.rewards.sandbox.mechanisms import (
-    ENVIRONMENT,
-    Infrastructure,
-    Mechanism,
-    container_named,
-)
+from posttrain.rewards.sandbox.mechanisms import ENVIRONMENT, Infrastructure, Mechanism
 from posttrain.rewards.sandbox.pool import Pool
 from posttrain.rewards.sandbox.session import Ended
 from posttrain.trust import active
@@ -31,11 +26,6 @@ from posttrain.trust import active
 SECRET = "posttrain-sandbox-self-test"
 NAMES = ("auto", "sandlock", "bubblewrap", *mechanisms.RUNTIMES, "unsafe")
 LIMITS = Limits(wall=10.0, memory=256 * MEGABYTE, threads=32)
-SOCKETS = (
-    (socket.AF_INET, socket.SOCK_STREAM),
-    (socket.AF_INET, socket.SOCK_DGRAM),
-    (socket.AF_UNIX, socket.SOCK_STREAM),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,9 @@ def probe(mechanism: Mechanism) -> tuple[list[str], str]:
         secret, path = Path(folder, "secret"), os.path.join(folder, "s")
         secret.write_text(SECRET)
         secret.chmod(0o666)
-        tcp, udp, unix = (stack.enter_context(socket.socket(*kind)) for kind in SOCKETS)
+        tcp = stack.enter_context(socket.socket())
+        udp = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+        unix = stack.enter_context(socket.socket(socket.AF_UNIX))
         tcp.bind(("127.0.0.1", 0))
         udp.bind(("127.0.0.1", 0))
         unix.bind(path)
@@ -126,9 +118,8 @@ def _run_probes(mechanism: Mechanism, facts: dict[str, object]) -> tuple[list[st
 _chosen: dict[tuple[str, int], Isolation] = {}
 _lock = threading.Lock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-    )
+    release = _lock.release
+    os.register_at_fork(before=_lock.acquire, after_in_parent=release, after_in_child=release)
 
 
 def choose(name: str = "auto") -> Isolation:
@@ -137,7 +128,7 @@ def choose(name: str = "auto") -> Isolation:
 
     Tested once. UserError where nothing passes.
     """
-    if name not in NAMES and container_named(name) is None:
+    if name not in NAMES and mechanisms.container_named(name) is None:
         raise unknown("sandbox", name, NAMES)
     active().require_sandbox(name)
     key = (name, os.getuid() if hasattr(os, "getuid") else 0)
@@ -151,7 +142,7 @@ def _choose(name: str) -> Isolation:
     if name == "unsafe":
         return Isolation(mechanisms.Unsafe())
     rejected: list[str] = []
-    asked = container_named(name)
+    asked = mechanisms.container_named(name)
     for mechanism, lacking in [(asked, asked.lacking())] if asked else mechanisms.candidates():
         if name not in ("auto", mechanism.name) and mechanism is not asked:
             continue

@@ -34,14 +34,8 @@ from posttrain.rewards.sandbox import seccomp
 from posttrain.rewards.sandbox.limits import Limits
 
 SOURCE = Path(__file__).with_name("child.py").read_text()
-ENVIRONMENT = {
-    "PATH": "/nonexistent",
-    "HOME": "/",
-    "USER": "nobody",
-    "TERM": "dumb",
-    "LANG": "C.UTF-8",
-    "MALLOC_ARENA_MAX": "1",
-}
+ENVIRONMENT = {"PATH": "/nonexistent", "HOME": "/", "USER": "nobody", "TERM": "dumb"}
+ENVIRONMENT |= {"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 NO_FILTER = "there is no filter of system calls for this machine's architecture"
 NOBODY = 65534
 # a user of its own for each run under root: nobody else's processes count against its limit
@@ -121,15 +115,9 @@ def interpreter() -> str:
 
 def readable() -> list[str]:
     """What an interpreter must be able to read: itself, its standard library, and shared libraries."""
-    paths = {
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}),
-        interpreter(),
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-    }
+    paths = {interpreter(), "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+    paths.add(sysconfig.get_path("stdlib"))
+    paths.add(sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}))
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         folder, name = map(sysconfig.get_config_var, ("LIBDIR", "INSTSONAME"))
         paths.add(os.path.join(str(folder), str(name)))

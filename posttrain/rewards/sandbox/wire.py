@@ -107,40 +107,30 @@ class _Decoder:
         self.left -= 1
         if depth < 0 or self.left < 0:
             raise Malformed("a value too deep or too large")
-        if tree is None or isinstance(tree, bool | int | str):
-            return tree
-        if not (isinstance(tree, list) and len(tree) == 2 and isinstance(tree[0], str)):
-            raise Malformed("neither a plain value nor a tag with its content")
-        tag, content = tree
-        if tag in ("l", "t", "s", "z", "d") and isinstance(content, list):
-            return self.container(tag, content, depth)
-        if (
-            tag == "i"
-            and isinstance(content, str)
-            and len(content) <= DIGITS
-            and HEXADECIMAL.fullmatch(content)
-        ):
-            return int(content, 16)
-        if tag == "f":
-            return _float(content)
-        if tag == "c" and isinstance(content, list) and len(content) == 2:
-            return complex(_float(content[0]), _float(content[1]))
-        if tag == "b" and isinstance(content, str) and re.fullmatch(r"(?:[0-9a-f]{2})*+", content):
-            return bytes.fromhex(content)
-        raise Malformed("an unknown tag")
+        match tree:
+            case None | bool() | int() | str():
+                return tree
+            case ["l" | "t" | "s" | "z" | "d" as tag, list(content)]:
+                return self.container(tag, content, depth)
+            case ["i", str(text)] if len(text) <= DIGITS and HEXADECIMAL.fullmatch(text):
+                return int(text, 16)
+            case ["f", text]:
+                return _float(text)
+            case ["c", [real, imaginary]]:
+                return complex(_float(real), _float(imaginary))
+            case ["b", str(text)] if re.fullmatch(r"(?:[0-9a-f]{2})*+", text):
+                return bytes.fromhex(text)
+        raise Malformed("neither a plain value nor a known tag with its content")
 
     def container(self, tag: str, content: list[Any], depth: int) -> Plain:
         if tag == "d":
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
                 raise Malformed("a dict without pairs")
-            return _hashed(
-                dict, [tuple(self.value(each, depth - 1) for each in pair) for pair in content]
-            )
+            pairs = [tuple(self.value(each, depth - 1) for each in pair) for pair in content]
+            return _hashed(dict, pairs)
         items = [self.value(item, depth - 1) for item in content]
-        if tag == "l":
-            return items
-        if tag == "t":
-            return tuple(items)
+        if tag in ("l", "t"):
+            return items if tag == "l" else tuple(items)
         return _hashed(set if tag == "s" else frozenset, items)
 
 
