@@ -43,7 +43,7 @@ ALLOWED = {
     "Mixed": "the task that mixes tasks",
     "MixedReward": "a weighted mix of rewards",
     "MixedRating": "a weighted mix of rewards",
-    "mixed_or": "a mixed number, such as 2 1/2",
+    "mixed_number": "a mixed number, such as 2 1/2",
     "listen": "socket",
     "turned_down": "of a curve; a key of published results",
     "wall": "seconds of wall-clock time",
