@@ -2,24 +2,34 @@
 
     consistency = (words of the target language) / (all words)
 
-The language of a word is known by its script. Languages of one script are distinguished by their commonest words, where `others` names
-them: a word that one of those has in its list and the target has not is foreign. Other words of the script count as the target's.
+The language of a word is known by its script. Languages of the Latin script are told apart by profiles: their commonest words
+(_languages.json) and the letter trigrams of these. A word is foreign where it and its neighbours are far likelier in another
+language than in the target; one or two words between others decide little. With `others`, only words in the short list of one
+of these languages are foreign, each by itself: for tasks whose few words are known.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from posttrain.errors import unknown
 from posttrain.types import Score
 
 # The scripts, as Unicode names begin, that a language is written in.
-_SCRIPTS = "latin LATIN, en LATIN, de LATIN, fr LATIN, es LATIN, ru CYRILLIC, el GREEK, he HEBREW, "
-_SCRIPTS += "ar ARABIC, hi DEVANAGARI, th THAI, ko HANGUL, zh CJK, ja HIRAGANA KATAKANA CJK"
-SCRIPTS = {name: scripts for name, *scripts in map(str.split, _SCRIPTS.split(","))}
+PROFILED = ("en", "de", "fr", "es", "it", "pt", "nl")
+_SCRIPTS = "ru CYRILLIC, el GREEK, he HEBREW, ar ARABIC, hi DEVANAGARI, th THAI, ko HANGUL, "
+_SCRIPTS += "zh CJK, ja HIRAGANA KATAKANA CJK"
+SCRIPTS = dict.fromkeys(("latin", *PROFILED), ("LATIN",)) | {
+    name: tuple(scripts) for name, *scripts in map(str.split, _SCRIPTS.split(","))
+}
 # Common words of reasoning, in the languages of one script that can be distinguished.
 COMMON = {
     "en": """the a an and or but not of to in on at by for with from as is are was were be been has have had do does so then than
@@ -35,7 +45,12 @@ IDEOGRAPHS = ("CJK", "HIRAGANA", "KATAKANA", "THAI")
 # mathematics and code are no language
 FORMULA = re.compile(r"\$\$[^$]*\$\$|\$[^$\n]*\$|\\[A-Za-z]+|```[\s\S]*?```|`[^`\n]*`")
 WORD = re.compile(r"[^\W\d_]+")
+SENTENCE = re.compile(r"[.!?;:\n]+(?:\s|$)")
 LIMIT = 200_000  # characters that are looked at
+KANA, KANA_SHARE = ("HIRAGANA", "KATAKANA"), 0.05  # with fewer of them, ideographs are Chinese
+# of log-likelihoods: what a word may add to a comparison, what a word of a profile has, and what makes a word foreign
+WORD_LIMIT, LISTED, MARGIN = 5.0, -5.0, 4.0
+NEIGHBOURS = 6  # words on each side that count
 
 
 @lru_cache(maxsize=8192)
@@ -64,20 +79,93 @@ def words(text: str) -> list[tuple[str, str]]:
 
 
 def share(response: str, target: str = "en", others: Sequence[str] = ()) -> float:
-    """Words of the target's script, and of no other language's own, over all words; 1 where there are no words: none is foreign.
+    """Words of the target language over all words; 1 where there are no words: none is foreign.
 
     >>> share("We add 2 and 2, то есть four"), share("2+2=4")
     (0.6666666666666666, 1.0)
-    >>> share("2 plus 2 macht 4, und so", "en", others=("de",))
-    0.5
+    >>> share("Nous avons donc trouvé la réponse."), share("2 plus 2 macht 4, und so", "en", others=("de",))
+    (0.0, 0.5)
     """
     if target not in SCRIPTS:
         raise unknown("language", target, SCRIPTS)
-    foreign = _foreign(target, tuple(others))
     found = words(response)
-    if found:
-        return sum(s in SCRIPTS[target] and w.lower() not in foreign for w, s in found) / len(found)
-    return 1.0
+    if not found:
+        return 1.0
+    if others or target not in PROFILED:
+        foreign = _foreign(target, tuple(others))
+        own = [s in SCRIPTS[target] and w.lower() not in foreign for w, s in found]
+        if target in ("zh", "ja"):
+            ideographs = [s for _, s in found if s in IDEOGRAPHS]
+            kana = sum(s in KANA for s in ideographs) >= KANA_SHARE * len(ideographs)
+            own = [
+                fine and (s != "CJK" or kana == (target == "ja"))
+                for fine, (_, s) in zip(own, found, strict=True)
+            ]
+        return sum(own) / len(own)
+    foreign_count = 0
+    for sentence in SENTENCE.split(FORMULA.sub(" ", response[:LIMIT])):
+        latin = [word.lower() for word, s in words(sentence) if s == "LATIN"]
+        foreign_count += sum(foreign_words(latin, target))
+    return (sum(s == "LATIN" for _, s in found) - foreign_count) / len(found)
+
+
+def foreign_words(found: Sequence[str], target: str) -> list[bool]:
+    """Whether each word of a sentence, with its neighbours, is likelier in another language of the Latin script than in the target, of
+    which one of them must be a common word: names and terms alone are no evidence."""
+    place, profiles = PROFILED.index(target), _profiles()
+    evidence, foreign = [_evidence(word) for word in found], []
+    for n, own in enumerate(evidence):
+        near = slice(max(0, n - NEIGHBOURS), n + NEIGHBOURS + 1)
+        columns = zip(zip(*evidence[near], strict=True), own, strict=True)
+        totals = [sum(column) + extra for column, extra in columns]
+        best = totals.index(max(totals))
+        common = profiles[best].words - profiles[place].words
+        likelier = totals[best] - totals[place] > MARGIN
+        foreign.append(likelier and any(word in common for word in found[near]))
+    return foreign
+
+
+@lru_cache(maxsize=65536)
+def _evidence(word: str) -> tuple[float, ...]:
+    """The log-likelihood of a word in each of PROFILED, less that in the likeliest; a single letter says nothing."""
+    if len(word) < 2 and word not in "aàeèoéyui":
+        return (0.0,) * len(PROFILED)
+    found = [profile.likelihood(word) for profile in _profiles()]
+    return tuple(max(-WORD_LIMIT, each - max(found)) for each in found)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The commonest words of a language and how often letters follow each other in them."""
+
+    words: frozenset[str]
+    trigrams: Mapping[str, int]
+    pairs: Mapping[str, int]  # that begin a trigram
+
+    @classmethod
+    def of(cls, listed: Sequence[str]) -> Profile:
+        padded = [f"  {word} " for word in listed]
+        trigrams = Counter(w[n : n + 3] for w in padded for n in range(len(w) - 2))
+        pairs = Counter(w[n : n + 2] for w in padded for n in range(len(w) - 2))
+        return cls(frozenset(listed), trigrams, pairs)
+
+    def likelihood(self, word: str) -> float:
+        """log p: of every letter after the two before it, smoothed."""
+        padded = f"  {word[:24]} "
+        total = 0.0
+        for n in range(len(padded) - 2):
+            seen, before = (
+                self.trigrams.get(padded[n : n + 3], 0),
+                self.pairs.get(padded[n : n + 2], 0),
+            )
+            total += math.log((seen + 0.5) / (before + 15))
+        return max(LISTED, total) if word in self.words else total
+
+
+@lru_cache(maxsize=1)
+def _profiles() -> tuple[Profile, ...]:
+    table = json.loads(Path(__file__).with_name("_languages.json").read_text("utf-8"))
+    return tuple(Profile.of(table[name].split()) for name in PROFILED)
 
 
 @lru_cache(maxsize=64)

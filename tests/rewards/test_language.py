@@ -1,11 +1,11 @@
-"""Languages of one script, told apart by their common words: shares by hand."""
+"""Languages of one script, told apart by their common words and by profiles: shares by hand, and sentences of each."""
 
 from __future__ import annotations
 
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.rewards.language import WORDS, language, share
+from posttrain.rewards.language import PROFILED, WORDS, language, share
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,162 @@ def test_shares_by_hand(text: str, target: str, expected: float) -> None:
     assert language("", text, "", target, others).parts["language"] == pytest.approx(expected)
 
 
-def test_without_others_a_script_is_one_language() -> None:
-    assert share("makes dann macht", "en") == 1.0
-
-
 def test_a_language_without_words_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="fr"):
         share("x", "en", ("fr",))
     with pytest.raises(UserError, match="ru"):
         share("x", "ru", ("en",))
+
+
+# Sentences and short answers that are not what the profiles were made from.
+SENTENCES = {
+    "en": """The quick review of the budget shows that costs rose last spring.
+    Nobody expected the ferry to arrive two hours ahead of schedule.
+    Let x be the price of one ticket; then three tickets cost 3x dollars.
+    She carefully folded the map and put it back in her pocket.
+    Scientists measured the temperature of the lake every morning in August.
+    We subtract 14 from both sides and divide by 3 to get x = 6.
+    Heavy rain flooded several roads near the airport yesterday.
+    If the train leaves at noon, how far has it travelled by four o'clock?
+    My grandfather repairs clocks in a workshop behind the bakery.
+    The committee rejected both proposals without further discussion.""",
+    "de": """Der Ausschuss lehnte beide Vorschläge ohne weitere Diskussion ab.
+    Mein Großvater repariert Uhren in einer Werkstatt hinter der Bäckerei.
+    Wir ziehen 14 von beiden Seiten ab und teilen durch 3.
+    Starker Regen überflutete gestern mehrere Straßen in der Nähe des Flughafens.
+    Niemand hatte erwartet, dass die Fähre zwei Stunden früher ankommt.
+    Wissenschaftler maßen im August jeden Morgen die Temperatur des Sees.
+    Sie faltete die Karte sorgfältig zusammen und steckte sie wieder ein.
+    Sei x der Preis einer Eintrittskarte, dann kosten drei Karten 3x Euro.
+    Die Kosten sind im letzten Frühjahr deutlich gestiegen.
+    Wenn der Zug mittags abfährt, wie weit ist er dann um vier Uhr?""",
+    "fr": """Le comité a rejeté les deux propositions sans autre discussion.
+    Mon grand-père répare des horloges dans un atelier derrière la boulangerie.
+    Nous soustrayons 14 des deux côtés et divisons par 3.
+    De fortes pluies ont inondé plusieurs routes près de l'aéroport.
+    Personne ne s'attendait à ce que le ferry arrive avec deux heures d'avance.
+    Les scientifiques mesuraient la température du lac tous les matins.
+    Elle plia soigneusement la carte et la remit dans sa poche.
+    Soit x le prix d'un billet ; trois billets coûtent alors 3x euros.
+    Les coûts ont nettement augmenté au printemps dernier.
+    Si le train part à midi, quelle distance aura-t-il parcourue à seize heures ?""",
+    "es": """El comité rechazó ambas propuestas sin más discusión.
+    Mi abuelo repara relojes en un taller detrás de la panadería.
+    Restamos 14 de ambos lados y dividimos entre 3.
+    Las fuertes lluvias inundaron ayer varias carreteras cerca del aeropuerto.
+    Nadie esperaba que el barco llegara dos horas antes de lo previsto.
+    Los científicos midieron la temperatura del lago cada mañana de agosto.
+    Ella dobló el mapa con cuidado y lo guardó de nuevo en el bolsillo.
+    Sea x el precio de una entrada; entonces tres entradas cuestan 3x euros.
+    Los costes aumentaron notablemente la primavera pasada.
+    Si el tren sale al mediodía, ¿qué distancia habrá recorrido a las cuatro?""",
+    "it": """Il comitato ha respinto entrambe le proposte senza ulteriori discussioni.
+    Mio nonno ripara orologi in una bottega dietro la panetteria.
+    Sottraiamo 14 da entrambi i lati e dividiamo per 3.
+    Le forti piogge hanno allagato diverse strade vicino all'aeroporto.
+    Nessuno si aspettava che il traghetto arrivasse con due ore di anticipo.
+    Gli scienziati misuravano la temperatura del lago ogni mattina di agosto.
+    Piegò con cura la mappa e la rimise in tasca.
+    Sia x il prezzo di un biglietto; allora tre biglietti costano 3x euro.
+    I costi sono aumentati notevolmente la scorsa primavera.
+    Se il treno parte a mezzogiorno, quanta strada avrà percorso alle quattro?""",
+    "pt": """O comitê rejeitou ambas as propostas sem mais discussão.
+    Meu avô conserta relógios em uma oficina atrás da padaria.
+    Subtraímos 14 dos dois lados e dividimos por 3.
+    As fortes chuvas inundaram ontem várias estradas perto do aeroporto.
+    Ninguém esperava que a balsa chegasse duas horas antes do previsto.
+    Os cientistas mediram a temperatura do lago todas as manhãs de agosto.
+    Ela dobrou o mapa com cuidado e o guardou de novo no bolso.
+    Seja x o preço de um bilhete; então três bilhetes custam 3x euros.
+    Os custos aumentaram bastante na primavera passada.
+    Se o trem sai ao meio-dia, que distância terá percorrido às quatro horas?""",
+    "nl": """De commissie verwierp beide voorstellen zonder verdere discussie.
+    Mijn grootvader repareert klokken in een werkplaats achter de bakkerij.
+    We trekken aan beide kanten 14 af en delen door 3.
+    Zware regen zette gisteren meerdere wegen bij de luchthaven onder water.
+    Niemand had verwacht dat de veerboot twee uur te vroeg zou aankomen.
+    Wetenschappers maten in augustus elke ochtend de temperatuur van het meer.
+    Ze vouwde de kaart zorgvuldig op en stopte hem terug in haar zak.
+    Stel dat x de prijs van een kaartje is, dan kosten drie kaartjes 3x euro.
+    De kosten zijn vorig voorjaar duidelijk gestegen.
+    Als de trein om twaalf uur vertrekt, hoe ver is hij dan om vier uur?""",
+}
+SHORT = {
+    "en": """Yes, of course.
+    The answer is seven.
+    Thank you very much!
+    So we are done.""",
+    "de": """Ja, natürlich.
+    Die Antwort ist sieben.
+    Vielen Dank!
+    Also sind wir fertig.""",
+    "fr": """Oui, bien sûr.
+    La réponse est sept.
+    Merci beaucoup !
+    Donc c'est fini.""",
+    "es": """Sí, por supuesto.
+    La respuesta es siete.
+    ¡Muchas gracias!
+    Ya hemos terminado.""",
+    "it": """Sì, certamente.
+    La risposta è sette.
+    Grazie mille!
+    Allora abbiamo finito.""",
+    "pt": """Sim, com certeza.
+    A resposta é sete.
+    Muito obrigado!
+    Então terminamos.""",
+    "nl": """Ja, natuurlijk.
+    Het antwoord is zeven.
+    Dank je wel!
+    Dus we zijn klaar.""",
+}
+LATIN = [(spoken, text.strip()) for spoken, texts in SENTENCES.items() for text in texts.split("\n")]
+
+
+@pytest.mark.parametrize(("spoken", "text"), LATIN)
+def test_a_sentence_scores_1_in_its_own_language(spoken: str, text: str) -> None:
+    assert share(text, spoken) == 1.0
+
+
+def test_sentences_score_next_to_nothing_in_another_language() -> None:
+    for target in PROFILED:
+        foreign = [share(text, target) for spoken, text in LATIN if spoken != target]
+        assert sum(foreign) / len(foreign) < 0.05, target
+
+
+def test_a_short_answer_scores_best_in_its_own_language() -> None:
+    for spoken, texts in SHORT.items():
+        for text in texts.split("\n"):
+            assert share(text, spoken) == 1.0, text
+        together = texts.replace("\n", " ")
+        assert max(share(together, other) for other in PROFILED if other != spoken) < 0.3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Okay, so I need the area of triangle ABC with AB = 5. Hmm, wait, let me recompute using the law of cosines.",
+        "Pierre and Jean visited the Louvre in Paris before returning to Toulouse.",
+        "Sum modulo prime: lambda, sigma, theta, alpha, gamma",
+        "The chef recommended a crème brûlée.",
+        "Asymptotic Kullback-Leibler divergence estimator variance",
+    ],
+)
+def test_names_terms_and_loan_words_are_no_other_language(text: str) -> None:
+    assert share(text, "en") == 1.0
+
+
+def test_a_response_in_two_languages_has_the_share_of_each() -> None:
+    text = "First, add the numbers. Dann multiplizieren wir das Ergebnis mit vier. Finally, divide by two."
+    assert share(text, "en") == pytest.approx(8 / 15)
+    assert share(text, "de") == pytest.approx(7 / 15)
+
+
+def test_chinese_is_not_japanese_nor_the_reverse() -> None:
+    assert share("東京は日本の首都です。", "ja") == 1.0 and share("東京は日本の首都です。", "zh") == 0.0
+    assert share("北京是中国的首都。", "zh") == 1.0 and share("北京是中国的首都。", "ja") == 0.0
+
+
+def test_latin_as_a_target_is_any_language_of_the_script() -> None:
+    assert share("makes dann macht", "latin") == 1.0
