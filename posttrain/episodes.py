@@ -23,6 +23,7 @@ from posttrain.errors import UserError, require
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import STOPS, Given, Task, failed, no_running_loop, score_group
 from posttrain.types import (
+    THINK,
     UNSCORED,
     Completion,
     Group,
@@ -397,7 +398,7 @@ class _Episodes:
         waiting = [n for n, r in enumerate(members) if r.score.failure == UNSCORED]
         if not waiting:
             return members
-        together = score_group(self.task, problem, [members[n].response for n in waiting])
+        together = score_group(self.task, problem, [members[n].judged for n in waiting])
         if together is None:
             return list(await asyncio.gather(*(self.score(problem, r) for r in members)))
         for n, score in zip(waiting, together, strict=True):
@@ -411,9 +412,9 @@ class _Episodes:
         began, polls = time.perf_counter(), self.polls
         if self.task.isolates(problem):
             assert self.workers is not None
-            score = await self.workers.score(self.task, problem, rollout.response)
+            score = await self.workers.score(self.task, problem, rollout.judged)
         else:
-            score = await self.task.scored(problem, rollout.response)
+            score = await self.task.scored(problem, rollout.judged)
         if self.polls > polls:  # generation went on meanwhile, to its end or still
             self.seconds.overlapped += (
                 time.perf_counter() if self.submitted else self.polled
@@ -422,8 +423,12 @@ class _Episodes:
 
 
 def _with_score(rollout: Rollout, score: Score) -> Rollout:
-    """The rollout with its score, whose outcome is the one that the episode named."""
-    named = rollout.score.outcome
+    """The rollout with its score, whose outcome is the one that the episode named and whose steps end at characters of the response."""
+    named, openings = rollout.score.outcome, rollout.openings
+    if score.steps and openings:
+        starts = [place + n * len(THINK) for n, place in enumerate(openings)]
+        moved = [(p - len(THINK) * sum(s < p for s in starts), v) for p, v in score.steps]
+        score = replace(score, steps=tuple((max(0, p), v) for p, v in moved))
     return replace(rollout, score=replace(score, outcome=named) if named else score)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 UNSCORED = "unscored"
+THINK = "<think>"  # what opens a block of reasoning
 JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
 
 
@@ -292,6 +293,26 @@ class Rollout:
     def response(self) -> str:
         """The text the policy wrote, in all turns."""
         return "".join(s.text for s in self.segments if s.sampled)
+
+    @property
+    def openings(self) -> list[int]:
+        """Where in the response a turn begins whose block of reasoning the chat template opened."""
+        found, place, given = [], 0, ""
+        for segment in self.segments:
+            if segment.sampled and given.rstrip().endswith(THINK):
+                found.append(place)
+            place += len(segment.text) if segment.sampled else 0
+            given = "" if segment.sampled else segment.text
+        return found
+
+    @property
+    def judged(self) -> str:
+        """The response as a reward reads it: with the `<think>` that the chat template wrote for the policy. Without it, what stands in
+        a block of reasoning that never ends would pass for an answer."""
+        text = self.response
+        for place in reversed(self.openings):
+            text = text[:place] + THINK + text[place:]
+        return text
 
     @property
     def length(self) -> int:

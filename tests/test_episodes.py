@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from posttrain.engine.random import derive
 from posttrain.episodes import ContextFull, Seconds, rollout_groups
 from posttrain.errors import GuardStop, UserError
 from posttrain.models.tiny import character_tokenizer
+from posttrain.rewards.math import grade
 from posttrain.runs.metrics import group_metrics
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Generate, Task
@@ -82,6 +83,28 @@ def test_the_inherited_episode_is_one_turn_with_the_seed_of_its_draw_and_sample(
     assert one.sample == 1 and one.ids.tolist() == [*prompts[1], *encoded("a3"), END] and one.finish == "stop"
     assert one.mask.tolist() == [False] * len(prompts[1]) + [True] * 3
     assert found[1].rollouts[0].segments[0] is one.segments[0], "the prompt is decoded once for the group"
+
+
+THINKING = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .<|>/\\{}")
+THINKING.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(("reply", "paid"), [("so \\boxed{7}", 0.0), ("so</think> \\boxed{7}", 1.0)])
+def test_a_box_in_a_block_of_reasoning_that_the_template_opened_counts_after_its_end(reply: str, paid: float) -> None:
+    seen: list[str] = []
+
+    def score(problem: Problem, response: str) -> Score:
+        seen.append(response)
+        return replace(grade(response, "7"), steps=((len(response), 1.0),))
+
+    ids = THINKING(reply)["input_ids"]
+    task = Scripted(score_of=score)
+    sampler = ScriptedSampler(lambda request: completion(ids))
+    (group,) = rollout_groups(task, sampler, Decoder(THINKING), task.problems("train")[:1], 1, SAMPLING, 5)
+    (rollout,) = group.rollouts
+    assert seen == [f"<think>{reply}"] and rollout.score.value == paid
+    # what was sampled stays as it is, and steps end at its characters
+    assert rollout.response == reply and rollout.score.steps == ((len(reply), 1.0),)
 
 
 async def two_turns(problem: Problem, generate: Generate) -> Rollout:

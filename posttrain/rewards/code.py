@@ -117,9 +117,9 @@ def extract(response: str, fenced: bool = True) -> str | None:
     """
     if len(response) > RESPONSE_LIMIT:
         return None
-    if REASONING_END not in response and response.lstrip().startswith(REASONING):
-        return None  # still thinking
     text = response.rpartition(REASONING_END)[2]
+    if text.lstrip().startswith(REASONING):
+        return None  # still thinking
     found = {label in PYTHON: body for label, body in blocks(text) if not label or label in PYTHON}
     if found:
         return found.get(True, found.get(False))

@@ -49,6 +49,8 @@ class MathReward(Conventions):
     # only what follows the last one is searched; "" where the format has none
     reasoning_end: str = "</think>"
     marker: str = ""  # search for what follows the last of these (such as "####") instead of a box
+    # where there is no box, the rest of the line after the last of these counts, in any case: "final answer:"
+    phrase: str = ""
     decimal_comma: bool = False  # 1,5 is 1.5
     variables: tuple[str, ...] = ()  # the declared order in which (5, 6) means x = 5, y = 6
 
@@ -107,7 +109,7 @@ def grade(
 
 
 def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
-    r"""The text of the answer: after the reasoning has ended, the last complete box or what follows the last marker.
+    r"""The text of the answer: after the reasoning has ended, the last complete box, or what follows the last marker or phrase.
 
     Boxes that are joined by "or", "and" or commas are one answer with several values.
 
@@ -118,16 +120,15 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
     """
     response = response[-RESPONSE_LENGTH:]
     if reward.reasoning_end:
-        _, ended, rest = response.rpartition(reward.reasoning_end)
-        if not ended and reward.reasoning_end.replace("/", "", 1) in response:
+        response = response.rpartition(reward.reasoning_end)[2]
+        if reward.reasoning_end.replace("/", "", 1) in response:
             return None  # the reasoning never ended
-        response = rest
     if reward.marker:
         _, found, rest = response.rpartition(reward.marker)
         return rest.strip() if found else None
     boxes = _boxes(response)
     if not boxes:
-        return None
+        return _after(reward.phrase, response)
     contents = [response[slice(*boxes[-1])].strip()]
     for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = response[before[1] + 1 : response.rindex("\\", 0, after[0])]
@@ -138,6 +139,14 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
         contents.insert(0, response[slice(*before)].strip())
     contents = list(dict.fromkeys(contents))  # an answer said twice is one answer
     return ", ".join(contents)
+
+
+def _after(phrase: str, response: str) -> str | None:
+    """The rest of the line after the last `phrase`, without emphasis and a full stop."""
+    found = response.lower().rfind(phrase.lower()) if phrase else -1
+    if found < 0:
+        return None
+    return response[found + len(phrase) :].strip().partition("\n")[0].strip("*$ .") or None
 
 
 def _literal(text: str) -> Fraction | None:

@@ -43,7 +43,7 @@ def answer_problems(
         task, sampler, Decoder(tokenizer), problems, samples, sampling, seed, workers
     )
     finals = (
-        tuple(tuple(task.final(r.response) for r in g.rollouts) for g in groups)
+        tuple(tuple(task.final(r.judged) for r in g.rollouts) for g in groups)
         if samples > 1
         else ()
     )

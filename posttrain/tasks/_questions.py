@@ -257,6 +257,6 @@ def found_answer(style: str, response: str) -> str | None:
     marked = final_answer(response, HASHES)
     if marked:
         return marked
-    unclosed = "<think>" in response and "</think>" not in response
-    numbers = [] if unclosed else NUMBER.findall(response.rpartition("</think>")[2][-SEARCHED:])
+    said = response.rpartition("</think>")[2][-SEARCHED:]
+    numbers = [] if "<think>" in said else NUMBER.findall(said)
     return numbers[-1] if numbers else None

@@ -274,3 +274,25 @@ def test_a_task_uses_it_in_one_line() -> None:
     validate(Roots())
     problem = Roots().problems("test")[0]
     assert Roots().score(problem, box(r"3\sqrt2")).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("response", "outcome"),
+    [
+        ("So 3 + 4.\nFinal answer: 7", "correct"),
+        ("**Final Answer:** 7.", "correct"),
+        ("final answer: 6\nNo. FINAL ANSWER: $7$\nDone.", "correct"),
+        (r"Final answer: 6, that is \boxed{7}", "correct"),  # a box counts first
+        (r"\boxed{6} so, final answer: 7", "wrong"),
+        ("Final answer: 6", "wrong"),
+        ("Final answer:", "unparseable"),
+        ("<think>final answer: 7", "unparseable"),
+        ("7", "unparseable"),
+    ],
+)
+def test_a_phrase_may_announce_the_answer_instead_of_a_box(response: str, outcome: str) -> None:
+    assert grade(response, "7", MathReward(phrase="final answer:")).outcome == outcome
+
+
+def test_an_answer_within_a_second_block_of_reasoning_that_never_ends_is_none() -> None:
+    assert grade(r"<think>a</think> so <think> \boxed{7}", "7").outcome == "unparseable"
