@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_code, parts_of, resolve
 from posttrain.rewards.compose import as_score
@@ -16,6 +16,7 @@ from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import MathReward, final_answer
 from posttrain.rewards.sandbox import isolation
 from posttrain.tasks._questions import (
+    MARKED,
     Pool,
     Questions,
     canonical,
@@ -27,6 +28,11 @@ from posttrain.trust import code_place
 from posttrain.types import JSON, Problem, Score
 
 BOXED = ("math", "arithmetic_steps")  # rewards that look for a box unless they have a marker
+CERTAIN = (
+    "math",
+    "answer",
+)  # rewards that pay 1 for the gold answer in the form that they look for
+TRIED = 8  # demonstrations that are scored before a run
 
 
 # where a record is from, for messages; the id of its problem; the record
@@ -53,7 +59,7 @@ class Judged(Questions):
     answer_after: str = ""  # take what follows the last of these in the answer, such as "####"
     reward: str = "math"
     options: Mapping[str, JSON] = field(default_factory=dict)  # those of the reward
-    # direct, thinking or boxed; "": boxed where the reward looks for a box, else direct
+    # direct, thinking, boxed or marked; "": boxed or marked where the reward looks for a box or a marker, else direct
     style: str = ""
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
@@ -62,7 +68,7 @@ class Judged(Questions):
 
     def check_settings(self, task: str) -> None:
         check(self.reward, self.options)
-        self.check_style(task)
+        self.check_style(task, "marked")
         share = 0 < self.held_out < 1
         require(share, f"{task}: held_out is a share between 0 and 1, not {self.held_out}")
         fine = self.score_seconds > 0
@@ -87,10 +93,35 @@ class Judged(Questions):
         return _read(part, type(self).make, self.question, self.answer, self.answer_after)
 
     @property
+    def form(self) -> str | None:
+        """Where the reward looks for the answer: "" in a box, else after this marker; None where it reads the whole response."""
+        for name, options in self.rewards():
+            if name == "answer":
+                return str(options.get("marker", MARKER))
+            if name in BOXED:
+                return str(options.get("marker", ""))
+        return None
+
+    @property
     def wording(self) -> str:
-        found = parts_of(self.reward, self.options)
-        boxed = any(name in BOXED and not options.get("marker") for name, options in found)
-        return self.style or ("boxed" if boxed else "direct")
+        fitting = {None: "direct", "": "boxed"}.get(self.form, "marked")
+        return self.style or fitting
+
+    def ask(self, question: str) -> str:
+        if self.wording == "marked":
+            return MARKED.replace("{marker}", self.form or MARKER).replace("{question}", question)
+        return super().ask(question)
+
+    def demonstration(self, problem: Problem) -> str:
+        """The solution, with the answer where the reward looks for it, whatever the style."""
+        solution, form = str(problem.facts.get("solution") or problem.answer), self.form
+        if form is None:
+            return solution
+        if not form:
+            boxed = "\\boxed" in solution
+            return solution if boxed else f"{solution}\n\\boxed{{{problem.answer}}}"
+        there = after_marker(solution, form) == problem.answer
+        return solution if there else f"{solution}\n{form} {problem.answer}"
 
     def score(self, problem: Problem, response: str) -> Score:
         """What the reward says; one that is `async` is awaited by the scorer. A judge takes options that only a group has."""
@@ -125,7 +156,29 @@ class Judged(Questions):
                 check_judge(**options)
             elif name == "code":
                 lines.append(isolation.describe(str(options.get("sandbox", "auto"))))
+        if self.reward in CERTAIN:
+            self._check_demonstrations()
+            if self.wording in ("direct", "thinking") and not self.system:
+                where = f"after {self.form}" if self.form else "in a box"
+                lines.append(
+                    f"the reward {self.reward} pays an answer {where}, which the style {self.wording} does not ask for"
+                )
         return tuple(lines)
+
+    def _check_demonstrations(self) -> None:
+        """Refuse data whose own gold answers the reward pays nothing: no response could earn anything."""
+        refused = []
+        for problem in self.pool("train")[:TRIED]:
+            score = self.score(problem, self.demonstration(problem))
+            if score.value == 1.0:
+                return
+            refused.append((problem, score.failure or score.outcome))
+        for problem, why in refused[:1]:
+            raise UserError(
+                f"the reward {self.reward} does not pay the gold answers of the task: that of problem {problem.id}, "
+                f"{problem.answer[:60]!r}, is {why}; choose another reward, or the fields answer and answer_after so "
+                "that they hold the answer alone"
+            )
 
     def rewards(self) -> list[tuple[str, Options]]:
         """The reward, or those that it is composed of, with the options of each."""

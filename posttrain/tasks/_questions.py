@@ -29,6 +29,7 @@ NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?(?:/[0-9]{1,30})?"
 )
 SEARCHED = 10_000  # characters from the end in which a number is looked for
+MARKED = "{question}\n\nThink step by step, then end with the final answer after {marker}."
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 
@@ -55,9 +56,10 @@ class Questions(Task):
         """The style in which a question is asked."""
         return self.style
 
-    def check_style(self, task: str) -> None:
-        known = ", ".join(STYLES)
-        require(self.wording in STYLES, f"{task}: style is one of {known}, not {self.style!r}")
+    def check_style(self, task: str, *more: str) -> None:
+        known = (*STYLES, *more)
+        named = ", ".join(known)
+        require(self.wording in known, f"{task}: style is one of {named}, not {self.style!r}")
         require(self.examples >= 0, f"{task}: examples must not be negative, not {self.examples}")
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
@@ -88,12 +90,6 @@ class Questions(Task):
 
     def ask(self, question: str) -> str:
         return STYLES[self.wording].replace("{question}", question)
-
-    def demonstration(self, problem: Problem) -> str:
-        """The solution, with its final part in a box where the style asks for one."""
-        solution = str(problem.facts.get("solution") or problem.answer)
-        boxed = self.wording == "boxed" and "\\boxed" not in solution
-        return f"{solution}\n\\boxed{{{problem.answer}}}" if boxed else solution
 
 
 def normalised(text: str) -> str:

@@ -107,6 +107,36 @@ def test_a_box_is_asked_for_where_the_reward_looks_for_one(file: str, reward: st
     assert "\\boxed" not in Jsonl(file, style="direct").prompt(task.problems("train")[0])[0].content
 
 
+@pytest.mark.parametrize(
+    ("reward", "options", "asked"),
+    [
+        ("math", {}, "\\boxed{}"),
+        ("math", {"phrase": "final answer:"}, "\\boxed{}"),
+        ("math", {"marker": "####"}, "after ####"),
+        ("answer", {}, "after #."),
+        ("answer", {"marker": "ANSWER:"}, "after ANSWER:"),
+    ],
+)
+@pytest.mark.parametrize("style", ["", "direct"])
+def test_a_demonstration_earns_1_and_the_question_asks_for_its_form(
+    file: str, reward: str, options: Any, asked: str, style: str
+) -> None:
+    task = Jsonl(file, answer_after="####", reward=reward, options=options, style=style)
+    for problem in task.problems("train")[:5]:
+        assert task.score(problem, task.demonstration(problem)).value == 1.0
+    assert (asked in task.prompt(problem)[0].content) == (not style)
+    assert [("does not ask for" in line) for line in task.ready()] == [True] * bool(style)
+
+
+def test_data_whose_gold_answers_earn_nothing_is_refused_before_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "essays.jsonl"
+    rows = [{"question": f"Why {n}?", "answer": "{" * 3 + "because" * n} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="math does not pay the gold answers of the task: that of problem essays.jsonl:"):
+        Jsonl(str(path)).ready()
+    Jsonl(str(path), reward="answer").ready()
+
+
 def test_few_shot_prompts_do_not_split_the_file_again(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
     monkeypatch.setattr(_questions, "stable_hash", lambda *parts: hashed.append(parts) or stable_hash(*parts))
