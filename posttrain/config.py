@@ -193,6 +193,8 @@ def pair(argument: str) -> tuple[str, JSON]:
     key, equals, text = argument.partition("=")
     require(bool(equals) and bool(key), f"{argument!r} is not key=value")
     try:
+        if text.lstrip().startswith("#"):  # a comment to YAML; here a marker such as ####
+            return key, text
         return key, number(read_values(text, key)) if text else ""
     except (yaml.YAMLError, ValueError):
         return key, text
