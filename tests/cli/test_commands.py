@@ -19,7 +19,7 @@ LATER = {"chat", "label", "serve", "studio"}  # named by the design, not built y
 
 def test_the_commands_are_those_of_the_design() -> None:
     assert set(COMMANDS) | LATER == {
-        "run", "resume", "plan", "eval", "compare", "sample", "show", "list", "advise", "doctor", *LATER,
+        "run", "resume", "plan", "eval", "compare", "sample", "show", "list", "advise", "doctor", "probe", *LATER,
     }  # fmt: skip
 
 
