@@ -38,7 +38,7 @@ BOUNDED = {
     "engine/forked.py: os.read(self.out, 1 << 20)": "after select",
     "engine/forked.py: os.read(requests, 1 << 20)": "of a worker, which ends with its parent",
     "engine/forked.py: os.write(self.into, view)": "after select",
-    "commands/probe.py: asyncio.run(every(workers))": "isolated scores have a limit; others are quick by contract",
+    "commands/probe.py: asyncio.run(_score(judged, _cases(judged, split, count), workers))": "isolated scores have a limit; others are quick by contract",
     "episodes.py: asyncio.run(run())": "isolated scores have a limit; a task that scores or runs here is quick by contract",
     "episodes.py: asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))": "the same",
     "episodes.py: asyncio.gather(*(self.episode(draw, n) for n in range(self.samples)))": "the same",

@@ -11,13 +11,13 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain import config
+from posttrain import catalogue, config
 from posttrain.commands.probe_answers import (
     GOLD,
     KINDS,
@@ -38,6 +38,12 @@ PROBLEMS, JUDGED_PROBLEMS = 32, 4  # a judge is asked over a network, and costs
 TOLERATED = 0.05  # the share of answers of a kind that may pay by coincidence
 BAD = ("pays", "pays more", "not paid", "fails")
 MARGIN = 1e-9
+NO_SPREAD = (
+    "the reward never differs between the answers to a problem, so nothing can be learned from it"
+)
+ERRORS_MASK = (
+    "return a number for whatever a policy writes: an error is masked, and hides this answer"
+)
 Function = Callable[[str, str, str], Score | float]
 
 
@@ -102,6 +108,11 @@ class Example:
     value: float
     gold: float
 
+    @classmethod
+    def of(cls, one: Scored) -> Example:
+        problem, value, gold = one.case.problem, one.score.value or 0.0, one.gold or 0.0
+        return cls(one.kind, problem.id, problem.question[:200], one.response[:400], value, gold)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -128,19 +139,30 @@ class Report:
 
 
 @dataclass(slots=True)
-class _Scored:
+class Scored:
+    """An answer with its score, next to the values of the gold answer and of the worst answer to the same problem."""
+
     case: Case
     kind: str
     response: str
     score: Score
+    seconds: float
+    gold: float | None = None
+    worst: float = 0.0
 
+    @property
+    def expected(self) -> str:
+        return self.case.expected(self.kind)
 
-@dataclass(slots=True)
-class _Scores:
-    """All answers with their scores and how long each took."""
+    @property
+    def gold_paid(self) -> bool:
+        """Only where the gold answer earns more than the worst does it say something to earn as much."""
+        return self.gold is not None and self.gold > self.worst + MARGIN
 
-    found: list[_Scored] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    def over_gold(self, by: float = -MARGIN) -> bool:
+        """Whether the answer earns as much as the gold answer, or more than it by some margin."""
+        value = self.score.value
+        return self.gold is not None and value is not None and value >= self.gold + by
 
 
 def probe(
@@ -160,10 +182,10 @@ def probe(
     count = problems or (JUDGED_PROBLEMS if asks else PROBLEMS)
     require(count > 0, f"probe: problems is a positive number, not {problems}")
     judged.ready()
-    cases = _cases(judged, split, count)
-    scores = _score(judged, cases)
+    with WorkerPool([judged], 1) as workers, no_running_loop():
+        found = asyncio.run(_score(judged, _cases(judged, split, count), workers))
     name = getattr(reward, "__name__", str(reward)) if reward is not None else "the task's own"
-    return _report(scores, type(made).__name__.lower(), name, len(cases), examples)
+    return _report(found, catalogue.name_of(made), name, examples)
 
 
 def rewarded(task: Task, reward: str | Function | None, options: Options) -> Task:
@@ -207,10 +229,10 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
     chosen = [given[n * step] for n in range(min(count, len(given)))]
     programs = isinstance(task, Judged) and any(name == "code" for name, _ in task.rewards())
     tests = [read_program_tests(problem.answer) if programs else () for problem in chosen]
-    golds = []
-    for problem, own in zip(chosen, tests, strict=True):
-        gold = (lookup_program(own) if own else None) or task.demonstration(problem)
-        golds.append(gold)
+    golds = [
+        (lookup_program(own) if own else None) or task.demonstration(problem)
+        for problem, own in zip(chosen, tests, strict=True)
+    ]
     cases = []
     for place, problem in enumerate(chosen):
         after = [n % len(chosen) for n in range(place + 1, place + len(chosen))]
@@ -222,174 +244,101 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
     return cases
 
 
-def _score(task: Task, cases: Sequence[Case]) -> _Scores:
+async def _score(task: Task, cases: Sequence[Case], workers: WorkerPool) -> list[Scored]:
     """Every answer to every problem; those of an isolated task in worker processes, with its time limit."""
-    scores = _Scores()
-
-    async def one(case: Case, workers: WorkerPool) -> None:
-        pairs = [(k, text) for k, text in answers(case) if k == GOLD or text != case.gold]
-        texts, began = [text for _, text in pairs], time.perf_counter()
-        isolates = task.isolates(case.problem)
-        found = None if isolates else score_group(task, case.problem, texts)
-        if found is not None:
-            scores.seconds += [(time.perf_counter() - began) / len(texts)] * len(texts)
-        else:
-            found = []
-            for text in texts:
-                began = time.perf_counter()
-                scorer = (
-                    workers.score(task, case.problem, text)
-                    if isolates
-                    else task.scored(case.problem, text)
-                )
-                found.append(await scorer)
-                scores.seconds.append(time.perf_counter() - began)
-        scores.found += [
-            _Scored(case, *pair, score) for pair, score in zip(pairs, found, strict=True)
-        ]
-
-    async def every(workers: WorkerPool) -> None:
-        for case in cases:
-            await one(case, workers)
-
-    with WorkerPool([task], 1) as workers, no_running_loop():
-        asyncio.run(every(workers))
-    return scores
+    found: list[Scored] = []
+    for case in cases:
+        own: list[Scored] = []
+        pairs = [(kind, text) for kind, text in answers(case) if kind == GOLD or text != case.gold]
+        isolates, began = task.isolates(case.problem), time.perf_counter()
+        texts = [text for _, text in pairs]
+        together = None if isolates else score_group(task, case.problem, texts)
+        each = (time.perf_counter() - began) / len(pairs)
+        for place, (kind, text) in enumerate(pairs):
+            if together is not None:
+                own.append(Scored(case, kind, text, together[place], each))
+                continue
+            began = time.perf_counter()
+            if isolates:
+                score = await workers.score(task, case.problem, text)
+            else:
+                score = await task.scored(case.problem, text)
+            own.append(Scored(case, kind, text, score, time.perf_counter() - began))
+        values = [one.score.value for one in own if one.score.value is not None]
+        for one in own:
+            one.gold, one.worst = own[0].score.value, min(values, default=0.0)
+        found += own
+    return found
 
 
-def _report(scores: _Scores, task: str, reward: str, problems: int, limit: int) -> Report:
-    gold = {s.case.problem.id: s.score.value for s in scores.found if s.kind == GOLD}
-    by_problem: dict[str, list[float]] = defaultdict(list)
-    by_kind: dict[tuple[str, str], list[_Scored]] = defaultdict(list)
-    for one in scores.found:
-        by_kind[one.kind, one.case.expected(one.kind)].append(one)
+def _report(found: Sequence[Scored], task: str, reward: str, limit: int) -> Report:
+    by_kind: dict[tuple[int, str], list[Scored]] = defaultdict(list)
+    values: dict[str, list[float]] = defaultdict(list)
+    for one in found:
+        by_kind[list(KINDS).index(one.kind), one.expected].append(one)
         if one.score.value is not None:
-            by_problem[one.case.problem.id].append(one.score.value)
-    # problems whose gold answer earns more than the worst: only there does it say something to earn as much
-    floor = {problem: min(values) for problem, values in by_problem.items()}
-    paid = {p for p, value in gold.items() if value is not None and value > floor[p] + MARGIN}
-    order = list(KINDS)
-    keys = sorted(by_kind, key=lambda key: (order.index(key[0]), key[1]))
-    rows = [_row(*key, by_kind[key], gold, floor, paid) for key in keys]
-    failures = Counter(s.score.failure for s in scores.found if s.score.failure)
-    spreads = [statistics.pstdev(values) for values in by_problem.values() if values]
-    without = sum(spread <= MARGIN for spread in spreads) / len(spreads) if spreads else 1.0
+            values[one.case.problem.id].append(one.score.value)
+    rows = [_row(by_kind[key]) for key in sorted(by_kind)]
+    spreads = [statistics.pstdev(own) for own in values.values()] or [0.0]
+    without = sum(spread <= MARGIN for spread in spreads) / len(spreads)
     findings = [f"{row.kind}: {_said(row)}; {row.advice}" for row in rows if row.verdict in BAD]
-    if without == 1.0:
-        findings.append(
-            "the reward never differs between the answers to a problem, so nothing can be learned from it"
-        )
-    if findings and not paid:
-        findings.insert(
-            0,
-            "no gold answer earns more than the worst other answer, so nothing else can be compared with it",
-        )
-    worst = [
-        s
-        for s in scores.found
-        if s.case.expected(s.kind) == "not" and _at_gold(s, gold) and s.case.problem.id in paid
-    ]
-    worst.sort(key=lambda s: (-(s.score.value or 0.0), len(s.response)))
-    distinct = {s.kind: s for s in reversed(worst)}
-    first = [*reversed(distinct.values()), *worst]
-    shown = list({id(s): s for s in first}.values())[:limit]
-    seconds = sorted(scores.seconds) or [0.0]
-    times = {
-        "median": statistics.median(seconds),
-        "p95": seconds[int(0.95 * (len(seconds) - 1))],
-        "max": seconds[-1],
-    }
-    tokens = sum(s.score.parts.get("judge_tokens", 0.0) for s in scores.found)
+    findings += [NO_SPREAD] * (without == 1.0)
+    bad = [one for one in found if one.expected == "not" and one.gold_paid and one.over_gold()]
+    bad.sort(key=lambda one: (-(one.score.value or 0.0), len(one.response)))
+    first = {one.kind: one for one in reversed(bad)}  # the worst of each kind
+    seconds = sorted(one.seconds for one in found)
+    times = [statistics.median(seconds), seconds[int(0.95 * (len(seconds) - 1))], seconds[-1]]
     return Report(
         task=task,
         reward=reward,
-        problems=problems,
-        calls=len(scores.found),
+        problems=len({id(one.case) for one in found}),
+        calls=len(found),
         rows=rows,
         findings=findings,
         passed=not findings,
-        seconds=times,
-        failures=dict(failures.most_common()),
-        spread=statistics.fmean(spreads) if spreads else 0.0,
+        seconds=dict(zip(("median", "p95", "max"), times, strict=True)),
+        failures=dict(Counter(one.score.failure for one in found if one.score.failure)),
+        spread=statistics.fmean(spreads),
         without_spread=without,
-        examples=[_example(s, gold) for s in shown],
-        judge_tokens=round(tokens),
+        examples=[Example.of(one) for one in [*reversed(first.values())][:limit]],
+        judge_tokens=round(sum(one.score.parts.get("judge_tokens", 0.0) for one in found)),
     )
 
 
-def _at_gold(one: _Scored, gold: Mapping[str, float | None], more: bool = False) -> bool:
-    value, best = one.score.value, gold[one.case.problem.id]
-    if value is None or best is None:
-        return False
-    return value > best + MARGIN if more else value >= best - MARGIN
-
-
-def _row(
-    kind: str,
-    expected: str,
-    found: Sequence[_Scored],
-    gold: Mapping[str, float | None],
-    floor: Mapping[str, float],
-    paid: set[str],
-) -> Row:
+def _row(found: Sequence[Scored]) -> Row:
+    """The answers of one kind, which are expected to earn the same."""
+    kind, expected = found[0].kind, found[0].expected
     values = [one.score.value for one in found if one.score.value is not None]
-    mean = statistics.fmean(values) if values else None
-    both = [one for one in found if one.score.value is not None and one.case.problem.id in paid]
-    share = sum(_at_gold(one, gold) for one in both) / len(both) if both else None
+    both = [one for one in found if one.score.value is not None and one.gold_paid]
+    share = sum(one.over_gold() for one in both) / len(both) if both else None
     # an unreadable gold answer fails whatever the response is: that is the data's fault, and is counted by name
-    failed = [
-        one for one in found if one.score.value is None and gold[one.case.problem.id] is not None
-    ]
-    verdict, advice = "-" if expected == "either" else "ok", KINDS[kind][1]
+    failed = sum(one.score.value is None and one.gold is not None for one in found)
+    earned = sum((one.score.value or 0.0) - one.worst for one in both)
+    whole = sum((one.gold or 0.0) - one.worst for one in both)
+    tolerated, verdict = TOLERATED * len(found), "-" if expected == "either" else "ok"
     if kind == GOLD:
-        unpaid = sum(
-            gold[one.case.problem.id] is not None and one.case.problem.id not in paid
-            for one in found
-        )
-        verdict = "not paid" if unpaid > TOLERATED * len(found) or not values else "ok"
-    elif len(failed) > TOLERATED * len(found):
-        verdict, advice = (
-            "fails",
-            "the reward must return a number for whatever a policy writes: an error is masked, and hides this answer",
-        )
+        unpaid = sum(one.gold is not None and not one.gold_paid for one in found)
+        verdict = "not paid" if unpaid > tolerated or not values else "ok"
+    elif failed > tolerated:
+        verdict = "fails"
     elif expected == "not" and share is not None and share > TOLERATED:
         verdict = "pays"
-    elif expected == "not" and both and mean is not None and _halfway(both, gold, floor):
+    elif expected == "not" and both and earned >= 0.5 * whole:
         verdict = "partly"
-    elif (
-        "padded" in kind
-        and both
-        and sum(_at_gold(one, gold, more=True) for one in both) > TOLERATED * len(both)
-    ):
+    elif "padded" in kind and sum(one.over_gold(MARGIN) for one in both) > tolerated:
         verdict = "pays more"
+    advice = ERRORS_MASK if verdict == "fails" else KINDS[kind][1]
+    mean = statistics.fmean(values) if values else None
     return Row(kind, expected, len(found), mean, share, verdict, advice)
 
 
-def _halfway(
-    both: Sequence[_Scored], gold: Mapping[str, float | None], floor: Mapping[str, float]
-) -> bool:
-    """Whether answers earn, on average, half of what the gold answer earns over the worst one."""
-    earned = sum((one.score.value or 0.0) - floor[one.case.problem.id] for one in both)
-    whole = sum((gold[one.case.problem.id] or 0.0) - floor[one.case.problem.id] for one in both)
-    return earned >= 0.5 * whole
-
-
 def _said(row: Row) -> str:
-    share = (
-        f"{row.at_gold:.0%} of {row.count} answers earn" if row.at_gold is not None else "they earn"
-    )
     return {
-        "pays": f"{share} as much as the gold answer",
+        "pays": f"{row.at_gold or 0.0:.0%} of {row.count} answers earn as much as the gold answer",
         "pays more": "padding earns more than the gold answer alone",
         "not paid": "it earns no more than the worst of the other answers",
         "fails": "it could not be scored",
     }[row.verdict]
-
-
-def _example(one: _Scored, gold: Mapping[str, float | None]) -> Example:
-    problem = one.case.problem
-    value, best = one.score.value or 0.0, gold[problem.id] or 0.0
-    return Example(one.kind, problem.id, problem.question[:200], one.response[:400], value, best)
 
 
 def lines(report: Report) -> list[str]:
