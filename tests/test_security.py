@@ -57,6 +57,7 @@ AUDITED = {
     "ctypes": {
         "system/processes.py",
         "engine/forked.py",
+        "data/safe_readers.py",
         "rewards/sandbox/pool.py",
         "rewards/sandbox/child.py",
         "rewards/sandbox/mechanisms.py",
