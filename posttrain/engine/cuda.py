@@ -2,13 +2,12 @@
 
 One graph holds a whole step, from embedding to the sampled id, its log-prob, the length and the done flag; the host looks after a burst
 of steps. There is a graph for each bucket of rows and tiles, so that the long tail of a batch runs at its own size. Rows of one prompt
-stay neighbours, in order: it is read once for all of them. Elsewhere than on CUDA the same step runs without a graph.
+stay neighbours, in order: it is read once for all of them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,15 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engine.fused import Attend, Fused, fused, packed_attend
-from posttrain.engine.kernels import advance, attend, choose, tile_rows
+from posttrain.engine.fused import Fused, advance, attend_pages, choose, fused, tile_rows
 from posttrain.engine.rows import INTEGERS, PAGE, Rows, RowTable
 from posttrain.engine.scheduler import Work
 from posttrain.errors import require
-from posttrain.models.attention import Packed, Rule
-from posttrain.models.layers import Heads
+from posttrain.models.attention import Rule, attend_packed
 from posttrain.models.policy import Policy
-from posttrain.models.varlen import available, offsets, varlen, varlen_plain
 from posttrain.ops.logprobs import head_logits
 
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
@@ -70,10 +66,8 @@ class Pages:
 
     def take(self, count: int) -> np.ndarray:
         assert count <= len(self.free)
-        taken, self.free = (
-            self.free[len(self.free) - count :][::-1],
-            self.free[: len(self.free) - count],
-        )
+        kept = len(self.free) - count
+        taken, self.free = self.free[kept:][::-1], self.free[:kept]
         return taken
 
     def give(self, pages: np.ndarray) -> None:
@@ -103,12 +97,10 @@ class CUDABackend:
     def __init__(self, policy: Policy, decoder: Fused):
         self.policy, self.decoder, self.rows = policy, decoder, RowTable()
         self.device, self.dtype = policy.device, policy.dtype
-        self.stop_V = torch.zeros(
-            policy.head.weight_VH.shape[0], dtype=torch.int64, device=self.device
-        )
+        size = policy.head.weight_VH.shape[0]
+        self.stop_V = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.stop_V[list(policy.stop_ids)] = 1
         self.stoppable = bool(policy.stop_ids)
-        self.capture_seconds = 0.0
         self.graphs: dict[tuple[int, int, int, bool], torch.cuda.CUDAGraph] = {}
         self._clear()
 
@@ -122,10 +114,8 @@ class CUDABackend:
         self.numbers = count()
         # pages of all live rows at their longest, of their prompts, and of kept sessions
         self.promised = 0
-        self.changed, self.shape = (
-            True,
-            (0, 0),
-        )  # the device does not know yet; rows and tiles it knew last
+        # the device does not know yet; rows and tiles it knew last
+        self.changed, self.shape = True, (0, 0)
         self.steps = 0
 
     @property
@@ -134,17 +124,10 @@ class CUDABackend:
 
     @property
     def page_bytes(self) -> int:
-        size = torch.tensor([], dtype=self.dtype).element_size()
-        return sum(2 * PAGE * h.keys * h.width * size for h in self.decoder.heads)
-
-    @property
-    def bytes(self) -> int:
-        return self.pages.pages * self.page_bytes
+        return sum(2 * PAGE * h.keys * h.width * self.dtype.itemsize for h in self.decoder.heads)
 
     def room(self) -> int:
         """Pages that the memory at hand can hold, those of the pool included."""
-        if self.device.type != "cuda":
-            return 1 << 40
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return max(0, int(free - MARGIN * total)) // self.page_bytes + self.pages.pages
@@ -179,15 +162,12 @@ class CUDABackend:
         self.largest = max(self.largest, *(len(work.requests) for work in works))
         self.tile_size, self.queries = tile_rows(self.decoder.heads[0], self.largest)
         self.capacity = max(self.capacity, rows)
-        rows_R, pages_R = (
-            np.cumsum(counts)
-            for counts in zip(*((len(w.requests), max_pages(w)) for w in works), strict=True)
-        )
+        rows_R = np.cumsum([len(w.requests) for w in works])
+        pages_R = np.cumsum([max_pages(w) for w in works])
         fitting = (rows_R <= self.capacity) & (pages_R < self.room_pages)
-        pool = 1 + sum(
-            pages_of(len(w.ids)) + sum(pages_of(min(limit, AHEAD)) for limit in w.limits)
-            for w in works[: int(fitting.sum())]
-        )
+        begun = works[: int(fitting.sum())]
+        pool = 1 + sum(pages_of(min(limit, AHEAD)) for w in begun for limit in w.limits)
+        pool += sum(pages_of(len(w.ids)) for w in begun)
         pages = pages_of(max(limit for w in works for limit in w.limits))
         positions = max(len(w.ids) + max(w.limits) for w in works)
         self._allocate(pages, pages_of(max(len(w.ids) for w in works)), pool, positions)
@@ -206,15 +186,13 @@ class CUDABackend:
         """Room for rows, pages a row and a prompt, pages in all. What is moved makes captured graphs worthless."""
         state = self.state
         old = (0, 0, 0) if state is None else (state.capacity, state.pages, state.prompt_pages)
-        new = tuple(
-            max(a, b) for a, b in zip(old, (self.capacity, pages, prompt_pages), strict=True)
-        )
+        wanted = (self.capacity, pages, prompt_pages)
+        new = tuple(max(pair) for pair in zip(old, wanted, strict=True))
         if new != old:
             self.state = Rows(new[0], new[1], new[2], BURST, self.device)
-            self.table, self.prompt_table = (
-                np.pad(table, ((0, new[0] - old[0]), (0, width - table.shape[1])))
-                for table, width in ((self.table, new[1]), (self.prompt_table, new[2]))
-            )
+            more = [(0, b - a) for a, b in zip(old, new, strict=True)]
+            self.table = np.pad(self.table, more[:2])
+            self.prompt_table = np.pad(self.prompt_table, (more[0], more[2]))
             self.changed = True
             self._forget_graphs()
         self.rows.reserve(new[0])
@@ -225,20 +203,16 @@ class CUDABackend:
 
     def grow(self, pool: int) -> None:
         """A larger pool with the same contents, moved layer by layer."""
-        kept = self.pages.pages * PAGE if self.stores else 0
+        kept = self.pages.pages * PAGE
         for layer, heads in enumerate(self.decoder.heads):
-            made = []
-            for side in range(2):
-                new = torch.zeros(
-                    pool * PAGE, heads.keys, heads.width, dtype=self.dtype, device=self.device
-                )
-                if kept:
-                    new[:kept] = self.stores[layer][side]
-                made.append(new)
-            if kept:
-                self.stores[layer] = (made[0], made[1])
+            shape = (pool * PAGE, heads.keys, heads.width)
+            keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            values = torch.zeros_like(keys)
+            if layer < len(self.stores):
+                keys[:kept], values[:kept] = self.stores[layer]
+                self.stores[layer] = keys, values
             else:
-                self.stores.append((made[0], made[1]))
+                self.stores.append((keys, values))
         self.pages.grow(pool)
         self._forget_graphs()
 
@@ -275,11 +249,7 @@ class CUDABackend:
             return
         more = need[short] - have[short]
         row = np.repeat(short, more)
-        column = (
-            np.repeat(have[short], more)
-            + np.arange(len(row))
-            - np.repeat(np.cumsum(more) - more, more)
-        )
+        column = np.repeat(have[short] - np.cumsum(more) + more, more) + np.arange(len(row))
         self.table[row, column] = self._take(len(row))
         have[short] = need[short]
         self.changed = True
@@ -290,9 +260,8 @@ class CUDABackend:
         groups = [len(work.requests) for work in works]
         row = first + np.cumsum([0, *groups[:-1]])
         self._reserve(1)
-        slots = [
-            slots_of(self.prompt_table[r], len(w.ids)) for r, w in zip(row, works, strict=True)
-        ]
+        tables = self.prompt_table[row]
+        slots = [slots_of(table, len(w.ids)) for table, w in zip(tables, works, strict=True)]
         cached = [0 if cache is None else cache.length for cache in caches]
         if any(cached):
             old = np.concatenate([cache.slots for cache in caches if cache is not None])
@@ -317,65 +286,49 @@ class CUDABackend:
         state of each, [P, H]."""
         every = [len(i) for i in ids]
         new = [length - skip for length, skip in zip(every, cached, strict=True)]
-        parts = (
-            [i[skip:] for i, skip in zip(ids, cached, strict=True)],
-            [np.arange(skip, length) for skip, length in zip(cached, every, strict=True)],
-            [s[skip:] for s, skip in zip(slots, cached, strict=True)],
-        )
-        id_T, position_T, slot_T = (
-            torch.from_numpy(np.concatenate(part)).to(self.device) for part in parts
-        )
-        starts, heads = np.cumsum([0, *new]), self.decoder.heads[0]
+        columns = (ids, [np.arange(length) for length in every], slots)
+        skipped = ([a[n:] for a, n in zip(column, cached, strict=True)] for column in columns)
+        joined = (torch.from_numpy(np.concatenate(column)) for column in skipped)
+        id_T, position_T, slot_T = (column.to(self.device) for column in joined)
         slot_L = torch.from_numpy(np.concatenate(slots)).to(self.device) if any(cached) else None
-        softcap = any(layer.rule.softcap is not None for layer in self.decoder.layers)
-        if slot_L is not None or (not softcap and available(self.stores[0][0], heads.width, None)):
-            how = self._prefill_attend(new, every, slot_L)
-        else:
-            how = packed_attend(Packed(tuple(starts.tolist()), self.device))
-        hidden_TH = self.decoder.hidden(id_T, position_T, slot_T, self.stores, how)
-        return hidden_TH[torch.from_numpy(starts[1:] - 1).to(self.device)]
+        within = attend_packed(tuple(every), self.device, tuple(new) if any(cached) else None)
 
-    def _prefill_attend(self, new: list[int], every: list[int], slot_L: Tensor | None) -> Attend:
-        """Queries are the last tokens of their keys' sequence; keys come from the pool where a part of them was there before."""
-        from_N = offsets(new, self.device)
-        of_N = from_N if slot_L is None else offsets(every, self.device)
-        longest = (max(new), max(every))
-
-        def attend_packed(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
-            split = qkv.view(qkv.shape[0], -1, heads.width)
-            query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+            """Keys come from the pool where a part of them was there before."""
             if slot_L is not None:
                 key, value = (side[slot_L] for side in self.stores[layer])
-            how = varlen if available(query, heads.width, rule.softcap) else varlen_plain
-            return how(query, key, value, from_N, of_N, *longest, rule).reshape(qkv.shape[0], -1)
+            return within(layer, query, key, value, rule)
 
-        return attend_packed
+        hidden_TH = self.decoder.hidden(id_T, position_T, slot_T, self.stores, attend)
+        return hidden_TH[torch.from_numpy(np.cumsum(new) - 1).to(self.device)]
 
     def launch(self) -> None:
-        rows = self.rows
+        rows, state = self.rows, self.state
+        assert state is not None
         left = int((rows.live("limit") - rows.live("count")).max())
         self.steps = min(BURST if self.endless else STOPPABLE, left)
         self._reserve(self.steps)
         size = bucket(rows.count, self.capacity)
         tiles = bucket(self._tiles().shape[1], size)
-
-        def upload(anew: bool) -> None:
-            if anew or self.changed or (size, tiles) != self.shape:
-                self._upload(size, tiles)
-                self.shape = (size, tiles)
-
-        self._run(self.steps, size, tiles, upload)
+        key = (size, tiles, self.queries, self.truncated)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(size, tiles)
+            self.changed = True  # what the device knew was overwritten
+        if self.changed or (size, tiles) != self.shape:
+            self._upload(size, tiles)
+            self.shape = (size, tiles)
+        state.step.zero_()
+        for _ in range(self.steps):
+            self.graphs[key].replay()
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         return self._drawn(self.steps, 0)
 
     def _drawn(self, steps: int, first: int) -> tuple[np.ndarray, np.ndarray]:
         assert self.state is not None
-        part = slice(first, self.rows.count)
-        return (
-            self.state.ids[:steps, part].cpu().numpy(),
-            self.state.logprobs[:steps, part].cpu().numpy(),
-        )
+        drawn = (self.state.ids, self.state.logprobs)
+        ids, logprobs = (t[:steps, first : self.rows.count].cpu().numpy() for t in drawn)
+        return ids, logprobs
 
     def _tiles(self) -> np.ndarray:
         """[3, tiles]: runs of rows that share a prompt, none longer than a tile."""
@@ -383,9 +336,8 @@ class CUDABackend:
         begin = np.flatnonzero(np.r_[True, prompt[1:] != prompt[:-1]])
         length = np.diff(np.r_[begin, self.rows.count])
         parts = -(-length // self.tile_size)
-        offset = (
-            np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-        ) * self.tile_size
+        part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        offset = part * self.tile_size
         first = np.repeat(begin, parts) + offset
         rows = np.minimum(np.repeat(length, parts) - offset, self.tile_size)
         return np.stack([first, rows, self.rows["prefix"][first]])
@@ -407,50 +359,29 @@ class CUDABackend:
             target.copy_(torch.from_numpy(source).to(device))
         if tiles:
             made = self._tiles()
-            tile, prompt = (
-                np.zeros((3, tiles), np.int32),
-                np.zeros((tiles, state.prompt_pages), np.int32),
-            )
+            tile = np.zeros((3, tiles), np.int32)
+            prompt = np.zeros((tiles, state.prompt_pages), np.int32)
             tile[:, : made.shape[1]], prompt[: made.shape[1]] = made, self.prompt_table[made[0]]
             state.tile[:, :tiles].copy_(torch.from_numpy(tile).to(device))
             state.prompt_table[:tiles].copy_(torch.from_numpy(prompt).to(device))
         self.changed = not tiles
-
-    def _run(self, steps: int, size: int, tiles: int, upload: Callable[[bool], None]) -> None:
-        """Steps of the first `size` rows, which lie in `tiles` tiles. `upload` brings the host's state to the device where it changed;
-        called with true, what the device knew was overwritten."""
-        assert self.state is not None and steps <= BURST
-        if self.device.type != "cuda":
-            upload(False)
-            self.state.step.zero_()
-            for _ in range(steps):
-                self._step(size, tiles)
-            return
-        key = (size, tiles, self.queries, self.truncated)
-        new = key not in self.graphs
-        if new:
-            self.graphs[key] = self._capture(size, tiles)
-        upload(new)
-        self.state.step.zero_()
-        for _ in range(steps):
-            self.graphs[key].replay()
 
     def _step(self, size: int, tiles: int) -> None:
         """One token for each of the first rows."""
         state = self.state
         assert state is not None
 
-        def attend_pages(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
-            return attend(qkv, self.stores[layer], state, heads, rule, size, tiles, self.queries)
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+            store, heads = self.stores[layer], self.decoder.heads[layer]
+            return attend_pages(query, store, state, heads, rule, tiles, self.queries)
 
         last, position, slot = (state[name][:size] for name in ("last", "position", "slot"))
-        hidden_NH = self.decoder.hidden(last, position, slot, self.stores, attend_pages)
+        hidden_NH = self.decoder.hidden(last, position, slot, self.stores, attend)
         logits_NV = head_logits(hidden_NH, self.policy.head)
         advance(*choose(logits_NV, state, self.truncated), self.stop_V, state)
 
     def _capture(self, size: int, tiles: int) -> torch.cuda.CUDAGraph:
         """The graph of one step. The step that warms it up finds every row done, and changes nothing."""
-        began = time.perf_counter()
         assert self.state is not None
         self.state["done"].fill_(1)
         for state in (self.state["slot"], self.state.tile, self.state.step):
@@ -465,7 +396,6 @@ class CUDABackend:
             self._step(size, tiles)
         self.memory = self.memory or graph.pool()
         torch.cuda.synchronize(self.device)
-        self.capture_seconds += time.perf_counter() - began
         return graph
 
     def keep(self, row: int, number: int) -> KeptPages:
@@ -518,5 +448,4 @@ class CUDABackend:
         """Give the pool, the graphs and the copied weights back; the next call makes them anew."""
         self._clear()
         self.decoder.release()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # to the device: a private pool of graphs would not serve the trainer
+        torch.cuda.empty_cache()  # to the device: a private pool of graphs would not serve the trainer

@@ -7,12 +7,12 @@ makes twenty. It has no parameters: it reads those of the policy's own module wh
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.engine.packed_linear import PackedLinear
 from posttrain.models.attention import Layout, Packed
 from posttrain.models.layers import (
     LayerDescription,
@@ -23,6 +23,46 @@ from posttrain.models.layers import (
     prove,
 )
 from posttrain.models.policy import Policy
+
+SMALLEST = 1 << 15  # weights below this many elements are not worth oneDNN's slower call
+
+
+def available() -> bool:
+    """Whether this build of torch and this processor have oneDNN's prepacked products."""
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # in torch
+    return there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+# looked up once: finding the overload for each of a thousand calls takes as long as some of them
+LINEAR: Any = torch.ops.mkldnn._linear_pointwise if available() else None
+UNARY: Any = getattr(LINEAR, "default", None)
+BINARY: Any = getattr(LINEAR, "binary", None)
+
+
+class PackedLinear:
+    """x W^T + b for two-dimensional float32 x on the CPU, with what follows it done in the same pass. `pack` keeps W in oneDNN's own
+    layout, where that pays: a product with few rows spends a quarter of its time rearranging the weight. The copy is a snapshot: its
+    owner makes it anew when the weights have changed."""
+
+    __slots__ = ("bias", "packed", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, pack: bool):
+        pack = pack and weight.numel() >= SMALLEST and available()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight) if pack else None
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return UNARY(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """x W^T + b + other."""
+        if self.packed is not None:
+            return BINARY(x, other, self.packed, self.bias, "add")  # type: ignore[no-any-return]
+        if self.bias is None:
+            return torch.addmm(other, x, self.weight.t())
+        return F.linear(x, self.weight, self.bias).add_(other)
 
 
 def cpu_decoder(policy: Policy, pack: bool) -> Decoder | None:
@@ -85,17 +125,14 @@ class _Layer:
                 rows[: self.heads * self.width].mul_(layer.rule.scaling)
         self.qkv = PackedLinear(weight, bias, pack)
         self.gate_up = PackedLinear(*_scaled(layer.gate_up, self.post_norm), pack)
-        self.out, self.down = (
-            PackedLinear(p.weight().detach(), _detached(p.bias()), pack)
-            for p in (layer.out, layer.down)
-        )
+        plain = ((p.weight().detach(), _detached(p.bias())) for p in (layer.out, layer.down))
+        self.out, self.down = (PackedLinear(*matrix, pack) for matrix in plain)
 
     def _paired(self, rows: Tensor) -> Tensor:
         """Rows of heads with those that are rotated together next to each other (0, half, 1, ...). Products of query and key stay the
         same."""
-        return (
-            rows.view(-1, 2, self.width // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-        )
+        halves = rows.view(-1, 2, self.width // 2, *rows.shape[1:])
+        return halves.transpose(1, 2).reshape(rows.shape)
 
     def __call__(self, x: Tensor, shape: torch.Size, rope: Tensor, layout: Layout) -> Tensor:
         heads, rotated = self.heads, self.heads + self.keys
@@ -134,25 +171,14 @@ class Decoder:
         self.final_norm = _Norm(described.norm)
         self.rope = torch.empty(0, 1, 0, dtype=torch.complex64)  # [positions, 1, half of a head]
 
-    @property
-    def bytes(self) -> int:
-        """Memory of packed copies."""
-        return sum(
-            m.bytes
-            for layer in self.layers
-            for m in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        )
-
     def ensure_rope_table(self, positions: int) -> None:
         """Have angles for this many positions."""
         if positions <= self.rope.shape[0]:
             return
         at = torch.arange(max(positions, 2 * self.rope.shape[0]))
         cos, sin = self.rotary(self.embedding, at[None])
-        half = sin.shape[-1] // 2
-        self.rope = torch.complex(
-            cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
-        )
+        parts = (t[0, :, None, : t.shape[-1] // 2].contiguous() for t in (cos, sin))
+        self.rope = torch.complex(*parts)
 
     def hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """[B, S] ids at explicit positions -> [B, S, H]. `ensure_rope_table` must cover them."""

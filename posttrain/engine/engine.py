@@ -27,9 +27,7 @@ from posttrain.models.policy import Policy
 from posttrain.system.machine import check_threads
 from posttrain.types import Completion, Request, Statistics
 
-PAGED_DEVICES = {
-    "cuda"
-}  # the CUDA backend runs on others too, where it only shows that it is right
+PAGED_DEVICES = {"cuda"}
 
 
 @dataclass(slots=True, eq=False)
@@ -209,9 +207,8 @@ class Engine:
             return False
         if self.memory != self._memory():
             self._take_over(self.pool.close())
-            cpu_decoder(
-                self.policy, pack=False
-            )  # what it proves of the model is then known to the workers too
+            # what it proves of the model is then known to the workers too
+            cpu_decoder(self.policy, pack=False)
             for tensor in (*self.policy.model.parameters(), *self.policy.model.buffers()):
                 tensor.untyped_storage().share_memory_()
             self.memory = self._memory()

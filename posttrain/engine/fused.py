@@ -1,5 +1,5 @@
 """The forward pass of a described model (models/layers.py) as a short list of kernels over flat tokens, for prefilling and for
-decoding in CUDA graphs.
+decoding in CUDA graphs; and the other operations of a decode step, one Triton kernel each.
 
 It reads the parameters of the policy's own module. Products that share their input are done as one, for which their weights are
 copied side by side (`refresh`, at every call of `generate`, a millisecond for a billion weights); everything else is the module's own
@@ -9,14 +9,16 @@ small ones away: they are two narrow products in addition to each wide one.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.engine.kernels import rms_norm, rotate_store
-from posttrain.models.attention import Packed, Rule
+from posttrain.engine.random import uniforms
+from posttrain.engine.rows import PAGE, Rows
+from posttrain.engine.sampler import Choices, draw
+from posttrain.models.attention import Attend, Packed, Rule, attend_packed
 from posttrain.models.layers import (
     Heads,
     LayerDescription,
@@ -28,17 +30,10 @@ from posttrain.models.layers import (
     prove,
 )
 from posttrain.models.policy import Policy
-from posttrain.ops.fused import gated
+from posttrain.ops.fused import add_norm, gated, power_of_two
 
-
-class Attend(Protocol):
-    """How a layer's tokens attend: rotated [T, (Hq + 2 Hk) D] in, [T, Hq D] out."""
-
-    def __call__(self, layer: int, qkv: Tensor, heads: Heads, rule: Rule, /) -> Tensor: ...
-
-
-def _normalised(x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight.detach(), norm.epsilon, norm.shifted)
+BLOCK = 4096  # logits that one program sums
+MAX_QUERIES = 64  # queries that read a prompt together
 
 
 class Products:
@@ -64,31 +59,27 @@ class Products:
         """Give the copies back, until `allocate`."""
         self.weight = self.down = self.up = self.projection.modules[0].weight.detach()[:0]
 
-    def copies(self) -> tuple[list[Tensor], list[Tensor]]:
-        """(targets, sources) of what is copied."""
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        modules, sizes = self.projection.modules, self.projection.sizes
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of what is copied."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        projection, sizes = self.projection, self.projection.sizes
         if self.copied:
-            targets += self.weight.split_with_sizes(sizes)
-            sources += [m.weight.detach() for m in modules]
+            weights = (m.weight.detach() for m in projection.modules)
+            pairs += zip(self.weight.split_with_sizes(sizes), weights, strict=True)
             if self.bias is not None:
-                targets += self.bias.split_with_sizes(sizes)
-                sources += [m.bias.detach() for m in modules]
+                biases = (m.bias.detach() for m in projection.modules)
+                pairs += zip(self.bias.split_with_sizes(sizes), biases, strict=True)
         rank = 0
-        for adapter, part in zip(
-            self.projection.adapters, self.up.split_with_sizes(sizes), strict=True
-        ):
+        for adapter, part in zip(projection.adapters, self.up.split_with_sizes(sizes), strict=True):
             if adapter is not None:
                 until = rank + adapter.a_RI.shape[0]
-                targets += [self.down[rank:until], part[:, rank:until]]
-                sources += [adapter.a_RI.detach(), adapter.scale * adapter.b_OR.detach()]
+                pairs.append((self.down[rank:until], adapter.a_RI.detach()))
+                pairs.append((part[:, rank:until], adapter.scale * adapter.b_OR.detach()))
                 rank = until
-        return targets, sources
+        return pairs
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        return self._adapt(out, x)
+        return self._adapt(F.linear(x, self.weight, self.bias), x)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += what a call gives, summed inside the products."""
@@ -105,9 +96,9 @@ class Layer:
     """One decoder layer on flat tokens, in place on the residual stream."""
 
     def __init__(self, layer: LayerDescription):
-        self.described, self.heads, self.rule = layer, layer.heads, layer.rule
-        self.qkv, self.gate_up, self.out, self.down = map(Products, layer.projections)
-        self.products = (self.qkv, self.gate_up, self.out, self.down)
+        self.described, self.heads = layer, layer.heads
+        self.products = [Products(projection) for projection in layer.projections]
+        self.qkv, self.gate_up, self.out, self.down = self.products
 
     def __call__(
         self,
@@ -118,11 +109,18 @@ class Layer:
         store: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> None:
-        layer = self.described
+        layer, heads = self.described, self.heads
         qkv = self.qkv(_normalised(x, layer.input_norm))
-        rotate_store(qkv, self.heads, rope, position, slot, store, layer.qk_norms)
-        self.out.add_to(x, attend(layer.number, qkv, self.heads, self.rule))
+        rotate_store(qkv, heads, rope, position, slot, store, layer.qk_norms)
+        split = qkv.view(len(qkv), -1, heads.width)
+        query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
+        out = attend(layer.number, query, key, value, layer.rule)
+        self.out.add_to(x, out.reshape(len(qkv), -1))
         self.down.add_to(x, gated(self.gate_up(_normalised(x, layer.post_norm)), layer.tanh))
+
+
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    return add_norm(x, None, norm.weight.detach(), norm.epsilon, norm.shifted)[1]
 
 
 class Fused:
@@ -132,32 +130,17 @@ class Fused:
     def __init__(self, policy: Policy, described: ModelDescription):
         self.policy, self.body, self.described = policy, policy.body, described
         self.layers = [Layer(layer) for layer in described.layers]
+        self.heads = tuple(layer.heads for layer in described.layers)
+        self.products = [product for layer in self.layers for product in layer.products]
         self.scale = getattr(self.body.embed_tokens, "embed_scale", None)
         self.rope: RopeTable | None = None
         self.places, self.released = self.addresses(), False
         self.refresh()
 
-    @property
-    def heads(self) -> tuple[Heads, ...]:
-        return tuple(layer.heads for layer in self.layers)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the weights and adapters that are copied side by side."""
-        return sum(
-            t.numel() * t.element_size() for product in self.products for t in product.copies()[0]
-        )
-
-    @property
-    def products(self) -> list[Products]:
-        return [product for layer in self.layers for product in layer.products]
-
     def addresses(self) -> tuple[int, ...]:
         """Where the parameters lie. A captured graph is valid as long as they stay there."""
-        return (
-            *(p.data_ptr() for p in self.body.parameters()),
-            self.policy.head.weight_VH.data_ptr(),
-        )
+        parameters = (*self.body.parameters(), self.policy.head.weight_VH)
+        return tuple(p.data_ptr() for p in parameters)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -166,11 +149,8 @@ class Fused:
             for product in self.products:
                 product.allocate()
             self.released = False
-        pairs = [product.copies() for product in self.products]
-        torch._foreach_copy_(
-            [t for targets, _ in pairs for t in targets],
-            [s for _, sources in pairs for s in sources],
-        )
+        pairs = [pair for product in self.products for pair in product.copies()]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
     def release(self) -> None:
         """Give the memory of the copies back; `refresh` takes it anew, in another place."""
@@ -208,12 +188,12 @@ class Fused:
         return _normalised(x_TH, self.described.norm)
 
     def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
-        x, tokens, heads = x_TH.clone(), len(x_TH), self.layers[number].heads
-        store = x.new_empty(2, tokens, heads.keys, heads.width)
+        x, tokens, heads = x_TH.clone(), len(x_TH), self.heads[number]
+        keys, values = x.new_empty(2, tokens, heads.keys, heads.width)
         rope = self.described.rope_table(int(position_T.max()) + 1)
         slots = torch.arange(tokens, device=x.device)
-        attend = packed_attend(packed)
-        self.layers[number](x, rope, position_T, slots, (store[0], store[1]), attend)
+        attend = attend_packed(packed.lengths, x.device)
+        self.layers[number](x, rope, position_T, slots, (keys, values), attend)
         return x
 
 
@@ -226,12 +206,99 @@ def fused(policy: Policy) -> tuple[Fused | None, str]:
     return (None, reason) if reason else (Fused(policy, described), "")
 
 
-def packed_attend(packed: Packed) -> Attend:
-    """Whole sequences end to end, by torch's own attention."""
+def _triton() -> Any:
+    from posttrain.engine import triton_kernels
 
-    def attend(layer: int, qkv: Tensor, heads: Heads, rule: Rule) -> Tensor:
-        split = qkv.view(1, qkv.shape[0], -1, heads.width).transpose(1, 2)
-        query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
-        return packed.attend(layer, query, key, value, rule).reshape(qkv.shape[0], -1)
+    return triton_kernels
 
-    return attend
+
+def rotate_store(
+    qkv: Tensor,
+    heads: Heads,
+    rope: RopeTable,
+    position_T: Tensor,
+    slot_T: Tensor,
+    store: tuple[Tensor, Tensor],
+    norms: tuple[Norm, Norm] | None,
+) -> None:
+    """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where there are norms, rotate them by their positions' angles, and
+    write keys and values into their slots of the [slots, Hk, D] stores."""
+    weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norms else (qkv, qkv)
+    epsilon, shifted = (norms[0].epsilon, norms[0].shifted) if norms else (0.0, False)
+    blocks = (power_of_two(heads.width // 2), power_of_two(heads.heads + 2 * heads.keys))
+    sizes = (heads.heads, heads.keys, heads.width, *blocks)
+    inputs = (qkv, *rope, position_T, slot_T, *store, *weights)
+    flags = (norms is not None, shifted)
+    _triton().rotate_store_kernel[(len(qkv),)](*inputs, epsilon, *sizes, *flags)
+
+
+def tile_rows(heads: Heads, group: int) -> tuple[int, int]:
+    """(rows of a tile, queries of its program) for groups of up to `group` rows."""
+    queries = min(MAX_QUERIES, max(16, power_of_two(group * heads.grouped)))
+    queries = max(queries, power_of_two(heads.grouped))
+    return queries // heads.grouped, queries
+
+
+def attend_pages(
+    query_NHD: Tensor,
+    store: tuple[Tensor, Tensor],
+    rows: Rows,
+    heads: Heads,
+    rule: Rule,
+    tiles: int,
+    queries: int,
+) -> Tensor:
+    """One new token of each of the first rows against its prompt, read once a tile, and its own tokens: [N, Hq, D]. The queries are
+    those within [N, (Hq + 2 Hk) D].
+
+    With (o, s) the output and log-sum-exp over a part of the keys, two parts merge to
+    o = (o1 exp(s1) + o2 exp(s2)) / (exp(s1) + exp(s2)).
+    """
+    kernels, count, wide = _triton(), len(query_NHD), torch.float32
+    before = torch.empty(query_NHD.shape, dtype=wide, device=query_NHD.device)
+    # every live row is in a tile
+    lse = torch.empty(count, heads.heads, dtype=wide, device=query_NHD.device)
+    out = torch.empty(query_NHD.shape, dtype=query_NHD.dtype, device=query_NHD.device)
+    limits = (rule.scaling, rule.softcap or 1.0, rule.sliding_window or 0)
+    precision = "ieee" if query_NHD.dtype == wide else "tf32"
+    flags = (PAGE, rule.sliding_window is not None, rule.softcap is not None, precision)
+    shape = (heads.heads, heads.keys, heads.width, max(16, power_of_two(heads.width)))
+    state = (query_NHD, *store, before, lse)
+    prompts = (rows.tile, rows.prompt_table, rows["position"])
+    sizes = (rows.capacity, rows.prompt_pages, *shape, queries)
+    inputs = (*state, *prompts, *limits, *sizes, *flags)
+    kernels.prefix_kernel[(tiles, heads.keys)](*inputs, num_stages=2)
+    own = (rows["count"], rows["done"], rows.table)
+    own_sizes = (rows.pages, *shape, max(16, power_of_two(heads.grouped)))
+    own_inputs = (*state, out, *own, *limits, *own_sizes, *flags)
+    kernels.suffix_kernel[(count, heads.keys)](*own_inputs, num_stages=3)
+    return out
+
+
+def choose(logits_NV: Tensor, rows: Rows, truncated: bool) -> tuple[Tensor, Tensor]:
+    """An id and its log-prob for each of the first rows, drawn at the row's own uniform. Logits are read once, and one block of
+    them again; rows that are done get nothing of meaning."""
+    count, size = logits_NV.shape
+    if truncated:
+        choices = Choices(rows.temperature[:count], rows["top_k"][:count], rows.top_p[:count])
+        uniform_N = uniforms(rows["seed"][:count], rows["count"][:count])
+        return draw(logits_NV, choices, uniform_N, truncated)
+    kernels, blocks, device = _triton(), -(-size // BLOCK), logits_NV.device
+    top, total = (torch.empty(count, blocks, dtype=torch.float32, device=device) for _ in range(2))
+    best = torch.empty(count, blocks, dtype=torch.int32, device=device)
+    id_N = torch.zeros(count, dtype=torch.int64, device=device)
+    logprob_N = torch.zeros(count, device=device)
+    sums, sizes = (logits_NV, rows.temperature, top, total, best), (size, blocks, BLOCK)
+    kernels.block_sums_kernel[(count, blocks)](*sums, *sizes)
+    state = (rows["seed"], rows["count"], rows["done"], id_N, logprob_N)
+    kernels.draw_kernel[(count,)](*sums, *state, *sizes, power_of_two(blocks))
+    return id_N, logprob_N
+
+
+def advance(id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, rows: Rows) -> None:
+    """Write down what was drawn, and make the rows that go on ready for their next token. Done rows stay as they are."""
+    names = ("last", "count", "position", "slot", "limit", "min", "done")
+    state = (*(rows[name] for name in names), rows.table, rows.step, rows.ids, rows.logprobs)
+    sizes = (len(id_N), rows.capacity, rows.pages, PAGE, 128)
+    _triton().advance_kernel[(-(-len(id_N) // 128),)](id_N, logprob_N, stop_V, *state, *sizes)
+    rows.step.add_(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -53,38 +52,27 @@ class RowTable:
         self.count = count
 
 
-@dataclass(slots=True, eq=False)
 class Rows:
     """The device's state of up to `capacity` rows. A row's next input is the token `last` at `position`; its key and value go to
-    `slot`; `count` tokens are written, the next one included. `tile` says which neighbouring rows share a prompt: [first row, rows,
-    length]."""
+    `slot`; `count` tokens are written, the next one included. `pages` of a row are its own tokens', `prompt_pages` its prompt's;
+    `burst` steps are made between two looks of the host."""
 
-    capacity: int
-    pages: int  # of a row's own tokens
-    prompt_pages: int
-    burst: int  # steps between two looks of the host
-    device: torch.device
-    integers: Tensor = field(init=False)  # [len(INTEGERS), capacity]
-    floats: Tensor = field(init=False)  # [2, capacity]: temperature, top_p
-    table: Tensor = field(init=False)  # [capacity, pages]: where a row's own tokens lie
-    tile: Tensor = field(init=False)  # [3, capacity]
-    prompt_table: Tensor = field(init=False)  # [capacity, prompt_pages]: where a tile's prompt lies
-    step: Tensor = field(init=False)
-    ids: Tensor = field(init=False)  # [burst, capacity]: what was drawn since the host last looked
-    logprobs: Tensor = field(init=False)
+    def __init__(
+        self, capacity: int, pages: int, prompt_pages: int, burst: int, device: torch.device
+    ):
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-    def __post_init__(self) -> None:
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        self.integers = zeros(len(INTEGERS), self.capacity, dtype=torch.int64)
-        self.floats = zeros(2, self.capacity, dtype=torch.float32)
-        self.table = zeros(self.capacity, self.pages, dtype=torch.int32)
-        self.tile = zeros(3, self.capacity, dtype=torch.int32)
-        self.prompt_table = zeros(self.capacity, self.prompt_pages, dtype=torch.int32)
-        self.step = zeros(1, dtype=torch.int64)
-        self.ids = zeros(self.burst, self.capacity, dtype=torch.int64)
-        self.logprobs = zeros(self.burst, self.capacity, dtype=torch.float32)
+        self.capacity, self.pages, self.prompt_pages = capacity, pages, prompt_pages
+        self.integers = zeros(torch.int64, len(INTEGERS), capacity)
+        self.floats = zeros(torch.float32, 2, capacity)  # temperature, top_p
+        self.table = zeros(torch.int32, capacity, pages)  # where a row's own tokens lie
+        # which neighbouring rows share a prompt: [first row, rows, length]; and where it lies
+        self.tile = zeros(torch.int32, 3, capacity)
+        self.prompt_table = zeros(torch.int32, capacity, prompt_pages)
+        self.step = zeros(torch.int64, 1)
+        self.ids = zeros(torch.int64, burst, capacity)  # what was drawn since the host last looked
+        self.logprobs = zeros(torch.float32, burst, capacity)
         self["done"].fill_(1)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -102,9 +90,6 @@ class Rows:
         """The same state without its first rows: views."""
         rest = copy(self)
         rest.integers, rest.floats = self.integers[:, first:], self.floats[:, first:]
-        rest.table, rest.ids, rest.logprobs = (
-            self.table[first:],
-            self.ids[:, first:],
-            self.logprobs[:, first:],
-        )
+        rest.ids, rest.logprobs = self.ids[:, first:], self.logprobs[:, first:]
+        rest.table = self.table[first:]
         return rest

@@ -1,4 +1,4 @@
-"""The CUDA kernels of a decode step, in Triton. `posttrain/engine/kernels.py` chooses between them and plain torch.
+"""The CUDA kernels of a decode step, in Triton. `posttrain/engine/fused.py` calls them.
 
 Keys and values lie in pages: slot s of a layer is row s of a [slots, heads, width] tensor, page p holds the slots p * PAGE and on.
 """
@@ -10,25 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, width, epsilon, SHIFTED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out = x / sqrt(mean(x^2) + epsilon) * weight, one row a program; SHIFTED: * (1 + weight), before rounding (Gemma)."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    narrow = out_ptr.dtype.element_ty
-    if SHIFTED:
-        y = x * scale * (1.0 + weight)
-    else:
-        y = (x * scale).to(narrow).to(tl.float32) * weight
-    tl.store(out_ptr + row * width + at, y.to(narrow), mask=inside)
 
 
 @triton.jit
@@ -68,14 +49,12 @@ def rotate_store_kernel(
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / WIDTH + epsilon)[:, None]
         asks, gives = (head < HEADS) & wide, (head >= HEADS) & wide
-        first = tl.load(query_norm_ptr + half + 0 * head, mask=asks, other=0.0).to(tl.float32)
-        first += tl.load(key_norm_ptr + half + 0 * head, mask=gives, other=0.0).to(tl.float32)
-        second = tl.load(query_norm_ptr + WIDTH // 2 + half + 0 * head, mask=asks, other=0.0).to(
-            tl.float32
-        )
-        second += tl.load(key_norm_ptr + WIDTH // 2 + half + 0 * head, mask=gives, other=0.0).to(
-            tl.float32
-        )
+        lower = half + 0 * head
+        upper = lower + WIDTH // 2
+        first = tl.load(query_norm_ptr + lower, mask=asks, other=0.0).to(tl.float32)
+        first += tl.load(key_norm_ptr + lower, mask=gives, other=0.0).to(tl.float32)
+        second = tl.load(query_norm_ptr + upper, mask=asks, other=0.0).to(tl.float32)
+        second += tl.load(key_norm_ptr + upper, mask=gives, other=0.0).to(tl.float32)
         if SHIFTED:
             low, high = low * scale * (1.0 + first), high * scale * (1.0 + second)
         else:
@@ -160,11 +139,8 @@ def prefix_kernel(
     member, at_d, at_n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, PAGE)
     row, mine = (first + member // GROUPED).to(tl.int64), member < rows * GROUPED
     query_head, wide = head * GROUPED + member % GROUPED, at_d < WIDTH
-    q = tl.load(
-        qkv_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
-        mask=mine[:, None] & wide[None, :],
-        other=0.0,
-    )
+    place = (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :]
+    q = tl.load(qkv_ptr + place, mask=mine[:, None] & wide[None, :], other=0.0)
     start = 0
     if WINDOWED:
         position = tl.load(position_ptr + row, mask=mine, other=2147483647)
@@ -226,11 +202,8 @@ def suffix_kernel(
         length = 0
     query_head = head * GROUPED + member
     both = mine[:, None] & wide[None, :]
-    q = tl.load(
-        qkv_ptr + (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :],
-        mask=both,
-        other=0.0,
-    )
+    place = (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :]
+    q = tl.load(qkv_ptr + place, mask=both, other=0.0)
     state = row * HEADS + query_head
     top = tl.load(lse_ptr + state, mask=mine, other=-float("inf"))
     total = tl.where(top == -float("inf"), 0.0, 1.0)
@@ -248,11 +221,8 @@ def suffix_kernel(
         v = load_page(values_ptr + at, wide, WIDE == WIDTH)
         top, total, acc = add_page(score, v, top, total, acc, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(
-        out_ptr + state[:, None] * WIDTH + at_d[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=both,
-    )
+    acc = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + state[:, None] * WIDTH + at_d[None, :], acc, mask=both)
 
 
 @triton.jit
@@ -263,9 +233,8 @@ def block_sums_kernel(
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     heat = tl.load(temperature_ptr + row)
-    z = tl.load(logits_ptr + row * size + at, mask=at < size, other=-float("inf")) / tl.where(
-        heat == 0.0, 1.0, heat
-    )
+    z = tl.load(logits_ptr + row * size + at, mask=at < size, other=-float("inf"))
+    z = z / tl.where(heat == 0.0, 1.0, heat)
     top, best = tl.max(z, 0, return_indices=True)
     tl.store(top_ptr + row * blocks + block, top)
     tl.store(sum_ptr + row * blocks + block, tl.sum(tl.exp(z - top), 0))
@@ -298,19 +267,16 @@ def draw_kernel(
     here = at_b < blocks
     top_b = tl.load(top_ptr + row * blocks + at_b, mask=here, other=-float("inf"))
     top = tl.max(top_b, 0)
-    mass_b = tl.load(sum_ptr + row * blocks + at_b, mask=here, other=0.0).to(tl.float64) * tl.exp(
-        top_b - top
-    ).to(tl.float64)
+    mass_b = tl.load(sum_ptr + row * blocks + at_b, mask=here, other=0.0).to(tl.float64)
+    mass_b = mass_b * tl.exp(top_b - top).to(tl.float64)
     if heat == 0.0:
         place = tl.min(tl.where(top_b == top, at_b, BLOCKS), 0)
         tl.store(id_ptr + row, tl.load(best_ptr + row * blocks + place).to(tl.int64))
         tl.store(logprob_ptr + row, 0.0)
     else:
         # SplitMix64, as posttrain/engine/random.py has it; shifts of a signed integer are masked to be logical
-        x = (
-            tl.load(seed_ptr + row)
-            + (tl.load(count_ptr + row).to(tl.int64) + 1) * -7046029254386353131
-        )
+        x = (tl.load(count_ptr + row).to(tl.int64) + 1) * -7046029254386353131
+        x = tl.load(seed_ptr + row) + x
         x = (x ^ ((x >> 30) & 17179869183)) * -4658895280553007687
         x = (x ^ ((x >> 27) & 137438953471)) * -7723592293110705685
         x = x ^ ((x >> 31) & 8589934591)
@@ -319,9 +285,8 @@ def draw_kernel(
         total = tl.sum(mass_b, 0)
         level = uniform * total
         block = tl.sum(((cumulative_b <= level) & here).to(tl.int32), 0)
-        last = tl.max(
-            tl.where(mass_b > 0.0, at_b, 0), 0
-        )  # rounding may bring the level up to the whole sum
+        # rounding may bring the level up to the whole sum
+        last = tl.max(tl.where(mass_b > 0.0, at_b, 0), 0)
         block = tl.minimum(block, last)
         level = level - tl.sum(tl.where(at_b < block, mass_b, 0.0), 0)
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -364,17 +329,13 @@ def advance_kernel(
     step = tl.load(step_ptr)
     drawn = tl.load(id_ptr + row, mask=live, other=0)
     tl.store(ids_ptr + step * capacity + row, drawn, mask=live)
-    tl.store(
-        logprobs_ptr + step * capacity + row,
-        tl.load(logprob_ptr + row, mask=live, other=0.0),
-        mask=live,
-    )
+    logprob = tl.load(logprob_ptr + row, mask=live, other=0.0)
+    tl.store(logprobs_ptr + step * capacity + row, logprob, mask=live)
     tl.store(last_ptr + row, drawn, mask=live)
     count = tl.load(count_ptr + row, mask=live, other=0) + 1
     tl.store(count_ptr + row, count, mask=live)
-    stopped = (tl.load(stop_ptr + drawn, mask=live, other=0) != 0) & (
-        count > tl.load(min_ptr + row, mask=live, other=0)
-    )
+    stopped = tl.load(stop_ptr + drawn, mask=live, other=0) != 0
+    stopped = stopped & (count > tl.load(min_ptr + row, mask=live, other=0))
     finished = stopped | (count >= tl.load(limit_ptr + row, mask=live, other=0))
     tl.store(done_ptr + row, finished.to(tl.int64), mask=live)
     going = live & (finished == 0)

@@ -1,20 +1,27 @@
-"""Our one attention function, plugged into transformers modules, with three modes: plain, packed and cached.
+"""Our one attention function, plugged into transformers modules, with three modes: plain, packed and cached; and the attention of
+packed sequences in passes that are not the module's own.
 
 The mode is a `layout` object handed to the model's forward as a keyword; transformers passes it down to every attention layer.
 No layout: plain causal attention over a batch. `Packed`: sequences end to end in one row, each attending to itself alone.
-`Cached`: one new token per row against a key-value cache, or packed prompts whose keys and values are stored in it.
+Those of engine/cache.py: one new token per row against a key-value cache, or packed prompts whose keys and values are stored in it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from posttrain.ops.fused import spread
 
 ATTENTION = "posttrain"
 LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the model
@@ -22,6 +29,10 @@ SUPPORTED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", LAY
 IGNORED = {"position_ids", "cache_position", "use_cache", "position_embeddings"}
 IGNORED |= {"output_attentions", "output_hidden_states"}
 WASTE = 1.25  # sequences share a padded attention call while the longest is at most this many times the shortest
+NARROW = (torch.bfloat16, torch.float16)
+WIDEST = 256  # elements of a head that torch's kernel for packed sequences takes
+# torch 2.12 and later ask for it where key heads are shared; 2.11 has no such argument, and shares them unasked
+GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Layout(Protocol):
@@ -41,6 +52,10 @@ class Rule:
     softcap: float | None = None
 
 
+# layer, [T, Hq, D], [T, Hk, D], [T, Hk, D], rule -> [T, Hq, D]
+Attend = Callable[[int, Tensor, Tensor, Tensor, Rule], Tensor]
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -50,27 +65,17 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls: [B, H, S, D] in, [B, S, H, D] out. Options we do not know are refused, not ignored."""
-    unknown = [
-        k
-        for k, v in options.items()
-        if k not in SUPPORTED | IGNORED and v is not None and v is not False
-    ]
-    if unknown:
-        raise NotImplementedError(
-            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which posttrain does not do"
-        )
-    scaling = options.get("scaling")
-    rule = Rule(
-        scaling if scaling is not None else query.shape[-1] ** -0.5,
-        options.get("sliding_window"),
-        options.get("softcap"),
-    )
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if unknown := sorted(given - SUPPORTED - IGNORED):
+        asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}"
+        raise NotImplementedError(f"{asked}, which posttrain does not do")
+    scaling = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
+    rule = Rule(scaling, options.get("sliding_window"), options.get("softcap"))
     layout: Layout | None = options.get(LAYOUT)
     if layout is None:
         if key.shape[2] != query.shape[2]:
-            raise NotImplementedError(
-                "posttrain's attention keeps its own cache: sample with its engine, not with model.generate"
-            )
+            advice = "sample with its engine, not with model.generate"
+            raise NotImplementedError(f"posttrain's attention keeps its own cache: {advice}")
         return causal(query, key, value, rule).transpose(1, 2), None
     return layout.attend(module.layer_idx, query, key, value, rule), None  # type: ignore[arg-type]
 
@@ -78,25 +83,19 @@ def attention(
 def causal(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     """Causal attention of equal-length rows, [B, H, S, D] -> [B, H, S, D]. Right padding needs no mask: nothing looks ahead."""
     length = query.shape[2]
-    window = (
-        rule.sliding_window
-        if rule.sliding_window is not None and rule.sliding_window < length
-        else None
-    )
-    if window is None and rule.softcap is None:
+    if rule.softcap is None and (rule.sliding_window or length) >= length:
+        grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=rule.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, is_causal=True, scale=rule.scaling, enable_gqa=grouped
         )
-    at = torch.arange(length, device=query.device)
-    allowed = at[:, None] >= at[None, :]
-    if window is not None:
-        allowed &= at[:, None] - at[None, :] < window
-    return masked(query, key, value, allowed, rule)
+    return masked(query, key, value, seen(length, length, rule, query.device), rule)
+
+
+def seen(queries: int, keys: int, rule: Rule, device: torch.device) -> Tensor:
+    """[S, L], true where a key is at or before its query, and within the window; the last query stands at the last key."""
+    at = torch.arange(keys, device=device)
+    behind = at[keys - queries :, None] - at
+    return (behind >= 0) & (behind < (rule.sliding_window or keys))
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:
@@ -129,15 +128,17 @@ class Packed:
     device: torch.device | str = "cpu"
     kept: Tensor | None = None
     source: Tensor | None = None
-    buckets: list[Tensor] = field(
-        init=False, default_factory=list
-    )  # [n, L]: where each token of n sequences is found
-    order: Tensor | None = field(
-        init=False, default=None
-    )  # where each output lies among the buckets'; None: as they come
+    # [n, L]: where each token of n sequences is found
+    buckets: list[Tensor] = field(init=False, default_factory=list)
+    # where each output lies among the buckets'; None: as they come
+    order: Tensor | None = field(init=False, default=None)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(end - start for start, end in pairwise(self.starts))
 
     def __post_init__(self) -> None:
-        lengths = [b - a for a, b in zip(self.starts, self.starts[1:], strict=False)]
+        lengths = self.lengths
         if self.source is None and len(set(lengths)) == 1:
             self.buckets.append(torch.arange(self.starts[-1]).view(-1, lengths[0]))
             return
@@ -150,27 +151,21 @@ class Packed:
             last = torch.tensor([lengths[i] - 1 for i in members])
             gather = first[:, None] + torch.minimum(at[None, :], last[:, None])
             inside = at[None, :] <= last[:, None]
-            order[gather[inside]] = (
-                base + torch.arange(len(members) * longest).view(len(members), longest)[inside]
-            )
-            self.buckets.append(
-                (gather if self.source is None else self.source[gather]).to(self.device)
-            )
+            order[gather[inside]] = base + torch.arange(gather.numel()).view_as(gather)[inside]
             base += gather.numel()
+            gather = gather if self.source is None else self.source[gather]
+            self.buckets.append(gather.to(self.device))
         order = order if self.kept is None else order[self.kept]
         object.__setattr__(self, "order", order.to(self.device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         flat = [t[0].transpose(0, 1) for t in (query, key, value)]  # [T, H, D]
-        outputs = []
+        outputs, taken = [], flat
         for gather in self.buckets:
-            taken = (
-                flat if self.order is None else [t.index_select(0, gather.view(-1)) for t in flat]
-            )
+            if self.order is not None:
+                taken = [t.index_select(0, gather.view(-1)) for t in flat]
             q, k, v = (t.reshape(*gather.shape, *t.shape[1:]).transpose(1, 2) for t in taken)
-            outputs.append(
-                causal(q, k, v, rule).transpose(1, 2).reshape(gather.numel(), *flat[0].shape[1:])
-            )
+            outputs.append(causal(q, k, v, rule).transpose(1, 2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return (joined if self.order is None else joined.index_select(0, self.order))[None]
 
@@ -184,6 +179,55 @@ def bucket(lengths: Sequence[int]) -> list[list[int]]:
         else:
             groups.append([i])
     return groups
+
+
+def fits(dtype: torch.dtype, width: int, softcap: float | None) -> bool:
+    """Whether torch's flash kernel for packed sequences can do the attention of such heads."""
+    return dtype in NARROW and width <= WIDEST and width % 8 == 0 and softcap is None
+
+
+def available(tensor: Tensor, width: int, softcap: float | None) -> bool:
+    return tensor.is_cuda and fits(tensor.dtype, width, softcap)
+
+
+def attend_packed(
+    lengths: tuple[int, ...],
+    device: torch.device,
+    queries: tuple[int, ...] | None = None,
+    source_T: Tensor | None = None,
+) -> Attend:
+    """Causal attention within each of several sequences end to end: torch's flash kernel where it is available, else plain attention.
+
+    Of each sequence only the last `queries` tokens are computed. Where beginnings are shared, `source_T` says which computed token
+    stands for each. A rule's window counts the token itself, torch's counts those to its left.
+    """
+    new = lengths if queries is None else queries
+    starts = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (new, lengths)]
+    from_N, of_N = (start_N.to(device, non_blocking=True) for start_N in starts)
+    longest = (max(new), max(lengths))
+    packed = cache(lambda: Packed((0, *accumulate(lengths)), device))
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if source_T is not None:
+            key, value = spread(key, source_T), spread(value, source_T)
+        if available(query, query.shape[-1], rule.softcap):
+            window = (-1 if rule.sliding_window is None else rule.sliding_window - 1, 0)
+            bounds = (from_N, of_N, *longest)
+            return varlen_attn(  # type: ignore[return-value]  # a pair only where the log-sum-exp is asked for
+                query, key, value, *bounds, scale=rule.scaling, window_size=window, **GROUPED
+            )
+        rows = [t.transpose(0, 1)[None] for t in (query, key, value)]
+        if queries is None:
+            return packed().attend(layer, rows[0], rows[1], rows[2], rule)[0]
+        counts = (list(new), list(lengths), list(lengths))
+        parts = (t.split_with_sizes(n, 2) for t, n in zip(rows, counts, strict=True))
+        out = []
+        for q, k, v in zip(*parts, strict=True):
+            allowed = seen(q.shape[2], k.shape[2], rule, device)
+            out.append(masked(q, k, v, allowed, rule))
+        return torch.cat(out, 2)[0].transpose(0, 1)
+
+    return attend
 
 
 def install(model: nn.Module) -> None:

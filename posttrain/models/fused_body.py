@@ -3,14 +3,12 @@ input done as one, and the element-wise rest one pass over memory each way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.models.attention import Packed, Rule
+from posttrain.models.attention import Attend, Packed, attend_packed, available, fits
 from posttrain.models.layers import (
     LayerDescription,
     ModelDescription,
@@ -22,11 +20,7 @@ from posttrain.models.layers import (
     report_plain_path,
 )
 from posttrain.models.policy import Network
-from posttrain.models.varlen import available, fits, offsets, varlen
-from posttrain.ops.fused import add_norm, gated, rotate, spread
-
-# layer, [T, Hq, D], [T, Hk, D], [T, Hk, D], rule -> [T, Hq, D]
-Attend = Callable[[int, Tensor, Tensor, Tensor, Rule], Tensor]
+from posttrain.ops.fused import add_norm, gated, rotate
 
 
 class FusedBody:
@@ -49,9 +43,8 @@ class FusedBody:
         return self.described.body.embed_tokens(id_T)  # type: ignore[no-any-return]
 
     def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
-        lengths = tuple(packed.starts[n + 1] - start for n, start in enumerate(packed.starts[:-1]))
-        rope = self.described.rope_table(max(lengths))
-        attend = attend_packed(lengths, x_TH.device)
+        rope = self.described.rope_table(max(packed.lengths))
+        attend = attend_packed(packed.lengths, x_TH.device)
         x, y = _layer(self.described.layers[number], x_TH, None, rope, position_T, attend)
         return x + y
 
@@ -133,27 +126,6 @@ def _fitting(network: Network) -> ModelDescription | str:
     described = describe(network)
     if isinstance(described, str):
         return described
-    good = all(
-        fits(network.dtype, layer.heads.width, layer.rule.softcap) for layer in described.layers
-    )
+    shapes = ((layer.heads.width, layer.rule.softcap) for layer in described.layers)
+    good = all(fits(network.dtype, *shape) for shape in shapes)
     return described if good else "attention that the kernel for packed sequences cannot do"
-
-
-def attend_packed(
-    lengths: tuple[int, ...],
-    device: torch.device,
-    queries: tuple[int, ...] | None = None,
-    source_T: Tensor | None = None,
-) -> Attend:
-    """Sequences end to end. Where beginnings are shared, only the last `queries` tokens of each are computed, and `source_T` says
-    which computed token stands for each."""
-    queries = lengths if queries is None else queries
-    from_N, of_N = offsets(queries, device), offsets(lengths, device)
-    max_q, max_k = max(queries), max(lengths)
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        if source_T is not None:
-            key, value = spread(key, source_T), spread(value, source_T)
-        return varlen(query, key, value, from_N, of_N, max_q, max_k, rule)
-
-    return attend

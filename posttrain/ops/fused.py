@@ -1,11 +1,10 @@
-"""The element-wise parts of a decoder layer with their derivatives, one pass over memory each way: Triton on CUDA, torch elsewhere."""
+"""The element-wise parts of a decoder layer on CUDA with their derivatives, one pass over memory each way."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -34,24 +33,15 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x_TH: Tensor, y_TH: Tensor | None, weight_H: Tensor, epsilon: float, shifted: bool
     ) -> tuple[Tensor, Tensor]:
-        width = x_TH.shape[-1]
-        if x_TH.is_cuda:
-            sum_TH = torch.empty_like(x_TH) if y_TH is not None else x_TH
-            out = torch.empty_like(x_TH)
-            scale_T = torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device)
-            inputs = (x_TH, y_TH if y_TH is not None else x_TH, weight_H)
-            flags, (block, warps) = (y_TH is not None, shifted), row_block(width)
-            _triton().add_norm_kernel[(x_TH.shape[0],)](
-                *inputs, sum_TH, out, scale_T, width, epsilon, *flags, block, num_warps=warps
-            )
-        else:
-            sum_TH = x_TH if y_TH is None else x_TH + y_TH
-            wide = sum_TH if sum_TH.dtype == torch.float64 else sum_TH.float()
-            scale_T = torch.rsqrt(wide.pow(2).mean(-1) + epsilon)
-            out = wide * scale_T[:, None]
-            out = (
-                (out * (1 + weight_H)).to(x_TH.dtype) if shifted else out.to(x_TH.dtype) * weight_H
-            )
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        sum_TH = torch.empty_like(x_TH) if y_TH is not None else x_TH
+        out, scale_T = torch.empty_like(x_TH), x_TH.new_empty(x_TH.shape[0], dtype=wide)
+        rows, width = x_TH.shape
+        inputs = (x_TH, y_TH if y_TH is not None else x_TH, weight_H)
+        flags, (block, warps) = (y_TH is not None, shifted), row_block(width)
+        _triton().add_norm_kernel[(rows,)](
+            *inputs, sum_TH, out, scale_T, width, epsilon, *flags, block, num_warps=warps
+        )
         ctx.save_for_backward(sum_TH, weight_H, scale_T)
         ctx.added, ctx.shifted = y_TH is not None, shifted
         ctx.set_materialize_grads(False)  # the sum of a query's norm is unused: no zeros to add
@@ -67,24 +57,15 @@ class _AddNorm(torch.autograd.Function):
             return residual_TH, residual_TH if ctx.added else None, None, None, None
         sum_TH, weight_H, scale_T = ctx.saved_tensors
         rows, width = sum_TH.shape
-        if sum_TH.is_cuda:
-            programs = min(PROGRAMS, rows)
-            dx_TH = torch.empty_like(sum_TH)
-            parts = torch.empty(programs, width, dtype=torch.float32, device=sum_TH.device)
-            residual = residual_TH.contiguous() if residual_TH is not None else grad_TH
-            inputs = (grad_TH.contiguous(), residual, sum_TH, weight_H, scale_T)
-            flags, (block, warps) = (residual_TH is not None, ctx.shifted), row_block(width)
-            _triton().add_norm_backward_kernel[(programs,)](
-                *inputs, dx_TH, parts, rows, width, *flags, block, num_warps=warps
-            )
-            dweight_H = parts.sum(0).to(weight_H.dtype)
-        else:
-            x = sum_TH.to(scale_T.dtype)
-            grad, scale = grad_TH.to(scale_T.dtype), scale_T[:, None]
-            dweight_H = (grad * x * scale).sum(0).to(weight_H.dtype)
-            grad = grad * (weight_H + 1 if ctx.shifted else weight_H)
-            dx_TH = scale * (grad - x * scale**2 * (grad * x).mean(-1, keepdim=True))
-            dx_TH = (dx_TH if residual_TH is None else dx_TH + residual_TH).to(sum_TH.dtype)
+        programs, dx_TH = min(PROGRAMS, rows), torch.empty_like(sum_TH)
+        parts = scale_T.new_empty(programs, width)
+        residual = residual_TH.contiguous() if residual_TH is not None else grad_TH
+        inputs = (grad_TH.contiguous(), residual, sum_TH, weight_H, scale_T)
+        flags, (block, warps) = (residual_TH is not None, ctx.shifted), row_block(width)
+        _triton().add_norm_backward_kernel[(programs,)](
+            *inputs, dx_TH, parts, rows, width, *flags, block, num_warps=warps
+        )
+        dweight_H = parts.sum(0).to(weight_H.dtype)
         return dx_TH, dx_TH if ctx.added else None, dweight_H, None, None
 
 
@@ -103,37 +84,21 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, both_TI: Tensor, tanh: bool) -> Tensor:
         ctx.save_for_backward(both_TI)
         ctx.tanh = tanh
-        width = both_TI.shape[1] // 2
-        if both_TI.is_cuda:
-            out = torch.empty(both_TI.shape[0], width, dtype=both_TI.dtype, device=both_TI.device)
-            block = min(1024, power_of_two(width))
-            _triton().gated_kernel[(both_TI.shape[0], -(-width // block))](
-                both_TI, out, width, tanh, block, num_warps=4
-            )
-            return out
-        gate, up = both_TI.chunk(2, 1)
-        act = F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)
-        return act * up
+        rows, width = both_TI.shape[0], both_TI.shape[1] // 2
+        out, block = both_TI.new_empty(rows, width), min(1024, power_of_two(width))
+        _triton().gated_kernel[(rows, -(-width // block))](both_TI, out, width, tanh, block)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TI: Tensor) -> tuple[Any, ...]:
         (both_TI,) = ctx.saved_tensors
-        width = both_TI.shape[1] // 2
-        if both_TI.is_cuda:
-            out, block = torch.empty_like(both_TI), min(1024, power_of_two(width))
-            _triton().gated_backward_kernel[(both_TI.shape[0], -(-width // block))](
-                grad_TI.contiguous(), both_TI, out, width, ctx.tanh, block, num_warps=4
-            )
-            return out, None
-        gate, up = both_TI.chunk(2, 1)
-        if ctx.tanh:
-            slope = torch.ops.aten.gelu_backward(torch.ones_like(gate), gate, approximate="tanh")
-            act = F.gelu(gate, approximate="tanh")
-        else:
-            half = gate.sigmoid()
-            act, slope = gate * half, half * (1 + gate * (1 - half))
-        return torch.cat([grad_TI * up * slope, grad_TI * act], 1), None
+        rows, width = both_TI.shape[0], both_TI.shape[1] // 2
+        out, block = torch.empty_like(both_TI), min(1024, power_of_two(width))
+        _triton().gated_backward_kernel[(rows, -(-width // block))](
+            grad_TI.contiguous(), both_TI, out, width, ctx.tanh, block
+        )
+        return out, None
 
 
 def gated(both_TI: Tensor, tanh: bool) -> Tensor:
@@ -149,36 +114,20 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin, position_T)
         ctx.heads, ctx.width = heads, width
         ctx.mark_dirty(qkv)
-        return _rotate_in_place(qkv, heads, width, cos, sin, position_T, 1)
+        return _rotate_in_place(ctx, qkv, (cos, sin, position_T), 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        cos, sin, position_T = ctx.saved_tensors
-        back = _rotate_in_place(
-            grad.contiguous().clone(), ctx.heads, ctx.width, cos, sin, position_T, -1
-        )
+        back = _rotate_in_place(ctx, grad.contiguous().clone(), ctx.saved_tensors, -1)
         return back, None, None, None, None, None
 
 
-def _rotate_in_place(
-    qkv: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor, sign: int
-) -> Tensor:
-    """In place: the first `heads` heads of each row by their position's angle, or (sign -1) by the transposed rotation."""
-    if qkv.is_cuda:
-        blocks = (power_of_two(heads), power_of_two(width // 2))
-        _triton().rotate_kernel[(qkv.shape[0],)](
-            qkv, cos, sin, position_T, qkv.stride(0), sign, heads, width, *blocks, num_warps=4
-        )
-        return qkv
-    x = qkv[:, : heads * width].view(-1, heads, width)
-    cos, sin, half = cos[position_T][:, None], sin[position_T][:, None], width // 2
-    if sign > 0:
-        new = x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
-    else:
-        y = x * sin
-        new = x * cos + torch.cat([y[..., half:], -y[..., :half]], -1)
-    x.copy_(new)
+def _rotate_in_place(ctx: Any, qkv: Tensor, angles: tuple[Tensor, ...], sign: int) -> Tensor:
+    """The first heads of each row by their position's angle, or (sign -1) by the transposed rotation."""
+    heads, width = ctx.heads, ctx.width
+    sizes = (heads, width, power_of_two(heads), power_of_two(width // 2))
+    _triton().rotate_kernel[(qkv.shape[0],)](qkv, *angles, qkv.stride(0), sign, *sizes)
     return qkv
 
 

@@ -137,21 +137,17 @@ def rotate_kernel(
 ):
     """Rotate the first HEADS heads of a token in place by its position's angle; sign -1: by the opposite angle."""
     token = tl.program_id(0).to(tl.int64)
-    head, half = tl.arange(0, PADDED), tl.arange(0, HALF)
-    inside = (head < HEADS)[:, None] & (half < WIDTH // 2)[None, :]
-    place = x_ptr + token * stride + head[:, None] * WIDTH + half[None, :]
+    head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
+    wide = half < WIDTH // 2
+    inside = (head < HEADS) & wide
+    place = x_ptr + token * stride + head * WIDTH + half
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-    at = tl.load(position_ptr + token).to(tl.int64) * WIDTH
-    wide = half < WIDTH // 2
-    cos_low = tl.load(cos_ptr + at + half, mask=wide, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos_ptr + at + WIDTH // 2 + half, mask=wide, other=0.0).to(tl.float32)[
-        None, :
-    ]
-    sin_low = tl.load(sin_ptr + at + half, mask=wide, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin_ptr + at + WIDTH // 2 + half, mask=wide, other=0.0).to(tl.float32)[
-        None, :
-    ]
+    at = tl.load(position_ptr + token).to(tl.int64) * WIDTH + half
+    cos_low = tl.load(cos_ptr + at, mask=wide, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos_ptr + at + WIDTH // 2, mask=wide, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin_ptr + at, mask=wide, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin_ptr + at + WIDTH // 2, mask=wide, other=0.0).to(tl.float32)
     narrow = x_ptr.dtype.element_ty
     if sign > 0:
         new_low, new_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
@@ -218,6 +214,5 @@ def logits_gradient_kernel(
     hit = (at == tl.load(target_ptr + row)).to(tl.float32)
     grad = (hit - p) * tl.load(dlogprob_ptr + row)
     grad -= p * (logp + tl.load(entropy_ptr + row)) * tl.load(dentropy_ptr + row)
-    tl.store(
-        out_ptr + row * size + at, (grad * inverse).to(out_ptr.dtype.element_ty), mask=at < size
-    )
+    grad = (grad * inverse).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + at, grad, mask=at < size)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.models.attention import LAYOUT, Packed
-from posttrain.models.fused_body import attend_packed, fused_body
+from posttrain.models.attention import LAYOUT, Packed, attend_packed
+from posttrain.models.fused_body import fused_body
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.logprobs import token_logprobs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kernels_for_tests import decode_in_pages
 
-from posttrain.engine import cpu, engine, packed_linear
+from posttrain.engine import cpu, decoder
 
 
 @pytest.fixture(params=["module", "decoder", "packed", "pages"])
@@ -14,6 +15,6 @@ def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     never = 10**9
     monkeypatch.setattr(cpu, "DECODER_TOKENS", never if request.param == "module" else 0)
     monkeypatch.setattr(cpu, "PACKED_TOKENS", 0 if request.param == "packed" else never)
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
-    monkeypatch.setattr(engine, "PAGED_DEVICES", {"cpu"} if request.param == "pages" else set())
+    monkeypatch.setattr(decoder, "SMALLEST", 0)
+    decode_in_pages(monkeypatch, request.param == "pages")
     return request.param

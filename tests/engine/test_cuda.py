@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from kernels_for_tests import decode_in_pages, merge
 from material_for_tests import small_policy
 
 from posttrain.collect import Prompt, generate_groups
@@ -14,7 +15,7 @@ from posttrain.engine import cuda
 from posttrain.engine import engine as engine_module
 from posttrain.engine.cuda import CUDABackend, Pages, bucket, pages_of
 from posttrain.engine.engine import Engine
-from posttrain.engine.kernels import merge
+from posttrain.engine.fused import Fused
 from posttrain.engine.rows import PAGE
 from posttrain.engine.scheduler import Work
 from posttrain.errors import UserError
@@ -27,7 +28,7 @@ from posttrain.types import Completion, Example, Request, Sampling
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "PAGED_DEVICES", {"cpu"})
+    decode_in_pages(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,11 @@ def plain(policy: Policy, requests: list[Prompt]) -> list[tuple[Completion, ...]
 def pages_backend(engine: Engine) -> CUDABackend:
     assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend)
     return engine.scheduler.backend
+
+
+def copied_bytes(decoder: Fused) -> int:
+    """Memory of the weights and adapters that are copied side by side."""
+    return sum(target.nbytes for product in decoder.products for target, _ in product.copies())
 
 
 def all_free(engine: Engine) -> bool:
@@ -177,12 +183,12 @@ def test_memory_given_back_is_taken_anew(policy: Policy) -> None:
     engine, requests = Engine(policy), [Prompt((5, 6), 2, 0, Sampling(20))]
     before = ids(list(generate_groups(engine, requests)))
     backend = pages_backend(engine)
-    copied = backend.decoder.bytes
+    copied = copied_bytes(backend.decoder)
     assert backend.stores and copied == 4 * 2 * 16 * (16 + 8 + 8 + 24 + 24), "q, k, v, gate and up of two layers of width 16"
     engine.release()
     assert not backend.stores and backend.state is None
     assert all(product.weight.numel() == 0 for product in backend.decoder.products)
-    assert ids(list(generate_groups(engine, requests))) == before and backend.decoder.bytes == copied
+    assert ids(list(generate_groups(engine, requests))) == before and copied_bytes(backend.decoder) == copied
 
 
 def test_rows_in_flight_go_on_after_their_memory_was_given_back(policy: Policy) -> None:
@@ -306,7 +312,7 @@ def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(t
     kept = pages_backend(engine).decoder
     assert old == ids(plain(policy, requests))
     copied = sum(INPUTS[name] * RANK for name in targets) + sum(OUTPUTS[name] * RANK for name in targets)
-    assert kept.bytes == 4 * 2 * (16 * (16 + 8 + 8 + 24 + 24) + copied)
+    assert copied_bytes(kept) == 4 * 2 * (16 * (16 + 8 + 8 + 24 + 24) + copied)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if "lora_" in name:

@@ -10,7 +10,8 @@ import torch
 from material_for_tests import STOP, small_policy
 
 from posttrain.collect import Prompt, generate_groups
-from posttrain.engine import cpu, cuda, packed_linear
+from posttrain.engine import cpu, cuda
+from posttrain.engine import decoder as decoder_module
 from posttrain.engine.cache import GROWTH, Cache
 from posttrain.engine.cpu import CPUBackend
 from posttrain.engine.cuda import CUDABackend
@@ -78,7 +79,7 @@ def test_every_way_is_really_taken(policy: Policy, every_way: str) -> None:
     decoder = backend.make_decoder(300)
     assert (decoder is None) == (every_way == "module")
     if decoder is not None:
-        assert (decoder.bytes > 0) == (every_way == "packed" and packed_linear.available())
+        assert (decoder.layers[0].qkv.packed is not None) == (every_way == "packed" and decoder_module.available())
 
 
 def test_shapes_and_types(policy: Policy) -> None:
@@ -185,7 +186,7 @@ def test_cache_keeps_what_it_holds() -> None:
     cache = Cache(3, NARROW, torch.device("cpu"))
     cache.reserve(1)
     keys, values = cache.layer(0, torch.zeros(1, 2, 1, 4))
-    assert keys.shape == (3, 2, GROWTH, 4) and cache.bytes == 2 * 3 * 2 * GROWTH * 4 * 4
+    assert keys.shape == (3, 2, GROWTH, 4)
     keys.fill_(1.0)
     values.fill_(2.0)
     cache.reserve(GROWTH)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_for_tests import decode_in_pages
 from material_for_tests import small_policy
 
 from posttrain.collect import generate
 from posttrain.engine import cpu, cuda
-from posttrain.engine import engine as engine_module
 from posttrain.engine.cpu import CPUBackend
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
@@ -33,7 +33,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def use(way: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine_module, "PAGED_DEVICES", {"cpu"} if way == "pages" else set())
+    decode_in_pages(patch, way == "pages")
     if way == "module":
         patch.setattr(cpu, "cpu_decoder", lambda policy, pack: None)
     patch.setattr(cpu, "DECODER_TOKENS", 0)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from kernels_for_tests import Steps  # whose import lets kernels run on the CPU too
 
 from posttrain.collect import Prompt, generate, generate_groups
 from posttrain.engine import engine as engine_module
-from posttrain.engine import kernels
+from posttrain.engine import fused as kernels
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
 from posttrain.engine.rows import PAGE, Rows
@@ -114,15 +115,7 @@ def test_few_rows_and_truncated_sampling() -> None:
 def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     _, policy = models("qwen2", torch.bfloat16)
     captured = run(policy, several())
-
-    def uncaptured(backend: CUDABackend, steps: int, size: int, tiles: int, upload: Any) -> None:
-        upload(False)
-        assert backend.state is not None
-        backend.state.step.zero_()
-        for _ in range(steps):
-            backend._step(size, tiles)
-
-    monkeypatch.setattr(CUDABackend, "_run", uncaptured)
+    monkeypatch.setattr(CUDABackend, "_capture", lambda one, *sizes: Steps(lambda: one._step(*sizes)))
     for one, other in zip(captured, run(policy, several()), strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
@@ -243,7 +236,9 @@ def test_attention_to_pages(heads: Heads, rule: Rule, dtype: torch.dtype) -> Non
         rows.tile[:, :3] = torch.tensor([[0, 4, 9], [4, 5, 1], [150, 3, 64]]).int()
         rows["count"][:10], rows["position"][:10], rows["done"][:10] = count, prompt + count - 1, 0
     queries = kernels.tile_rows(heads, 5)[1]
-    expected = kernels.attend(mixed, (store[0], store[1]), two, heads, rule, 10, 4, queries)
-    found = kernels.attend(mixed.cuda(), (store[0].cuda(), store[1].cuda()), one, heads, rule, 10, 4, queries).cpu()
+    query = mixed.view(10, -1, heads.width)[:, : heads.heads]
+    expected = kernels.attend_pages(query, (store[0], store[1]), two, heads, rule, 4, queries)
+    query = mixed.cuda().view(10, -1, heads.width)[:, : heads.heads]
+    found = kernels.attend_pages(query, (store[0].cuda(), store[1].cuda()), one, heads, rule, 4, queries).cpu()
     error = float((found.float() - expected.float()).norm() / expected.float().norm())
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)

@@ -130,8 +130,9 @@ def test_the_cache_is_given_back_to_the_device_and_taken_anew() -> None:
     requests = [Prompt(tuple(range(3, 60)), 32, n, Sampling(200, min_new_tokens=200)) for n in range(8)]
     before = [c.ids.tolist() for group in generate_groups(engine, requests) for c in group]
     backend = backend_of(engine)
-    assert backend.bytes > 1 << 25 and backend.decoder.bytes > 1 << 24
-    size, copies, held = backend.bytes, backend.decoder.bytes, torch.cuda.memory_reserved()
+    size, held = backend.pages.pages * backend.page_bytes, torch.cuda.memory_reserved()
+    copies = sum(target.nbytes for product in backend.decoder.products for target, _ in product.copies())
+    assert size > 1 << 25 and copies > 1 << 24
     engine.release()
     assert held - torch.cuda.memory_reserved() >= 0.95 * (size + copies)
     assert [c.ids.tolist() for group in generate_groups(engine, requests) for c in group] == before

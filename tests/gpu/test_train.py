@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import kernels_for_tests  # noqa: F401  kernels run on the CPU too
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from posttrain.models.attention import Packed, Rule
-from posttrain.models.fused_body import attend_packed, fused_body
+from posttrain.models.attention import Packed, Rule, attend_packed
+from posttrain.models.fused_body import fused_body
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import from_policy
 from posttrain.ops import fused

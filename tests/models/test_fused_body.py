@@ -7,6 +7,7 @@ import gc
 import weakref
 from typing import Any
 
+import kernels_for_tests  # noqa: F401  kernels run on the CPU too
 import pytest
 import torch
 import transformers
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from posttrain.errors import UserError
 from posttrain.models import fused_body as module
-from posttrain.models.attention import LAYOUT, Packed
-from posttrain.models.fused_body import FusedBody, attend_packed, fused_body
+from posttrain.models.attention import LAYOUT, Packed, attend_packed
+from posttrain.models.fused_body import FusedBody, fused_body
 from posttrain.models.layers import TOLERANCE, LayerDescription, ModelDescription, describe, distance, prove
 from posttrain.models.lora import Lora, add_adapters, perturbed_adapters
 from posttrain.models.policy import Network, Policy, wrap_model

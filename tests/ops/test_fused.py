@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kernels_for_tests  # noqa: F401  kernels run on the CPU too
 import pytest
 import torch
 import torch.nn.functional as F

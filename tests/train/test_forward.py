@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import kernels_for_tests  # noqa: F401  kernels run on the CPU too
 import numpy as np
 import pytest
 import torch

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels_for_tests import decode_in_pages
 from test_loop import make, make_again
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.engine import engine
 from posttrain.engine.cuda import CUDABackend
 from posttrain.errors import GuardStop
 from posttrain.loop import Loop
@@ -90,7 +90,7 @@ def test_the_cache_is_given_back_between_sampling_and_learning(tmp_path: Path) -
 @pytest.mark.parametrize("release", [False, True])
 def test_the_setting_of_the_stage(release: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`release_cache` gives the engine's pool back in every step, and is off unless asked for."""
-    monkeypatch.setattr(engine, "PAGED_DEVICES", {"cpu"})
+    decode_in_pages(monkeypatch)
     held: list[bool] = []
     plain = CUDABackend.release
 

@@ -1,0 +1,212 @@
+"""What the Triton kernels compute, in plain torch: with it the code for CUDA runs on the CPU, launches and all.
+
+Importing this module lets launches on CPU tensors come here; those on CUDA tensors go to Triton as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.engine import engine
+from posttrain.engine import fused as decoding
+from posttrain.engine.cuda import CUDABackend
+from posttrain.engine.random import uniforms
+from posttrain.engine.sampler import Choices, draw
+from posttrain.ops import fused as training
+
+Grid = tuple[int, ...]
+
+
+def normalised(x: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + epsilon) * weight, and the factor of each row; `shifted`: * (1 + weight) before rounding."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.pow(2).mean(-1) + epsilon)
+    y = wide * scale[..., None]
+    return (y * (1 + weight.to(y.dtype))).to(x.dtype) if shifted else y.to(x.dtype) * weight, scale
+
+
+def add_norm_kernel(grid: Grid, x: Tensor, y: Tensor, weight: Tensor, total: Tensor, out: Tensor, scale: Tensor, width: int,
+                    epsilon: float, add: bool, shifted: bool, block: int) -> None:  # fmt: skip
+    if add:
+        torch.add(x, y, out=total)
+    found = normalised(total if add else x, weight, epsilon, shifted)
+    out.copy_(found[0])
+    scale.copy_(found[1])
+
+
+def add_norm_backward_kernel(grid: Grid, grad: Tensor, residual: Tensor, total: Tensor, weight: Tensor, scale: Tensor, dx: Tensor,
+                             parts: Tensor, rows: int, width: int, has_residual: bool, shifted: bool, block: int) -> None:  # fmt: skip
+    x, g, factor = total.to(scale.dtype), grad.to(scale.dtype), scale[:, None]
+    parts.zero_()[0] = (g * x * factor).sum(0)
+    g = g * (weight + 1 if shifted else weight)
+    found = factor * (g - x * factor**2 * (g * x).mean(-1, keepdim=True))
+    dx.copy_(found + residual if has_residual else found)
+
+
+def gated_kernel(grid: Grid, both: Tensor, out: Tensor, width: int, tanh: bool, block: int) -> None:
+    gate, up = both.chunk(2, 1)
+    out.copy_((F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up)
+
+
+def gated_backward_kernel(grid: Grid, grad: Tensor, both: Tensor, out: Tensor, width: int, tanh: bool, block: int) -> None:
+    gate, up = both.chunk(2, 1)
+    if tanh:
+        slope = torch.ops.aten.gelu_backward(torch.ones_like(gate), gate, approximate="tanh")
+        act = F.gelu(gate, approximate="tanh")
+    else:
+        half = gate.sigmoid()
+        act, slope = gate * half, half * (1 + gate * (1 - half))
+    out.copy_(torch.cat([grad * up * slope, grad * act], 1))
+
+
+def rotate_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, stride: int, sign: int, heads: int,
+                  width: int, *blocks: int) -> None:  # fmt: skip
+    x = qkv[:, : heads * width].view(-1, heads, width)
+    cos, sin, half = cos[position][:, None], sin[position][:, None], width // 2
+    if sign > 0:
+        x.copy_(x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin)
+    else:
+        y = x * sin
+        x.copy_(x * cos + torch.cat([y[..., half:], -y[..., :half]], -1))
+
+
+def rotate_store_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor, keys: Tensor,
+                        values: Tensor, query_norm: Tensor, key_norm: Tensor, epsilon: float, heads: int, key_heads: int,
+                        width: int, half_block: int, padded: int, norm: bool, shifted: bool) -> None:  # fmt: skip
+    split = qkv.view(len(qkv), heads + 2 * key_heads, width)
+    query, key, value = split.split_with_sizes([heads, key_heads, key_heads], 1)
+    at, half = position.long(), width // 2
+    for part, weight in ((query, query_norm), (key, key_norm)):
+        x = normalised(part, weight, epsilon, shifted)[0] if norm else part
+        swapped = torch.cat([-x[..., half:], x[..., :half]], -1)
+        part.copy_(x * cos[at][:, None] + swapped * sin[at][:, None])
+    keys[slot.long()], values[slot.long()] = key, value
+
+
+def partial_attention(query_NHD: Tensor, slots: Tensor, store: tuple[Tensor, Tensor], hidden_NL: Tensor | None,
+                      scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp over the keys in `slots`."""
+    grouped = query_NHD.shape[1] // store[0].shape[1]
+    keys, values = (s[slots].float().repeat_interleave(grouped, 1) for s in store)
+    score = torch.einsum("nhd,lhd->nhl", query_NHD.float(), keys) * scaling
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if hidden_NL is not None:
+        score = score.masked_fill(hidden_NL[:, None], -torch.inf)
+    lse = torch.logsumexp(score, -1)
+    weight = torch.where(lse[..., None] == -torch.inf, 0.0, torch.exp(score - lse[..., None]))
+    return torch.einsum("nhl,lhd->nhd", weight, values), lse
+
+
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two partial attentions as one: outputs weighted by the exponents of their log-sum-exps. A part without keys weighs 0."""
+    lse = torch.logaddexp(one[1], other[1])
+    parts = [torch.where(s[..., None] == -torch.inf, 0.0, o * torch.exp(s - lse)[..., None]) for o, s in (one, other)]
+    return parts[0] + parts[1], lse
+
+
+def prefix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, before: Tensor, lse: Tensor, tile: Tensor,
+                  table: Tensor, position: Tensor, scaling: float, softcap: float, window: int, tiles: int, pages: int, heads: int,
+                  key_heads: int, width: int, wide: int, rows: int, page: int, windowed: bool, capped: bool, precision: str
+                  ) -> None:  # fmt: skip
+    assert tiles == tile.shape[1] and pages == table.shape[1]
+    before.zero_()
+    lse.fill_(-torch.inf)
+    for number in range(grid[0]):
+        first, count, length = tile[:, number].tolist()
+        part, at = slice(first, first + count), torch.arange(length)
+        if count:
+            slots = table[number, at // page].long() * page + at % page
+            hidden = at[None] <= position[part, None] - window if windowed else None
+            found = partial_attention(query[part], slots, (keys, values), hidden, scaling, softcap if capped else None)
+            before[part], lse[part] = found
+
+
+def suffix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, before: Tensor, lse: Tensor, out: Tensor, count: Tensor,
+                  done: Tensor, table: Tensor, scaling: float, softcap: float, window: int, pages: int, heads: int, key_heads: int,
+                  width: int, wide: int, rows: int, page: int, windowed: bool, capped: bool, precision: str) -> None:  # fmt: skip
+    assert pages == table.shape[1]
+    for n in range(grid[0]):
+        at = torch.arange(0 if done[n] else int(count[n]))
+        slots = table[n, at // page].long() * page + at % page
+        hidden = (at < len(at) - window)[None] if windowed else None
+        own = partial_attention(query[n : n + 1], slots, (keys, values), hidden, scaling, softcap if capped else None)
+        out[n] = merge((before[n], lse[n]), (own[0][0], own[1][0]))[0].to(out.dtype)
+
+
+def block_sums_kernel(grid: Grid, *rest: Any) -> None:
+    """What it sums is only for `draw_kernel`, which here draws from all logits at once."""
+
+
+def draw_kernel(grid: Grid, logits: Tensor, temperature: Tensor, top: Tensor, total: Tensor, best: Tensor, seed: Tensor,
+                count: Tensor, done: Tensor, id_N: Tensor, logprob_N: Tensor, *sizes: int) -> None:  # fmt: skip
+    rows = len(id_N)
+    choices = Choices(temperature[:rows], temperature[:rows], temperature[:rows])
+    for target, found in zip((id_N, logprob_N), draw(logits, choices, uniforms(seed[:rows], count[:rows]), False), strict=True):
+        target.copy_(found)
+
+
+def advance_kernel(grid: Grid, id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, last: Tensor, count: Tensor, position: Tensor,
+                   slot: Tensor, limit: Tensor, minimum: Tensor, done: Tensor, table: Tensor, step: Tensor, ids: Tensor,
+                   logprobs: Tensor, rows: int, capacity: int, pages: int, page: int, block: int) -> None:  # fmt: skip
+    live, at = done[:rows] == 0, int(step)
+    ids[at, :rows] = torch.where(live, id_N, ids[at, :rows])
+    logprobs[at, :rows] = torch.where(live, logprob_N, logprobs[at, :rows])
+    last[:rows] = torch.where(live, id_N, last[:rows])
+    count[:rows] += live
+    written = count[:rows]
+    finished = (stop_V[id_N].bool() & (written > minimum[:rows])) | (written >= limit[:rows])
+    done[:rows] = torch.where(live, finished.long(), done[:rows])
+    going = live & ~finished
+    position[:rows] += going
+    own = table[torch.arange(rows), ((written - 1) // page).clamp(max=pages - 1)].long()
+    slot[:rows] = torch.where(going, own * page + (written - 1) % page, slot[:rows])
+
+
+class Kernels:
+    """A module of Triton kernels, of which those that get CPU tensors run here."""
+
+    def __init__(self, module: str):
+        self.module = module
+
+    def __getattr__(self, name: str) -> Kernel:
+        return Kernel(self.module, name)
+
+
+class Kernel:
+    def __init__(self, module: str, name: str):
+        self.module, self.name = module, name
+
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
+        def launch(*inputs: Any, **options: int) -> None:
+            if inputs[0].is_cuda:
+                getattr(import_module(self.module), self.name)[grid](*inputs, **options)
+            else:
+                globals()[self.name](grid, *inputs)
+
+        return launch
+
+
+class Steps:
+    """In place of a captured graph."""
+
+    def __init__(self, replay: Callable[[], None]):
+        self.replay = replay
+
+
+def decode_in_pages(patch: pytest.MonkeyPatch, on: bool = True) -> None:
+    """Let the engine's CUDA backend generate on the CPU, or not."""
+    patch.setattr(engine, "PAGED_DEVICES", {"cpu"} if on else set())
+    patch.setattr(CUDABackend, "room", lambda _: 1 << 40)
+    patch.setattr(CUDABackend, "_capture", lambda one, *sizes: Steps(lambda: one._step(*sizes)))
+
+
+decoding._triton = lambda: Kernels("posttrain.engine.triton_kernels")
+training._triton = lambda: Kernels("posttrain.ops.triton_training")
