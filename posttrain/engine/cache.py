@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.models.attention import Packed, Rule, masked
@@ -11,61 +12,43 @@ GROWTH = 16  # lengths are allocated in multiples of this
 
 
 class Cache:
-    """Keys and values of live rows, [rows, heads, length, width] a layer. Live rows are always the first ones."""
+    """Keys and values of live rows, by layer, [rows, heads, length, width] each. Live rows are always the first ones."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device):
         self.rows, self.length = rows, 0
         self.dtype, self.device = dtype, device
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(
-            t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values())
-        )
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens, keeping what is there."""
-        if length <= self.length:
-            return
-        self.length = -(-max(length, min(2 * self.length, length + 4 * GROWTH)) // GROWTH) * GROWTH
-        for store in (self.keys, self.values):
-            for layer, old in store.items():
-                new = torch.zeros(
-                    self.rows,
-                    old.shape[1],
-                    self.length,
-                    old.shape[3],
-                    dtype=self.dtype,
-                    device=self.device,
-                )
-                new[:, :, : old.shape[2]] = old
-                store[layer] = new
-
-    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Tensors of one layer, made on first use with the layer's own heads and width (they may differ between layers)."""
-        if layer not in self.keys:
-            shape = (self.rows, like.shape[1], self.length, like.shape[3])
-            self.keys[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self.values[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return self.keys[layer], self.values[layer]
+        if length > self.length:
+            ahead = max(length, min(2 * self.length, length + 4 * GROWTH))
+            self._grow(self.rows, -(-ahead // GROWTH) * GROWTH)
 
     def resize(self, rows: int) -> None:
         """Have room for so many rows, keeping what is there."""
-        if rows <= self.rows:
-            return
-        self.rows = rows
-        for store in (self.keys, self.values):
-            for layer, old in store.items():
-                store[layer] = old.new_zeros(rows, *old.shape[1:])
-                store[layer][: len(old)] = old
+        if rows > self.rows:
+            self._grow(rows, self.length)
+
+    def _grow(self, rows: int, length: int) -> None:
+        more = (0, 0, 0, length - self.length, 0, 0, 0, rows - self.rows)
+        for layer, (keys, values) in self.layers.items():
+            self.layers[layer] = F.pad(keys, more), F.pad(values, more)
+        self.rows, self.length = rows, length
+
+    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Tensors of one layer, made on first use with the layer's own heads and width (they may differ between layers)."""
+        if layer not in self.layers:
+            shape = (self.rows, like.shape[1], self.length, like.shape[3])
+            empty = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self.layers[layer] = empty, empty.clone()
+        return self.layers[layer]
 
     def save(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
         """A copy of a row's keys and values, by layer: [heads, length, width] each."""
         return {
-            layer: (keys[row, :, :length].clone(), self.values[layer][row, :, :length].clone())
-            for layer, keys in self.keys.items()
+            layer: (keys[row, :, :length].clone(), values[row, :, :length].clone())
+            for layer, (keys, values) in self.layers.items()
         }
 
     def restore(self, row: int, saved: dict[int, tuple[Tensor, Tensor]]) -> None:
@@ -75,25 +58,19 @@ class Cache:
 
     def move(self, source: list[int], target: list[int], length: int) -> None:
         """Copy rows, so that live rows stay first when others leave."""
-        for store in (self.keys, self.values):
-            for tensor in store.values():
-                tensor[target, :, :length] = tensor[source, :, :length]
+        for tensor in (side for pair in self.layers.values() for side in pair):
+            tensor[target, :, :length] = tensor[source, :, :length]
 
 
 class Prefill:
     """Packed prompts whose keys and values are stored: each prompt is computed once and written to every row of its group."""
 
     def __init__(self, cache: Cache, starts: tuple[int, ...], first: int, groups: list[int]):
-        self.cache, self.first, self.rows = (
-            cache,
-            first,
-            sum(groups),
-        )  # rows first..first+rows-1, `groups` of them a prompt
+        # rows first..first+rows-1, `groups` of them a prompt
+        self.cache, self.first, self.rows = cache, first, sum(groups)
         self.packed = Packed(starts, cache.device)
-        start_N, end_N = (
-            torch.tensor(side).repeat_interleave(torch.tensor(groups))
-            for side in (starts[:-1], starts[1:])
-        )
+        bounds = torch.tensor([starts[:-1], starts[1:]])
+        start_N, end_N = bounds.repeat_interleave(torch.tensor(groups), 1)
         self.longest = int((end_N - start_N).max())
         # a shorter prompt's last token is repeated to the end of its row, where nothing looks before it is overwritten
         from_NL = torch.minimum(start_N[:, None] + torch.arange(self.longest), end_N[:, None] - 1)
@@ -130,9 +107,8 @@ class Extend:
         stores = self.cache.layer(layer, key)
         for store, fresh in zip(stores, (key, value), strict=True):
             store[self.row_T, :, self.position_T] = fresh[0].transpose(0, 1)
-        keys, values = (
-            store[self.first : self.first + self.rows, :, : self.longest] for store in stores
-        )
+        part = slice(self.first, self.first + self.rows)
+        keys, values = (store[part, :, : self.longest] for store in stores)
         at = torch.arange(self.longest, device=self.device)
         allowed = at <= self.position_NS[..., None]
         if rule.sliding_window is not None:
@@ -147,14 +123,11 @@ class Decode:
 
     def __init__(self, cache: Cache, position_N: Tensor, shortest: int, longest: int):
         self.cache, self.count, self.position_N = cache, position_N.shape[0], position_N
-        self.longest, self.even = (
-            longest + 1,
-            shortest == longest,
-        )  # positions lie between shortest and longest
+        # positions lie between shortest and longest
+        self.longest, self.even = longest + 1, shortest == longest
         self.masks: dict[int | None, Tensor | None] = {}  # by sliding window
-        self.places: dict[
-            int, Tensor
-        ] = {}  # by number of heads: where the new keys go in a flattened layer
+        # by number of heads: where the new keys go in a flattened layer
+        self.places: dict[int, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor | None:
         """[N, 1, 1, L], true where a row must not look, or None where every row sees every position of the cut cache."""
@@ -171,19 +144,16 @@ class Decode:
     def place(self, heads: int) -> Tensor:
         """[N * heads]: the row of each new key among the layer's rows * heads * length."""
         if heads not in self.places:
-            row = (
-                torch.arange(self.count * heads, device=self.cache.device).view(-1, heads)
-                * self.cache.length
-            )
-            self.places[heads] = (row + self.position_N[:, None]).view(-1)
+            row = torch.arange(self.count * heads, device=self.cache.device).view(-1, heads)
+            place = row * self.cache.length + self.position_N[:, None]
+            self.places[heads] = place.view(-1)
         return self.places[heads]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         stores, heads, width = self.cache.layer(layer, key), key.shape[1], key.shape[3]
         for store, fresh in zip(stores, (key, value), strict=True):
-            if (
-                self.even
-            ):  # by methods: an index of several slices takes longer to read than the copy
+            # by methods: an index of several slices takes longer to read than the copy
+            if self.even:
                 store.select(2, self.longest - 1).narrow(0, 0, self.count).copy_(fresh.squeeze(2))
             else:
                 store.view(-1, width).index_copy_(0, self.place(heads), fresh.reshape(-1, width))
@@ -191,14 +161,12 @@ class Decode:
         mask = self.mask(rule.sliding_window)
         if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
             whole, size = (-1, self.cache.length, width), rows * heads
-            keys, values = (
-                store.view(whole).narrow(0, 0, size).narrow(1, 0, self.longest) for store in stores
-            )
+            flat = (store.view(whole).narrow(0, 0, size) for store in stores)
+            keys, values = (store.narrow(1, 0, self.longest) for store in flat)
             return _by_products(query, keys, values, mask, rule.scaling).view(rows, 1, -1, width)
         keys, values = (store[: self.count, :, : self.longest] for store in stores)
-        if (
-            rule.softcap is None
-        ):  # heads of a group become query rows: keys are read once and never repeated
+        # heads of a group become query rows: keys are read once and never repeated
+        if rule.softcap is None:
             query = query.reshape(rows, heads, grouped, width)
         allowed = None if mask is None else ~mask
         return masked(query, keys, values, allowed, rule).reshape(rows, 1, heads * grouped, width)

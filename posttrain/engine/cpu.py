@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,28 +84,23 @@ class CPUBackend:
         self, works: Sequence[Work], caches: Sequence[KeptRow | None], first: int
     ) -> tuple[np.ndarray, np.ndarray]:
         groups = [len(work.requests) for work in works]
-        same = [
-            cache is not None and cache.decoded == (self.decoder is not None) for cache in caches
-        ]
-        cached = [
-            c.length if c is not None and ok else 0 for c, ok in zip(caches, same, strict=True)
-        ]
+        decoded = self.decoder is not None
+        usable = [None if c is None or c.decoded != decoded else c for c in caches]
+        cached = [0 if cache is None else cache.length for cache in usable]
         new = [work.ids[skip:] for work, skip in zip(works, cached, strict=True)]
         starts = (0, *np.cumsum([len(ids) for ids in new]).tolist())
         prefix = self.rows.live("prefix", first)
         self._reserve(int(prefix.max()), int((prefix + self.rows.live("limit", first)).max()))
         if any(cached):
-            for row, cache in enumerate(caches):
-                if cache is not None and same[row]:
+            for row, cache in enumerate(usable):
+                if cache is not None:
                     self.cache.restore(first + row, cache.layers)
             layout: Layout = Extend(self.cache, starts, first, cached)
         else:
             layout = Prefill(self.cache, starts, first, groups)
-        position = np.concatenate(
-            [skip + np.arange(len(i)) for skip, i in zip(cached, new, strict=True)]
-        )
-        ids = torch.from_numpy(np.concatenate(new))
-        hidden_TH = self._hidden(ids[None], torch.from_numpy(position)[None], layout)[0]
+        positions = [np.arange(skip, len(w.ids)) for skip, w in zip(cached, works, strict=True)]
+        ids, position = (torch.from_numpy(np.concatenate(p))[None] for p in (new, positions))
+        hidden_TH = self._hidden(ids, position, layout)[0]
         last_N = torch.from_numpy(np.repeat(np.array(starts[1:]) - 1, groups)).to(self.device)
         self._settle()
         return self._draw(hidden_TH[last_N], first)
@@ -167,17 +161,15 @@ class CPUBackend:
         ids, position_ids = ids.to(self.device), position_ids.to(self.device)
         if self.decoder is not None:
             return self.decoder.hidden(ids, position_ids, layout)
-        options: dict[str, Any] = {LAYOUT: layout}
-        return self.policy.hidden(ids, position_ids, **options)
+        return self.policy.hidden(ids, position_ids, **{LAYOUT: layout})
 
     def _settle(self) -> None:
         """What the device must know of the live rows, made again when they change."""
         rows, count = self.rows, self.rows.count
         temperature, top_p = rows.floats[:, :count]
         self.choices = Choices.of(temperature, rows.live("top_k"), top_p, self.device)
-        self.seed_N, self.last_N = (
-            torch.from_numpy(rows.live(name).copy()).to(self.device) for name in ("seed", "last")
-        )
+        columns = (torch.from_numpy(rows.live(name).copy()) for name in ("seed", "last"))
+        self.seed_N, self.last_N = (column.to(self.device) for column in columns)
         self.uniforms: deque[Tensor] = deque()  # [N] each, for the tokens to come of these rows
         self.settled = True
 
@@ -189,8 +181,6 @@ class CPUBackend:
             count_NL = self.rows.live("count", first)[:, None] + np.arange(ahead)
             drawn = uniforms(self.seed_N[first:, None], torch.from_numpy(count_NL).to(self.device))
             self.uniforms.extend(drawn.unbind(1))
-        id_N, logprob_N = sample(
-            hidden_NH, self.head, choices, self.uniforms.popleft(), choices.plain
-        )
+        id_N, logprob_N = sample(hidden_NH, self.head, choices, self.uniforms.popleft())
         self.last_N = id_N if not first else torch.cat([self.last_N[:first], id_N])
         return id_N.cpu().numpy()[None], logprob_N.cpu().numpy()[None]

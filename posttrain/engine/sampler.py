@@ -28,34 +28,26 @@ class Choices:
         cls, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, device: torch.device
     ) -> Choices:
         plain = bool((temperature == 1).all() and (top_k == 0).all() and (top_p == 1).all())
-        temperature_N, top_k_N, top_p_N = (
-            torch.from_numpy(np.ascontiguousarray(a)).to(device)
-            for a in (temperature, top_k, top_p)
-        )
+        settings = map(np.ascontiguousarray, (temperature, top_k, top_p))
+        temperature_N, top_k_N, top_p_N = (torch.from_numpy(a).to(device) for a in settings)
         return cls(temperature_N, top_k_N, top_p_N, plain, cold=not temperature.any())
 
     def rest(self, first: int) -> Choices:
         """Those of the rows from `first` on."""
-        return Choices(
-            self.temperature_N[first:],
-            self.top_k_N[first:],
-            self.top_p_N[first:],
-            self.plain,
-            self.cold,
-        )
+        settings = (self.temperature_N, self.top_k_N, self.top_p_N)
+        temperature_N, top_k_N, top_p_N = (column[first:] for column in settings)
+        return Choices(temperature_N, top_k_N, top_p_N, self.plain, self.cold)
 
 
 def sample(
-    hidden_NH: Tensor, head: Head, choices: Choices, uniform_N: Tensor, plain: bool
+    hidden_NH: Tensor, head: Head, choices: Choices, uniform_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the CDF at the row's own uniform (engine/random.py).
-
-    `plain` promises temperature 1 and no truncation for every row. Temperature 0 is argmax with log-prob 0: a certain choice.
-    """
+    """Draw one token a row by inverting the CDF at the row's own uniform (engine/random.py). Temperature 0 is argmax with log-prob 0:
+    a certain choice."""
     logits_NV = head_logits(hidden_NH, head)
     if choices.cold:
         return logits_NV.argmax(-1), logits_NV.new_zeros(logits_NV.shape[0])
-    if not plain:
+    if not choices.plain:
         truncated = bool((choices.top_k_N > 0).any()) or bool((choices.top_p_N < 1).any())
         return draw(logits_NV, choices, uniform_N, truncated)
     logprob_NV = torch.log_softmax(logits_NV, -1)
@@ -88,18 +80,16 @@ def invert(logprob_NV: Tensor, uniform_N: Tensor) -> Tensor:
     whole = size // BLOCK * BLOCK
     mass_NB = p_NV[:, :whole].view(-1, whole // BLOCK, BLOCK).sum(-1, dtype=torch.float64)
     if whole < size:
-        mass_NB = torch.cat(
-            [mass_NB, p_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1
-        )
+        rest_N1 = p_NV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
+        mass_NB = torch.cat([mass_NB, rest_N1], -1)
     cumulative_NB = mass_NB.cumsum(-1)
     level_N1 = uniform_N[:, None] * cumulative_NB[:, -1:]
     block_N1 = _first_above(cumulative_NB, level_N1)
     level_N1 = level_N1 - (cumulative_NB - mass_NB).gather(-1, block_N1)
     at_NV = block_N1 * BLOCK + torch.arange(BLOCK, device=p_NV.device)
     inside_NV = p_NV.gather(-1, at_NV.clamp(max=size - 1)).where(at_NV < size, 0.0)
-    return (block_N1 * BLOCK + _first_above(inside_NV.cumsum(-1, dtype=torch.float64), level_N1))[
-        :, 0
-    ]
+    place_N1 = _first_above(inside_NV.cumsum(-1, dtype=torch.float64), level_N1)
+    return (block_N1 * BLOCK + place_N1)[:, 0]
 
 
 def _first_above(cumulative_NV: Tensor, level_N1: Tensor) -> Tensor:
@@ -117,14 +107,10 @@ def truncate(logprob_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     kept_NV = torch.where(keep_NV, ordered_NV.exp(), 0.0)
     kept_NV = kept_NV / kept_NV.sum(-1, keepdim=True)
     before_NV = kept_NV.cumsum(-1) - kept_NV
-    keep_NV &= (top_p_N[:, None] >= 1) | (
-        before_NV < top_p_N[:, None]
-    )  # rounding may bring a sum past 1: p = 1 cuts nothing
+    # rounding may bring a sum past 1: p = 1 cuts nothing
+    keep_NV &= (top_p_N[:, None] >= 1) | (before_NV < top_p_N[:, None])
     keep_NV[:, 0] = True
     renormalised = torch.log_softmax(ordered_NV.masked_fill(~keep_NV, -torch.inf), -1)
     cut_N = (top_k_N > 0) | (top_p_N < 1)
-    return torch.where(
-        cut_N[:, None],
-        torch.empty_like(renormalised).scatter(-1, index_NV, renormalised),
-        logprob_NV,
-    )
+    placed_NV = torch.empty_like(renormalised).scatter(-1, index_NV, renormalised)
+    return torch.where(cut_N[:, None], placed_NV, logprob_NV)

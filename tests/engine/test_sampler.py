@@ -28,9 +28,10 @@ def draws(settings_of_all: Sampling, count: int = DRAWS, plain: bool | None = No
     """Ids and log-probs of `count` rows with the same logits, each with its own uniform."""
     head = Head(LOGITS[:, None])
     s = settings_of_all
-    choices = Choices(torch.full((count,), s.temperature), torch.full((count,), s.top_k), torch.full((count,), s.top_p))
     plain = s.temperature == 1.0 and not s.truncated if plain is None else plain
-    return sample(torch.ones(count, 1), head, choices, uniforms(torch.full((count,), seed), torch.arange(count)), plain)
+    settings = (torch.full((count,), value) for value in (s.temperature, s.top_k, s.top_p))
+    choices = Choices(*settings, plain=plain)
+    return sample(torch.ones(count, 1), head, choices, uniforms(torch.full((count,), seed), torch.arange(count)))
 
 
 def expected_probabilities(s: Sampling) -> np.ndarray:
@@ -111,12 +112,10 @@ def test_rows_of_a_mixed_batch_do_not_touch_each_other() -> None:
     """A row without truncation keeps its log-probs to the last bit beside rows that have it; a cold row stays cold."""
     choices = Choices(torch.tensor([1.0, 0.7, 0.0, 1.0]), torch.tensor([0, 3, 0, 0]), torch.tensor([1.0, 1.0, 1.0, 0.5]))
     seed_N, position_N = torch.tensor([1, 2, 3, 4]), torch.zeros(4, dtype=torch.long)
-    id_N, logprob_N = sample(torch.ones(4, 1), Head(LOGITS[:, None]), choices, uniforms(seed_N, position_N), plain=False)
+    id_N, logprob_N = sample(torch.ones(4, 1), Head(LOGITS[:, None]), choices, uniforms(seed_N, position_N))
     for n in range(4):
         only = Choices(choices.temperature_N[n : n + 1], choices.top_k_N[n : n + 1], choices.top_p_N[n : n + 1])
-        alone = sample(
-            torch.ones(1, 1), Head(LOGITS[:, None]), only, uniforms(seed_N[n : n + 1], position_N[n : n + 1]), plain=False
-        )
+        alone = sample(torch.ones(1, 1), Head(LOGITS[:, None]), only, uniforms(seed_N[n : n + 1], position_N[n : n + 1]))
         assert torch.equal(alone[0], id_N[n : n + 1]) and torch.equal(alone[1], logprob_N[n : n + 1])
 
 
