@@ -23,8 +23,8 @@ from posttrain.collect import Prompt, generate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
-from posttrain.errors import UserError
-from posttrain.models.load import Loaded, load, require_chat_template
+from posttrain.errors import UserError, require
+from posttrain.models.load import Loaded, load
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.pipeline import fresh
 from posttrain.runs.write import RunWriter
@@ -99,7 +99,8 @@ def main() -> int:
     try:
         began = time.perf_counter()
         loaded = load(path, dtype="float32")
-        require_chat_template(loaded.tokenizer, path)
+        advice = "add a chat_template.jinja file to the model directory, or use an instruction-tuned model"
+        require(bool(loaded.tokenizer.chat_template), f"{path}: the tokenizer has no chat template; {advice}")
         print(f"loaded {path} in {time.perf_counter() - began:.1f} s")
         describe(loaded)
         policy = wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, path)

@@ -261,7 +261,7 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
 
 def _tokenizer(directory: Path, stage: str) -> Any:
     """The tokenizer of the stage's model, of the export, or of any stage that has one: a run uses one throughout."""
-    from posttrain.models.load_directory import read_tokenizer
+    from posttrain.models.load import read_tokenizer
 
     own = [directory / "stages" / stage / "model", directory / "export"]
     found = [path for path in [*own, *sorted(directory.glob("stages/*/model"))] if path.is_dir()]

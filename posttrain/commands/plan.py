@@ -140,15 +140,14 @@ def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Poli
 
 
 def read_reader(name: str, alphabet: str) -> Reader:
-    from posttrain.models.load import load, locate
-    from posttrain.models.load_directory import read_tokenizer
+    from posttrain.models.load import load, locate, read_tokenizer
     from posttrain.models.tiny import character_tokenizer
 
     if name.startswith("tiny:"):
         return Reader(character_tokenizer(alphabet), name)
     path = locate(name)
-    gguf = path.suffix.lower() == ".gguf"
-    return Reader(load(name).tokenizer if gguf else read_tokenizer(path), name)
+    packed = path.suffix.lower() == ".gguf"
+    return Reader(load(name).tokenizer if packed else read_tokenizer(path), name)
 
 
 @dataclass(frozen=True, slots=True)

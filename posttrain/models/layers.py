@@ -26,11 +26,8 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
-TOLERANCE = {  # of a layer's largest output: rounding alone
-    torch.float32: 2e-5,
-    torch.bfloat16: 0.05,
-    torch.float16: 0.01,
-}
+# of a layer's largest output: rounding alone
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 ROPE_BLOCK = 1024  # positions by which a table of angles grows
 
 RopeTable = tuple[Tensor, Tensor]  # cos and sin, [positions, head width] each
@@ -95,13 +92,12 @@ class Projection:
             return None
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
-    def unsupported_reason(self) -> str | None:
-        for module, adapter in zip(self.modules, self.adapters, strict=True):
-            if type(module) is not nn.Linear and adapter is None:
-                return "linear layers that are neither plain matrices nor have a plain adapter"
-        if len({m.bias is None for m in self.modules}) > 1:
-            return "layers of which some have a bias and some have none"
-        return None
+    def unsupported_reason(self) -> str:
+        pairs = zip(self.modules, self.adapters, strict=True)
+        if any(type(module) is not nn.Linear and adapter is None for module, adapter in pairs):
+            return "linear layers that are neither plain matrices nor have a plain adapter"
+        mixed = len({m.bias is None for m in self.modules}) > 1
+        return "layers of which some have a bias and some have none" if mixed else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,11 +143,9 @@ class ModelDescription:
         """cos and sin of at least this many positions, in the dtype of the weights. It is kept as long as the module."""
         rotary, weight = self.body.rotary_emb, self.body.embed_tokens.weight
         table = _TABLES.get(rotary)
-        if (
-            table is None
-            or table[0].shape[0] < positions
-            or (table[0].device, table[0].dtype) != (weight.device, weight.dtype)
-        ):
+        kind = (weight.device, weight.dtype)
+        known = table is not None and (table[0].device, table[0].dtype) == kind
+        if table is None or not known or len(table[0]) < positions:
             # made by the engine or the trainer, read by both: autograd refuses tensors of inference mode
             with torch.inference_mode(False), torch.no_grad():
                 at = torch.arange(-(-positions // ROPE_BLOCK) * ROPE_BLOCK, device=weight.device)
@@ -176,10 +170,8 @@ def describe(network: Network) -> ModelDescription | str:
     body = network.body
     if network.dtype not in TOLERANCE:
         return f"weights of type {network.dtype}"
-    if (
-        not isinstance(getattr(body, "layers", None), nn.ModuleList)
-        or set(dict(body.named_children())) != BODY
-    ):
+    listed = isinstance(getattr(body, "layers", None), nn.ModuleList)
+    if not listed or _parts(body) != BODY:
         return f"{type(body).__name__} is not built like a Llama"
     if any(m._forward_hooks or m._forward_pre_hooks for m in body.modules()):
         return "the model has hooks"
@@ -187,8 +179,7 @@ def describe(network: Network) -> ModelDescription | str:
     if not isinstance(kind, str) or kind not in STATIC_ROPE:
         return f"rotary embedding of kind {kind}"
     for module in body.layers:
-        reason = _unsupported_layer(module)
-        if reason is not None:
+        if reason := _unsupported_layer(module):
             return reason
     if body not in _RULES:
         _RULES[body] = _rules(network)
@@ -204,18 +195,19 @@ def describe(network: Network) -> ModelDescription | str:
     return ModelDescription(body, tuple(layers), Norm.of(body.norm))
 
 
-def _unsupported_layer(layer: Any) -> str | None:
-    for part, module, names in (
-        ("layer", layer, LAYER),
-        ("MLP", getattr(layer, "mlp", layer), MLP),
-    ):
-        if set(dict(module.named_children())) != names:
-            return f"{type(module).__name__} is not the {part} of a Llama"
-    if set(dict(layer.self_attn.named_children())) not in (ATTENTION, ATTENTION | NORMS):
+def _parts(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _unsupported_layer(layer: Any) -> str:
+    if _parts(layer) != LAYER:
+        return f"{type(layer).__name__} is not the layer of a Llama"
+    if _parts(layer.mlp) != MLP:
+        return f"{type(layer.mlp).__name__} is not the MLP of a Llama"
+    if _parts(layer.self_attn) not in (ATTENTION, ATTENTION | NORMS):
         return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
-    if _tanh(layer.mlp.act_fn) is None:
-        return f"activation {type(layer.mlp.act_fn).__name__}"
-    return None
+    known = _tanh(layer.mlp.act_fn) is not None
+    return "" if known else f"activation {type(layer.mlp.act_fn).__name__}"
 
 
 def _tanh(activation: nn.Module) -> bool | None:
@@ -233,8 +225,7 @@ def _layer(number: int, module: Any, rule: Rule) -> LayerDescription | str:
         Projection.of(mlp.down_proj),
     )
     for projection in projections:
-        reason = projection.unsupported_reason()
-        if reason is not None:
+        if reason := projection.unsupported_reason():
             return reason
     width, normed = attention.head_dim, hasattr(attention, "q_norm")
     queries, keys, _ = (size // width for size in qkv.sizes)
@@ -305,11 +296,8 @@ def prove(
     if key not in found:
         with perturbed_adapters(described.body):
             worst = distance(network, build())
-        found[key] = (
-            ""
-            if worst <= TOLERANCE[network.dtype]
-            else f"a layer whose output differs from the module's own by {worst:.2g} of the largest"
-        )
+        reason = f"a layer whose output differs from the module's own by {worst:.2g} of the largest"
+        found[key] = "" if worst <= TOLERANCE[network.dtype] else reason
     return found[key]
 
 
@@ -338,10 +326,8 @@ def distance(network: Network, other: Pass) -> float:
         (other.layer_alone(n, before, position_T, packed), after)
         for n, (before, after) in enumerate(pairwise(streams))
     ]
-    return max(
-        float((found.float() - own.float()).abs().max() / own.float().abs().max())
-        for found, own in pairs
-    )
+    wide = [(found.float(), own.float()) for found, own in pairs]
+    return max(float((found - own).abs().max() / own.abs().max()) for found, own in wide)
 
 
 def report_plain_path(network: Network, by: str, reason: str) -> None:

@@ -1,11 +1,14 @@
-"""Loading a causal language model by name: a checkpoint directory, a GGUF file, or a model on the hub.
+"""Loading a causal language model by name: a checkpoint directory in the hub's layout (config.json, safetensors weights, tokenizer),
+a GGUF file, or a model on the hub.
 
-Whatever the source, weights come as safetensors or GGUF, no code of the model's is run, and bad input gives one line.
-Importing this module imports no torch.
+Whatever the source, weights come as safetensors or GGUF, no code of the model's is run, and bad input gives one line. A directory is
+untrusted data. Everything in it that could run code, unpickle, read another path or silently change the model is looked for and
+refused here, before `transformers` opens a file, rather than trusted to a flag of the callee. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +18,34 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.data import safe_readers
 from posttrain.errors import UserError, require, unknown
-from posttrain.models.load_directory import MODEL_FILES, first_line, read_directory
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from posttrain.models.policy import Network
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MODEL_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", *MODEL_FILES)
+LARGEST_JSON = 256 * 1024 * 1024  # the largest tokenizer.json in use is about 40 MB
+
+# Settings that make transformers read weights from elsewhere, or put other modules in place of the model's own.
+REFUSED_SETTINGS = {
+    "quantization_config": "its weights are quantized and cannot be trained; take the unquantized checkpoint",
+    "transformers_weights": "it names its own weight file; rename that file to model.safetensors and remove the setting",
+    "fusion_config": "it asks for fused modules; remove the setting",
+}
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # What is fetched from the hub: no pickles and no Python, so that neither can be read by mistake.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", *MODEL_FILES]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 RENDER_SECONDS = 5.0
+ONE_FAMILY = "use models of one family"
+COPY_TOKENIZER = "copy the tokenizer files of its base model there"
+GIVE = "give a model directory, a .gguf file or a hub name (org/name)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,73 +82,52 @@ def load(
 
 def locate(name: str) -> Path:
     """The directory or .gguf file that `name` stands for, fetched from the hub when it is `org/name` and nothing is here."""
-    require(
-        bool(name.strip()),
-        "the model name is empty; give a model directory, a .gguf file or a hub name (org/name)",
-    )
+    require(bool(name.strip()), f"the model name is empty; {GIVE}")
     path = Path(name).expanduser()
     if path.is_dir():
         return single_gguf(path) or path
     if path.suffix.lower() == ".gguf":
         require(path.is_file(), f"there is no GGUF file {name}; check the path")
         return path
-    require(
-        not path.exists(),
-        f"{name} is a file; give the model directory that holds it, or a .gguf file",
-    )
-    if HUB_NAME.fullmatch(name):
-        return fetch(name)
-    raise UserError(
-        f"there is no model directory {name}; check the path (a model on the hub is named org/name)"
-    )
+    advice = "give the model directory that holds it, or a .gguf file"
+    require(not path.exists(), f"{name} is a file; {advice}")
+    advice = "check the path (a model on the hub is named org/name)"
+    require(HUB_NAME.fullmatch(name) is not None, f"there is no model directory {name}; {advice}")
+    return fetch(name)
 
 
 def single_gguf(folder: Path) -> Path | None:
     """The one GGUF file of a directory that holds no safetensors checkpoint."""
-    files = sorted(
-        path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file()
-    )
+    files = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".gguf" and p.is_file())
     if not files or any(folder.glob("*.safetensors")):
         return None
     names = ", ".join(path.name for path in files[:4])
-    require(
-        len(files) == 1, f"{folder} holds {len(files)} GGUF files ({names}); name the one to load"
-    )
+    count = len(files)
+    require(count == 1, f"{folder} holds {count} GGUF files ({names}); name the one to load")
     return files[0]
 
 
 def fetch(name: str) -> Path:
     """A local copy of a model on the hub: safetensors and JSON only. Taken from the cache where the hub cannot be reached."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     repository, _, revision = name.partition("@")
+    wanted = revision or None
     try:
-        return Path(
-            snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
-        )
-    except GatedRepoError as error:
-        raise UserError(
-            f"{name} on the hub is gated; accept its terms on its page and log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{name} is neither a directory here nor a model on the hub; check the spelling"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise UserError(
-            f"there is no directory {name} here, and the hub cannot be reached (offline, or no network); give a model "
-            "directory or a .gguf file, or fetch the model first where there is a network"
-        ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(
-            f"{name} cannot be fetched from the hub ({first_line(error)}); give a directory"
-        ) from error
+        return Path(snapshot_download(repository, revision=wanted, allow_patterns=HUB_FILES))
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:  # the first are among the last
+        if isinstance(error, errors.GatedRepoError):
+            found = f"{name} on the hub is gated; accept its terms on its page and log in with `hf auth login`"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            found = f"{name} is neither a directory here nor a model on the hub; check the spelling"
+        elif isinstance(error, errors.LocalEntryNotFoundError):
+            found = (
+                f"there is no directory {name} here, and the hub cannot be reached (offline, or no network); give a model "
+                "directory or a .gguf file, or fetch the model first where there is a network"
+            )
+        else:
+            found = f"{name} cannot be fetched from the hub ({first_line(error)}); give a directory"
+        raise UserError(found) from error
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -152,9 +149,8 @@ def check_device(device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(
-            f"device {str(device)!r} cannot be used here ({first_line(error)}); use device cpu"
-        ) from error
+        detail = f"device {str(device)!r} cannot be used here ({first_line(error)})"
+        raise UserError(f"{detail}; use device cpu") from error
 
 
 @contextmanager
@@ -179,14 +175,9 @@ def check_vocabulary(
     """Refuse a tokenizer that can make an id without a row in the embedding: on a GPU that is an assertion far away."""
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    require(
-        largest >= 0,
-        f"{source}: the tokenizer has no vocabulary; copy the tokenizer files of its base model there",
-    )
-    require(
-        largest < rows,
-        f"{source}: the tokenizer has ids up to {largest} but the model embeds only {rows}; they do not belong together",
-    )
+    require(largest >= 0, f"{source}: the tokenizer has no vocabulary; {COPY_TOKENIZER}")
+    detail = f"ids up to {largest} but the model embeds only {rows}; they do not belong together"
+    require(largest < rows, f"{source}: the tokenizer has {detail}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +189,7 @@ class Reader:
 
 
 def same_vocabulary(
-    where: str,
-    own: Reader | Network,
-    other: Reader | Network,
-    advice: str = "use models of one family",
+    where: str, own: Reader | Network, other: Reader | Network, advice: str = ONE_FAMILY
 ) -> None:
     """Refuse a model that reads other text from the same ids: its log-probs, values and scores would be about something else. Where
     one has no tokenizer, loaded models must have as many ids."""
@@ -215,9 +203,8 @@ def same_vocabulary(
         mine, theirs = own.tokenizer.get_vocab(), other.tokenizer.get_vocab()
         differ = {token for token, _ in mine.items() ^ theirs.items()}
         if differ:
-            token = min(
-                differ, key=lambda t: (min(mine.get(t, len(mine)), theirs.get(t, len(theirs))), t)
-            )
+            places = ((min(v.get(t, len(v)) for v in (mine, theirs)), t) for t in differ)
+            token = min(places)[1]
             detail = f"{len(differ)} tokens differ, such as {token!r}: id {theirs.get(token)} against {mine.get(token)}"
     require(
         not detail,
@@ -238,11 +225,9 @@ def stop_ids(
     generation = getattr(model, "generation_config", None)
     stated: Any = getattr(generation, "eos_token_id", None)
     stops = own | set(stated if isinstance(stated, list | tuple) else (stated,))
-    pad = (
-        tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else getattr(generation, "pad_token_id", None)
-    )
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = getattr(generation, "pad_token_id", None)
     if pad not in own and pad != getattr(model.config.get_text_config(), "bos_token_id", None):
         stops.discard(pad)
     return tuple(sorted(int(stop) for stop in stops if stop is not None))
@@ -256,17 +241,11 @@ def end_of_turn(tokenizer: PreTrainedTokenizerFast, source: str = "the model") -
     if not tokenizer.chat_template:
         return None
     marker = "the assistant's words"
-    rendered = render(
-        tokenizer,
-        [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marker}],
-        source,
-    )
+    turns = (("user", "a question"), ("assistant", marker))
+    rendered = render(tokenizer, [{"role": role, "content": text} for role, text in turns], source)
     tail = rendered.rpartition(marker)[2].lstrip() if marker in rendered else ""
-    special = {
-        token.content: index
-        for index, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-    }
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token.content: index for index, token in added if token.special}
     matches = [token for token in special if token and tail.startswith(token)]
     return special[max(matches, key=len)] if matches else None
 
@@ -280,14 +259,197 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
     def work() -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
-    advice = "for two short messages; replace chat_template.jinja"
+    def refusal(found: object) -> str:
+        advice = "for two short messages; replace chat_template.jinja"
+        return f"{source}: the chat template is not fit to run: {found} {advice}"
+
     found = safe_readers.probe(work, RENDER_SECONDS)
-    require(found is None, f"{source}: the chat template is not fit to run: {found} {advice}")
+    require(found is None, refusal(found))
     try:
         return safe_readers.limited(work, RENDER_SECONDS)
     except safe_readers.TemplateLimit as error:
-        raise UserError(
-            f"{source}: the chat template is not fit to run: {error} {advice}"
-        ) from error
+        raise UserError(refusal(error)) from error
     except Exception:  # a template may insist on a system message or refuse roles: then it says nothing about its end
         return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of an error's message, shortened: foreign messages run to paragraphs."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def read_directory(
+    folder: Path, dtype: torch.dtype | None, score: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model and tokenizer of a checked directory; `dtype` None keeps the checkpoint's own. `score` asks for a reward model."""
+    check_directory(folder)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    tokenizer = read_tokenizer(folder)
+    try:
+        check_depth(folder)  # before transformers makes something for every layer
+        config = AutoConfig.from_pretrained(folder, **safe)
+        kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
+        model, report = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype="auto" if dtype is None else dtype,
+            use_safetensors=True,
+            attn_implementation=attention_for(config),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below with their names; the error names none
+            **safe,
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        detail = f"the model cannot be read ({first_line(error)})"
+        raise UserError(f"{folder}: {detail}; check config.json") from error
+    check_report(str(folder), report)
+    return model, tokenizer
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model directory."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer puts the rules of some families (Qwen 2, Llama) in place of tokenizer.json's; the file is the truth.
+    reader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        return reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever a malformed file makes transformers raise
+        detail = f"the tokenizer cannot be read ({first_line(error)})"
+        raise UserError(f"{folder}: {detail}; copy it anew") from error
+
+
+def attention_for(config: PretrainedConfig) -> str:
+    """The stock attention that computes this model as it was trained: `sdpa` leaves out the soft cap of Gemma 2's scores."""
+    text = config.get_text_config()
+    return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else "sdpa"
+
+
+def check_report(source: str, report: dict[str, Any]) -> None:
+    """Refuse a model that transformers filled up with random numbers, which it reports only in a warning."""
+    for kind, meaning in (
+        ("missing_keys", "are not in the weight files"),
+        ("mismatched_keys", "do not have the shape config.json says"),
+    ):
+        found = report.get(kind) or ()
+        names = sorted(name if isinstance(name, str) else name[0] for name in found)
+        detail = f"{len(names)} tensors {meaning} ({', '.join(names[:2])})"
+        require(not names, f"{source}: {detail}; copy the model anew")
+
+
+def check_directory(folder: Path) -> None:
+    """Refuse a directory that is incomplete, corrupt, or asks to run code."""
+    require(folder.is_dir(), f"{folder} is not a directory; {GIVE}")
+    adapter, path = folder / "adapter_config.json", folder / "config.json"
+    advice = "merge it into its base model and save that"
+    require(not adapter.exists(), f"{folder} holds a LoRA adapter; {advice}")
+    require(path.is_file(), f"{folder} has no config.json; is it a saved model?")
+    config = read_json(path)
+    require("model_type" in config, f"{path} names no model_type; is it a model of transformers?")
+    for setting, reason in REFUSED_SETTINGS.items():
+        require(config.get(setting) is None, f"{folder}/config.json sets {setting}: {reason}")
+    for part in ("", "tokenizer_", "generation_", "processor_"):
+        if (folder / f"{part}config.json").is_file():
+            refuse_code(folder / f"{part}config.json")
+    check_weights(folder)
+    found = any((folder / name).is_file() for name in VOCABULARIES)
+    absent = f"{folder} has no tokenizer (tokenizer.json or a vocabulary file)"
+    require(found, f"{absent}; {COPY_TOKENIZER}")
+
+
+def refuse_code(path: Path) -> None:
+    """Refuse a JSON file that maps classes to Python code, at any depth of it."""
+    pending: list[Any] = [read_json(path)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            require(
+                not value.get("auto_map") and not value.get("custom_pipelines"),
+                f"{path} asks to run Python code that came with the model (auto_map), which posttrain never does; "
+                "use a model whose architecture is part of transformers",
+            )
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse weights that are absent, pickled, outside the directory, incomplete or corrupt."""
+    if (folder / WEIGHTS).is_file():
+        check_safetensors(folder / WEIGHTS)
+        return
+    if (folder / INDEX).is_file():
+        for shard in shards(folder):
+            check_safetensors(folder / shard)
+        return
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    require(
+        not pickles,
+        f"{folder} has only pickled weights ({pickles[0] if pickles else ''}), which can run code when read; convert them to "
+        "safetensors first (load the model where you trust it and call save_pretrained)",
+    )
+    absent = f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}"
+    raise UserError(f"{absent}; copy the weight files there")
+
+
+def check_depth(folder: Path) -> None:
+    """Refuse more layers than there are tensors: layers are made before weights are read, and a billion of them would eat the host."""
+    from safetensors import safe_open
+
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    counts = [part.get("num_hidden_layers", 0) for part in parts]
+    layers = max((count for count in counts if isinstance(count, int)), default=0)
+    tensors = 0
+    for name in [WEIGHTS] if (folder / WEIGHTS).is_file() else shards(folder):
+        with safe_open(folder / name, framework="np") as file:
+            tensors += len(file.keys())
+    detail = f"asks for {layers} layers, and the weights are {tensors} tensors"
+    require(layers <= tensors, f"{folder / 'config.json'} {detail}; copy it anew")
+
+
+def shards(folder: Path) -> list[str]:
+    """The weight files named by the index, each a plain name of a file that exists."""
+    index, advice = folder / INDEX, "copy the index anew"
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map; {advice}")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        plain = name.endswith(".safetensors") and not set(name) & set("/\\:\0")
+        detail = f"{name!r}, which is not a plain .safetensors file name"
+        require(plain, f"{index} names {detail}; {advice}")
+        detail, there = f"{name} that its index names", (folder / name).is_file()
+        require(there, f"{folder} lacks the weight file {detail}; copy it there")
+    return names
+
+
+def check_safetensors(path: Path) -> None:
+    """Refuse a file whose header or length is wrong. Reads the header only."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            names = list(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        found = f"{path} is corrupt or cut short ({first_line(error)})"
+        raise UserError(f"{found}; copy it anew") from error
+    require(bool(names), f"{path} holds no tensors; copy it anew")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or one line that names the file."""
+    small = path.stat().st_size <= LARGEST_JSON
+    require(small, f"{path} is too large to be a configuration file; copy it anew")
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({first_line(error)}); copy it anew") from error
+    require(isinstance(value, dict), f"{path} does not hold a JSON object; copy it anew")
+    return value

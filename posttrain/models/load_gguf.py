@@ -9,16 +9,15 @@ from __future__ import annotations
 import mmap
 import struct
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from posttrain.errors import UserError, require
-from posttrain.models.load_directory import attention_for, check_report, first_line
+from posttrain.models.load import attention_for, check_report, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -34,31 +33,22 @@ SAME_MATRIX = 0.4
 # How byte-level tokenizers cut text before merging, by the name in `tokenizer.ggml.pre`.
 LLAMA3_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_PIECES = LLAMA3_PIECES.replace("{1,3}", "")
-PIECES = {
-    "llama-bpe": LLAMA3_PIECES,
-    "llama3": LLAMA3_PIECES,
-    "qwen2": QWEN2_PIECES,
-    "deepseek-r1-qwen": QWEN2_PIECES,
-}
+PIECES = dict.fromkeys(("llama-bpe", "llama3"), LLAMA3_PIECES)
+PIECES |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2_PIECES)
 # single digits first, then the pieces of GPT-2
 DIGIT_SPLITTERS = {"smollm", "starcoder", "refact", "command-r"}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies in the file: its ggml type, first byte and length."""
+class Header(NamedTuple):
+    """What a GGUF file says before its weights: single values of its metadata, and where each tensor lies, its first byte and its
+    length."""
 
-    kind: int
-    start: int
-    length: int
+    values: dict[str, Any]
+    tensors: dict[str, tuple[int, int]]
 
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a GGUF file says before its weights: single values of its metadata, and its tensors."""
-
-    values: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
+    def own(self, key: str, default: Any = None) -> Any:
+        """A value of the file's architecture."""
+        return self.values.get(f"{self.values['general.architecture']}.{key}", default)
 
 
 def read_gguf(
@@ -66,10 +56,8 @@ def read_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model, in `dtype` or float32, and the tokenizer of a GGUF file. Nothing else in its directory is read."""
     absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    require(
-        not absent,
-        f"{path}: reading a GGUF file needs the package {' and '.join(absent)}; pip install posttrain[gguf]",
-    )
+    needed = f"reading a GGUF file needs the package {' and '.join(absent)}"
+    require(not absent, f"{path}: {needed}; pip install posttrain[gguf]")
     header = read_header(path)
     try:
         from transformers import AutoConfig
@@ -77,16 +65,13 @@ def read_gguf(
 
         parsed = load_gguf_checkpoint(str(path))
         config = AutoConfig.for_model(**parsed["config"])
-        head_width = header.values.get(
-            f"{header.values['general.architecture']}.attention.key_length"
-        )
+        head_width = header.own("attention.key_length")
         if head_width is not None and hasattr(config, "head_dim"):
             config.head_dim = int(head_width)  # transformers leaves Qwen 3's at its default
         tokenizer = make_tokenizer(parsed["tokenizer"], config.model_type, header)
     except Exception as error:  # whatever a malformed file makes the readers raise
-        raise UserError(
-            f"{path}: the GGUF metadata cannot be read ({first_line(error)}); fetch the file anew"
-        ) from error
+        found = f"{path}: the GGUF metadata cannot be read ({first_line(error)})"
+        raise UserError(f"{found}; fetch the file anew") from error
     restore_rotary_scaling(path, header, config)
     model = read_model(path, config, dtype)
     tie_equal_head(model, header)
@@ -115,16 +100,14 @@ def read_model(path: Path, config: PretrainedConfig, dtype: torch.dtype | None) 
                 **settings,
             )
     except Exception as error:
-        raise UserError(
-            f"{path}: the GGUF weights cannot be read ({first_line(error)}); fetch the file anew"
-        ) from error
+        found = f"{path}: the GGUF weights cannot be read ({first_line(error)})"
+        raise UserError(f"{found}; fetch the file anew") from error
     check_report(str(path), report)
     check_shapes(str(path), model)
-    for leftover in ("hf_quantizer", "quantization_method"):
-        if hasattr(model, leftover):
-            delattr(model, leftover)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    leftovers = ((model, "hf_quantizer"), (model, "quantization_method"))
+    for owner, name in (*leftovers, (model.config, "quantization_config")):
+        if hasattr(owner, name):
+            delattr(owner, name)
     model.is_quantized = False
     model.config._name_or_path = ""
     return model
@@ -137,13 +120,10 @@ def check_shapes(source: str, model: PreTrainedModel) -> None:
 
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(model.config).state_dict()
-    wrong = [
-        name for name, tensor in model.state_dict().items() if tensor.shape != expected[name].shape
-    ]
-    require(
-        not wrong,
-        f"{source}: {len(wrong)} tensors do not have the shape its metadata says; fetch the file anew",
-    )
+    found = model.state_dict().items()
+    wrong = sum(tensor.shape != expected[name].shape for name, tensor in found)
+    detail = f"{wrong} tensors do not have the shape its metadata says"
+    require(not wrong, f"{source}: {detail}; fetch the file anew")
 
 
 def make_tokenizer(
@@ -159,13 +139,9 @@ def make_tokenizer(
     backend, _ = convert_gguf_tokenizer(model_type, dict(fields))
     if header.values.get("tokenizer.ggml.model") == "gpt2":
         set_pieces(backend, str(header.values.get("tokenizer.ggml.pre", "default")))
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        marked = [
-            AddedToken(token, normalized=False, special=special)
-            for token, own in zip(tokens, types, strict=False)
-            if own == kind
-        ]
-        (backend.add_special_tokens if special else backend.add_tokens)(marked)
+    for kind, add in ((CONTROL, backend.add_special_tokens), (USER_DEFINED, backend.add_tokens)):
+        marked = [token for token, own in zip(tokens, types, strict=False) if own == kind]
+        add([AddedToken(token, normalized=False, special=kind == CONTROL) for token in marked])
     names = {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = header.values.get(f"tokenizer.ggml.{key}_token_id")
@@ -175,9 +151,7 @@ def make_tokenizer(
         tokenizer_object=backend,
         chat_template=header.values.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        model_max_length=int(
-            header.values.get(f"{header.values['general.architecture']}.context_length", 2**20)
-        ),
+        model_max_length=int(header.own("context_length", 2**20)),
         **names,
     )
 
@@ -192,9 +166,8 @@ def set_pieces(backend: Tokenizer, name: str) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence([cut, whole])
     elif name in DIGIT_SPLITTERS:
         gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), gpt2]
-        )
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, gpt2])
     backend.decoder = decoders.ByteLevel()
     if PIECES.get(name) == LLAMA3_PIECES:
         # Llama 3 takes a piece that is a token whole, whatever the merges say
@@ -206,19 +179,16 @@ def restore_rotary_scaling(path: Path, header: Header, config: PretrainedConfig)
 
     Any other scaling is refused: without it the model would run, and be another model.
     """
-    architecture = header.values["general.architecture"]
-    scaling = header.values.get(f"{architecture}.rope.scaling.type", "none")
     advice = "which transformers does not read from GGUF; use the safetensors checkpoint"
-    plain = scaling in ("none", "") and not any(
-        name.startswith("rope_factors") for name in header.tensors
-    )
+    factors = any(name.startswith("rope_factors") for name in header.tensors)
+    plain = header.own("rope.scaling.type", "none") in ("none", "") and not factors
     require(plain, f"{path}: its rotary positions are scaled, {advice}")
     if "rope_freqs.weight" not in header.tensors:
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    info = header.tensors["rope_freqs.weight"]
-    stored = np.fromfile(path, dtype="<f4", count=info.length // 4, offset=info.start)
+    start, length = header.tensors["rope_freqs.weight"]
+    stored = np.fromfile(path, dtype="<f4", count=length // 4, offset=start)
     theta = config.rope_parameters["rope_theta"]
     unscaled = theta ** -(np.arange(0, 2 * len(stored), 2) / (2 * len(stored)))
     config.rope_parameters = {
@@ -230,9 +200,8 @@ def restore_rotary_scaling(path: Path, header: Header, config: PretrainedConfig)
         "original_max_position_embeddings": 8192,
     }
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, None)
-    matches = len(frequencies) == len(stored) and np.allclose(
-        unscaled / frequencies.numpy(), stored, rtol=1e-3
-    )
+    matches = len(frequencies) == len(stored)
+    matches = matches and np.allclose(unscaled / frequencies.numpy(), stored, rtol=1e-3)
     require(matches, f"{path}: its rotary positions are scaled in an unknown way, {advice}")
 
 
@@ -241,14 +210,14 @@ def tie_equal_head(model: PreTrainedModel, header: Header) -> None:
 
     Otherwise training would move them apart, and a fifth of a small model would be counted twice. The finer copy is kept.
     """
-    if model.config.tie_word_embeddings or not {"output.weight", "token_embd.weight"} <= set(
-        header.tensors
-    ):
+    names = ("output.weight", "token_embd.weight")
+    if model.config.tie_word_embeddings or not set(names) <= set(header.tensors):
         return
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     if head.shape != embedding.shape or (head - embedding).norm() > SAME_MATRIX * embedding.norm():
         return
-    if header.tensors["output.weight"].length > header.tensors["token_embd.weight"].length:
+    finer, coarser = (header.tensors[name][1] for name in names)
+    if finer > coarser:
         embedding.data.copy_(head.data)
     model.config.tie_word_embeddings = True
     model.tie_weights()
@@ -302,9 +271,8 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return parse_header(Cursor(data))
     except (ValueError, OverflowError, OSError) as error:
-        raise UserError(
-            f"{path} is not a usable GGUF file: {first_line(error)}; fetch the file anew"
-        ) from error
+        found = f"{path} is not a usable GGUF file: {first_line(error)}"
+        raise UserError(f"{found}; fetch the file anew") from error
 
 
 def parse_header(cursor: Cursor) -> Header:
@@ -322,21 +290,15 @@ def parse_header(cursor: Cursor) -> Header:
         values[key] = cursor.metadata(cursor.value("I"))
     if not isinstance(values.get("general.architecture"), str):
         raise ValueError("it names no architecture")
-    places = []
+    places = {}
     for _ in range(tensor_count):
         name, dimensions = cursor.string(), cursor.value("I")
-        elements = 1
-        for _ in range(dimensions):
-            elements *= cursor.value("Q")
-        kind, offset = cursor.value("I"), cursor.value("Q")
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        places.append((name, kind, offset, elements // block * size))
+        elements = prod(cursor.value("Q") for _ in range(dimensions))
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.value("I"))]
+        places[name] = cursor.value("Q"), elements // block * size
     alignment = int(values.get("general.alignment") or 32)
     first = -(-cursor.position // alignment) * alignment
-    tensors = {
-        name: TensorInfo(kind, first + offset, length) for name, kind, offset, length in places
-    }
-    for name, info in tensors.items():
-        if info.start + info.length > len(cursor.data):
+    for name, (offset, length) in places.items():
+        if first + offset + length > len(cursor.data):
             raise ValueError(f"it is cut short: {name} lies beyond its end")
-    return Header(values, tensors)
+    return Header(values, {name: (first + at, length) for name, (at, length) in places.items()})

@@ -12,7 +12,7 @@ import copy
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,21 +43,20 @@ class Lora(Checked):
 
     def parameters(self, body: nn.Module) -> int:
         """How many weights learn: rank * (inputs + outputs) for each layer."""
-        layers = [
-            m for name, m in body.named_modules() if isinstance(m, nn.Linear) and self.covers(name)
-        ]
+        layers = self.layers(body).values()
         return sum(self.rank * (layer.in_features + layer.out_features) for layer in layers)
 
-    def covers(self, name: str) -> bool:
-        return not self.targets or name.rsplit(".", 1)[-1] in self.targets
+    def layers(self, body: nn.Module) -> dict[str, nn.Linear]:
+        """The linear layers that get an adapter, by name."""
+        linear = {name: m for name, m in body.named_modules() if isinstance(m, nn.Linear)}
+        chosen = self.targets or {name.rsplit(".", 1)[-1] for name in linear}
+        return {name: m for name, m in linear.items() if name.rsplit(".", 1)[-1] in chosen}
 
 
 def share_weights(policy: Policy) -> Policy:
     """Another module over the same parameters: it stays as it is when adapters come to the first."""
     kept = {id(p): p for p in policy.model.parameters()}
-    return Policy(
-        copy.deepcopy(policy.model, kept), policy.tokenizer, policy.stop_ids, policy.source
-    )
+    return replace(policy, model=copy.deepcopy(policy.model, kept))
 
 
 def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()) -> None:
@@ -68,21 +67,15 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
     except ImportError:
         raise UserError(NO_PEFT) from None
     body = model.base_model
-    targets = [
-        name for name, m in body.named_modules() if isinstance(m, nn.Linear) and lora.covers(name)
-    ]
-    present = {name.rsplit(".", 1)[-1] for name in targets}
-    missing = [name for name in lora.targets if name not in present]
-    require(
-        not missing,
-        f"lora: this model has no linear layer called {', '.join(missing)}; it has "
-        f"{', '.join(sorted({n.rsplit('.', 1)[-1] for n, m in body.named_modules() if isinstance(m, nn.Linear)}))}",
-    )
+    present = sorted({name.rsplit(".", 1)[-1] for name in Lora().layers(body)})
+    missing = ", ".join(name for name in lora.targets if name not in present)
+    has = f"it has {', '.join(present)}"
+    require(not missing, f"lora: this model has no linear layer called {missing}; {has}")
+    targets = list(lora.layers(body))
+    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(
-            LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets), body
-        )
+        inject_adapter_in_model(settings, body)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(ADAPTER in name or name.startswith(tuple(learning)))
 
@@ -107,11 +100,8 @@ def merge_adapters(model: Any) -> float:
                 before = layer.weight.detach().clone()
                 child.merge()
                 changed += int((layer.weight != before).sum())
-                kept += (
-                    int((layer.weight.to(narrow) != before.to(narrow)).sum())
-                    if narrow is not None
-                    else 0
-                )
+                if narrow is not None:
+                    kept += int((layer.weight.to(narrow) != before.to(narrow)).sum())
                 setattr(module, name, layer)
     return kept / max(1, changed) if narrow is not None else 1.0
 
@@ -127,12 +117,10 @@ def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
     settings.base_model_name_or_path, settings.inference_mode = policy.source, True
     # peft made a set of them, whose order changes from process to process
     settings.target_modules = layers
+    learned = {n: p.detach() for n, p in policy.model.named_parameters() if ADAPTER in n}
     tensors = {
-        f"base_model.model.{name.replace('.default.', '.')}": parameter.detach()
-        .to("cpu", copy=True)
-        .contiguous()
-        for name, parameter in policy.model.named_parameters()
-        if ADAPTER in name
+        f"base_model.model.{name.replace('.default.', '.')}": bits.to("cpu", copy=True).contiguous()
+        for name, bits in learned.items()
     }
 
     def write(folder: Path) -> None:
@@ -153,9 +141,8 @@ class Adapter:
 
 def adapter_of(module: Any) -> Adapter | None:
     """The one plain adapter that a layer of peft applies now; None where there is none, or more to it than B (A x)."""
-    if not isinstance(getattr(module, "base_layer", None), nn.Linear) or not hasattr(
-        module, "lora_A"
-    ):
+    base = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Linear) or not hasattr(module, "lora_A"):
         return None
     names = [name for name in module.active_adapters if name in module.lora_A]
     if len(names) != 1 or module.disable_adapters or module.merged or module.lora_variant:
@@ -163,12 +150,8 @@ def adapter_of(module: Any) -> Adapter | None:
     (name,) = names
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     plain = isinstance(dropout, nn.Identity) or getattr(dropout, "p", 1.0) == 0.0
-    if (
-        not plain
-        or a.bias is not None
-        or b.bias is not None
-        or a.weight.dtype != module.base_layer.weight.dtype
-    ):
+    plain = plain and a.bias is None and b.bias is None and a.weight.dtype == base.weight.dtype
+    if not plain:
         return None
     return Adapter(a.weight, b.weight, float(module.scaling[name]))
 
@@ -177,9 +160,8 @@ def adapter_of(module: Any) -> Adapter | None:
 def perturbed_adapters(body: nn.Module) -> Iterator[None]:
     """Within the block, adapters that do something: they begin as 0, and a comparison of two ways through the model would not see
     them. Their bits are put back."""
-    found = [
-        adapter.b_OR for module in body.modules() if (adapter := adapter_of(module)) is not None
-    ]
+    adapters = map(adapter_of, body.modules())
+    found = [adapter.b_OR for adapter in adapters if adapter is not None]
     kept = [b.detach().clone() for b in found]
     try:
         with torch.no_grad():

@@ -65,12 +65,10 @@ class Policy(Network):
     def head(self) -> Head:
         """Read at each use: the parameter may be replaced, as when embeddings are tied or adapters come in."""
         layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0 / (
-            getattr(config, "logits_scaling", None) or 1.0
-        )
-        return Head(
-            layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None)
-        )
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        scale = getattr(config, "logit_scale", None) or 1.0 / divisor
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return Head(layer.weight, layer.bias, float(scale), softcap)
 
     def check_length(
         self, tokens: int, advice: str = "lower max_new_tokens or shorten the prompts"
@@ -78,9 +76,9 @@ class Policy(Network):
         """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and tokens > limit:
-            raise UserError(
-                f"prompt and response may be {tokens} tokens long, but {self.source or 'the model'} has {limit} positions; {advice}"
-            )
+            has = f"{self.source or 'the model'} has {limit} positions"
+            found = f"prompt and response may be {tokens} tokens long, but {has}"
+            raise UserError(f"{found}; {advice}")
 
 
 def probe_tokens(model: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -104,13 +102,10 @@ def disagreement(found_TV: Tensor, expected_TV: Tensor, dtype: torch.dtype) -> t
     of the largest output. In half precision, where single outputs of deep models are off by as much as a wrong attention would bring
     them: the largest distance of a row, in parts of the row's own spread."""
     if dtype in (torch.float32, torch.float64):
-        return float(
-            (found_TV - expected_TV).abs().max() / expected_TV.abs().max().clamp(min=1.0)
-        ), 2e-4
-    own_TV, apart_TV = (
-        x - x.mean(-1, keepdim=True)
-        for x in (expected_TV.float(), found_TV.float() - expected_TV.float())
-    )
+        largest = expected_TV.abs().max().clamp(min=1.0)
+        return float((found_TV - expected_TV).abs().max() / largest), 2e-4
+    pair = (expected_TV.float(), found_TV.float() - expected_TV.float())
+    own_TV, apart_TV = (x - x.mean(-1, keepdim=True) for x in pair)
     return float((apart_TV.norm(dim=-1) / own_TV.norm(dim=-1)).max()), HALF
 
 
@@ -118,9 +113,8 @@ def wrap_model(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: st
     """Plug our attention into a causal language model; see `with_our_attention`."""
     rotary = getattr(getattr(model.base_model, "rotary_emb", None), "rope_type", "")
     if "dynamic" in (rotary.values() if isinstance(rotary, dict) else (rotary,)):
-        raise UserError(
-            f"{source or type(model).__name__}: dynamic rotary scaling makes a sequence depend on its neighbours; not supported"
-        )
+        reason = "dynamic rotary scaling makes a sequence depend on its neighbours"
+        raise UserError(f"{source or type(model).__name__}: {reason}; not supported")
     return with_our_attention(
         Policy(model, tokenizer, tuple(stop_ids), source),
         lambda id_T: model(id_T[None], use_cache=False).logits[0].float(),
@@ -148,14 +142,12 @@ def with_our_attention(
         try:
             found = outputs(network, network.hidden(ids_T[None], position_T[None], **layout)[0])
         except (NotImplementedError, TypeError, AttributeError, RuntimeError) as error:
-            raise UserError(
-                f"{where}: this architecture does not work with packed attention: {error}"
-            ) from None
+            reason = f"this architecture does not work with packed attention: {error}"
+            raise UserError(f"{where}: {reason}") from None
     model.train(was_training)
     worst, limit = disagreement(found, expected, model.dtype)
     if not worst <= limit:
-        raise UserError(
-            f"{where}: outputs with our attention differ from the model's own by {worst:.2g} (at most {limit:g} is rounding); this "
-            "architecture is not supported"
-        )
+        found_by = f"by {worst:.2g} (at most {limit:g} is rounding)"
+        reason = f"outputs with our attention differ from the model's own {found_by}"
+        raise UserError(f"{where}: {reason}; this architecture is not supported")
     return network

@@ -10,7 +10,7 @@ import errno
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,21 +60,14 @@ def check_target(target: Path, replace: bool) -> None:
     """Refuse to write over anything but an earlier export, and over that only when asked."""
     if not target.exists() and not target.is_symlink():
         return
-    require(
-        target.is_dir() and not target.is_symlink(),
-        f"{target} is not a directory; give another place to save the model",
-    )
+    advice, plain = "give another place to save the model", not target.is_symlink()
+    require(target.is_dir() and plain, f"{target} is not a directory; {advice}")
     if not any(target.iterdir()):
         return
     exported = (target / "config.json").is_file()
-    require(
-        exported,
-        f"{target} holds other files, and is left alone; give another place to save the model",
-    )
-    require(
-        replace,
-        f"{target} already holds a saved model; give another place, or replace=True to overwrite it",
-    )
+    require(exported, f"{target} holds other files, and is left alone; {advice}")
+    advice = "give another place, or replace=True to overwrite it"
+    require(replace, f"{target} already holds a saved model; {advice}")
 
 
 def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -90,16 +83,13 @@ def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
                 model.generation_config = kept
         tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    settings = {
-        key: value
-        for key, value in json.loads(path.read_text("utf-8")).items()
-        if key not in LOADING_SETTINGS
-    }
+    settings = json.loads(path.read_text("utf-8"))
+    for name in LOADING_SETTINGS:
+        settings.pop(name, None)
     if settings.get("tokenizer_class") == NEW_TOKENIZER:
         settings["tokenizer_class"] = KNOWN_TOKENIZER
-    path.write_text(
-        json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8"
-    )
+    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
+    path.write_text(text + "\n", "utf-8")
     mode = (folder / "config.json").stat().st_mode
     for path in folder.rglob("*"):
         if path.is_file():
@@ -112,21 +102,14 @@ def savable(generation_config: GenerationConfig) -> GenerationConfig:
     Some published models set a temperature without sampling; transformers reads that but refuses to save it, and a trained
     model must not be lost over it.
     """
-    try:
-        generation_config.validate(strict=True)
-        return generation_config
-    except ValueError:
-        repaired = copy.deepcopy(generation_config)
-        repaired.do_sample = True
-    try:
-        repaired.validate(strict=True)
-        return repaired
-    except ValueError:
-        ids = {
-            name: getattr(generation_config, name, None)
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
-        return type(generation_config)(**ids)
+    sampling = copy.deepcopy(generation_config)
+    sampling.do_sample = True
+    for candidate in (generation_config, sampling):
+        with suppress(ValueError):
+            candidate.validate(strict=True)
+            return candidate
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return type(generation_config)(**{n: getattr(generation_config, n, None) for n in names})
 
 
 @contextmanager
@@ -137,18 +120,13 @@ def one_line_when_unwritable(target: Path) -> Iterator[None]:
     advice = "nothing was changed there; free some space or give another place"
     try:
         yield
-    except OSError as error:
-        if error.errno in FULL_DISK:
-            raise UserError(
-                f"{FULL_DISK[error.errno]}: {target} could not be written; {advice}"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise UserError(
-                f"{target} cannot be written ({error.strerror}); give another place to save the model"
-            ) from error
-        raise
-    except SafetensorError as error:
-        for number, reason in FULL_DISK.items():
-            if f"os error {number})" in str(error):
+    except (OSError, SafetensorError) as error:
+        number = getattr(error, "errno", None)
+        for full, reason in FULL_DISK.items():
+            if number == full or f"os error {full})" in str(error):
                 raise UserError(f"{reason}: {target} could not be written; {advice}") from error
+        forbidden = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+        if isinstance(error, OSError) and number in forbidden:
+            found = f"{target} cannot be written ({error.strerror})"
+            raise UserError(f"{found}; give another place to save the model") from error
         raise

@@ -1,13 +1,15 @@
-"""A language model with a head of one number in place of the vocabulary's: a reward model, or PPO's critic.
+"""A language model with a head of one number in place of the vocabulary's: a reward model, or PPO's critic; and models that are on
+the device only while they are asked: a reward model need not hold the GPU's memory between two calls.
 
-It is a plain `...ForSequenceClassification` of transformers with one label, so that a saved reward model loads there unchanged.
+A scorer is a plain `...ForSequenceClassification` of transformers with one label, so that a saved reward model loads there unchanged.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from posttrain.errors import UserError, require
 from posttrain.models.attention import install
 from posttrain.models.policy import Network, Policy, with_our_attention
+from posttrain.types import Rating, Rollout, Score
 
 HEADS = ("linear", "mlp")
 
@@ -35,17 +38,13 @@ class Scorer(Network):
 
     def score(self, hidden_KH: Tensor) -> Tensor:
         """[K, H] -> [K], in float32 or wider: differences of scores are small against the scores."""
-        head = self.model.score
-        wide = torch.promote_types(next(head.parameters()).dtype, torch.float32)
-        if isinstance(
-            head, nn.Linear
-        ):  # in bf16 the product itself would be rounded, by 0.03 at a score of 5
-            return F.linear(
-                hidden_KH.to(wide),
-                head.weight.to(wide),
-                None if head.bias is None else head.bias.to(wide),
-            )[:, 0]
-        score_K1: Tensor = head(hidden_KH.to(next(head.parameters()).dtype))
+        head, narrow = self.model.score, next(self.model.score.parameters()).dtype
+        wide = torch.promote_types(narrow, torch.float32)
+        # in bf16 the product itself would be rounded, by 0.03 at a score of 5
+        if isinstance(head, nn.Linear):
+            bias = None if head.bias is None else head.bias.to(wide)
+            return F.linear(hidden_KH.to(wide), head.weight.to(wide), bias)[:, 0]
+        score_K1: Tensor = head(hidden_KH.to(narrow))
         return score_K1[:, 0].to(wide)
 
 
@@ -65,15 +64,14 @@ def from_policy(
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config)
     except (ValueError, KeyError) as error:
-        raise UserError(
-            f"{policy.source or type(policy.model).__name__}: transformers has no model with a score for this family ({error})"
-        ) from None
+        name = policy.source or type(policy.model).__name__
+        reason = f"transformers has no model with a score for this family ({error})"
+        raise UserError(f"{name}: {reason}") from None
     kept = {id(p): p for p in policy.body.parameters()} if share else {}
     setattr(model, model.base_model_prefix, copy.deepcopy(policy.body, kept))
     width = policy.model.config.get_text_config().hidden_size
     model.score = make_head(head, width, zero, seed, policy.dtype, policy.device)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    model.requires_grad_(True)
     install(model)
     if model.config.pad_token_id is None and policy.tokenizer is not None:
         model.config.pad_token_id = policy.tokenizer.pad_token_id
@@ -88,20 +86,17 @@ def make_head(
         torch.manual_seed(seed)
         last = nn.Linear(width, 1, bias=kind == "mlp")
         nn.init.normal_(last.weight, std=(width + 1) ** -0.5)
-        if last.bias is not None:
-            nn.init.zeros_(last.bias)
-        if zero:
-            nn.init.zeros_(last.weight)
+        for parameter in (last.weight if zero else None, last.bias):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
         made = last if kind == "linear" else nn.Sequential(nn.Linear(width, width), nn.Tanh(), last)
     return made.to(device=device, dtype=dtype)
 
 
 def wrap_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
     """Plug our attention into a loaded scorer; see `with_our_attention`."""
-    require(
-        isinstance(getattr(model, "score", None), nn.Module),
-        f"{source or type(model).__name__}: the model has no score head of one label",
-    )
+    headed, name = isinstance(getattr(model, "score", None), nn.Module), type(model).__name__
+    require(headed, f"{source or name}: the model has no score head of one label")
     return with_our_attention(
         Scorer(model, tokenizer, source),
         lambda id_T: model.base_model(id_T[None], use_cache=False).last_hidden_state[0],
@@ -113,16 +108,39 @@ def load_scorer(
     name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Scorer:
     """A reward model saved by `posttrain` or by transformers: a directory or a hub name."""
-    from posttrain.models.load import as_dtype, check_device, check_vocabulary, locate, quiet
-    from posttrain.models.load_directory import read_directory
+    from posttrain.models import load
 
-    check_device(device)
-    path: Path = locate(name)
-    require(
-        path.suffix.lower() != ".gguf",
-        f"{name}: a reward model is read from a safetensors directory, not from GGUF",
-    )
-    with quiet():
-        model, tokenizer = read_directory(path, as_dtype(dtype), score=True)
-    check_vocabulary(model, tokenizer, name)
+    load.check_device(device)
+    path, kind = load.locate(name), "a safetensors directory, not from GGUF"
+    require(path.suffix.lower() != ".gguf", f"{name}: a reward model is read from {kind}")
+    with load.quiet():
+        model, tokenizer = load.read_directory(path, load.as_dtype(dtype), score=True)
+    load.check_vocabulary(model, tokenizer, name)
     return wrap_scorer(model.to(device), tokenizer, name)
+
+
+@contextmanager
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Move the model to `device` for the block, and back after it, also if the block fails."""
+    before = next(model.parameters()).device
+    if before == device:
+        yield
+        return
+    model.to(device)
+    try:
+        yield
+    finally:
+        model.to(before)
+
+
+class OffloadedRating:
+    """A rating whose models are moved to `device` for each call and back after it."""
+
+    def __init__(self, rating: Rating, models: Sequence[nn.Module], device: torch.device):
+        self.rating, self.models, self.device = rating, tuple(models), device
+
+    def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        with ExitStack() as moved:
+            for model in self.models:
+                moved.enter_context(on_device(model, self.device))
+            return self.rating.rate(rollouts)

@@ -5,7 +5,6 @@ They are what the tests train, and what a laptop can take through a whole pipeli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.errors import require, unknown
@@ -31,24 +30,14 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The shape of a tiny model; every head is `width // heads` wide."""
-
-    width: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    feed_forward: int
-
-
-# Parameters with a vocabulary of about 100 characters: 0.2M, 0.9M, 2.8M, 9.5M, 24M.
+# Width, layers, heads, key-value heads, width of the feed-forward layer. Parameters with a vocabulary of about 100 characters: 0.2M,
+# 0.9M, 2.8M, 9.5M, 24M.
 SIZES = {
-    "nano": Size(width=96, layers=2, heads=3, key_value_heads=1, feed_forward=256),
-    "micro": Size(width=128, layers=4, heads=4, key_value_heads=2, feed_forward=448),
-    "mini": Size(width=256, layers=4, heads=4, key_value_heads=2, feed_forward=640),
-    "small": Size(width=384, layers=6, heads=6, key_value_heads=2, feed_forward=1024),
-    "medium": Size(width=512, layers=8, heads=8, key_value_heads=4, feed_forward=1408),
+    "nano": (96, 2, 3, 1, 256),
+    "micro": (128, 4, 4, 2, 448),
+    "mini": (256, 4, 4, 2, 640),
+    "small": (384, 6, 6, 2, 1024),
+    "medium": (512, 8, 8, 4, 1408),
 }
 
 
@@ -61,16 +50,14 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {
-        token: index for index, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))
-    }
+    tokens = (*SPECIAL_TOKENS, *dict.fromkeys(alphabet))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     # without one, a word-level model puts spaces between its tokens
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
-    )
+    special = [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    backend.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -91,15 +78,15 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, size: str, seed: int) -> PreT
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    shape = SIZES[size]
+    width, layers, heads, key_value_heads, feed_forward = SIZES[size]
     config = LlamaConfig(
         # whole rows of eight: faster matrix products, and room for a token or two
         vocab_size=-(-len(tokenizer) // 8) * 8,
-        hidden_size=shape.width,
-        intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

@@ -326,7 +326,7 @@ class MixedRating:
 
 def placed(rating: Rating, models: list[nn.Module], device: Device, policy: Policy) -> Rating:
     """The rating with its models where the setting wants them between calls."""
-    from posttrain.models.offload import OffloadedRating
+    from posttrain.models.scorer import OffloadedRating
 
     if device == "same":
         return rating

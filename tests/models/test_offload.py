@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.models.offload import OffloadedRating, on_device
+from posttrain.models.scorer import OffloadedRating, on_device
 
 HOME, AWAY = torch.device("cpu"), torch.device("cuda:3")  # no tensor is made there
 

@@ -88,9 +88,9 @@ def test_sizes_are_as_promised(size: str, millions: float) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_heads_divide_evenly(size: str) -> None:
-    shape = SIZES[size]
-    assert shape.width % shape.heads == 0 and shape.heads % shape.key_value_heads == 0
-    assert (shape.width // shape.heads) % 2 == 0  # rotary positions turn pairs
+    width, _, heads, key_value_heads, _ = SIZES[size]
+    assert width % heads == 0 and heads % key_value_heads == 0
+    assert (width // heads) % 2 == 0  # rotary positions turn pairs
 
 
 def test_weights_depend_on_the_seed_alone_and_leave_the_random_stream_alone() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.models.offload import on_device
+from posttrain.models.scorer import on_device
 from posttrain.train.learner import Learner
 from posttrain.types import JSON, Batch, Metric, Outputs
 

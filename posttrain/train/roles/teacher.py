@@ -13,7 +13,7 @@ from posttrain.types import Batch, Outputs
 
 class Teacher(Role):
     """Hidden states that predict the loss tokens and the head for them, for every micro-batch: `Outputs.predictions["teacher"]`.
-    A divergence is computed from them in chunks (ops/divergence.py); [T, V] probabilities are never stored."""
+    A divergence is computed from them in chunks (ops/kl.py); [T, V] probabilities are never stored."""
 
     name = "teacher"
 
