@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop
 from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
 from posttrain.errors import Count, NotNegative, Positive, Range, Share, Whole
-from posttrain.ops.gae import generalised_advantages, last_tokens, whiten
+from posttrain.ops.advantages import generalised_advantages, last_tokens, whiten
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction

@@ -10,8 +10,7 @@ from torch import Tensor
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient
 from posttrain.algorithms.base import State
 from posttrain.errors import NotNegative
-from posttrain.ops.advantages import group_advantages, sums_to_go
-from posttrain.ops.gae import whiten
+from posttrain.ops.advantages import group_advantages, sums_to_go, whiten
 from posttrain.types import Batch
 
 

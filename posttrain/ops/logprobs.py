@@ -29,7 +29,7 @@ def head_logits(hidden_NH: Tensor, head: Head) -> Tensor:
     On CUDA a bf16 product is accumulated and returned in float32: rounding logits to bf16 costs three digits of log-prob.
     """
     weight_HV = head.weight_VH.t()
-    if hidden_NH.is_cuda and hidden_NH.dtype != torch.float32 and hidden_NH.dtype != torch.float64:
+    if hidden_NH.is_cuda and hidden_NH.dtype.itemsize < 4:
         logits_NV = torch.mm(hidden_NH, weight_HV, out_dtype=torch.float32)
     else:
         logits_NV = hidden_NH @ weight_HV
@@ -62,17 +62,9 @@ def token_logprobs(
         chunk_logits = CHUNK_LOGITS_CUDA if hidden_NH.is_cuda else CHUNK_LOGITS
     rows = max(1, chunk_logits // head.weight_VH.shape[0])
     rows = rows // 256 * 256 or rows  # whole tiles of a product
-    logprob_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH,
-        head.weight_VH,
-        head.bias_V,
-        target_N,
-        head.scale,
-        head.softcap,
-        temperature,
-        rows,
-    )
-    return logprob_N, entropy_N
+    settings = (head.scale, head.softcap, temperature, rows)
+    given = (hidden_NH, head.weight_VH, head.bias_V, target_N, settings)
+    return _TokenLogprobs.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -83,18 +75,14 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         target_N: Tensor,
-        scale: float,
-        softcap: float | None,
-        temperature: float,
-        rows: int,
+        settings: tuple[float, float | None, float, int],
     ) -> tuple[Tensor, Tensor]:
+        scale, softcap, temperature, rows = ctx.settings = settings
         head = Head(weight_VH, bias_V, scale, softcap)
-        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
-        count = hidden_NH.shape[0]
-        logprob_N = torch.empty(count, dtype=wide, device=hidden_NH.device)
+        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logprob_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=wide)
         entropy_N, normaliser_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
-        for start in range(0, count, rows):
-            part = slice(start, min(start + rows, count))
+        for part in _chunks(hidden_NH, rows):
             logits = head_logits(hidden_NH[part], head)
             if hidden_NH.is_cuda and wide == torch.float32:
                 found = (logprob_N[part], entropy_N[part], normaliser_N[part])
@@ -103,12 +91,9 @@ class _TokenLogprobs(torch.autograd.Function):
             scaled = logits / temperature
             normaliser = torch.logsumexp(scaled, dim=-1)
             logprob_N[part] = scaled.gather(-1, target_N[part, None])[:, 0] - normaliser
-            entropy_N[part] = normaliser - (torch.exp(scaled - normaliser[:, None]) * scaled).sum(
-                -1
-            )
-            normaliser_N[part] = normaliser
+            energy = (torch.exp(scaled - normaliser[:, None]) * scaled).sum(-1)
+            entropy_N[part], normaliser_N[part] = normaliser - energy, normaliser
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N)
-        ctx.settings = (scale, softcap, temperature, rows)
         return logprob_N, entropy_N
 
     @staticmethod
@@ -117,48 +102,48 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N = ctx.saved_tensors
         scale, softcap, temperature, rows = ctx.settings
         head = Head(weight_VH, bias_V, scale, softcap)
-        plain = softcap is None and bias_V is None and scale == 1.0
-        grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         # float32 sums over chunks, so that the number of chunks does not show in a bf16 gradient
         wide = normaliser_N.dtype
-        grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = (
-            torch.zeros_like(bias_V, dtype=wide)
-            if bias_V is not None and ctx.needs_input_grad[2]
-            else None
-        )
-        for start in range(0, hidden_NH.shape[0], rows):
-            part = slice(start, min(start + rows, hidden_NH.shape[0]))
+        plain = softcap is None and bias_V is None and scale == 1.0
+        by_kernel = hidden_NH.is_cuda and wide == torch.float32 and plain
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        for part in _chunks(hidden_NH, rows):
             logits = head_logits(hidden_NH[part], head)
-            if hidden_NH.is_cuda and wide == torch.float32 and plain:
+            if by_kernel:
                 columns = (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)
                 parts = [column[part].contiguous() for column in columns]
                 narrow = logits_gradient(logits, parts, temperature, weight_VH.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[part] = narrow @ weight_VH
-                if grad_weight is not None:
-                    add_product_float32(grad_weight, narrow.t(), hidden_NH[part])
-                continue
-            logp = logits / temperature - normaliser_N[part, None]
-            p = logp.exp()
-            grad = -p * grad_logprob_N[part, None]
-            grad.scatter_add_(1, target_N[part, None], grad_logprob_N[part, None])
-            grad -= p * (logp + entropy_N[part, None]) * grad_entropy_N[part, None]
-            grad /= temperature
-            if softcap is not None:
-                grad *= 1 - (logits / softcap) ** 2
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            if scale != 1.0:
-                grad *= scale
-            narrow = grad.to(weight_VH.dtype)
+            else:
+                logp = logits / temperature - normaliser_N[part, None]
+                p = logp.exp()
+                grad = -p * grad_logprob_N[part, None]
+                grad.scatter_add_(1, target_N[part, None], grad_logprob_N[part, None])
+                grad -= p * (logp + entropy_N[part, None]) * grad_entropy_N[part, None]
+                grad /= temperature
+                if softcap is not None:
+                    grad *= 1 - (logits / softcap) ** 2
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+                if scale != 1.0:
+                    grad *= scale
+                narrow = grad.to(weight_VH.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = narrow @ weight_VH
-            if grad_weight is not None:
+            if grad_weight is not None and by_kernel:
+                add_product_float32(grad_weight, narrow.t(), hidden_NH[part])
+            elif grad_weight is not None:
                 grad_weight += narrow.t() @ hidden_NH[part]
         grad_weight = grad_weight.to(weight_VH.dtype) if grad_weight is not None else None
         grad_bias = grad_bias.to(bias_V.dtype) if grad_bias is not None else None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _chunks(hidden_NH: Tensor, rows: int) -> list[slice]:
+    count = hidden_NH.shape[0]
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
 def statistics(

@@ -25,9 +25,8 @@ def clipped_surrogate(
 
 def clip_binds(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Where the clip stops the gradient: (r > 1 + high and A > 0) or (r < 1 - low and A < 0)."""
-    return ((ratio_T > 1 + clip_high) & (advantage_T > 0)) | (
-        (ratio_T < 1 - clip_low) & (advantage_T < 0)
-    )
+    above_T, below_T = ratio_T > 1 + clip_high, ratio_T < 1 - clip_low
+    return (above_T & (advantage_T > 0)) | (below_T & (advantage_T < 0))
 
 
 def sequence_ratio(
@@ -37,9 +36,8 @@ def sequence_ratio(
 
     s_i = exp( 1 / |y_i| sum_t (log p_t - log q_t) )
     """
-    log_N = (sequence_means if mean else sequence_sums)(
-        logprob_T - old_T, mask_T, sequence_T, sequences
-    )
+    taken = sequence_means if mean else sequence_sums
+    log_N = taken(logprob_T - old_T, mask_T, sequence_T, sequences)
     return log_N.clamp(-LIMIT, LIMIT).exp()[sequence_T]
 
 
@@ -78,9 +76,8 @@ def mismatch_weights(
     if kind == "token":
         return importance_ratio(proximal_T, behaviour_T).clamp(max=cap)
     if kind == "sequence":
-        return sequence_ratio(
-            proximal_T, behaviour_T, mask_T, sequence_T, sequences, mean=False
-        ).clamp(max=cap)
+        where = (mask_T, sequence_T, sequences)
+        return sequence_ratio(proximal_T, behaviour_T, *where, mean=False).clamp(max=cap)
     raise ValueError(f"unknown correction {kind!r}: decoupled, token or sequence")
 
 

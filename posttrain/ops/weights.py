@@ -12,9 +12,8 @@ from torch import Tensor
 
 def sequence_lengths(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
     """Loss tokens in each sequence."""
-    return torch.zeros(sequences, dtype=torch.float32, device=mask_T.device).index_add(
-        0, sequence_T, mask_T.float()
-    )
+    zeros_N = torch.zeros(sequences, dtype=torch.float32, device=mask_T.device)
+    return zeros_N.index_add(0, sequence_T, mask_T.float())
 
 
 def loss_token_rows(
@@ -40,40 +39,23 @@ def sequence_means(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequence
     return sequence_sums(value_T, mask_T, sequence_T, sequences) / length_N.clamp(min=1)
 
 
-def token_mean(mask_T: Tensor) -> Tensor:
-    """w = 1 / T with T the loss tokens of the step: every token counts the same (DAPO)."""
-    return mask_T.float() / mask_T.sum().clamp(min=1)
-
-
-def sequence_mean(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """w = 1 / (N * len_i): every sequence counts the same (GRPO as published); tokens of long ones count less."""
-    length_N = sequence_lengths(mask_T, sequence_T, sequences)
-    return mask_T.float() / ((length_N > 0).sum().clamp(min=1) * length_N.clamp(min=1))[sequence_T]
-
-
-def constant_mean(mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float) -> Tensor:
-    """w = 1 / (N * C) with a constant length C: no length bias either way (Dr. GRPO)."""
-    length_N = sequence_lengths(mask_T, sequence_T, sequences)
-    return mask_T.float() / ((length_N > 0).sum().clamp(min=1) * constant)
-
-
-def sequence_sum(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """w = 1 / N: a response is one action, whose log-prob is the sum of its tokens' (REINFORCE, RLOO)."""
-    return constant_mean(mask_T, sequence_T, sequences, 1.0)
-
-
 def reduction(
     kind: str, mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float = 0.0
 ) -> Tensor:
-    """The weights called `kind`: token_mean, sequence_mean, sequence_sum or constant_mean."""
+    """The weights called `kind`, with T the loss tokens of the step and N its sequences that have any:
+
+    token_mean      w = 1 / T             every token counts the same (DAPO)
+    sequence_mean   w = 1 / (N * len_i)   every sequence counts the same (GRPO as published); tokens of long ones count less
+    sequence_sum    w = 1 / N             a response is one action, whose log-prob is the sum of its tokens' (REINFORCE, RLOO)
+    constant_mean   w = 1 / (N * C)       with a constant length C: no length bias either way (Dr. GRPO)
+    """
     if kind == "token_mean":
-        return token_mean(mask_T)
+        return mask_T.float() / mask_T.sum().clamp(min=1)
+    length_N = sequence_lengths(mask_T, sequence_T, sequences)
+    count = (length_N > 0).sum().clamp(min=1)
     if kind == "sequence_mean":
-        return sequence_mean(mask_T, sequence_T, sequences)
-    if kind == "sequence_sum":
-        return sequence_sum(mask_T, sequence_T, sequences)
-    if kind == "constant_mean":
-        return constant_mean(mask_T, sequence_T, sequences, constant)
-    raise ValueError(
-        f"unknown reduction {kind!r}: token_mean, sequence_mean, sequence_sum or constant_mean"
-    )
+        return mask_T.float() / (count * length_N.clamp(min=1))[sequence_T]
+    if kind in ("sequence_sum", "constant_mean"):
+        return mask_T.float() / (count * (1.0 if kind == "sequence_sum" else constant))
+    kinds = "token_mean, sequence_mean, sequence_sum or constant_mean"
+    raise ValueError(f"unknown reduction {kind!r}: {kinds}")

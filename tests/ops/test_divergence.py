@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from posttrain.ops.divergence import vocabulary_kl
+from posttrain.ops.kl import vocabulary_kl
 from posttrain.ops.logprobs import Head
 
 WIDE = torch.float64

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.ops.gae import generalised_advantages, last_tokens, whiten
+from posttrain.ops.advantages import generalised_advantages, last_tokens, whiten
 
 WIDE = torch.float64
 quick = settings(max_examples=60, deadline=None)

@@ -11,7 +11,7 @@ from material_for_tests import VOCABULARY, small_policy
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import UserError
-from posttrain.ops.divergence import vocabulary_kl
+from posttrain.ops.kl import vocabulary_kl
 from posttrain.ops.weights import reduction
 from posttrain.stages._material import Data
 from posttrain.stages.sft import SFTStage
