@@ -133,7 +133,7 @@ def labelled(root: Path, seed: int) -> list[dict[str, Any]]:
 def offline(root: Path, folder: Path, beta: float, steps: int, seed: int) -> list[dict[str, float]]:
     """DPO in pieces, each from where the last one ended and all with the pretrained model as reference."""
     from posttrain.algorithms.dpo import DPO
-    from posttrain.stages._measure import proxy_gold_kl
+    from posttrain.stages._answers import proxy_gold_kl
     from posttrain.stages.preference import PreferenceStage
     from posttrain.train.optimizer import Optimization
     from posttrain.types import Sampling

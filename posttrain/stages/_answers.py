@@ -1,79 +1,79 @@
-"""What stages share that look at a model's own answers: which problems it is asked, and how it answers them."""
+"""What stages share that look at a model's own answers: how problems are asked, and what is measured of a model besides its score."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
+
+import numpy as np
+import torch
 
 from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
+from posttrain.engine.random import derive
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Whole
-from posttrain.stages._material import alphabet
+from posttrain.errors import Count, Whole, require
+from posttrain.evals.evaluate import prompts
+from posttrain.evals.statistics import Interval, mean_interval, score_interval
+from posttrain.models.policy import Policy
+from posttrain.stages._material import Data, gather
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, load_reward_model, model_places
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Group, Problem, Rollout, Sampling
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
+from posttrain.train.forward import forward
+from posttrain.train.pack import micro_batches, pack_examples, pack_groups
+from posttrain.train.rating import ModelRating
+from posttrain.types import JSON, Example, Group, Problem, Rollout, Sampling
 
 BATCH = 256  # problems answered together
-
-
-def answers(
-    context: Context,
-    policy: Policy,
-    task: Task,
-    problems: Sequence[Problem],
-    samples: int,
-    sampling: Sampling,
-    seed: Callable[[int], int],
-    batch: int = BATCH,
-) -> Iterator[Group]:
-    """`samples` answers of a model to each problem, scored by the task. `seed` gives that of the batch that begins at a problem."""
-    sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
-    for first in range(0, len(problems), batch):
-        part, drawn = problems[first : first + batch], seed(first)
-        yield from rollout_groups(
-            task, sampler, decoder, part, samples, sampling, drawn, context.workers
-        )
-
-
-def rated_by(context: Context, policy: Policy, name: str, groups: Sequence[Group]) -> list[Group]:
-    """The groups as the reward models called `name` rate them."""
-    from posttrain.train.rating import ModelRating
-
-    scorers = [load_reward_model(place, context) for place in model_places(name, context)]
-    return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
-
-
-def assistant(rollout: Rollout) -> list[dict[str, JSON]]:
-    """A response as the turn of a conversation."""
-    return [{"role": "assistant", "content": rollout.response}]
+# tokens of a text that are predicted together; fewer where the model has fewer positions
+WINDOW = 4096
+BUDGET = 8192  # tokens in one forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskingStage(Stage):
-    """A stage that asks a model training problems: `prompts` of them, `samples` answers to each."""
+class AnswerStage(Stage):
+    """A stage in which models answer problems of a task; a dry run asks fewer of those that the setting `counts` is the number of."""
+
+    counts: ClassVar[str] = "problems"
 
     model: str
     task: Task
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def dry_run(self) -> DryRun:
+        return fewer(self, self.counts)
+
+    def ask(
+        self,
+        context: Context,
+        policy: Policy,
+        problems: Sequence[Problem],
+        samples: int,
+        seed: Callable[[int], int],
+        batch: int = BATCH,
+    ) -> Iterator[Group]:
+        """`samples` answers to each problem, scored by the task. `seed` gives that of the batch that begins at a problem."""
+        sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
+        settings = (samples, self.sampling)
+        for first in range(0, len(problems), batch):
+            part, drawn = problems[first : first + batch], seed(first)
+            yield from rollout_groups(
+                self.task, sampler, decoder, part, *settings, drawn, context.workers
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskingStage(AnswerStage):
+    """A stage that asks a model training problems: `prompts` of them, `samples` answers to each."""
+
+    counts = "prompts"
+
     prompts: Count = 1000
     samples: Count = 4
     skip: Whole = 0  # problems to pass over, so that another round sees new ones
-    sampling: Sampling = field(default_factory=Sampling)
-
-    def alphabet(self) -> str:
-        return alphabet([self.task])
-
-    def dry_run(self) -> DryRun:
-        return fewer(self, "prompts", **self.no_gate())
-
-    def no_gate(self) -> dict[str, Any]:
-        """Settings with which any answer will do."""
-        return {}
 
     def training_problems(self) -> list[Problem]:
         """`prompts` training problems after the first `skip`, from the beginning again where they run out."""
@@ -82,16 +82,88 @@ class AskingStage(Stage):
 
     def answers(self, context: Context, problems: Sequence[Problem]) -> Iterator[Group]:
         """Answers of `model`, scored by the task. Another `skip` is another draw."""
-        from posttrain.engine.random import derive
-        from posttrain.stages.base import load_policy
 
-        policy = load_policy(self.model, context, self.alphabet())
-        return answers(
-            context,
-            policy,
-            self.task,
-            problems,
-            self.samples,
-            self.sampling,
-            lambda first: derive(context.seed, self.skip, first) >> 1,
-        )
+        def seed(first: int) -> int:
+            return derive(context.seed, self.skip, first) >> 1
+
+        return self.ask(context, self.load(context), problems, self.samples, seed)
+
+
+def assistant(rollout: Rollout) -> list[dict[str, JSON]]:
+    """A response as the turn of a conversation."""
+    return [{"role": "assistant", "content": rollout.response}]
+
+
+def rated_by(context: Context, policy: Policy, name: str, groups: Sequence[Group]) -> list[Group]:
+    """The groups as the reward models called `name` rate them."""
+    scorers = [load_reward_model(place, context) for place in model_places(name, context)]
+    return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
+
+
+def kl_known(sampling: Sampling) -> bool:
+    """Whether answers drawn this way tell a KL: argmax is no sample, and a cut vocabulary is another distribution."""
+    return sampling.temperature > 0 and not sampling.truncated
+
+
+def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interval:
+    """KL(sampler || other) in nats a response, from the sampler's own answers: the mean of sum_t log p(a_t) - log q(a_t).
+
+    Unbiased, and so negative by chance where the two are near. The interval is over prompts.
+    """
+    text = "a KL is estimated from samples: it needs a temperature above 0, and no top_k or top_p"
+    require(kl_known(sampling), text)
+    batch = pack_groups(groups, sampling.temperature, other.device)
+    with torch.no_grad():
+        pieces = [forward(other, piece).logprob_T for piece in micro_batches(batch, BUDGET)]
+    ratio_T = (batch.behaviour_T - torch.cat(pieces)).where(batch.mask_T, 0.0).double()
+    empty_N = torch.zeros(batch.sequences, dtype=torch.float64, device=ratio_T.device)
+    ratio_N, group_N = empty_N.index_add(0, batch.sequence_T, ratio_T), batch.group_N
+    members = [ratio_N[group_N == g].tolist() for g in range(len(groups))]
+    return mean_interval([sum(values) / len(values) for values in members], prompts(groups))
+
+
+def proxy_gold_kl(
+    groups: Sequence[Group], reference: Policy, sampling: Sampling
+) -> dict[str, Interval]:
+    """What rated samples say of over-optimisation: the reward that was trained for (proxy), the task's own score (gold), and KL from
+    `reference` in nats a response. Of the rewards, samples without a score are left out."""
+    scored = [
+        (rollout.score, key)
+        for group, key in zip(groups, prompts(groups), strict=True)
+        for rollout in group.rollouts
+        if rollout.score.valid
+    ]
+    proxy = [(score.value, key) for score, key in scored if score.value is not None]
+    gold = [(score.parts["task"], key) for score, key in scored if "task" in score.parts]
+    text = "hardly any sample could be scored: proxy and gold reward need at least 2"
+    require(len(proxy) > 1 and len(gold) > 1, text)
+    (rewards, asked), (golds, gold_asked) = zip(*proxy, strict=True), zip(*gold, strict=True)
+    return {
+        "proxy": mean_interval(rewards, asked),
+        "gold": score_interval(golds, gold_asked),
+        "kl": kl_to(groups, reference, sampling),
+    }
+
+
+def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
+    """exp(-mean log p) over every token of the sources but the first of each text. A long text is cut into windows that share one
+    token, which the next begins with and the one before predicts."""
+    config = policy.model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or WINDOW
+    material = gather(sources, policy.tokenizer, seed, sys.maxsize, all_tokens=True)
+    texts = [e.ids for examples in material.sets for e in examples]
+    pieces = [window for ids in texts for window in windows(ids, min(WINDOW, positions))]
+    batch = pack_examples([Example(ids, np.arange(len(ids)) > 0) for ids in pieces], policy.device)
+    with torch.no_grad():
+        outputs = (forward(policy, piece) for piece in micro_batches(batch, BUDGET))
+        logprob = sum(float(one.logprob_T.sum()) for one in outputs)
+    return float(torch.tensor(-logprob / int(batch.mask_T.sum())).exp())
+
+
+def windows(ids: np.ndarray, size: int) -> list[np.ndarray]:
+    """Pieces of at most `size` tokens in which each token but the first is predicted once.
+
+    >>> [piece.tolist() for piece in windows(np.arange(6), 3)]
+    [[0, 1, 2], [2, 3, 4], [4, 5]]
+    """
+    return [ids[start : start + size] for start in range(0, max(1, len(ids) - 1), size - 1)]

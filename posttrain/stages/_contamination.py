@@ -13,6 +13,7 @@ from pathlib import Path
 from posttrain.data.records import read_jsonl
 from posttrain.evals.contamination import content_hash, require_clean, sample, text
 from posttrain.runs.layout import CONFIG
+from posttrain.runs.read import Run
 from posttrain.stages._material import Data
 from posttrain.stages.base import Context, exported
 from posttrain.tasks.base import Task
@@ -33,9 +34,8 @@ def guard_training(
     A stage that `measures` nothing on held-out problems gets a message about an overlap, not a refusal."""
     hashes = set(trained_on(context, model))
     for task in [*tasks, *(source.task for source in data if source.task is not None)]:
-        context.announce(
-            stage, [f"data: {line}" for line in require_clean(task, stage, measures).lines()]
-        )
+        report = require_clean(task, stage, measures)
+        context.announce(stage, [f"data: {line}" for line in report.lines()])
         hashes |= {content_hash(text(problem)) for problem in sample(task, "train")}
     for source in data:
         if source.task is None:
@@ -52,9 +52,8 @@ def file_questions(file: str) -> Iterable[str]:
             continue
         turns = [turn for turn in prompt if isinstance(turn, dict) and "content" in turn]
         yield from (str(turn["content"]) for turn in turns if turn.get("role") == "user")
-        while (
-            turns and turns[-1].get("role") == "assistant"
-        ):  # what was asked is everything before the answer
+        # what was asked is everything before the answer
+        while turns and turns[-1].get("role") == "assistant":
             turns.pop()
         yield "\n".join(str(turn["content"]) for turn in turns)
 
@@ -62,38 +61,25 @@ def file_questions(file: str) -> Iterable[str]:
 def trained_on(context: Context, model: str) -> frozenset[str]:
     """Hashes of what a model of this run, or of another, has been trained on; of a stage that noted none, what any stage of its run
     has. Of models from elsewhere nothing is known."""
-    own = context.folder(model)
-    inside = "/" not in model and not model.startswith(".") and own.is_dir()
-    return noted(own if inside else made_by(model))
+    return noted(context.earlier(model) or made_by(model))
 
 
 def made_by(place: str) -> Path | None:
     """The folder of the stage that made the model at `place`: a run, its export, or a stage's model; None of a model from elsewhere."""
-    from posttrain.runs.read import Run
-
     path = Path(place).expanduser().resolve()
     if path.is_dir() and path.parent.parent.name == "stages":
         return path.parent
-    run = next(
-        (
-            one
-            for one in (path, path.parent)
-            if (one / "export").is_dir() and (one / CONFIG).is_file()
-        ),
-        None,
-    )
-    if run is None or path not in (run, run / "export"):
-        return None
-    return exported(run, [str(stage["name"]) for stage in Run(run).config.get("stages", [])])
+    for run in (path, path.parent):
+        if (run / "export").is_dir() and (run / CONFIG).is_file():
+            names = [str(stage["name"]) for stage in Run(run).config.get("stages", [])]
+            return exported(run, names) if path in (run, run / "export") else None
+    return None
 
 
 def noted(stage: Path | None) -> frozenset[str]:
     """The hashes that a stage left."""
-    files = (
-        []
-        if stage is None
-        else [stage / FILE]
-        if (stage / FILE).is_file()
-        else sorted(stage.parent.glob(f"*/{FILE}"))
-    )
+    if stage is None:
+        return frozenset()
+    own = stage / FILE
+    files = [own] if own.is_file() else stage.parent.glob(f"*/{FILE}")
     return frozenset(line for file in files for line in file.read_text().split())

@@ -50,11 +50,8 @@ class Lineage:
 
     def hashes(self) -> dict[str, JSON]:
         """What a summary keeps."""
-        return {
-            "config_sha256": digest(self.config),
-            "inputs": dict(self.inputs),
-            "inputs_sha256": digest(self.inputs),
-        }
+        inputs = {"inputs": dict(self.inputs), "inputs_sha256": digest(self.inputs)}
+        return {"config_sha256": digest(self.config), **inputs}
 
     def changes(self, before: Lineage, config: bool = True) -> list[str]:
         """What differs from how it was. Settings that the version of posttrain that wrote `before` did not have are no change, and
@@ -62,14 +59,12 @@ class Lineage:
         found = []
         for key, was in before.config.items() if config else ():
             if key not in self.config or self.config[key] != was:
-                found.append(
-                    f"{key}: {short(was)} -> {short(self.config.get(key, 'other settings'))}"
-                )
+                now = self.config.get(key, "other settings")
+                found.append(f"{key}: {short(was)} -> {short(now)}")
         for name, was in before.inputs.items():
             if self.inputs.get(name) != was:
-                found.append(
-                    f"its input {name} {'has changed' if name in self.inputs else 'is gone'}"
-                )
+                what = "has changed" if name in self.inputs else "is gone"
+                found.append(f"its input {name} {what}")
         return found
 
 
@@ -106,16 +101,13 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
         for name in references(stage, folders)
         if (folders[name] / RESULT).is_file()
     }
-    for field, word in dict.fromkeys(
-        (field, value) for field, value in inside(stage) if isinstance(value, str) and value
-    ):
+    for field, word in dict.fromkeys(_words(stage)):
         if word not in folders and (path := place(word, field)) is not None:
             inputs[word] = sha256(path) if path.is_file() else content(path)
     code = _code(stage)
     alike = Counter(path.name for path in code)
-    inputs |= {
-        f"{path.name if alike[path.name] == 1 else path} (code)": sha256(path) for path in code
-    }
+    for path in code:
+        inputs[f"{path.name if alike[path.name] == 1 else path} (code)"] = sha256(path)
     return Lineage(json.loads(dump_line(config)), inputs)
 
 
@@ -127,22 +119,16 @@ def place(word: str, field: str) -> Path | None:
         if path.name in ("", ".."):  # "." or "/" is a mark of something, not a place to be hashed
             return None
         named = os.sep in word or field in PLACES
-        return (
-            path
-            if (path.is_file() and (named or path.suffix)) or (path.is_dir() and named)
-            else None
-        )
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ):  # not there, may not be read, or no path at all: too long, with a null
+        there = (path.is_file() and (named or path.suffix)) or (path.is_dir() and named)
+        return path if there else None
+    # not there, may not be read, or no path at all: too long, with a null
+    except (OSError, ValueError, RuntimeError):
         return None
 
 
 def references(stage: object, names: Collection[str]) -> list[str]:
     """The stages that a stage names."""
-    return [word for word in dict.fromkeys(_words(stage)) if word in names]
+    return [word for word in dict.fromkeys(word for _, word in _words(stage)) if word in names]
 
 
 def digest(tree: Mapping[str, JSON]) -> str:
@@ -151,19 +137,15 @@ def digest(tree: Mapping[str, JSON]) -> str:
 
 def content(folder: Path, result: Mapping[str, JSON] | None = None) -> str:
     """A hash of the files of a folder, and of a stage's result without its clocks; `result` where it is not written yet."""
-    tree: dict[str, JSON] = (
-        {} if result is None else {RESULT: {k: v for k, v in result.items() if k not in CLOCKS}}
-    )
+    tree: dict[str, JSON] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(".tmp")):
         name = path.relative_to(folder).as_posix()
         if name == RESULT:
-            tree[name] = {
-                key: value
-                for key, value in json.loads(path.read_text()).items()
-                if key not in CLOCKS
-            }
+            result = json.loads(path.read_text())
         elif name != RECORD:
             tree[name] = sha256(path)
+    if result is not None:
+        tree[RESULT] = {key: value for key, value in result.items() if key not in CLOCKS}
     return digest(tree)
 
 
@@ -181,14 +163,10 @@ def _sha256(path: str, size: int, modified: int) -> str:
 def _plain(value: object) -> JSON:
     """Settings as plain data, without those that only say how the work is done. Classes are distinguished by name."""
     if is_dataclass(value) and not isinstance(value, type):
-        tree = {
-            f.name: _plain(getattr(value, f.name))
-            for f in fields(value)
-            if f.init and f.name not in NEUTRAL
-        }
-        named = isinstance(value, Algorithm | ABC) or not type(value).__module__.startswith(
-            "posttrain."
-        )
+        names = [f.name for f in fields(value) if f.init and f.name not in NEUTRAL]
+        tree = {name: _plain(getattr(value, name)) for name in names}
+        shipped = type(value).__module__.startswith("posttrain.")
+        named = isinstance(value, Algorithm | ABC) or not shipped
         return {"kind": Path(catalogue.name_of(value)).name, **tree} if named else tree
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
@@ -214,14 +192,14 @@ def inside(value: object, field: str = "") -> Iterator[tuple[str, object]]:
             yield from inside(inner, field)
 
 
-def _words(stage: object) -> Iterator[str]:
-    return (value for _, value in inside(stage) if isinstance(value, str) and value)
+def _words(stage: object) -> Iterator[tuple[str, str]]:
+    """Every text in a stage's settings, with its field."""
+    return ((field, value) for field, value in inside(stage) if isinstance(value, str) and value)
 
 
 def _code(stage: object) -> list[Path]:
     """Files that a user's own classes were taken from, and those of functions that are named FILE.py:FUNCTION."""
     names = [catalogue.name_of(value) for _, value in inside(stage) if is_dataclass(value)]
-    files = (
-        found[0] for name in [*names, *_words(stage)] if (found := code_place(name)) is not None
-    )
+    places = map(code_place, [*names, *(word for _, word in _words(stage))])
+    files = (found[0] for found in places if found is not None)
     return list(dict.fromkeys(path for path in files if path.is_file()))

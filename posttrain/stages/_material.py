@@ -1,23 +1,34 @@
-"""The examples a supervised stage learns from: demonstrations of tasks and JSONL files, mixed by weight."""
+"""What stages learn from that do not sample: demonstrations of tasks and JSONL files, mixed by weight, and preferences, of which units
+are cut where a rollout would end and some prompts are kept apart for judging."""
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from posttrain.data.demonstrations import from_file, from_task
+from posttrain.data.preferences import PreferenceReport, read_preferences
 from posttrain.data.report import DataReport, prepare
-from posttrain.errors import Checked, NotNegative, require
+from posttrain.data.stream import permutation
+from posttrain.data.units import Unit, prompt_length
+from posttrain.errors import Checked, NotNegative, Range, require
+from posttrain.models.policy import Policy
 from posttrain.stages.base import Context, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import Example
 
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
+# a share of the prompts that is kept apart
+HeldOut = Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")]
+# the kinds of rows that a file may hold, by what the algorithm learns from
+ROWS = {
+    "pairs": ("pair", "openai", "ranking"),
+    "labels": ("unpaired", "pair", "openai"),
+    "rankings": ("pair", "openai", "ranking"),
+    "step_labels": ("steps",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +49,8 @@ class Data(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.file) != (self.task is not None), "data: give either a file or a task")
-        require(
-            self.task is None or bool(self.counts),
-            "data: a task needs counts, such as {1: 200, 2: 1000}",
-        )
+        counted = self.task is None or bool(self.counts)
+        require(counted, "data: a task needs counts, such as {1: 200, 2: 1000}")
 
     def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
         if self.task is None:
@@ -51,9 +60,8 @@ class Data(Checked):
     def __str__(self) -> str:
         if self.task is None:
             return self.file
-        return f"{type(self.task).__name__} demonstrations, " + ", ".join(
-            f"{n} of level {k}" for k, n in self.counts.items()
-        )
+        counts = ", ".join(f"{n} of level {k}" for k, n in self.counts.items())
+        return f"{type(self.task).__name__} demonstrations, {counts}"
 
 
 def placed(sources: Sequence[Data], context: Context) -> tuple[Data, ...]:
@@ -87,25 +95,58 @@ def gather(
         kept, report = prepare(examples, max_length)
         sets.append(kept)
         reports.append(replace(report, unused=tuple(sorted(unused))))
-    tokens = [
-        len(s) if source.weight == 0 else source.weight
-        for s, source in zip(sets, sources, strict=True)
-    ]
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
-    return Material(tuple(sets), tuple(float(t) for t in tokens), tuple(reports))
+    weights = (float(d.weight or len(s)) for s, d in zip(sets, sources, strict=True))
+    return Material(tuple(sets), tuple(weights), tuple(reports))
 
 
 def check_lengths(policy: Policy, sets: Iterable[Iterable[Example]], setting: str) -> None:
     """Refuse examples beyond the positions that the model was made for; `setting` is what leaves them out."""
-    policy.check_length(
-        max(len(example.ids) for examples in sets for example in examples), f"lower {setting}"
-    )
+    longest = max(len(example.ids) for examples in sets for example in examples)
+    policy.check_length(longest, f"lower {setting}")
 
 
-def alphabet(tasks: Sequence[Task | None]) -> str:
-    """The characters a tiny tokenizer needs: what the tasks declare, or all of printable ASCII where one declares nothing."""
-    declared = [getattr(task, "alphabet", None) for task in tasks]
-    if not declared or any(a is None for a in declared):
-        return string.printable[:95] + "\n"
-    return "".join(sorted(set("".join(a for a in declared if a))))
+def until_end(example: Example) -> Example:
+    """The example up to its last token that carries loss. What a template writes after it is never sampled, and the score of a rollout
+    is read where the rollout ends."""
+    end = int(np.flatnonzero(example.mask)[-1]) + 1
+    steps = None if example.steps is None else example.steps[:end]
+    return replace(example, ids=example.ids[:end], mask=example.mask[:end], steps=steps)
+
+
+def read_units(
+    context: Context, stage: str, path: str, tokenizer: object, max_length: int, learns_from: str
+) -> tuple[list[Unit], PreferenceReport]:
+    """The units of a file, or of an earlier stage, each cut after its response; what became of each row is announced."""
+    found = read_preferences(data_place(path, context), tokenizer, max_length)
+    context.announce(stage, found.report.lines())
+    kind, wanted = found.report.kind, ROWS[learns_from]
+    holds = f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {' or '.join(wanted)}"
+    require(kind in wanted, holds)
+    return [tuple(until_end(example) for example in unit) for unit in found.units], found.report
+
+
+def numbered_prompts(units: Sequence[Unit]) -> list[int]:
+    """The number of each unit's prompt, the same for units that share one: what was said of those is not independent."""
+    numbers: dict[bytes, int] = {}
+    prompts = (unit[0].ids[: prompt_length(unit[0])].tobytes() for unit in units)
+    return [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+
+
+def split_by_prompt(
+    units: Sequence[Unit], share: float, seed: int, where: str
+) -> tuple[list[Unit], list[Unit]]:
+    """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them."""
+    if share == 0:
+        return list(units), []
+    prompts = numbered_prompts(units)
+    different = list(dict.fromkeys(prompts))
+    count = max(1, round(share * len(different)))
+    few = f"{where}: {len(different)} different prompts are too few to hold some out; add data, or set held_out=0"
+    require(count < len(different), few)
+    aside = {different[i] for i in permutation(len(different), "held_out", seed)[:count]}
+    parts: tuple[list[Unit], list[Unit]] = ([], [])
+    for unit, prompt in zip(units, prompts, strict=True):
+        parts[prompt in aside].append(unit)
+    return parts

@@ -23,10 +23,9 @@ from posttrain.train.optimizer import Optimization
 
 if TYPE_CHECKING:
     from posttrain.stages.base import Context, Stage
-    from posttrain.stages.preference import PreferenceStage
-    from posttrain.stages.reward_model import RewardModelStage
     from posttrain.stages.rl import RLStage
     from posttrain.stages.sft import SFTStage
+    from posttrain.stages.train import UnitStage
 
 STEPS = 3  # of a dry run; the first one warms up
 ITEMS = 32  # problems, prompts or pairs of a dry run of a stage without steps
@@ -148,17 +147,12 @@ def sft_plan(
 
 
 def preference_plan(
-    stage: PreferenceStage | RewardModelStage,
-    policy: Policy,
-    context: Context,
-    before: Mapping[str, Stage],
-    members: int = 1,
+    stage: UnitStage, policy: Policy, context: Context, before: Mapping[str, Stage]
 ) -> list[str]:
     """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
-    times = f", {members} times over" if members > 1 else ""
-    later = [
-        f"preferences written by {file}: not there yet" for file in stage.data if file in before
-    ]
+    times = f", {stage.makes()} times over" if stage.makes() > 1 else ""
+    files = [file for file in stage.data if file in before]
+    later = [f"preferences written by {file}: not there yet" for file in files]
     if later:
         return [f"a step: {stage.batch} units; {stage.steps} steps{times}", *later]
     reports: list[str] = []
@@ -168,8 +162,9 @@ def preference_plan(
     tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
     others = stage.role_bytes(policy, tokens)
     passes = stage.steps * stage.batch / len(units) / (1 - stage.held_out)
+    average = stage.batch * sum(sizes) // len(units)
     return [
-        f"a step: {stage.batch} of {len(units):,} units, about {stage.batch * sum(sizes) // len(units):,} tokens; {stage.steps} steps "
+        f"a step: {stage.batch} of {len(units):,} units, about {average:,} tokens; {stage.steps} steps "
         f"= {passes:.1f} passes over what is not held out{times}",
         *reports,
         training_memory(policy, tokens, stage.optimizer, others=others).line(),
@@ -241,10 +236,8 @@ def checkpointing_line(
         way = "per layer" if checkpointing_pays(chosen, need, have) else "never"
         found = f"{way}, for {size_text(need)} are needed and {size_text(have)} are at hand"
     elif policy.device.type == "cuda":
-        found = (
-            "chosen by the memory of the GPU, which is not here: per layer where it has less than "
-            f"{size_text(need)} besides the weights"
-        )
+        found = f"chosen by the memory of the GPU, which is not here: per layer where it has less than {size_text(need)}"
+        found += " besides the weights"
     else:
         found = "never on a CPU"
     return f"activation checkpointing: {found}; {price}"

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
 from posttrain.errors import Checked, Count, GuardStop, NotNegative, Share, Whole, require
 from posttrain.evals.statistics import share_interval
+from posttrain.rewards import judge as judging
 from posttrain.rewards._asking import Endpoint, Usage
-from posttrain.rewards.judge import (
-    CANARY_QUESTION,
-    Judge,
-    Verdict,
-    agreement,
-    check_judge,
-    read_rubric,
-)
+from posttrain.rewards.judge import Judge, Verdict, read_rubric
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.types import JSON
 
 
@@ -46,28 +41,21 @@ class JudgeSettings(Checked):
     def ready(self) -> None:
         """Refuse what can be known before it is asked."""
         if self.url:
-            check_judge(url=self.url, model=self.model)
+            judging.check_judge(url=self.url, model=self.model)
         read_rubric(self.rubric)
 
     def open(self, context: Context) -> tuple[Judge, Usage]:
         """The judge, after it has passed the canaries, and what asking it takes."""
-        from posttrain.train.judging import JudgeRating, LocalModel
-
         if not self.url:
             policy = load_policy(self.model, context)
             policy.model.requires_grad_(False)
             model = LocalModel(policy, cache=self.cache)
             return JudgeRating(model, rubric=self.rubric).judge, model.usage
-        endpoint = Endpoint(
-            url=self.url,
-            model=self.model,
-            cache=self.cache,
-            per_minute=self.per_minute,
-            prompt_price=self.prompt_price,
-            completion_price=self.completion_price,
-        )
-        judge = Judge(endpoint, read_rubric(self.rubric))
-        judge.check_canaries(CANARY_QUESTION)
+        settings = asdict(self)
+        rubric = read_rubric(settings.pop("rubric"))
+        endpoint = Endpoint(**settings)
+        judge = Judge(endpoint, rubric)
+        judge.check_canaries(judging.CANARY_QUESTION)
         return judge, endpoint.usage
 
 
@@ -98,33 +86,27 @@ class AgreementStage(Stage):
         rows = read_pairs(self.data)[: self.pairs]
         judge, usage = self.judge.open(context)
         labels = ["A" if derive(context.seed, n) & 1 else "B" for n in range(len(rows))]
-        verdicts = judge.compare(
-            [
-                (q, better, worse) if label == "A" else (q, worse, better)
-                for (q, better, worse), label in zip(rows, labels, strict=True)
-            ]
-        )
+        shown = [
+            (q, better, worse) if label == "A" else (q, worse, better)
+            for (q, better, worse), label in zip(rows, labels, strict=True)
+        ]
+        verdicts = judge.compare(shown)
         result = self.figures(verdicts, labels, [question for question, _, _ in rows])
-        context.write_lines(
-            self.name,
-            (json.dumps(line) for line in self.lines(rows, labels, verdicts)),
-            "verdicts.jsonl",
-        )
+        lines = map(json.dumps, self.lines(rows, labels, verdicts))
+        context.write_lines(self.name, lines, "verdicts.jsonl")
         share, low, high = result["agreement"]
         said = f"{self.judge.model} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
         said += f", kappa {result['kappa']:.2f}; {result['ties']} ties, {result['swayed']} of them by the order alone"
         context.announce(self.name, [f"{said}; {result['unjudged']} not judged"])
         if share < self.min_agreement:
-            raise GuardStop(
-                f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.min_agreement:.1%}; "
-                "change the rubric or the model"
-            )
+            low = f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.min_agreement:.1%}"
+            raise GuardStop(f"{low}; change the rubric or the model")
         return {**result, "usage": usage.row()}
 
     def figures(
         self, verdicts: Sequence[Verdict], labels: Sequence[str], questions: Sequence[str]
     ) -> dict[str, JSON]:
-        _, kappa, judged = agreement([v.winner for v in verdicts], labels)
+        _, kappa, judged = judging.agreement([v.winner for v in verdicts], labels)
         require(judged > 0, f"{self.name}: the judge gave no verdict on any pair")
         same = [
             (float(v.winner == own), q)
@@ -148,14 +130,8 @@ class AgreementStage(Stage):
         rows: Sequence[tuple[str, str, str]], labels: Sequence[str], verdicts: Sequence[Verdict]
     ) -> list[dict[str, JSON]]:
         """Each pair with what people and the judge said of it, for the eye."""
+        names = ("question", "preferred", "other", "people", "judge", "both orders")
         return [
-            {
-                "question": question,
-                "preferred": better,
-                "other": worse,
-                "people": label,
-                "judge": v.winner,
-                "both orders": v.agreed,
-            }
-            for (question, better, worse), label, v in zip(rows, labels, verdicts, strict=True)
+            dict(zip(names, (*row, label, v.winner, v.agreed), strict=True))
+            for row, label, v in zip(rows, labels, verdicts, strict=True)
         ]

@@ -5,32 +5,38 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import string
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from posttrain.errors import Checked, check_fields, require, unknown
-from posttrain.events import Event, Events, Level
+from posttrain.engine.engine import Engine
+from posttrain.errors import Checked, UserError, check_fields, require, unknown
+from posttrain.events import Events, Level
 from posttrain.loop import Interrupt
+from posttrain.models.load import load, stop_ids
+from posttrain.models.lora import Lora, merge_adapters, peft_files
+from posttrain.models.policy import Policy, wrap_model
+from posttrain.models.save import save
+from posttrain.models.scorer import Scorer, load_scorer
+from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.console import print_message
 from posttrain.runs.layout import plain_name
+from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
+from posttrain.stages._plan import DryRun
 from posttrain.system.files import atomic_write
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
+from posttrain.train.saving import Saving, Store
+from posttrain.train.torch_settings import use_threads
 from posttrain.types import JSON, Sampler
 
-if TYPE_CHECKING:
-    from posttrain.models.lora import Lora
-    from posttrain.models.policy import Policy
-    from posttrain.models.scorer import Scorer
-    from posttrain.runs.trackers import Trackers
-    from posttrain.stages._plan import DryRun
-    from posttrain.train.saving import Saving, Store
+PRINTABLE = string.printable[:95] + "\n"
 
 
 @dataclass(eq=False)
@@ -44,11 +50,11 @@ class Context:
     trackers: Trackers | None = None
     threads: int = 0  # 0: chosen by the model's size, on the CPU
     say: bool = True  # print what a person should read
-    saving: Saving | None = None  # how checkpoints are written; None: the defaults
+    saving: Saving = field(default_factory=Saving)  # how checkpoints are written
     workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
 
     def __post_init__(self) -> None:
-        self.events.show = print_message if self.say else _ignore
+        self.events.show = print_message if self.say else lambda event: None
 
     @property
     def events(self) -> Events:
@@ -62,10 +68,13 @@ class Context:
     def folder(self, stage: str) -> Path:
         return self.directory / "stages" / stage
 
-    def checkpoints(self, stage: str) -> Store:
-        from posttrain.train.saving import Saving, Store
+    def earlier(self, name: str) -> Path | None:
+        """The folder of the earlier stage of this run called `name`; None where `name` is a path, or a model from elsewhere."""
+        inside = "/" not in name and not name.startswith(".") and self.folder(name).is_dir()
+        return self.folder(name) if inside else None
 
-        return Store(self.directory / "checkpoints" / stage, self.saving or Saving(), self.events)
+    def checkpoints(self, stage: str) -> Store:
+        return Store(self.directory / "checkpoints" / stage, self.saving, self.events)
 
     def announce(self, stage: str, lines: Sequence[str], level: Level = "info") -> None:
         """Emit messages of a stage."""
@@ -79,28 +88,15 @@ class Context:
     def save_model(self, stage: str, policy: Policy, lora: Lora | None = None) -> None:
         """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and also kept
         in peft's format."""
-        from posttrain.models.lora import merge_adapters, peft_files
-        from posttrain.models.save import save
-
-        adapter = None
+        adapter, folder = None, self.folder(stage) / "model"
         if lora is not None:
             dtype, adapter = str(policy.dtype).removeprefix("torch."), peft_files(policy, lora)
             kept = merge_adapters(policy.model)
             if kept < 1:
                 line = f"the adapters are merged in float32; rounded to {dtype}, as a GPU loads it, {kept:.0%} of the changed weights"
-                self.announce(
-                    stage,
-                    [
-                        f"{line} differ from the base; model/adapter has the adapters themselves, for peft"
-                    ],
-                )
-        save(
-            policy.model,
-            policy.tokenizer,
-            self.folder(stage) / "model",
-            replace=True,
-            adapter=adapter,
-        )
+                line += " differ from the base; model/adapter has the adapters themselves, for peft"
+                self.announce(stage, [line])
+        save(policy.model, policy.tokenizer, folder, replace=True, adapter=adapter)
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
         """Keep per-problem results, or data that was made, with the stage's result."""
@@ -110,17 +106,14 @@ class Context:
 
     def result(self, stage: str) -> dict[str, JSON] | None:
         """What a finished stage of this run left, or None."""
-        path = self.folder(stage) / "result.json"
+        path = self.folder(stage) / _lineage.RESULT
         if not path.is_file():
             return None
-        try:
+        found: JSON = None
+        with suppress(ValueError):
             found = json.loads(path.read_text())
-        except ValueError:
-            found = None
-        require(
-            isinstance(found, dict),
-            f"{path} is damaged; remove {path.parent} to run the stage {stage!r} again",
-        )
+        damaged = f"{path} is damaged; remove {path.parent} to run the stage {stage!r} again"
+        require(isinstance(found, dict), damaged)
         return dict(found)
 
     def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
@@ -134,12 +127,8 @@ class Context:
     def discard(self, stage: str) -> None:
         """Throw away what a stage made, to make it again. Its result goes first: without it nothing else counts."""
         (self.folder(stage) / _lineage.RESULT).unlink(missing_ok=True)
-        root = self.directory / "checkpoints"
-        made = (
-            [p for p in root.iterdir() if re.fullmatch(rf"{re.escape(stage)}(-\d+)?", p.name)]
-            if root.is_dir()
-            else []
-        )
+        saved = (self.directory / "checkpoints").glob("*")
+        made = [p for p in saved if re.fullmatch(rf"{re.escape(stage)}(-\d+)?", p.name)]
         for folder in [*made, self.folder(stage)]:
             shutil.rmtree(folder, ignore_errors=True)
             require(not folder.exists(), f"{folder} cannot be removed; remove it, then resume")
@@ -158,6 +147,12 @@ class Stage(Checked, ABC):
 
     def __post_init__(self) -> None:
         check_fields(self, f"{self.name}: ")
+        for mistake in self.mistakes():
+            raise UserError(f"{self.name}: {mistake}")
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong with its settings together, each of which may be right by itself; the first is refused."""
+        yield from ()
 
     @abstractmethod
     def run(self, context: Context) -> dict[str, JSON]:
@@ -179,9 +174,21 @@ class Stage(Checked, ABC):
         """What the stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
         return []
 
+    def tasks(self) -> Sequence[Task | None]:
+        """The tasks whose texts its model reads; None stands for any text."""
+        return [getattr(self, "task", None)]
+
     def alphabet(self) -> str:
-        """The characters that a tokenizer made from scratch for this stage must know."""
-        return ""
+        """The characters that a tokenizer made from scratch for this stage must know: what its tasks declare, or all of printable
+        ASCII where one declares nothing."""
+        declared = [getattr(task, "alphabet", None) for task in self.tasks()]
+        if not declared or any(a is None for a in declared):
+            return PRINTABLE
+        return "".join(sorted(set("".join(a for a in declared if a))))
+
+    def load(self, context: Context, name: str = "") -> Policy:
+        """The model called `name`, or else the one that the stage starts from."""
+        return load_policy(name or self.starts_from(), context, self.alphabet())
 
     def starts_from(self) -> str:
         """The model that the stage begins with, and whose size that of its own model is; "": it has none."""
@@ -201,8 +208,6 @@ class Stage(Checked, ABC):
 
     def dry_run(self) -> DryRun:
         """The stage cut down, to measure how long the whole one takes."""
-        from posttrain.stages._plan import DryRun
-
         return DryRun(self)
 
 
@@ -219,21 +224,16 @@ def run_stages(
     names = check_names(stages, only)
     for stage in stages:
         stage.check_ready(context.device)
-    due = [
-        stage
-        for stage in stages
-        if context.result(stage.name) is None and (not only or stage.name in only)
-    ]
+    wanted = [stage for stage in stages if not only or stage.name in only]
+    due = [stage for stage in wanted if context.result(stage.name) is None]
     for stage in due:
         stage.ready(names)
     for stage in due:
         context.announce(stage.name, stage.warnings(), "warning")
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
-        now, before = (
-            _lineage.trace(stage, context.seed, folders),
-            _lineage.read(context.folder(stage.name)),
-        )
+        now = _lineage.trace(stage, context.seed, folders)
+        before = _lineage.read(context.folder(stage.name))
         done = context.result(stage.name) is not None
         changes = [] if before is None else now.changes(before, config=done or again)
         if done and not changes:
@@ -246,19 +246,14 @@ def run_stages(
             if done:
                 context.announce(stage.name, [f"is out of date and used as it is: {why}"])
             continue
-        missing = [
-            name for name in _lineage.references(stage, folders) if context.result(name) is None
-        ]
-        require(
-            not missing,
-            f"{stage.name} needs {', '.join(missing)}, which has not been run in {context.directory}",
-        )
+        named = _lineage.references(stage, folders)
+        missing = ", ".join(name for name in named if context.result(name) is None)
+        absent = f"{stage.name} needs {missing}, which has not been run in {context.directory}"
+        require(not missing, absent)
         if changes:
-            require(
-                done or again,
-                f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with "
-                f"'posttrain run ... out={context.directory} again=true'",
-            )
+            how = f"'posttrain run ... out={context.directory} again=true'"
+            other = f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
+            require(done or again, other)
             context.discard(stage.name)
             context.announce(stage.name, [f"runs again: {why}"])
         context.begin(stage.name, now)
@@ -267,9 +262,8 @@ def run_stages(
         with context.events.at(stage.name):
             result = stage.run(context)
         made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
-        context.finish(
-            stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made}
-        )
+        seconds = time.perf_counter() - began
+        context.finish(stage.name, {"seconds": seconds, **result, "lineage": made})
 
 
 def worker_pool(stages: Iterable[Stage]) -> WorkerPool:
@@ -279,10 +273,8 @@ def worker_pool(stages: Iterable[Stage]) -> WorkerPool:
 
 
 def check_name(kind: str, name: str) -> None:
-    require(
-        plain_name(name),
-        f"{kind} name {name!r} is not a plain name: use letters, digits, '-', '_' and '.', not first",
-    )
+    text = f"{kind} name {name!r} is not a plain name: use letters, digits, '-', '_' and '.', not first"
+    require(plain_name(name), text)
 
 
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:
@@ -298,14 +290,9 @@ def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str
     return names
 
 
-def load_policy(name: str, context: Context, alphabet: str = "", place: str = "") -> Policy:
+def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: str = "") -> Policy:
     """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file or a hub name.
     `place` is where it is put, if not on the device whose precision it gets: for a plan."""
-    from posttrain.models.load import load, stop_ids
-    from posttrain.models.policy import wrap_model
-    from posttrain.models.tiny import character_tokenizer, tiny_model
-    from posttrain.train.torch_settings import use_threads
-
     if name.startswith("tiny:"):
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
@@ -323,15 +310,11 @@ def load_policy(name: str, context: Context, alphabet: str = "", place: str = ""
 
 def make_sampler(policy: Policy, rows: int = 0, processes: int = 0) -> Sampler:
     """The engine in this process; see `Context.sampler`."""
-    from posttrain.engine.engine import Engine
-
     return Engine(policy, rows or (1024 if policy.device.type == "cuda" else 256), processes)
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:
     """The reward model in a directory or under a hub name; see `model_places` for those of a stage."""
-    from posttrain.models.scorer import load_scorer
-
     scorer = load_scorer(place, _dtype(context), context.device)
     scorer.events = context.events
     return scorer
@@ -340,9 +323,10 @@ def load_reward_model(place: str, context: Context) -> Scorer:
 def model_places(name: str, context: Context) -> list[str]:
     """Where the models called `name` are: those of an earlier stage of this run (an ensemble has several: model, model-1, ...), or
     else the name itself, as a directory or a hub name."""
-    if "/" in name or name.startswith(".") or not context.folder(name).is_dir():
+    folder = context.earlier(name)
+    if folder is None:
         return [name]
-    first = context.folder(name) / "model"
+    first = folder / "model"
     require(first.is_dir(), f"stage {name!r} of this run has made no model")
     count = len(list(first.parent.glob("model-*")))
     return [str(first), *(str(first.with_name(f"model-{n + 1}")) for n in range(count))]
@@ -356,15 +340,12 @@ def exported(directory: Path, stages: Iterable[str]) -> Path | None:
 
 def data_place(name: str, context: Context) -> str:
     """The file that `name` stands for: the data that an earlier stage of this run wrote, or the path itself."""
-    if "/" in name or name.startswith(".") or not context.folder(name).is_dir():
+    folder = context.earlier(name)
+    if folder is None:
         return name
-    file = context.folder(name) / "data.jsonl"
+    file = folder / "data.jsonl"
     require(file.is_file(), f"stage {name!r} of this run has written no data")
     return str(file)
-
-
-def _ignore(event: Event) -> None:
-    """Show nothing: the caller asked for no output."""
 
 
 def _dtype(context: Context) -> str:

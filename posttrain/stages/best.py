@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from posttrain.errors import require
+from posttrain.models.policy import Policy
 from posttrain.stages.base import Context, Stage, model_places
 from posttrain.types import JSON
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +23,9 @@ class BestStage(Stage):
     figure: str = "accuracy"
     higher: bool = True  # is better
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            len(self.models) == len(self.measured) > 0,
-            f"{self.name}: give as many stages that measured as models",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if not len(self.models) == len(self.measured) > 0:
+            yield "give as many stages that measured as models"
 
     def starts_from(self) -> str:
         return self.models[0]
@@ -40,10 +34,8 @@ class BestStage(Stage):
         return [f"keeps one of {', '.join(self.models)}, by {self.figure}"]
 
     def run(self, context: Context) -> dict[str, JSON]:
-        values = {
-            model: self.value(context, stage)
-            for model, stage in zip(self.models, self.measured, strict=True)
-        }
+        pairs = zip(self.models, self.measured, strict=True)
+        values = {model: self.value(context, stage) for model, stage in pairs}
         best = (max if self.higher else min)(values, key=lambda model: values[model])
         target = context.folder(self.name) / "model"
         shutil.rmtree(target, ignore_errors=True)
@@ -56,13 +48,13 @@ class BestStage(Stage):
         found: JSON = context.result(stage)
         require(found is not None, f"{self.name}: stage {stage!r} of this run has measured nothing")
         for key in self.figure.split("."):
-            known = isinstance(found, dict) and key in found
-            require(
-                known,
-                f"{self.name}: the result of {stage!r} has no figure {self.figure!r}; it has "
-                f"{', '.join(sorted(found)) if isinstance(found, dict) else 'no parts'}",
+            parts = found if isinstance(found, dict) else {}
+            has = ", ".join(sorted(parts)) or "no parts"
+            none = (
+                f"{self.name}: the result of {stage!r} has no figure {self.figure!r}; it has {has}"
             )
-            found = found[key]
+            require(key in parts, none)
+            found = parts[key]
         number = found[0] if isinstance(found, list) and found else found
         numeric = isinstance(number, int | float) and math.isfinite(number)
         require(numeric, f"{self.name}: {self.figure!r} of {stage!r} is {number!r}, not a number")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from posttrain.engine.random import derive
 from posttrain.errors import NotNegative, Range, require
-from posttrain.stages._answers import BATCH, AskingStage, answers, assistant
-from posttrain.stages.base import Context, data_place, load_policy
+from posttrain.stages._answers import BATCH, AskingStage, assistant
+from posttrain.stages.base import Context, data_place
 from posttrain.types import JSON, Group, Rollout
 
 KINDS = ("written", "equal", "failed", "truncated", "empty")  # what becomes of answers
@@ -29,19 +30,15 @@ class ComparisonsStage(AskingStage):
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.sampling.temperature > 0, f"{self.name}: a temperature of 0 gives equal answers"
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.sampling.temperature == 0:
+            yield "a temperature of 0 gives equal answers"
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts = dict.fromkeys(KINDS, 0)
         rows = [json.dumps(row) for row in self.rows(context, counts)]
-        require(
-            bool(rows),
-            f"{self.name}: no two answers differed in a way that the task's score could see; raise the temperature",
-        )
+        text = f"{self.name}: no two answers differed in a way that the task's score could see; raise the temperature"
+        require(bool(rows), text)
         earlier: list[str] = []
         if self.before:
             earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines()
@@ -52,8 +49,6 @@ class ComparisonsStage(AskingStage):
         return {**counts, "from_before": len(earlier)} if self.before else {**counts}
 
     def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
-        from posttrain.engine.random import derive
-
         def seed(first: int) -> int:
             return derive(context.seed, self.skip + first) >> 1
 
@@ -63,15 +58,7 @@ class ComparisonsStage(AskingStage):
             drawn.append((self.against, half, lambda first: derive(seed(first), 1) >> 1))
         problems = self.training_problems()
         made = [
-            answers(
-                context,
-                load_policy(name, context, self.alphabet()),
-                self.task,
-                problems,
-                count,
-                self.sampling,
-                seeds,
-            )
+            self.ask(context, self.load(context, name), problems, count, seeds)
             for name, count, seeds in drawn
         ]
         for number, groups in enumerate(zip(*made, strict=True)):
@@ -95,22 +82,14 @@ class ComparisonsStage(AskingStage):
             return None
         counts["written"] += 1
         prompt = [m.row() for m in self.task.prompt(group.problem)]
-        ranked = self.ordered(different, coin)
+        ranked = [assistant(rollout) for rollout in self.ordered(different, coin)]
         if self.samples == 2:  # a file holds rows of one kind
-            return {
-                "prompt": prompt,
-                "chosen": assistant(ranked[0]),
-                "rejected": assistant(ranked[1]),
-            }
-        return {
-            "prompt": prompt,
-            "responses": [assistant(r) for r in ranked],
-            "ranking": list(range(1, len(ranked) + 1)),
-        }
+            return {"prompt": prompt, "chosen": ranked[0], "rejected": ranked[1]}
+        ranking: JSON = list(range(1, len(ranked) + 1))
+        return {"prompt": prompt, "responses": ranked, "ranking": ranking}
 
     def ordered(self, rollouts: list[Rollout], coin: int) -> list[Rollout]:
         """Best first, by score plus Gumbel noise: the difference of two such is logistic, so each pair is a Bradley-Terry draw."""
-        from posttrain.engine.random import derive
 
         def liked(place: int) -> float:
             uniform = ((derive(coin, place) >> 11) + 0.5) / (1 << 53)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, UserError, require
 from posttrain.evals.contamination import content_hash, known
 from posttrain.evals.evaluate import Evaluation, prompts
+from posttrain.models.load import same_vocabulary
+from posttrain.models.policy import Policy
+from posttrain.stages._answers import AnswerStage, kl_known, kl_to, perplexity
 from posttrain.stages._contamination import trained_on
-from posttrain.stages._material import Data, alphabet, placed
-from posttrain.stages._measure import kl_known, kl_to, perplexity
-from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, Stage, load_policy, make_sampler
+from posttrain.stages._material import Data, placed
+from posttrain.stages.base import Context, Stage, make_sampler
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Sampler, Sampling
 
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
-
+ALONE = "one problem says nothing of the spread over problems; at least 2 are needed"
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -39,84 +37,61 @@ def answer_problems(
     workers: WorkerPool | None = None,
 ) -> Evaluation:
     """Sample answers to problems and score them; where there are several of each, find their final answers."""
-    groups = rollout_groups(
-        task, sampler, Decoder(tokenizer), problems, samples, sampling, seed, workers
-    )
-    finals = (
-        tuple(tuple(task.final(r.judged) for r in g.rollouts) for g in groups)
-        if samples > 1
-        else ()
-    )
-    evaluation = Evaluation(tuple(groups), finals)
+    decoder = Decoder(tokenizer)
+    groups = rollout_groups(task, sampler, decoder, problems, samples, sampling, seed, workers)
+    several = groups if samples > 1 else ()
+    finals = (tuple(task.final(r.judged) for r in g.rollouts) for g in several)
+    evaluation = Evaluation(tuple(groups), tuple(finals))
     if evaluation.failed == sum(len(g.rollouts) for g in groups):
         raise UserError(f"no answer could be scored: {groups[0].rollouts[0].score.failure}")
     return evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateStage(Stage):
+class EvaluateStage(AnswerStage):
     """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy. `reference` gives
     KL(model || reference) on the answers, which must be samples then; `text` the perplexity on held-out text."""
 
-    model: str
-    task: Task
     problems: Count = 500
     samples: Count = 1
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     reference: str = ""
     text: tuple[Data, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        argmax = self.sampling.temperature == 0 and self.samples > 1
-        require(
-            not argmax,
-            f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature",
-        )
-        self.check_spread(self.problems)
-        require(
-            not self.reference or kl_known(self.sampling),
-            f"{self.name}: the KL to {self.reference} is estimated from samples: "
-            "set sampling.temperature above 0, without top_k and top_p",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.sampling.temperature == 0 and self.samples > 1:
+            yield f"{self.samples} samples at temperature 0 are all the same; raise the temperature"
+        if self.problems == 1 and self.spread:
+            yield ALONE
+        if self.reference and not kl_known(self.sampling):
+            need = "set sampling.temperature above 0, without top_k and top_p"
+            yield f"the KL to {self.reference} is estimated from samples: {need}"
 
-    def check_spread(self, problems: int) -> None:
-        alone = problems == 1 and (self.samples > 1 or bool(self.reference))
-        require(
-            not alone,
-            f"{self.name}: one problem says nothing of the spread over problems; at least 2 are needed",
-        )
+    @property
+    def spread(self) -> bool:
+        """Whether a figure is asked for whose interval is over problems."""
+        return self.samples > 1 or bool(self.reference)
 
-    def alphabet(self) -> str:
-        return alphabet([self.task, *(d.task for d in self.text)])
+    def tasks(self) -> list[Task | None]:
+        return [self.task, *(d.task for d in self.text)]
 
     def reads_ids(self) -> tuple[str, ...]:
         return (self.reference,) if self.reference else ()
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        return [
-            f"{self.problems} held-out problems x {self.samples} = {self.problems * self.samples} answers of at most "
-            f"{self.sampling.max_new_tokens} tokens"
-        ]
-
-    def dry_run(self) -> DryRun:
-        return fewer(self, "problems")
+        total = f"{self.problems} held-out problems x {self.samples} = {self.problems * self.samples} answers"
+        return [f"{total} of at most {self.sampling.max_new_tokens} tokens"]
 
     def run(self, context: Context) -> dict[str, JSON]:
-        policy = load_policy(self.model, context, self.alphabet())
         evaluation, result = replace(self, text=placed(self.text, context)).measure(
-            policy,
-            lambda: load_policy(self.reference, context, self.alphabet()),
+            self.load(context),
+            lambda: self.load(context, self.reference),
             context.seed,
             context.threads,
             context.workers,
         )
-        context.announce(
-            self.name,
-            [
-                f"{self.model}: accuracy {evaluation.accuracy} on {evaluation.problems} held-out problems"
-            ],
-        )
+        said = f"accuracy {evaluation.accuracy} on {evaluation.problems} held-out problems"
+        context.announce(self.name, [f"{self.model}: {said}"])
         counted, said = seen(evaluation, self.model, trained_on(context, self.model))
         if said:
             data = {"rule": "contamination"}
@@ -136,22 +111,12 @@ class EvaluateStage(Stage):
         """Every figure asked for; the reference is opened only where there is one."""
         held_out = self.task.problems("test")
         require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
-        self.check_spread(len(held_out))
+        require(len(held_out) > 1 or not self.spread, f"{self.name}: {ALONE}")
         sampler = make_sampler(policy, processes=threads)
-        evaluation = answer_problems(
-            self.task,
-            sampler,
-            policy.tokenizer,
-            held_out[: self.problems],
-            self.samples,
-            self.sampling,
-            seed,
-            workers,
-        )
+        asked, settings = held_out[: self.problems], (self.samples, self.sampling, seed, workers)
+        evaluation = answer_problems(self.task, sampler, policy.tokenizer, asked, *settings)
         result = summarise(evaluation)
         if self.reference:
-            from posttrain.models.load import same_vocabulary
-
             other = reference()
             same_vocabulary(self.name, policy, other)
             result["kl"] = kl_to(evaluation.groups, other, self.sampling).row()
@@ -166,22 +131,17 @@ def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[di
     marks = known([g.problem for g in evaluation.groups], hashes)
     if not any(marks):
         return {"contaminated": 0}, ""
-    clean = evaluation.without(marks)
-    others = (
-        f"accuracy on the other {clean.problems}: {clean.accuracy}"
-        if clean
-        else "no other problem is left"
-    )
+    clean, others, row = evaluation.without(marks), "no other problem is left", None
+    if clean is not None:
+        others = f"accuracy on the other {clean.problems}: {clean.accuracy}"
+        row = clean.accuracy.row()
     said = f"{sum(marks)} of {len(marks)} held-out problems are among what {model} was trained on; {others}"
-    return {
-        "contaminated": sum(marks),
-        "accuracy_clean": None if clean is None else clean.accuracy.row(),
-    }, said
+    return {"contaminated": sum(marks), "accuracy_clean": row}, said
 
 
 def summarise(evaluation: Evaluation) -> dict[str, JSON]:
     """The figures of an evaluation, each with its interval; format and answer apart."""
-    samples = len(evaluation.groups[0].rollouts)
+    samples, reward = len(evaluation.groups[0].rollouts), evaluation.reward
     ks = [k for k in KS if k <= samples]
     parts = {name: evaluation.part(name) for name in evaluation.part_names}
     majorities = {k: evaluation.majority(k) for k in ks if k > 2} if evaluation.has_finals else {}
@@ -190,17 +150,9 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
         "accuracy": evaluation.accuracy.row(),
         "pass_at": {str(k): evaluation.passed(k).row() for k in ks},
         "avg_at": {str(samples): evaluation.accuracy.row()},
-        "majority_at": {
-            str(k): value.row() for k, value in majorities.items() if value is not None
-        },
-        "parts": {
-            name: value.row()
-            for name, value in parts.items()
-            if value is not None and isfinite(value.low)
-        },
-        "reward": None
-        if evaluation.reward is None or evaluation.problems == 1
-        else evaluation.reward.row(),
+        "majority_at": {str(k): share.row() for k, share in majorities.items() if share},
+        "parts": {n: part.row() for n, part in parts.items() if part and isfinite(part.low)},
+        "reward": reward.row() if reward and evaluation.problems > 1 else None,
         "length": evaluation.length,
         "failed": evaluation.failed,
     }
@@ -208,7 +160,7 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
 
 def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
     """One JSON-able row a problem."""
-    finals = evaluation.finals or [()] * evaluation.problems
+    groups, finals = evaluation.groups, evaluation.finals or [()] * evaluation.problems
     return [
         {
             "problem": group.problem.id,
@@ -222,7 +174,5 @@ def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
             "parts": [dict(r.score.parts) for r in group.rollouts],
             **({"finals": list(found)} if evaluation.has_finals else {}),
         }
-        for group, found, asked in zip(
-            evaluation.groups, finals, prompts(evaluation.groups), strict=True
-        )
+        for group, found, asked in zip(groups, finals, prompts(groups), strict=True)
     ]

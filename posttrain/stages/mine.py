@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from posttrain.data.records import read_jsonl
 from posttrain.errors import Count, Range, require
+from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
 from posttrain.stages.base import Context, Stage, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem, Score
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +29,8 @@ class MineStage(AskingStage):
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         again = f", after those that {self.again} kept" if self.again else ""
-        return [
-            f"{self.prompts} training problems{again}, x {self.samples} answers; those solved at most {self.max_solved:.0%} are kept"
-        ]
+        asked = f"{self.prompts} training problems{again}, x {self.samples} answers"
+        return [f"{asked}; those solved at most {self.max_solved:.0%} are kept"]
 
     def run(self, context: Context) -> dict[str, JSON]:
         fresh = self.training_problems()
@@ -41,27 +38,18 @@ class MineStage(AskingStage):
         problems = list({problem.id: problem for problem in [*before, *fresh]}.values())
         shares = self.solved(context, problems)
         scored = [p for p in problems if p.id in shares]
-        require(
-            len(scored) >= self.min_problems,
-            f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored",
-        )
-        failed = [p for p in scored if shares[p.id] <= self.max_solved]
-        kept = (
-            failed
-            if len(failed) >= self.min_problems
-            else sorted(scored, key=lambda p: shares[p.id])[: self.min_problems]
-        )
-        context.write_lines(
-            self.name,
-            (json.dumps({**asdict(p), "solved": shares[p.id]}) for p in kept),
-            "data.jsonl",
-        )
+        few = f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored"
+        require(len(scored) >= self.min_problems, few)
+        kept = failed = [p for p in scored if shares[p.id] <= self.max_solved]
+        if len(failed) < self.min_problems:
+            kept = sorted(scored, key=lambda p: shares[p.id])[: self.min_problems]
+        rows = (json.dumps({**asdict(p), "solved": shares[p.id]}) for p in kept)
+        context.write_lines(self.name, rows, "data.jsonl")
         solved = sum(shares.values()) / len(scored)
         old = sum(p.id in {q.id for q in before} for p in failed)
         said = f"{self.model} fails {len(failed):,} of {len(scored):,} problems ({old:,} of {len(before):,} from before)"
-        context.announce(
-            self.name, [f"{said}, solves {solved:.1%} of the answers; {len(kept):,} kept"]
-        )
+        said += f", solves {solved:.1%} of the answers; {len(kept):,} kept"
+        context.announce(self.name, [said])
         return {
             "problems": len(scored),
             "failed": len(failed),
@@ -81,14 +69,11 @@ class MineStage(AskingStage):
 
 def read_problems(path: str) -> list[Problem]:
     """Problems as a mine stage wrote them."""
-    made = []
+    made, names = [], [f.name for f in fields(Problem)]
     for where, row in read_jsonl(path):
-        lacking = [f.name for f in fields(Problem) if f.name not in row]
-        require(
-            not lacking,
-            f"{where}: no {', '.join(lacking)}; give a mine stage, or a file that one wrote",
-        )
-        made.append(Problem(**{f.name: row[f.name] for f in fields(Problem)}))
+        lacking = ", ".join(name for name in names if name not in row)
+        require(not lacking, f"{where}: no {lacking}; give a mine stage, or a file that one wrote")
+        made.append(Problem(**{name: row[name] for name in names}))
     return made
 
 
@@ -101,9 +86,8 @@ class Chosen(Task):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        return self.task.levels[
-            -1:
-        ]  # what was chosen is not sorted by level: there is nothing to climb
+        # what was chosen is not sorted by level: there is no curriculum
+        return self.task.levels[-1:]
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         return self.chosen if split == "train" else self.task.problems(split, level)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated
 
+from posttrain.engine.random import derive
 from posttrain.errors import Range, require
 from posttrain.evals.best_of_n import frontier
 from posttrain.runs.plot import own_style
-from posttrain.stages._answers import answers, rated_by
-from posttrain.stages._material import alphabet
-from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, Stage, load_policy
-from posttrain.tasks.base import Task
-from posttrain.types import JSON, Sampling
+from posttrain.runs.read import Run
+from posttrain.stages._answers import AnswerStage, rated_by
+from posttrain.stages.base import Context
+from posttrain.types import JSON
 
 FIGURES = ("proxy", "gold", "kl")
 BATCH = 8  # problems of which all samples are written together
@@ -26,7 +26,7 @@ Curve = list[dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OveroptimisationStage(Stage):
+class OveroptimisationStage(AnswerStage):
     """Curves of (KL, proxy, gold), as Stiennon et al. 2020 and Gao et al. 2022 draw them:
 
     - of each rl stage in `trained`, along its training, as it measured itself with `measure_problems`;
@@ -37,29 +37,16 @@ class OveroptimisationStage(Stage):
     and the fall between them in standard errors; best is chosen by the same samples, so that a small fall means nothing.
     """
 
-    model: str
-    task: Task
     trained: tuple[str, ...] = ()
     reward_models: tuple[str, ...] = ()
     problems: Annotated[int, Range(ge=2)] = 100
     samples: Annotated[int, Range(ge=2)] = 64
-    sampling: Sampling = field(default_factory=Sampling)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            bool(self.trained or self.reward_models),
-            f"{self.name}: name rl stages as trained, or reward_models, or both",
-        )
-        require(
-            self.sampling.temperature > 0, f"{self.name}: best of n needs a temperature above 0"
-        )
-
-    def alphabet(self) -> str:
-        return alphabet([self.task])
-
-    def dry_run(self) -> DryRun:
-        return fewer(self, "problems")
+    def mistakes(self) -> Iterator[str]:
+        if not (self.trained or self.reward_models):
+            yield "name rl stages as trained, or reward_models, or both"
+        if self.sampling.temperature == 0:
+            yield "best of n needs a temperature above 0"
 
     def run(self, context: Context) -> dict[str, JSON]:
         curves = {stage: self.training(context, stage) for stage in self.trained}
@@ -73,64 +60,41 @@ class OveroptimisationStage(Stage):
         try:
             draw(curves, picture)
         except ImportError:
-            context.announce(
-                self.name, ["no curve.png: pip install matplotlib; the points are in result.json"]
-            )
+            line = "no curve.png: pip install matplotlib; the points are in result.json"
+            context.announce(self.name, [line])
         return {"curves": found}
 
     def training(self, context: Context, stage: str) -> Curve:
         """The points that an rl stage measured of itself."""
         curve = training_curve(context, stage)
-        require(
-            bool(curve),
-            f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems",
-        )
+        none = f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems"
+        require(bool(curve), none)
         return curve
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
         """One set of samples, ordered by each reward model in turn."""
-        from posttrain.engine.random import derive
 
-        policy = load_policy(self.model, context, self.alphabet())
-        groups = list(
-            answers(
-                context,
-                policy,
-                self.task,
-                self.task.problems("test")[: self.problems],
-                self.samples,
-                self.sampling,
-                lambda first: derive(context.seed, 64, first) >> 1,
-                BATCH,
-            )
-        )
-        ns = [2**power for power in range(self.samples.bit_length()) if 2**power <= self.samples]
-        return {
-            f"best of n, {name}": [
-                {
-                    "n": point.n,
-                    "kl": point.kl,
-                    **point.proxy.figures("proxy"),
-                    **point.gold.figures("gold"),
-                }
-                for point in frontier(rated_by(context, policy, name, groups), ns=ns)
+        def seed(first: int) -> int:
+            return derive(context.seed, 64, first) >> 1
+
+        policy, problems = self.load(context), self.task.problems("test")[: self.problems]
+        groups = list(self.ask(context, policy, problems, self.samples, seed, BATCH))
+        ns = [2**power for power in range(self.samples.bit_length())]
+        curves = {}
+        for name in self.reward_models:
+            points = frontier(rated_by(context, policy, name, groups), ns=ns)
+            curves[f"best of n, {name}"] = [
+                {"n": p.n, "kl": p.kl, **p.proxy.figures("proxy"), **p.gold.figures("gold")}
+                for p in points
             ]
-            for name in self.reward_models
-        }
+        return curves
 
 
 def training_curve(context: Context, stage: str) -> Curve:
     """Step, proxy, gold and KL with their intervals, as far as an rl stage has come; nothing where it did not measure them."""
-    from posttrain.runs.read import Run
-
-    ends = ("", "_low", "_high")
+    names = [(what, end) for what in FIGURES for end in ("", "_low", "_high")]
     return [
-        {
-            "step": row.step,
-            **{
-                f"{what}{end}": row.figures[f"{what}/test{end}"] for what in FIGURES for end in ends
-            },
-        }
+        {"step": row.step, **{f"{a}{end}": row.figures[f"{a}/test{end}"] for a, end in names}}
         for row in Run(context.directory).metrics(stage)
         if "gold/test" in row.figures
     ]
@@ -171,27 +135,16 @@ def draw(curves: Mapping[str, Curve], path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    for number, (what, title) in enumerate(
-        (
-            ("gold", "gold: the score of the task"),
-            ("proxy", "proxy: the reward model of that curve"),
-        )
-    ):
+    titles = {"gold": "the score of the task", "proxy": "the reward model of that curve"}
+    for number, (what, title) in enumerate(titles.items()):
         axes = figure.add_subplot(1, 2, number + 1)
-        for (name, curve), colour in zip(
-            curves.items(), [*COLOURS] * (1 + len(curves) // len(COLOURS)), strict=False
-        ):
+        for (name, curve), colour in zip(curves.items(), cycle(COLOURS), strict=False):
             root = [math.sqrt(max(0.0, p["kl"])) for p in curve]
-            axes.plot(
-                root,
-                [p[what] for p in curve],
-                "." + ("--" if "n" in curve[0] else "-"),
-                color=colour,
-                label=name,
-            )
+            line = ".--" if "n" in curve[0] else ".-"
+            axes.plot(root, [p[what] for p in curve], line, color=colour, label=name)
             low, high = ([p[f"{what}{end}"] for p in curve] for end in ("_low", "_high"))
             axes.fill_between(root, low, high, color=colour, alpha=0.12, linewidth=0)
-        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_title(f"{what}: {title}", loc="left", fontsize=11)
         axes.set_xlabel("square root of KL from the start, nats a response")
         axes.spines[["top", "right"]].set_visible(False)
         if number == 0:

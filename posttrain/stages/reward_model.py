@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 
-from posttrain import errors
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.reward_model import RewardModel
 from posttrain.collect import Examples
+from posttrain.data.units import Unit
 from posttrain.engine.random import derive
 from posttrain.errors import Count, GuardStop, Range, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
-from posttrain.stages._material import alphabet, check_lengths
-from posttrain.stages._plan import DryRun, few_steps, preference_plan
-from posttrain.stages._preferences import (
-    HeldOut,
-    Unit,
-    check_data,
-    numbered_prompts,
-    read_units,
-    split_by_prompt,
-)
-from posttrain.stages.base import Context, Stage, load_policy
-from posttrain.stages.train import TrainStage
+from posttrain.models.policy import Policy
+from posttrain.models.save import save
+from posttrain.models.scorer import Scorer, from_policy, load_scorer
+from posttrain.stages._material import check_lengths, numbered_prompts, split_by_prompt
+from posttrain.stages._plan import DryRun
+from posttrain.stages.base import Context
+from posttrain.stages.train import UnitStage
+from posttrain.train.rating import last_scores, token_scores
 from posttrain.types import JSON
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
-    from posttrain.models.scorer import Scorer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +42,13 @@ class Verdicts:
         """Share of comparisons in the right order, averaged over prompts, which are independent as comparisons about one prompt are
         not: a ranking of K has K (K - 1) / 2 pairs, and K responses."""
         numbers = np.unique(self.prompt_K)
-        shares = [
-            pair_accuracy(self.margin_K[self.prompt_K == number].tolist()) for number in numbers
-        ]
+        margins = (self.margin_K[self.prompt_K == number].tolist() for number in numbers)
+        shares = [pair_accuracy(one) for one in margins]
         return share_interval(shares, means=len(self.prompt_K) > len(numbers))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelStage(TrainStage):
+class RewardModelStage(UnitStage):
     """Train a scorer on a copy of `model`'s body, with a new head of one number, on the comparisons in the `data` files (or, with
     algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is kept apart, and the stage stops where
     accuracy there ends below `min_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
@@ -67,58 +58,31 @@ class RewardModelStage(TrainStage):
     reads = ("rankings", "step_labels")
     builds = ()
 
-    data: tuple[str, ...]
     algorithm: Algorithm = field(default_factory=RewardModel)
     batch: Count = 16  # pairs, rankings or solutions an optimizer step
-    max_length: int = 1024
-    evaluate_every: errors.Interval = 50
-    held_out: HeldOut = 0.1
     min_accuracy: Annotated[float, Range(ge=0, lt=1)] = 0.0  # 0: no gate
     members: Count = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = self.name
-        check_data(name, self.data)
-        blind = self.min_accuracy > 0 and self.held_out == 0
-        require(not blind, f"{name}: min_accuracy is judged on held-out data; set held_out above 0")
-
-    def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
-        """The units of some files, each cut after its response."""
-        learns = self.algorithm.learns_from
-        units: list[Unit] = []
-        for path in paths:
-            units += read_units(context, self.name, path, tokenizer, self.max_length, learns)[0]
-        return units
-
-    def alphabet(self) -> str:
-        return alphabet([])
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.min_accuracy > 0 and self.held_out == 0:
+            yield "min_accuracy is judged on held-out data; set held_out above 0"
 
     def makes(self) -> int:
         return self.members
 
-    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        return preference_plan(self, policy, context, before, self.members)
-
     def dry_run(self) -> DryRun:
-        return few_steps(self, self.evaluate_every, self.members, min_accuracy=0.0)
+        return replace(self, min_accuracy=0.0).dry_run() if self.min_accuracy else super().dry_run()
 
     def run(self, context: Context) -> dict[str, JSON]:
-        policy = load_policy(self.model, context, self.alphabet())
+        policy = self.load(context)
         units = self.read(context, policy.tokenizer, self.data)
         check_lengths(policy, units, "max_length")
         train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
-        labels = {
-            float(v)
-            for (e, *_) in train
-            if e.steps is not None
-            for v in e.steps[np.isfinite(e.steps)]
-        }
-        require(
-            len(labels) != 1,
-            f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to "
-            "tell apart; add steps of the other kind",
-        )
+        steps = [unit[0].steps for unit in train if unit[0].steps is not None]
+        labels = {float(v) for one in steps for v in one[np.isfinite(one)]}
+        same = f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to tell apart"
+        require(len(labels) != 1, f"{same}; add steps of the other kind")
         context.announce(self.name, [f"{len(train):,} to train on, {len(held_out):,} held out"])
         verdicts = []
         for member in range(self.members):
@@ -126,23 +90,15 @@ class RewardModelStage(TrainStage):
             if held_out:
                 verdicts.append(self.judge(scorer, held_out))
                 self.gate(context, verdicts[-1], member)
-        result: dict[str, JSON] = {
-            "steps": self.steps,
-            "members": self.members,
-            "trained_on": len(train),
-        }
+        result: dict[str, JSON] = {"steps": self.steps, "members": self.members}
+        result["trained_on"] = len(train)
         if verdicts:
             result |= report(verdicts)
-            members = (
-                f" (members {', '.join(f'{v.accuracy.value:.3f}' for v in verdicts)})"
-                if self.members > 1
-                else ""
-            )
+            each = ", ".join(f"{v.accuracy.value:.3f}" for v in verdicts)
+            members = f" (members {each})" if self.members > 1 else ""
             said = f"held-out accuracy {Interval(*result['accuracy'])}{members}"
-            context.announce(
-                self.name,
-                [f"{said}; expected calibration error {result['calibration']['error']:.3f}"],
-            )
+            said += f"; expected calibration error {result['calibration']['error']:.3f}"
+            context.announce(self.name, [said])
         return result
 
     def folder(self, context: Context, member: int) -> Path:
@@ -152,9 +108,6 @@ class RewardModelStage(TrainStage):
         self, context: Context, policy: Policy, train: list[Unit], held_out: list[Unit], member: int
     ) -> Scorer:
         """Train one scorer and save it; one that an earlier attempt saved is done, and only read."""
-        from posttrain.models.save import save
-        from posttrain.models.scorer import from_policy, load_scorer
-
         folder = self.folder(context, member)
         if folder.is_dir():
             return load_scorer(str(folder), policy.dtype, policy.device)
@@ -188,12 +141,8 @@ class RewardModelStage(TrainStage):
 
 def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:
     """Margins of all pairs of each unit in which one was preferred: score of the better less score of the worse."""
-    from posttrain.train.rating import last_scores
-
-    scores = iter(
-        last_scores(scorer, [example.ids for unit in units for example in unit], token_budget)
-    )
-    rows = []
+    ids = [example.ids for unit in units for example in unit]
+    scores, rows = iter(last_scores(scorer, ids, token_budget)), []
     for number, unit in zip(numbered_prompts(units), units, strict=True):
         own = [(example.reward, next(scores)) for example in unit]
         rows += [(a - b, better - worse, number) for a, better in own for b, worse in own if a > b]
@@ -202,13 +151,8 @@ def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Ver
 
 def judge_steps(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:
     """Margins of labelled steps: the score where the label is at least one half, its negative elsewhere."""
-    from posttrain.train.rating import token_scores
-
-    examples = [
-        (example, number)
-        for number, unit in zip(numbered_prompts(units), units, strict=True)
-        for example in unit
-    ]
+    numbered = zip(numbered_prompts(units), units, strict=True)
+    examples = [(example, number) for number, unit in numbered for example in unit]
     rows = []
     scores = token_scores(scorer, [e.ids for e, _ in examples], token_budget)
     for (example, number), score_T in zip(examples, scores, strict=True):
@@ -227,20 +171,14 @@ def verdicts_of(rows: Sequence[tuple[float, float, int]]) -> Verdicts:
 
 def report(verdicts: Sequence[Verdicts]) -> dict[str, JSON]:
     """Accuracy of each member and of their mean, accuracy by how far apart labels and scores are, and calibration, of the mean."""
-    first = verdicts[0]
-    mean = Verdicts(
-        np.mean([v.margin_K for v in verdicts], axis=0), first.distance_K, first.prompt_K
-    )
+    mean = replace(verdicts[0], margin_K=np.mean([v.margin_K for v in verdicts], axis=0))
     margins = mean.margin_K.tolist()
-    found: dict[str, JSON] = {"held_out": len(np.unique(first.prompt_K)), "pairs": len(margins)}
-    for name, one in (
-        ("accuracy", mean),
-        *((f"accuracy/{n}", v) for n, v in enumerate(verdicts) if len(verdicts) > 1),
-    ):
-        found[name] = one.accuracy.row()
-    found["by_label_margin"] = [asdict(b) for b in accuracy_by(mean.distance_K.tolist(), margins)]
-    found["by_score_margin"] = [
-        asdict(b) for b in accuracy_by(np.abs(mean.margin_K).tolist(), margins)
-    ]
+    found: dict[str, JSON] = {"held_out": len(np.unique(mean.prompt_K)), "pairs": len(margins)}
+    found["accuracy"] = mean.accuracy.row()
+    for number, one in enumerate(verdicts) if len(verdicts) > 1 else ():
+        found[f"accuracy/{number}"] = one.accuracy.row()
+    for name, distance_K in (("label", mean.distance_K), ("score", np.abs(mean.margin_K))):
+        parts = accuracy_by(distance_K.tolist(), margins)
+        found[f"by_{name}_margin"] = [asdict(part) for part in parts]
     found["calibration"] = asdict(calibration(margins))
     return found

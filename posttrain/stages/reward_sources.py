@@ -9,21 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from torch import nn
 
 from posttrain.errors import Checked, NotNegative, Positive, Range, require
+from posttrain.models.load import same_vocabulary
+from posttrain.models.offload import OffloadedRating
+from posttrain.models.policy import Policy
+from posttrain.models.scorer import Scorer
 from posttrain.rewards.compose import combined
-from posttrain.stages._material import alphabet
 from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed
+from posttrain.train.implicit import ImplicitRating
+from posttrain.train.judging import JudgeRating, LocalModel
+from posttrain.train.rating import ModelRating, ProcessRating
 from posttrain.types import Rating, Rollout, Score
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from posttrain.models.policy import Policy
-    from posttrain.models.scorer import Scorer
 
 Device = Literal["same", "cpu"]
 
@@ -58,11 +60,9 @@ class RewardSource(Checked, ABC):
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         """Refuse what does not fit the stage. `group` responses answer one problem; with `alone`, single ones are rated too."""
         known = [source.name for source in task.sources] if isinstance(task, Mixed) else []
-        require(
-            not self.rated or (bool(self.loads()) and self.rated in known),
-            f"{where}: reward.rated is a source of a mixed task that models score, not {self.rated!r}; the task has "
-            f"{', '.join(known) or 'none'}",
-        )
+        other = f"{where}: reward.rated is a source of a mixed task that models score, not {self.rated!r}"
+        scored = bool(self.loads()) and self.rated in known
+        require(not self.rated or scored, f"{other}; the task has {', '.join(known) or 'none'}")
 
     def make(
         self, context: Context, policy: Policy, where: str, token_budget: int
@@ -115,8 +115,6 @@ class _Scorers(RewardSource):
         return replace(self, device="cpu")
 
     def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
-        from posttrain.models.load import same_vocabulary
-
         places = [place for name in self.models for place in model_places(name, context)]
         scorers = [load_reward_model(place, context) for place in places]
         for scorer in scorers:
@@ -137,8 +135,6 @@ class RewardModels(_Scorers):
     name: ClassVar[str] = "models"
 
     def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
-        from posttrain.train.rating import ModelRating
-
         return ModelRating(scorers, self.combine, self.k, token_budget, tokenizer)
 
 
@@ -153,11 +149,7 @@ class ProcessRewardModels(_Scorers):
     steps: str = "\n"
 
     def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
-        from posttrain.train.rating import ProcessRating
-
-        return ProcessRating(
-            scorers, self.combine, self.k, token_budget, tokenizer, separator=self.steps
-        )
+        return ProcessRating(scorers, self.combine, self.k, token_budget, tokenizer, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +167,7 @@ class ImplicitReward(RewardSource):
         return (self.model, self.reference)
 
     def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
-        from posttrain.models.load import same_vocabulary
-        from posttrain.train.implicit import ImplicitRating
-
-        tuned, origin = (load_policy(name, context, alphabet([])) for name in self.loads())
+        tuned, origin = (load_policy(name, context) for name in self.loads())
         for one in (tuned, origin):
             same_vocabulary(where, policy, one)
             one.model.requires_grad_(False)
@@ -211,16 +200,12 @@ class JudgeReward(RewardSource):
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
-        require(
-            self.mode != "tournament" or (group > 1 and not alone),
-            f"{where}: reward.mode=tournament compares the responses to one problem, and there is one alone in a group "
-            "of 1 and for each of measure_problems; use reward.mode=points",
-        )
+        text = f"{where}: reward.mode=tournament compares the responses to one problem, and there is one alone in a group of 1"
+        text += " and for each of measure_problems; use reward.mode=points"
+        require(self.mode != "tournament" or (group > 1 and not alone), text)
 
     def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
-        from posttrain.train.judging import JudgeRating, LocalModel
-
-        judge = load_policy(self.model, context, alphabet([]))
+        judge = load_policy(self.model, context)
         judge.model.requires_grad_(False)
         rating = JudgeRating(LocalModel(judge, token_budget), self.mode, self.rubric)
         return placed(rating, [judge.model], self.device, policy)
@@ -251,14 +236,10 @@ class MixedReward(RewardSource):
         super().__post_init__()
         require(bool(self.parts), "parts: give at least one, such as {reward: {name: task}}")
         labels = [part.part for part in self.parts]
-        require(
-            len(set(labels)) == len(labels),
-            f"parts: {', '.join(labels)} must differ; give each a label of its own",
-        )
-        nested = [part.part for part in self.parts if part.reward.rated]
-        require(
-            not nested, f"parts: {', '.join(nested)}: set rated of the mix, not of a part of it"
-        )
+        alike = f"parts: {', '.join(labels)} must differ; give each a label of its own"
+        require(len(set(labels)) == len(labels), alike)
+        nested = ", ".join(part.part for part in self.parts if part.reward.rated)
+        require(not nested, f"parts: {nested}: set rated of the mix, not of a part of it")
 
     def loads(self) -> tuple[str, ...]:
         return tuple(name for part in self.parts for name in part.reward.loads())
@@ -326,8 +307,6 @@ class MixedRating:
 
 def placed(rating: Rating, models: list[nn.Module], device: Device, policy: Policy) -> Rating:
     """The rating with its models where the setting wants them between calls."""
-    from posttrain.models.scorer import OffloadedRating
-
     if device == "same":
         return rating
     return OffloadedRating(rating, [model.to("cpu") for model in models], policy.device)

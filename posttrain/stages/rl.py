@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
@@ -13,37 +13,32 @@ from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Interval, Whole, require
+from posttrain.errors import Count, Interval, Whole
 from posttrain.models.load import same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
+from posttrain.models.policy import Policy
+from posttrain.models.scorer import Scorer, from_policy
+from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import Data, alphabet, check_lengths, gather, placed
-from posttrain.stages._measure import proxy_gold_kl
+from posttrain.stages._material import Data, check_lengths, gather, placed
 from posttrain.stages._plan import DryRun, few_steps, rl_plan
-from posttrain.stages.base import (
-    Context,
-    Stage,
-    data_place,
-    load_policy,
-    load_reward_model,
-    model_places,
-)
+from posttrain.stages.base import Context, Stage, data_place, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
-from posttrain.stages.train import TrainStage, load_reference, trained
+from posttrain.stages.train import ReferenceStage, trained
 from posttrain.tasks.base import Task
+from posttrain.train.memory import cache_bytes
 from posttrain.train.optimizer import Optimization
+from posttrain.train.roles.base import Role
+from posttrain.train.roles.critic import Critic
+from posttrain.train.roles.pretraining import Pretraining
+from posttrain.train.roles.reference import Reference
 from posttrain.types import JSON, Rating, Sampler, Sampling
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
-    from posttrain.models.scorer import Scorer
-    from posttrain.train.roles.base import Role
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLStage(TrainStage):
+class RLStage(ReferenceStage):
     """`prompts` problems a step, the algorithm's group of samples for each, scored by `reward`. What the algorithm
     needs besides the policy is made here: a frozen reference, a critic, pretraining text."""
 
@@ -65,9 +60,6 @@ class RLStage(TrainStage):
     checkpoint_every: Interval = 25
     rollouts_every: Interval = 5
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
-    reference: str = ""  # the model to stay near; "": the one the stage starts from
-    # cpu: it comes to the policy's device only when it is asked
-    reference_device: Literal["same", "cpu"] = "same"
     critic: str = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
     # of a new head: linear, or mlp with one hidden layer
     critic_head: Literal["linear", "mlp"] = "linear"
@@ -81,75 +73,52 @@ class RLStage(TrainStage):
     problems: str = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
 
     def __post_init__(self) -> None:
-        name = self.name
         super().__post_init__()
-        require(
-            self.sampling.temperature > 0,
-            f"{name}: training needs a temperature above 0, not {self.sampling.temperature}: "
-            "argmax explores nothing",
-        )
-        require(
-            not self.sampling.truncated,
-            f"{name}: top_k and top_p are refused in training: the tokens they cut off make every "
-            "importance ratio wrong; use them with eval and sample",
-        )
-        self.check_roles()
+        rated_alone = self.measure_problems > 0
+        self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
 
-    def check_roles(self) -> None:
-        """Refuse what is asked for and missing, or given and of no use, before anything is loaded."""
-        name, roles = self.name, self.algorithm.roles
-        require(
-            not self.critic or self.critic_head == "linear",
-            f"{name}: a critic from {self.critic!r} has its head already; leave critic_head out",
-        )
-        require(
-            "critic" in roles or not self.critic,
-            f"{name}: critic is given, but this algorithm has none; use ppo",
-        )
-        require(
-            "critic" in roles or self.critic_optimizer is None,
-            f"{name}: critic_optimizer is given, but this algorithm has no critic; use ppo",
-        )
-        require(
-            "reference" in roles or self.watch_kl or not self.reference,
-            f"{name}: reference is given, but this algorithm has no "
-            "use for one; set its beta above 0, or watch_kl",
-        )
-        require(
-            "pretraining" not in roles or bool(self.pretraining),
-            f"{name}: this algorithm mixes pretraining text in (ptx > 0); "
-            "give some as pretraining, or set ptx to 0",
-        )
-        require(
-            "pretraining" in roles or not self.pretraining,
-            f"{name}: pretraining data is given, but this algorithm does not mix "
-            "it in; use ppo with ptx above 0",
-        )
-        measured = bool(self.reward.loads()) and ("reference" in roles or self.watch_kl)
-        require(
-            not self.measure_problems or measured,
-            f"{name}: measure_problems compares reward models with the task's score at a "
-            "KL; give a reward that loads models, and a beta above 0 or watch_kl",
-        )
-        idle = self.lora is not None and not self.reference and self.reference_device == "cpu"
-        require(
-            not idle,
-            f"{name}: with lora the reference is the policy's own frozen weights and has no memory to give back; "
-            "leave reference_device out",
-        )
-        require(
-            not self.algorithm.learns_steps or self.reward.gives_steps or bool(self.reward.rated),
-            f"{name}: supervision=process learns from the values of steps, and the reward {self.reward.name!r} gives none; "
-            "use reward=process, or supervision=outcome",
-        )
-        self.reward.check(name, self.task, self.algorithm.group_size, self.measure_problems > 0)
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        roles, reward = self.algorithm.roles, self.reward
+        near = "reference" in roles or self.watch_kl
+        if self.sampling.temperature == 0:
+            yield f"training needs a temperature above 0, not {self.sampling.temperature}: argmax explores nothing"
+        if self.sampling.truncated:
+            text = "the tokens they cut off make every importance ratio wrong; use them with eval and sample"
+            yield f"top_k and top_p are refused in training: {text}"
+        if self.critic and self.critic_head != "linear":
+            yield f"a critic from {self.critic!r} has its head already; leave critic_head out"
+        if self.critic and "critic" not in roles:
+            yield "critic is given, but this algorithm has none; use ppo"
+        if self.critic_optimizer is not None and "critic" not in roles:
+            yield "critic_optimizer is given, but this algorithm has no critic; use ppo"
+        if self.reference and not near:
+            yield "reference is given, but this algorithm has no use for one; set its beta above 0, or watch_kl"
+        if "pretraining" in roles and not self.pretraining:
+            yield "this algorithm mixes pretraining text in (ptx > 0); give some as pretraining, or set ptx to 0"
+        if self.pretraining and "pretraining" not in roles:
+            yield "pretraining data is given, but this algorithm does not mix it in; use ppo with ptx above 0"
+        if self.measure_problems and not (reward.loads() and near):
+            needs = "give a reward that loads models, and a beta above 0 or watch_kl"
+            yield f"measure_problems compares reward models with the task's score at a KL; {needs}"
+        if self.shared and self.reference_device == "cpu":
+            own = "with lora the reference is the policy's own frozen weights and has no memory to give back"
+            yield f"{own}; leave reference_device out"
+        if self.algorithm.learns_steps and not reward.gives_steps and not reward.rated:
+            none = f"learns from the values of steps, and the reward {reward.name!r} gives none"
+            yield f"supervision=process {none}; use reward=process, or supervision=outcome"
 
-    def alphabet(self) -> str:
-        return alphabet([self.task, *(d.task for d in self.pretraining)])
+    @property
+    def shared(self) -> bool:
+        """Whether a reference would be the policy's own frozen weights: the policy without its adapters."""
+        return self.lora is not None and not self.reference
+
+    def tasks(self) -> list[Task | None]:
+        return [self.task, *(d.task for d in self.pretraining)]
 
     def reads_ids(self) -> tuple[str, ...]:
-        named = (self.reference, self.critic, *self.reward.reads_ids())
-        return tuple(name for name in named if name)
+        critic = (self.critic,) if self.critic else ()
+        return (*super().reads_ids(), *critic, *self.reward.reads_ids())
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         return rl_plan(self, policy, before)
@@ -159,29 +128,23 @@ class RLStage(TrainStage):
         return replace(made, limit=self.sampling.max_new_tokens)
 
     def optimizers(self) -> dict[str, Optimization]:
-        own = self.critic_optimizer
-        return {**super().optimizers(), **({} if own is None else {"critic_optimizer": own})}
+        both = {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
+        return {name: settings for name, settings in both.items() if settings is not None}
 
     def warnings(self) -> list[str]:
         found = super().warnings()
         for name in ("warmup", "schedule", "final") if self.critic_optimizer is not None else ():
             own, usual = getattr(self.critic_optimizer, name), getattr(Optimization, name)
             if own not in (getattr(self.optimizer, name), usual):
-                found.append(
-                    f"{self.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of "
-                    f"{self.name}.optimizer at a rate of its own"
-                )
+                line = f"{self.name}.critic_optimizer.{name} has no effect: the critic follows the warm-up and the schedule of"
+                found.append(f"{line} {self.name}.optimizer at a rate of its own")
         return found
 
     def run(self, context: Context) -> dict[str, JSON]:
-        from posttrain.train.roles.reference import Reference
-
-        source = self.training_task(context)
+        source, measures = self.training_task(context), self.evaluate_every > 0
         text = placed(self.pretraining, context)
-        guard_training(
-            context, self.name, self.model, (source,), text, measures=self.evaluate_every > 0
-        )
-        policy = load_policy(self.model, context, self.alphabet())
+        guard_training(context, self.name, self.model, (source,), text, measures)
+        policy = self.load(context)
         roles = self.make_roles(context, policy)
         reference = next((role.policy for role in roles if isinstance(role, Reference)), None)
         rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)
@@ -190,9 +153,8 @@ class RLStage(TrainStage):
             add_adapters(policy.model, self.lora, context.seed)
         sampler = context.sampler(policy, self.rows(policy.device.type))
         problems = {level: source.problems("train", level) for level in source.levels}
-        curriculum_state = CurriculumState(
-            source.levels, [*map(len, problems.values())], self.curriculum, context.seed
-        )
+        sizes = [*map(len, problems.values())]
+        curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
         loop = self.train(
             context,
@@ -212,10 +174,7 @@ class RLStage(TrainStage):
                 problems,
             ),
             replace(self.schedule(self.evaluate_every), rollouts_every=self.rollouts_every),
-            evaluate=lambda: {
-                **self.evaluate(sampler, policy.tokenizer, context),
-                **self.measure(sampler, policy.tokenizer, context, rating, reference),
-            },
+            evaluate=lambda: self.evaluate(sampler, policy.tokenizer, context, rating, reference),
             sampler=sampler,
             release=sampler.release if self.release_cache else None,
         )
@@ -230,9 +189,8 @@ class RLStage(TrainStage):
 
     def rows(self, device: str) -> int:
         """Responses written at once. A GPU is fastest with all of them; its cache grows with what is written."""
-        return self.max_rows or (
-            self.prompts * self.algorithm.group_size if device == "cuda" else 256
-        )
+        every = self.prompts * self.algorithm.group_size
+        return self.max_rows or (every if device == "cuda" else 256)
 
     def longest(self, tokenizer: object) -> int:
         """Tokens of a prompt, as long as the first problem's, and of the longest response to it."""
@@ -241,8 +199,6 @@ class RLStage(TrainStage):
 
     def cache_bytes(self, policy: Policy, training: bool = True) -> float:
         """Keys and values of all that is written at once, at full length; while training, what a GPU keeps of them."""
-        from posttrain.train.memory import cache_bytes
-
         if training and (self.release_cache or policy.device.type != "cuda"):
             return 0.0
         rows = min(self.rows(policy.device.type), self.prompts * self.algorithm.group_size)
@@ -255,117 +211,81 @@ class RLStage(TrainStage):
         return roles
 
     def make_role(self, name: str, context: Context, policy: Policy) -> Role:
-        from posttrain.train.roles.critic import Critic
-        from posttrain.train.roles.pretraining import Pretraining
-        from posttrain.train.roles.reference import Reference
-
         if name == "critic":
             settings = self.critic_optimizer or self.optimizer
             return Critic(self.make_critic(context, policy), settings)
         if name == "pretraining":
             coefficient = self.algorithm.additions["pretraining"]
             return Pretraining(self.make_pretraining(context, policy), coefficient)
-        if name == "reference":
-            # with adapters the frozen weights themselves: the policy without its adapters
-            shared = self.lora is not None and not self.reference
-            model = (
-                share_weights(policy)
-                if shared
-                else load_reference(self, self.reference, self.reference_device, context, policy)
-            )
-            return Reference(model, watched=name not in self.algorithm.roles)
         return super().make_role(name, context, policy)
 
-    def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
-        from posttrain.train.roles.critic import Critic
-        from posttrain.train.roles.reference import Reference
+    def reference_model(self, context: Context, policy: Policy) -> Policy:
+        return share_weights(policy) if self.shared else super().reference_model(context, policy)
 
+    def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
         wanted = self.algorithm.roles | ({"reference"} if self.watch_kl else frozenset())
-        shared = self.lora is not None and not self.reference
-        resident = self.reference_device == "same" and not shared
+        resident = self.reference_device == "same" and not self.shared
         adapters = None if self.lora is None else self.lora.parameters(policy.body)
+        settings, by_layer = (
+            self.critic_optimizer or self.optimizer,
+            self.optimizer.checkpointing == "layer",
+        )
+        own_body = bool(self.critic)
         prices = {
             "reference": Reference.price(policy, resident),
-            "critic": Critic.price(
-                policy,
-                tokens,
-                self.critic_optimizer or self.optimizer,
-                self.optimizer.checkpointing == "layer",
-                adapters,
-                own_body=bool(self.critic),
-            ),
+            "critic": Critic.price(policy, tokens, settings, by_layer, adapters, own_body),
         }
         return {name: size for name, size in prices.items() if name in wanted}
 
     def make_critic(self, context: Context, policy: Policy) -> Scorer:
         """The policy's body with a head that starts at 0, or a reward model. With LoRA its
         body is frozen too (the policy's own trunk, shared), and adapters of its own learn with the head."""
-        from posttrain.models.scorer import from_policy
-
+        share = self.lora is not None
         if self.critic:
             critic = load_reward_model(model_places(self.critic, context)[0], context)
             same_vocabulary(self.name, policy, critic)
         else:
-            critic = from_policy(
-                policy, self.critic_head, seed=context.seed, share=self.lora is not None
-            )
+            critic = from_policy(policy, self.critic_head, seed=context.seed, share=share)
         if self.lora is not None:
             add_adapters(critic.model, self.lora, context.seed + 1, learning=("score.",))
         return critic
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples:
         """Pretraining text for the mix, with loss on all of it."""
-        text = placed(self.pretraining, context)
-        material = gather(
-            text, policy.tokenizer, context.seed, self.pretraining_length, all_tokens=True
+        text, seed, length = (
+            placed(self.pretraining, context),
+            context.seed,
+            self.pretraining_length,
         )
-        context.announce(
-            self.name,
-            [f"pretraining: {line}" for report in material.reports for line in report.lines()],
-        )
+        material = gather(text, policy.tokenizer, seed, length, all_tokens=True)
+        for report in material.reports:
+            context.announce(self.name, [f"pretraining: {line}" for line in report.lines()])
         check_lengths(policy, material.sets, "pretraining_length")
-        return Examples(
-            material.sets, material.weights, self.pretraining_batch, context.seed, policy.device
-        )
+        sets, weights, batch = material.sets, material.weights, self.pretraining_batch
+        return Examples(sets, weights, batch, seed, policy.device)
 
     def evaluate(
-        self, sampler: Sampler, tokenizer: object, context: Context
-    ) -> Mapping[str, float]:
-        """Held-out accuracy by argmax, with its interval; nothing where `evaluate_problems` is 0."""
-        if not self.evaluate_problems:
-            return {}
-        problems = self.task.problems("test")[: self.evaluate_problems]
-        greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
-        accuracy = answer_problems(
-            self.task, sampler, tokenizer, problems, 1, greedy, context.seed, context.workers
-        ).accuracy
-        return accuracy.figures("accuracy/test")
-
-    def measure(
         self,
         sampler: Sampler,
         tokenizer: object,
         context: Context,
         rating: Rating | None,
         reference: Policy | None,
-    ) -> Mapping[str, float]:
-        """Proxy, gold and KL of samples on held-out problems, each with its interval: the curve of over-optimisation."""
-        if not self.measure_problems or rating is None or reference is None:
-            return {}
-        problems = self.task.problems("test")[: self.measure_problems]
-        groups = rollout_groups(
-            self.task,
-            sampler,
-            Decoder(tokenizer),
-            problems,
-            1,
-            self.sampling,
-            context.seed,
-            context.workers,
-        )
-        found = proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
-        return {
-            key: value
-            for name, one in found.items()
-            for key, value in one.figures(f"{name}/test").items()
-        }
+    ) -> dict[str, float]:
+        """Of held-out problems, each with its interval: the accuracy by argmax on `evaluate_problems`, and proxy, gold and KL of
+        samples on `measure_problems`, the curve of over-optimisation; nothing where there are none."""
+        found, settings = {}, (context.seed, context.workers)
+        if self.evaluate_problems:
+            problems = self.task.problems("test")[: self.evaluate_problems]
+            greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
+            made = answer_problems(self.task, sampler, tokenizer, problems, 1, greedy, *settings)
+            found["accuracy"] = made.accuracy
+        if self.measure_problems and rating is not None and reference is not None:
+            problems, decoder = (
+                self.task.problems("test")[: self.measure_problems],
+                Decoder(tokenizer),
+            )
+            asked = (decoder, problems, 1, self.sampling)
+            groups = rollout_groups(self.task, sampler, *asked, *settings)
+            found |= proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
+        return {k: v for name, one in found.items() for k, v in one.figures(f"{name}/test").items()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.errors import Count, require
 from posttrain.stages._answers import AskingStage, assistant
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
 from posttrain.types import JSON, Group, Rollout
 
@@ -26,15 +27,12 @@ class SampleStage(AskingStage):
     min_score: float = 1.0
     keep: Count = 1  # answers to one problem
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.samples == 1 or self.sampling.temperature > 0,
-            f"{self.name}: {self.samples} samples at temperature 0 are all the same; raise the temperature",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.samples > 1 and self.sampling.temperature == 0:
+            yield f"{self.samples} samples at temperature 0 are all the same; raise the temperature"
 
-    def no_gate(self) -> dict[str, Any]:
-        return {"min_score": 0.0}
+    def dry_run(self) -> DryRun:
+        return fewer(self, self.counts, min_score=0.0)  # any answer will do
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts, answered, lines = dict.fromkeys(KINDS, 0), 0, []
@@ -43,10 +41,8 @@ class SampleStage(AskingStage):
             answered += bool(kept)
             prompt = [m.row() for m in self.task.prompt(group.problem)]
             lines += [json.dumps({"prompt": prompt, "completion": assistant(r)}) for r in kept]
-        require(
-            bool(lines),
-            f"{self.name}: no answer of {self.model} scored {self.min_score} or more; lower min_score, or raise samples",
-        )
+        none = f"{self.name}: no answer of {self.model} scored {self.min_score} or more; lower min_score, or raise samples"
+        require(bool(lines), none)
         context.write_lines(self.name, lines, "data.jsonl")
         said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         said += f"; {answered:,} of {self.prompts:,} problems have one"

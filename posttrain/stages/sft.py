@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Examples
 from posttrain.errors import Count, require
 from posttrain.models.lora import Lora, add_adapters
+from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import Data, Material, alphabet, check_lengths, gather, placed
+from posttrain.stages._material import Data, Material, check_lengths, gather, placed
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import Context, Stage
 from posttrain.stages.train import TrainStage, trained
+from posttrain.tasks.base import Task
 from posttrain.types import JSON
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,11 @@ class SFTStage(TrainStage):
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
     def material(self, context: Context, tokenizer: object) -> Material:
-        return gather(
-            placed(self.data, context), tokenizer, context.seed, self.max_length, self.all_tokens
-        )
+        data = placed(self.data, context)
+        return gather(data, tokenizer, context.seed, self.max_length, self.all_tokens)
 
-    def alphabet(self) -> str:
-        return alphabet([d.task for d in self.data])
+    def tasks(self) -> list[Task | None]:
+        return [d.task for d in self.data]
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         return sft_plan(self, policy, context, before)
@@ -54,11 +52,10 @@ class SFTStage(TrainStage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         guard_training(context, self.name, self.model, (), placed(self.data, context))
-        policy = load_policy(self.model, context, self.alphabet())
+        policy = self.load(context)
         material = self.material(context, policy.tokenizer)
-        context.announce(
-            self.name, [line for report in material.reports for line in report.lines()]
-        )
+        for report in material.reports:
+            context.announce(self.name, report.lines())
         check_lengths(policy, material.sets, "max_length")
         roles = self.make_roles(context, policy)
         if self.lora is not None:
@@ -75,13 +72,8 @@ class SFTStage(TrainStage):
     def seconds(self, context: Context) -> float:
         if not self.as_long_as:
             return 0.0
-        before = context.result(self.as_long_as)
-        require(
-            before is not None and "train_seconds" in before,
-            f"{self.name}: as_long_as names {self.as_long_as!r}, which has not trained",
-        )
-        assert before is not None
-        context.announce(
-            self.name, [f"for {duration(before['train_seconds'])}, as long as {self.as_long_as}"]
-        )
-        return float(before["train_seconds"])
+        seconds: JSON = (context.result(self.as_long_as) or {}).get("train_seconds")
+        untrained = f"{self.name}: as_long_as names {self.as_long_as!r}, which has not trained"
+        require(seconds is not None, untrained)
+        context.announce(self.name, [f"for {duration(seconds)}, as long as {self.as_long_as}"])
+        return float(seconds)

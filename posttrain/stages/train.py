@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm
+from posttrain.data.units import Unit
 from posttrain.errors import Count, Interval, require
 from posttrain.loop import Loop, LoopSchedule, Source
 from posttrain.models.load import same_vocabulary
+from posttrain.models.policy import Policy
+from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages._material import HeldOut, read_units
+from posttrain.stages._plan import DryRun, few_steps, preference_plan
+from posttrain.stages.base import Context, Stage
 from posttrain.train.optimizer import Optimization
-from posttrain.types import JSON, Sampler
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
-    from posttrain.models.scorer import Scorer
-    from posttrain.train.roles.base import Role
-    from posttrain.train.trainer import Trainer
+from posttrain.train.roles.base import Role
+from posttrain.train.roles.proximal import Proximal
+from posttrain.train.roles.reference import Reference
+from posttrain.train.trainer import Trainer
+from posttrain.types import JSON
 
 # what an algorithm learns from, and the stage that reads it
 STAGES = {
@@ -49,19 +52,13 @@ class TrainStage(Stage):
     checkpoint_every: Interval = 100
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def mistakes(self) -> Iterator[str]:
         learns, name = self.algorithm.learns_from, self.algorithm.name
-        require(
-            learns in self.reads,
-            f"{self.name}: {name} learns from {learns.replace('_', ' ')}; use {STAGES.get(learns, 'another stage')}",
-        )
-        strange = sorted(self.algorithm.roles - {*self.builds})
-        require(
-            not strange,
-            f"{self.name}: {name} asks for the role {', '.join(strange)}, which this stage does not build; it builds "
-            f"{', '.join(self.builds)}",
-        )
+        if learns not in self.reads:
+            yield f"{name} learns from {learns.replace('_', ' ')}; use {STAGES.get(learns, 'another stage')}"
+        builds = ", ".join(self.builds)
+        if strange := ", ".join(sorted(self.algorithm.roles - {*self.builds})):
+            yield f"{name} asks for the role {strange}, which this stage does not build; it builds {builds}"
 
     def optimizers(self) -> dict[str, Optimization]:
         """The settings of its optimizers, by their key."""
@@ -81,8 +78,6 @@ class TrainStage(Stage):
         return [self.make_role(name, context, policy) for name in sorted(self.algorithm.roles)]
 
     def make_role(self, name: str, context: Context, policy: Policy) -> Role:
-        from posttrain.train.roles.proximal import Proximal
-
         assert name == "proximal"
         return Proximal(policy)
 
@@ -97,8 +92,6 @@ class TrainStage(Stage):
         roles: Sequence[Role] = (),
         reserved_bytes: float = 0.0,
     ) -> Trainer:
-        from posttrain.train.trainer import Trainer
-
         events = context.events
         return Trainer(learner, self.algorithm, self.optimizer, roles, reserved_bytes, events)
 
@@ -110,11 +103,9 @@ class TrainStage(Stage):
         schedule: LoopSchedule,
         *,
         label: str = "",
-        evaluate: Callable[[], Mapping[str, float]] | None = None,
-        sampler: Sampler | None = None,
-        release: Callable[[], None] | None = None,
+        **more: Any,
     ) -> Loop:
-        """Run the loop. `label` is what the run calls it where the stage trains several models."""
+        """Run the loop; `more` are further fields of it. `label` is what the run calls it where the stage trains several models."""
         name = label or self.name
         loop = Loop(
             stage=name,
@@ -125,11 +116,9 @@ class TrainStage(Stage):
             checkpoints=context.checkpoints(name),
             interrupt=context.interrupt,
             trackers=context.trackers,
-            sampler=sampler,
-            evaluate=evaluate,
-            release=release,
             monitor=self.monitor,
             seed=context.seed,
+            **more,
         )
         loop.run()
         return loop
@@ -143,17 +132,71 @@ class TrainStage(Stage):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReferenceStage(TrainStage):
+    """A stage that can keep a frozen reference: the model that it starts from, or the one that `reference` names."""
+
+    reference: str = ""
+    # cpu: it comes to the policy's device only when it is asked
+    reference_device: Literal["same", "cpu"] = "same"
+
+    def reads_ids(self) -> tuple[str, ...]:
+        return (self.reference,) if self.reference else ()
+
+    def make_role(self, name: str, context: Context, policy: Policy) -> Role:
+        if name != "reference":
+            return super().make_role(name, context, policy)
+        watched = name not in self.algorithm.roles
+        return Reference(self.reference_model(context, policy), watched)
+
+    def reference_model(self, context: Context, policy: Policy) -> Policy:
+        reference = self.load(context, self.reference)
+        same_vocabulary(self.name, policy, reference)
+        if self.reference_device == "cpu":
+            reference.model.to("cpu")
+        return reference
+
+    def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
+        if "reference" not in self.algorithm.roles:
+            return {}
+        return {"reference": Reference.price(policy, self.reference_device == "same")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitStage(TrainStage):
+    """A stage that learns from the units in the `data` files: pairs, rankings, labelled responses or steps. It is measured every
+    `evaluate_every` steps on a share `held_out` of the prompts, which is kept apart."""
+
+    data: tuple[str, ...]
+    batch: Count = 32  # units an optimizer step
+    max_length: int = 1024
+    evaluate_every: Interval = 50
+    held_out: HeldOut = 0.1
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if not self.data:
+            yield "give at least one JSONL file of preferences as data"
+
+    def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
+        """The units of some files, each cut after its response; what became of each row is announced."""
+        learns, units = self.algorithm.learns_from, []
+        for path in paths:
+            found, report = read_units(context, self.name, path, tokenizer, self.max_length, learns)
+            none = (
+                f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard"
+            )
+            require(bool(report.margins) or not self.algorithm.needs_scores, none)
+            units += found
+        return units
+
+    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
+        return preference_plan(self, policy, context, before)
+
+    def dry_run(self) -> DryRun:
+        return few_steps(self, self.evaluate_every, self.makes())
+
+
 def trained(loop: Loop) -> dict[str, JSON]:
     """The figures that the result of every stage that trained one model begins with."""
     return {"steps": loop.step, "train_seconds": loop.elapsed, **loop.best_figures()}
-
-
-def load_reference(
-    stage: TrainStage, name: str, device: str, context: Context, policy: Policy
-) -> Policy:
-    """The model `name`, frozen; with device `cpu` it comes to the policy's only when it is asked."""
-    reference = load_policy(name or stage.model, context, stage.alphabet())
-    same_vocabulary(stage.name, policy, reference)
-    if device == "cpu":
-        reference.model.to("cpu")
-    return reference

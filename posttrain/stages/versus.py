@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 
 from posttrain.errors import Range, require
+from posttrain.evals import statistics
 from posttrain.evals.evaluate import prompts
-from posttrain.evals.statistics import (
-    Interval,
-    paired_interval,
-    score_interval,
-    share_interval,
-    wilson,
-)
+from posttrain.evals.statistics import Interval
+from posttrain.models.policy import Policy
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.rules import RULES, SYMPTOMS
 from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import Verdict
 from posttrain.runs.metrics import group_metrics, merge
-from posttrain.stages._answers import answers, rated_by
-from posttrain.stages._material import Data, alphabet, placed
-from posttrain.stages._measure import kl_known, kl_to, perplexity
-from posttrain.stages._plan import DryRun, fewer
+from posttrain.stages._answers import AnswerStage, kl_known, kl_to, perplexity, rated_by
+from posttrain.stages._material import Data, placed
 from posttrain.stages.agreement import JudgeSettings
-from posttrain.stages.base import Context, Stage, load_policy
-from posttrain.tasks.base import Task
-from posttrain.types import JSON, Group, Sampling
-
-if TYPE_CHECKING:
-    from posttrain.models.policy import Policy
+from posttrain.stages.base import Context
+from posttrain.types import JSON, Group
 
 SHARES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of a win, by verdict; the model is A
 PARTS = 10  # of the problems, whose figures tell the spread of the whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class VersusStage(Stage):
+class VersusStage(AnswerStage):
     """`model` against `against`, one answer each to `problems` held-out problems, judged by the task's own score or, where one is
     named, by a reward model or by a `judge`, who is asked in both orders as in an agreement stage: where they disagree it is a tie. A
     tie is half a win; what could not be judged is counted, and left out. Where the model wins and its answers have changed far
@@ -50,52 +40,37 @@ class VersusStage(Stage):
     `text` gives the perplexity of both on data that neither was tuned for: the alignment tax.
     """
 
-    model: str
     against: str
-    task: Task
     problems: Annotated[int, Range(ge=2)] = 500
-    sampling: Sampling = field(default_factory=Sampling)
     reward_model: str = ""
     judge: JudgeSettings | None = None
     text: tuple[Data, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            not (self.judge and self.reward_model),
-            f"{self.name}: a judge or a reward_model decides, not both",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.judge and self.reward_model:
+            yield "a judge or a reward_model decides, not both"
 
     def ready(self, names: Collection[str]) -> None:
         if self.judge is not None:
             self.judge.ready()
 
-    def alphabet(self) -> str:
-        return alphabet([self.task])
-
-    def dry_run(self) -> DryRun:
-        return fewer(self, "problems")
-
     def run(self, context: Context) -> dict[str, JSON]:
         judge, usage = (None, None) if self.judge is None else self.judge.open(context)
-        policies = [
-            load_policy(name, context, self.alphabet()) for name in (self.model, self.against)
-        ]
+        policies = [self.load(context, name) for name in (self.model, self.against)]
         alike = policies[0].tokenizer.get_vocab() == policies[1].tokenizer.get_vocab()
         ours, theirs = (self.answers(context, policy) for policy in policies)
         pairs = list(zip(ours, theirs, strict=True))
         texts = [
-            (a.problem.question, a.rollouts[0].response, b.rollouts[0].response) for a, b in pairs
+            (g.problem.question, g.rollouts[0].response, r.rollouts[0].response) for g, r in pairs
         ]
         verdicts = judge.compare(texts) if judge else [_scored(a, b) for a, b in pairs]
-        judged = [
-            (SHARES[v.winner], key)
-            for v, key in zip(verdicts, prompts(ours), strict=True)
-            if v.winner is not None
-        ]
+        found = zip(verdicts, prompts(ours), strict=True)
+        judged = [(SHARES[v.winner], key) for v, key in found if v.winner is not None]
         won, asked = [share for share, _ in judged], [key for _, key in judged]
         require(len(won) > 1, f"{self.name}: hardly any answer could be judged")
-        rate = win_rate(won, asked)
+        rate, kl = win_rate(won, asked), None
+        if kl_known(self.sampling) and alike:
+            kl = kl_to(ours, policies[1], self.sampling).value
         result: dict[str, JSON] = {
             "problems": len(won),
             "prompts": len(set(asked)),
@@ -104,26 +79,20 @@ class VersusStage(Stage):
             "ties": won.count(0.5),
             "reward": _reward(ours),
             "reward_against": _reward(theirs),
-            "kl": kl_to(ours, policies[1], self.sampling).value
-            if kl_known(self.sampling) and alike
-            else None,
+            "kl": kl,
         }
         if usage is not None:
-            swayed = sum(
-                v.winner == "tie" and not v.agreed for v in verdicts
-            )  # ties by the order alone
+            # ties by the order alone
+            swayed = sum(v.winner == "tie" and not v.agreed for v in verdicts)
             result |= {"swayed": swayed, "usage": usage.row()}
-        if self.text:
-            result["perplexity"], result["perplexity_against"] = (
-                perplexity(policy, placed(self.text, context), context.seed) for policy in policies
-            )
-        context.write_lines(
-            self.name,
-            (json.dumps(_line(a, b, v)) for (a, b), v in zip(pairs, verdicts, strict=True)),
-        )
+        text = placed(self.text, context)
+        for name, policy in zip(("", "_against"), policies, strict=True) if text else ():
+            result[f"perplexity{name}"] = perplexity(policy, text, context.seed)
+        lines = (_line(a, b, v) for (a, b), v in zip(pairs, verdicts, strict=True))
+        context.write_lines(self.name, map(json.dumps, lines))
         said = f"{self.model} wins {rate} of {len(won)} against {self.against}"
         said += f" ({result['unjudged']} more could not be judged)" if result["unjudged"] else ""
-        said += "" if result["kl"] is None else f", at a KL of {result['kl']:.2f} nats"
+        said += "" if kl is None else f", at a KL of {kl:.2f} nats"
         context.announce(self.name, [said])
         if alike:  # else their tokens cannot be compared
             self.warn(context, ours, theirs, rate)
@@ -133,33 +102,20 @@ class VersusStage(Stage):
         self, context: Context, ours: Sequence[Group], theirs: Sequence[Group], rate: Interval
     ) -> None:
         """Raise an alarm for what has changed far in answers that win: the win may be of that alone."""
+        if rate.low <= 0.5:
+            return
         # a judge leaves the task's own score as it is, which is then reported with its verdicts
-        changed = (
-            drifts(ours, theirs, (*GOLD, "reward") if self.judge else GOLD)
-            if rate.low > 0.5
-            else {}
-        )
-        for alarm, seen in changed.items():
-            text = f"{self.model} wins {rate} against {self.against} with {seen}; {RULES[alarm].advice}"
-            context.events.emit(
-                "alarm", f"{alarm}: {text}", "warning", stage=self.name, data={"rule": alarm}
-            )
+        golds = (*GOLD, "reward") if self.judge else GOLD
+        for alarm, seen in drifts(ours, theirs, golds).items():
+            text = f"{alarm}: {self.model} wins {rate} against {self.against} with {seen}; {RULES[alarm].advice}"
+            data = {"rule": alarm}
+            context.events.emit("alarm", text, "warning", stage=self.name, data=data)
 
     def answers(self, context: Context, policy: Policy) -> list[Group]:
         problems = self.task.problems("test")[: self.problems]
-        groups = answers(
-            context,
-            policy,
-            self.task,
-            problems,
-            1,
-            self.sampling,
-            lambda first: context.seed,
-            batch=len(problems),
-        )
-        if not self.reward_model:
-            return list(groups)
-        return rated_by(context, policy, self.reward_model, list(groups))
+        groups = [*self.ask(context, policy, problems, 1, lambda _: context.seed, len(problems))]
+        name = self.reward_model
+        return rated_by(context, policy, name, groups) if name else groups
 
 
 def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> Interval:
@@ -171,10 +127,10 @@ def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> I
     0.500 [0.455, 0.545] 1.000 [0.839, 1.000]
     """
     if asked is not None and len(set(asked)) < len(won):
-        return share_interval(won, asked)
+        return statistics.share_interval(won, asked)
     if 0.5 not in won:
-        return wilson(won.count(1.0), len(won))
-    found = paired_interval([2 * share - 1 for share in won])
+        return statistics.wilson(won.count(1.0), len(won))
+    found = statistics.paired_interval([2 * share - 1 for share in won])
     return Interval(*((1 + bound) / 2 for bound in found.row()))
 
 
@@ -211,9 +167,9 @@ def _scored(ours: Group, theirs: Group) -> Verdict:
 def _reward(groups: Sequence[Group]) -> list[float] | None:
     """The mean score; None where hardly any answer has one, as with a judge for a task that cannot tell."""
     kept = [g for g in groups if g.rewards]
-    return (
-        score_interval([g.rewards[0] for g in kept], prompts(kept)).row() if len(kept) > 1 else None
-    )
+    if len(kept) < 2:
+        return None
+    return statistics.score_interval([g.rewards[0] for g in kept], prompts(kept)).row()
 
 
 def _line(ours: Group, theirs: Group, verdict: Verdict) -> dict[str, JSON]:

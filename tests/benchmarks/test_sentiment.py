@@ -14,7 +14,7 @@ from scripts_for_tests import load_script
 
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.stages._material import alphabet
+from posttrain.stages.base import PRINTABLE
 from posttrain.tasks import sentiment as annotator
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,7 +26,7 @@ def script() -> ModuleType:
 
 
 def settings(folder: Path) -> dict[str, str]:
-    tokenizer = character_tokenizer(alphabet([]))
+    tokenizer = character_tokenizer(PRINTABLE)
     save(tiny_model(tokenizer, "nano", 0), tokenizer, folder / "model")
     few = {"rounds": "1", "comparisons": "30", "steps": "1", "prompts": "4", "tokens": "40", "problems": "4", "lr": "1e-3"}
     return {"model": str(folder / "model"), **few}

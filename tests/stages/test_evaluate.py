@@ -20,9 +20,9 @@ from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages._answers import kl_to, perplexity
 from posttrain.stages._contamination import file_questions
 from posttrain.stages._material import Data
-from posttrain.stages._measure import kl_to, perplexity
 from posttrain.stages.base import Context, run_stages
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
@@ -99,11 +99,11 @@ def test_a_long_text_is_cut_into_windows_and_no_token_is_lost(tmp_path: Path, mo
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "1+2=3-12"}) + "\n")
     policy, source = model(0), Data(file=str(tmp_path / "text.jsonl"))
     ids = [*policy.tokenizer("1+2=3-12")["input_ids"], policy.tokenizer.eos_token_id]
-    monkeypatch.setattr("posttrain.stages._measure.WINDOW", 4)
+    monkeypatch.setattr("posttrain.stages._answers.WINDOW", 4)
     values = np.concatenate([logprobs(policy, ids[start : start + 4]) for start in range(0, len(ids) - 1, 3)])
     assert len(values) == len(ids) - 1
     assert math.isclose(perplexity(policy, [source], 0), math.exp(-values.mean()), rel_tol=1e-5)
-    monkeypatch.setattr("posttrain.stages._measure.WINDOW", 4096)
+    monkeypatch.setattr("posttrain.stages._answers.WINDOW", 4096)
     policy.model.config.max_position_embeddings = 4
     assert math.isclose(perplexity(policy, [source], 0), math.exp(-values.mean()), rel_tol=1e-5), (
         "as many as the model has positions"

@@ -24,9 +24,9 @@ from posttrain.recipes.sentiment import sentiment
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages import overoptimisation
-from posttrain.stages._material import Data, alphabet
-from posttrain.stages._measure import kl_to, proxy_gold_kl
-from posttrain.stages.base import Context, Stage, run_stages
+from posttrain.stages._answers import kl_to, proxy_gold_kl
+from posttrain.stages._material import Data
+from posttrain.stages.base import PRINTABLE, Context, Stage, run_stages
 from posttrain.stages.overoptimisation import OveroptimisationStage, said, verdict
 from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
@@ -141,7 +141,7 @@ def test_the_recipe_from_nothing(tmp_path: Path) -> None:
 def test_the_recipe_on_a_model_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(annotator, "lexicon", LetterLexicon)
     monkeypatch.setattr(annotator, "factors", lambda text: {})  # random letters have no words
-    tokenizer = character_tokenizer(alphabet([]))
+    tokenizer = character_tokenizer(PRINTABLE)
     save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "model")
     recipe = sentiment(
         model=str(tmp_path / "model"), rounds=1, comparisons=30, steps=2, prompts=8, tokens=60, problems=12, lr=1e-3

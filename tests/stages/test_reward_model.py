@@ -23,7 +23,7 @@ from posttrain.models.scorer import load_scorer
 from posttrain.models.tiny import character_tokenizer
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
-from posttrain.stages._preferences import numbered_prompts, split_by_prompt, until_end
+from posttrain.stages._material import numbered_prompts, split_by_prompt, until_end
 from posttrain.stages.base import Context, Stage, run_stages
 from posttrain.stages.reward_model import RewardModelStage, Verdicts, report
 from posttrain.train.optimizer import Optimization
