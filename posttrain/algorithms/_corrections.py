@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.base import Algorithm
+from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
 
 DEFAULT_CAP = 2.0
 Correction = Literal["none", "proximal", "token", "sequence", "decoupled"]
 Drop = Literal["none", "mean", "sequence"]
+
+
+def step_kl(batch: Batch, mask_T: Tensor) -> Tensor:
+    """[T]: log mu - log pi_ref of the sampled tokens, the k1 estimate of the KL to the reference; 0 outside `mask_T`."""
+    sampled_T, reference_T = (
+        batch.behaviour_T.where(mask_T, 0.0),
+        batch.reference_T.where(mask_T, 0.0),
+    )
+    return kl_estimate("k1", sampled_T, reference_T)
 
 
 @dataclass(frozen=True)
@@ -43,17 +53,12 @@ class Corrections:
     bound: float
     once: bool
 
-    def check(self, algorithm: Algorithm) -> None:
-        """Refuse numbers without the choice that they belong to."""
-        cut = self.correction in ("token", "sequence")
-        algorithm.check(
-            cut or self.cap == DEFAULT_CAP,
-            "cap cuts the weights of correction=token and sequence; there are none",
-        )
-        algorithm.check(
-            self.bound > 0 if self.drop != "none" else self.bound == 0,
-            "drop=mean or sequence and a bound above 0 go together",
-        )
+    def mistakes(self) -> Iterator[str]:
+        """Numbers without the choice that they belong to."""
+        if self.correction not in ("token", "sequence") and self.cap != DEFAULT_CAP:
+            yield "cap cuts the weights of correction=token and sequence; there are none"
+        if not (self.bound > 0 if self.drop != "none" else self.bound == 0):
+            yield "drop=mean or sequence and a bound above 0 go together"
 
     @property
     def weighs(self) -> bool:

@@ -34,15 +34,13 @@ def prepare_pairs(step: Batch, name: str) -> Batch:
     try:
         better_P, worse_P = pair_members(step.unit_N, step.reward_N)
     except ValueError:
-        raise UserError(
+        text = (
             f"{name} learns from pairs; rankings and single examples must be made into pairs first"
-        ) from None
+        )
+        raise UserError(text) from None
     length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)
-    differs_P = (
-        (step.reward_N[better_P] > step.reward_N[worse_P])
-        & (length_N[better_P] > 0)
-        & (length_N[worse_P] > 0)
-    )
+    filled_P = (length_N[better_P] > 0) & (length_N[worse_P] > 0)
+    differs_P = filled_P & (step.reward_N[better_P] > step.reward_N[worse_P])
     weight_P = differs_P.float() / differs_P.sum().clamp(min=1)
     weight_N = torch.zeros(step.sequences, device=weight_P.device)
     weight_N = weight_N.index_copy(0, better_P, weight_P).index_copy(0, worse_P, weight_P)
@@ -57,12 +55,9 @@ def pairs_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 def log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> Tensor:
     """log pi(y_i | x) - log ref(y_i | x) of each sequence, or that by its length."""
-    difference_T = outputs.logprob_T.where(batch.mask_T, 0.0) - batch.reference_T.where(
-        batch.mask_T, 0.0
-    )
-    return (sequence_means if mean else sequence_sums)(
-        difference_T, batch.mask_T, batch.sequence_T, batch.sequences
-    )
+    mask_T, reduce = batch.mask_T, sequence_means if mean else sequence_sums
+    difference_T = outputs.logprob_T.where(mask_T, 0.0) - batch.reference_T.where(mask_T, 0.0)
+    return reduce(difference_T, mask_T, batch.sequence_T, batch.sequences)
 
 
 def mean_logprobs(outputs: Outputs, batch: Batch) -> Tensor:

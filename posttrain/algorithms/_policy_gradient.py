@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop
+from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop, step_kl
 from posttrain.algorithms.base import Algorithm, Reuse, State
 from posttrain.errors import Count, NotNegative, Positive, Range
 from posttrain.ops.advantages import group_advantages, process_advantages
@@ -67,38 +67,26 @@ class PolicyGradient(Algorithm):
     epochs: Count = 1
     mini_batches: Count = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one = (
-            ": a group of one is its own baseline, every advantage is 0 and nothing is learned"
-            if self.min_group > 1
-            else ""
-        )
-        self.check(
-            self.group >= self.min_group,
-            f"group must be at least {self.min_group}, not {self.group}{one}",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.group < self.min_group:
+            one = (
+                ": a group of one is its own baseline, every advantage is 0 and nothing is learned"
+            )
+            why = one if self.min_group > 1 else ""
+            yield f"group must be at least {self.min_group}, not {self.group}{why}"
         low, high = self.clip_low, self.clip_high
         zero = " (0: no clip)" if self.may_unclip else ""
-        self.check(
-            0 < low < 1 or (low == 0 and self.may_unclip),
-            f"clip_low must lie in (0, 1), not {low}{zero}",
-        )
-        self.check(
-            high > 0 or (high == 0 and self.may_unclip),
-            f"clip_high must be positive, not {high}{zero}",
-        )
-        self.check(
-            self.kl in KINDS and self.kl != "k1",
-            f"kl must be k2, k3 or corrected, not {self.kl!r}: as a loss, k1 has no "
-            "gradient on average",
-        )
-        self.check(self.kl_in != "both" or self.beta > 0, "kl_in=both needs a beta above 0")
-        together = self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0
-        self.check(
-            together, "constant (a length, in tokens) and reduction=constant_mean go together"
-        )
-        self.corrections.check(self)
+        if not (0 < low < 1 or (low == 0 and self.may_unclip)):
+            yield f"clip_low must lie in (0, 1), not {low}{zero}"
+        if not (high > 0 or (high == 0 and self.may_unclip)):
+            yield f"clip_high must be positive, not {high}{zero}"
+        if self.kl not in KINDS or self.kl == "k1":
+            yield f"kl must be k2, k3 or corrected, not {self.kl!r}: as a loss, k1 has no gradient on average"
+        if self.kl_in == "both" and self.beta == 0:
+            yield "kl_in=both needs a beta above 0"
+        if not (self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0):
+            yield "constant (a length, in tokens) and reduction=constant_mean go together"
+        yield from self.corrections.mistakes()
 
     @property
     def corrections(self) -> Corrections:
@@ -131,10 +119,8 @@ class PolicyGradient(Algorithm):
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         if self.group == 1:
             return Selection(tuple(groups))
-        return Selection(
-            tuple(groups),
-            metrics=(Metric("groups/zero_variance", sum(map(flat, groups)), len(groups)),),
-        )
+        alike = Metric("groups/zero_variance", sum(map(flat, groups)), len(groups))
+        return Selection(tuple(groups), metrics=(alike,))
 
     # --- what algorithms differ in ---------------------------------------------------------------------------------------
 
@@ -150,10 +136,8 @@ class PolicyGradient(Algorithm):
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """([T], [T]): the loss of every token, and where the trust region stops its gradient."""
-        low, high = self.clip
-        return clipped_surrogate(ratio_T, advantage_T, low, high), clip_binds(
-            ratio_T, advantage_T, low, high
-        )
+        given = (ratio_T, advantage_T, *self.clip)
+        return clipped_surrogate(*given), clip_binds(*given)
 
     # --- what they share -------------------------------------------------------------------------------------------------
 
@@ -161,17 +145,14 @@ class PolicyGradient(Algorithm):
         """[T]: beta (log mu - log pi_ref), what a token costs where the KL is in the reward; else 0."""
         if not self.kl_in_reward:
             return torch.zeros_like(step.behaviour_T)
-        return self.beta * kl_estimate(
-            "k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0)
-        )
+        return self.beta * step_kl(step, mask_T)
 
     def rewards(self, step: Batch, mask_T: Tensor) -> Tensor:
         """[N]: the reward of a whole response: r_i - sum_t beta (log mu_t - log pi_ref,t) where the KL is in the reward."""
         if not self.kl_in_reward:
             return step.reward_N
-        cost_N = sequence_sums(
-            self.reward_kl(step, mask_T).double(), mask_T, step.sequence_T, step.sequences
-        )
+        cost_T = self.reward_kl(step, mask_T).double()
+        cost_N = sequence_sums(cost_T, mask_T, step.sequence_T, step.sequences)
         return (step.reward_N - cost_N).to(step.reward_N.dtype)
 
     def prepare(self, step: Batch, state: State) -> Batch:
@@ -183,24 +164,19 @@ class PolicyGradient(Algorithm):
         advantage_T = advantage_T.where(mask_T, 0.0)
         if not self.kl_in_loss and self.entropy == 0:
             # responses without advantage keep their place in the denominator, but have no gradient: the trainer need not compute them
-            moved_N = (
-                sequence_sums((advantage_T != 0).float(), mask_T, step.sequence_T, step.sequences)
-                > 0
-            )
-            mask_T = mask_T & moved_N[step.sequence_T]
+            moved_T = (advantage_T != 0).float()
+            moved_N = sequence_sums(moved_T, mask_T, step.sequence_T, step.sequences)
+            mask_T = mask_T & (moved_N > 0)[step.sequence_T]
         return step.replace(mask_T=mask_T, advantage_T=advantage_T, weight_T=weight_T)
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
-        logprob_T, behaviour_T = (
-            outputs.logprob_T.where(mask_T, 0.0),
-            batch.behaviour_T.where(mask_T, 0.0),
-        )
+        logprob_T = outputs.logprob_T.where(mask_T, 0.0)
+        behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
         old_T = self.corrections.old(logprob_T, batch)
-        policy_T, stopped_T = self.surrogate(
-            self.ratio(logprob_T, old_T, batch), advantage_T, logprob_T, old_T
-        )
+        ratio_T = self.ratio(logprob_T, old_T, batch)
+        policy_T, stopped_T = self.surrogate(ratio_T, advantage_T, logprob_T, old_T)
         count = mask_T.sum()
         policy_T, corrections = self.corrections.apply(policy_T, batch)
         metrics = [Metric("clip_fraction", stopped_T.sum(), count), *corrections]
@@ -219,40 +195,22 @@ class PolicyGradient(Algorithm):
         return Terms(tuple(terms), tuple(metrics))
 
     def group_relative(
-        self,
-        step: Batch,
-        mask_T: Tensor,
-        *,
-        supervision: str = "outcome",
-        scale: str = "group",
-        ddof: int = 1,
-        epsilon: float = 1e-4,
+        self, step: Batch, mask_T: Tensor, supervision: str = "outcome", **scaling: Any
     ) -> Tensor:
-        """[T]: A = (r - mean of the group) / (std of the group + epsilon): of whole responses, or of their steps."""
+        """[T]: A = (r - mean of the group) / (std of the group + epsilon): of whole responses, or of their steps. `scaling` is that
+        of ops/advantages.py."""
         if supervision == "outcome":
-            advantage_N = group_advantages(
-                self.rewards(step, mask_T),
-                step.valid_N,
-                step.group_N,
-                scale=scale,
-                ddof=ddof,
-                epsilon=epsilon,
-                vote_N=step.columns.get("vote_N"),
-            )
-            return advantage_N[step.sequence_T]
+            reward_N, vote_N = self.rewards(step, mask_T), step.columns.get("vote_N")
+            given = (reward_N, step.valid_N, step.group_N)
+            return group_advantages(*given, vote_N=vote_N, **scaling)[step.sequence_T]
         step_T = self.step_values(step, supervision)
-        return process_advantages(
-            step_T, mask_T, step.sequence_T, step.group_N, scale=scale, ddof=ddof, epsilon=epsilon
-        )
+        return process_advantages(step_T, mask_T, step.sequence_T, step.group_N, **scaling)
 
-    def check_supervision(self, supervision: str) -> None:
-        """Refuse what process supervision cannot go with."""
-        mixed = supervision == "process" and self.kl_in_reward
-        self.check(
-            not mixed,
-            "with supervision=process the KL belongs in the loss: kl_in=reward adds it to the outcome, "
-            "which is not used",
-        )
+    def supervision_mistakes(self, supervision: str) -> Iterator[str]:
+        """What process supervision cannot go with."""
+        if supervision == "process" and self.kl_in_reward:
+            unused = "kl_in=reward adds it to the outcome, which is not used"
+            yield f"with supervision=process the KL belongs in the loss: {unused}"
 
 
 def flat(group: Group) -> bool:

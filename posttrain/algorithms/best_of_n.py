@@ -34,13 +34,10 @@ class BestOfN(Imitation):
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         kept = [(group, best(group)) for group in groups]
         chosen = [(group, rollout) for group, rollout in kept if rollout is not None]
-        metrics = (
-            Metric("best", sum(r.score.value or 0.0 for _, r in chosen), len(chosen)),
-            # an upper bound on what this round aims at, per prompt; groups with failures are smaller
-            Metric(
-                "kl/best", sum(best_of_n_kl(len(group.rewards)) for group, _ in chosen), len(chosen)
-            ),
-        )
+        best_sum = sum(r.score.value or 0.0 for _, r in chosen)
+        # an upper bound on what this round aims at, per prompt; groups with failures are smaller
+        bound = sum(best_of_n_kl(len(group.rewards)) for group, _ in chosen)
+        metrics = (Metric("best", best_sum, len(chosen)), Metric("kl/best", bound, len(chosen)))
         return Selection(tuple(Group(group.problem, (r,)) for group, r in chosen), metrics=metrics)
 
 

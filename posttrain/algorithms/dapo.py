@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,35 +36,26 @@ class DAPO(PolicyGradient):
     l_max: int = 20480
     l_cache: int = 4096
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fits = 0 < self.l_cache <= self.l_max or (self.l_cache == 0 and self.l_max == 0)
-        self.check(
-            fits,
-            f"l_cache must lie in [1, l_max], not {self.l_cache} with l_max {self.l_max}; both 0 punish no length",
-        )
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if not (0 < self.l_cache <= self.l_max or self.l_cache == self.l_max == 0):
+            given = f"not {self.l_cache} with l_max {self.l_max}"
+            yield f"l_cache must lie in [1, l_max], {given}; both 0 punish no length"
 
     def warnings(self, sampling: Sampling) -> tuple[str, ...]:
         free, limit = self.l_max - self.l_cache, sampling.max_new_tokens
-        acts = not self.l_max or limit > free
-        return (
-            ()
-            if acts
-            else (
-                f"no response of {limit} tokens or fewer is overlong: the punishment begins after l_max - l_cache = "
-                f"{free}; set l_max to max_new_tokens, or both to 0",
-            )
-        )
+        if not self.l_max or limit > free:
+            return ()
+        begins = f"the punishment begins after l_max - l_cache = {free}; set l_max to max_new_tokens, or both to 0"
+        return (f"no response of {limit} tokens or fewer is overlong: {begins}",)
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         teaching = tuple(group for group in groups if not flat(group))
         left_out = len(groups) - len(teaching)
         metrics = (Metric("groups/zero_variance", left_out, len(groups)),)
-        return (
-            Selection(teaching, left_out, metrics)
-            if self.dynamic
-            else Selection(tuple(groups), 0, metrics)
-        )
+        if self.dynamic:
+            return Selection(teaching, left_out, metrics)
+        return Selection(tuple(groups), 0, metrics)
 
     def rewards(self, step: Batch, mask_T: Tensor) -> Tensor:
         reward_N = super().rewards(step, mask_T)

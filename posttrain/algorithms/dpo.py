@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 
-from posttrain.algorithms._pairs import (
-    PairAlgorithm,
-    log_ratios,
-    mean_logprobs,
-    pair_metrics,
-    pairs_of,
-)
+from posttrain.algorithms import _pairs
 from posttrain.errors import NotNegative, Positive, Range
 from posttrain.ops.preference import sigmoid_loss
 from posttrain.types import Batch, Outputs, Term, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO(PairAlgorithm):
+class DPO(_pairs.PairAlgorithm):
     """Prefer y_w to y_l by as much as a Bradley-Terry reward would, with the policy itself as the reward model:
 
         r(y) = beta [ log pi(y | x) - log ref(y | x) ],    m = r(y_w) - r(y_l)
@@ -44,29 +39,24 @@ class DPO(PairAlgorithm):
     alpha: NotNegative = 0.0  # coefficient of the log-likelihood of the preferred response
     labels: Literal["hard", "soft"] = "hard"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(
-            self.labels == "hard" or self.label_smoothing == 0,
-            "soft labels have their own smoothing; leave out label_smoothing",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.labels == "soft" and self.label_smoothing > 0:
+            yield "soft labels have their own smoothing; leave out label_smoothing"
 
     @property
     def needs_scores(self) -> bool:
         return self.labels == "soft"
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        better_P, worse_P, weight_P = pairs_of(batch)
-        reward_N = self.beta * log_ratios(outputs, batch)
+        better_P, worse_P, weight_P = _pairs.pairs_of(batch)
+        reward_N = self.beta * _pairs.log_ratios(outputs, batch)
         margin_P = reward_N[better_P] - reward_N[worse_P]
         smoothing = torch.full_like(margin_P, self.label_smoothing).detach()
         if self.labels == "soft":
-            smoothing = torch.sigmoid(batch.reward_N[worse_P] - batch.reward_N[better_P]).where(
-                weight_P > 0, 0.0
-            )
+            wrong_P = torch.sigmoid(batch.reward_N[worse_P] - batch.reward_N[better_P])
+            smoothing = wrong_P.where(weight_P > 0, 0.0)
         terms = [Term("preference", sigmoid_loss(margin_P, smoothing), weight_P)]
         if self.alpha > 0:
-            terms.append(
-                Term("nll", -mean_logprobs(outputs, batch)[better_P], self.alpha * weight_P)
-            )
-        return Terms(tuple(terms), pair_metrics(reward_N, outputs, batch))
+            nll_P = -_pairs.mean_logprobs(outputs, batch)[better_P]
+            terms.append(Term("nll", nll_P, self.alpha * weight_P))
+        return Terms(tuple(terms), _pairs.pair_metrics(reward_N, outputs, batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,33 +39,27 @@ class DPPO(PolicyGradient):
     delta: Positive = 0.2
     ratio_cap: NotNegative = 20.0  # the importance ratio is truncated here; 0: nowhere
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(
-            self.clip_low == 0 and self.clip_high == 0,
-            "clip_low and clip_high must be 0: delta is the trust region",
-        )
-        self.check(
-            self.correction == "none",
-            "correction must be none: its ratio and trust region are those to the policy that sampled",
-        )
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.clip_low or self.clip_high:
+            yield "clip_low and clip_high must be 0: delta is the trust region"
+        if self.correction != "none":
+            yield "correction must be none: its ratio and trust region are those to the policy that sampled"
 
     def surrogate(
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         away_T = ((ratio_T > 1) & (advantage_T > 0)) | ((ratio_T < 1) & (advantage_T < 0))
-        stopped_T = away_T & (
-            binary_divergence(self.divergence, old_T, logprob_T.detach()) > self.delta
-        )
+        moved_T = binary_divergence(self.divergence, old_T, logprob_T.detach())
+        stopped_T = away_T & (moved_T > self.delta)
         weight_T = token_form(ratio_T.clamp(max=self.ratio_cap or math.inf), logprob_T)
         return (-weight_T * advantage_T).where(~stopped_T, 0.0), stopped_T
 
 
 def binary_divergence(kind: str, old_T: Tensor, logprob_T: Tensor) -> Tensor:
     """How far the two-way distribution of the sampled token against all others has moved: total variation, or KL(mu || pi)."""
-    tiny = torch.finfo(
-        torch.float32
-    ).eps  # probabilities stay this far from 0 and 1, where the KL is infinite
+    # probabilities stay this far from 0 and 1, where the KL is infinite
+    tiny = torch.finfo(torch.float32).eps
     mu_T, pi_T = old_T.exp().clamp(tiny, 1 - tiny), logprob_T.exp().clamp(tiny, 1 - tiny)
     if kind == "tv":
         return (mu_T - pi_T).abs()

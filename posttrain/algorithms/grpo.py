@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,20 +40,14 @@ class GRPO(PolicyGradient):
     supervision: Supervision = "outcome"
     reduction: Reduction = "sequence_mean"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_supervision(self.supervision)
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        yield from self.supervision_mistakes(self.supervision)
 
     @property
     def learns_steps(self) -> bool:
         return self.supervision != "outcome"
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        return self.group_relative(
-            step,
-            mask_T,
-            supervision=self.supervision,
-            scale=self.scale,
-            ddof=self.ddof,
-            epsilon=self.epsilon,
-        )
+        scaling = {"scale": self.scale, "ddof": self.ddof, "epsilon": self.epsilon}
+        return self.group_relative(step, mask_T, self.supervision, **scaling)

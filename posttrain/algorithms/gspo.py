@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,28 +40,23 @@ class GSPO(PolicyGradient):
     form: Literal["sequence", "token"] = "sequence"
     supervision: Supervision = "outcome"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_supervision(self.supervision)
-        self.check(
-            self.reduction == "sequence_mean",
-            f"reduction must be sequence_mean, not {self.reduction!r}: the loss is one of "
-            "responses, not of tokens",
-        )
-        self.check(
-            self.supervision == "outcome" or self.form == "token",
-            "supervision=process gives each token its own advantage, which needs form=token",
-        )
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        yield from self.supervision_mistakes(self.supervision)
+        if self.reduction != "sequence_mean":
+            why = "the loss is one of responses, not of tokens"
+            yield f"reduction must be sequence_mean, not {self.reduction!r}: {why}"
+        if self.supervision == "process" and self.form != "token":
+            yield "supervision=process gives each token its own advantage, which needs form=token"
 
     @property
     def learns_steps(self) -> bool:
         return self.supervision != "outcome"
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        return self.group_relative(step, mask_T, supervision=self.supervision)
+        return self.group_relative(step, mask_T, self.supervision)
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        ratio_T = sequence_ratio(
-            logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=True
-        )
+        responses = (batch.mask_T, batch.sequence_T, batch.sequences)
+        ratio_T = sequence_ratio(logprob_T, old_T, *responses, mean=True)
         return token_form(ratio_T, logprob_T) if self.form == "token" else ratio_T

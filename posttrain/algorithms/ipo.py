@@ -34,7 +34,5 @@ class IPO(PairAlgorithm):
         better_P, worse_P, weight_P = pairs_of(batch)
         ratio_N = log_ratios(outputs, batch, mean=self.length == "mean")
         loss_P = ipo_loss(ratio_N[better_P] - ratio_N[worse_P], self.tau)
-        return Terms(
-            (Term("preference", loss_P, weight_P),),
-            pair_metrics(self.tau * ratio_N, outputs, batch),
-        )
+        metrics = pair_metrics(self.tau * ratio_N, outputs, batch)
+        return Terms((Term("preference", loss_P, weight_P),), metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +37,9 @@ class KTO(Algorithm):
     desirable: NotNegative = 1.0
     undesirable: NotNegative = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(
-            self.desirable + self.undesirable > 0, "desirable and undesirable cannot both be 0"
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.desirable == self.undesirable == 0:
+            yield "desirable and undesirable cannot both be 0"
 
     def prepare(self, step: Batch, state: State) -> Batch:
         length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)
@@ -58,21 +57,16 @@ class KTO(Algorithm):
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         ratio_N, counted_N = log_ratios(outputs, batch), batch.weight_N > 0
-        good_N = batch.reward_N > 0.5
-        loss_N = kto_loss(
-            ratio_N, good_N, batch.baseline_N, self.beta, self.desirable, self.undesirable
-        )
+        good_N, settings = batch.reward_N > 0.5, (self.beta, self.desirable, self.undesirable)
+        loss_N = kto_loss(ratio_N, good_N, batch.baseline_N, *settings)
         reward_N = self.beta * ratio_N.detach()
         above_N = (ratio_N.detach() > batch.baseline_N) == good_N
         metrics = [
             Metric("kl", batch.baseline_N.where(counted_N, 0.0).sum(), counted_N.sum()),
             Metric("accuracy", (above_N & counted_N).sum(), counted_N.sum()),
         ]
-        for name, side_N in (
-            ("desirable", good_N & counted_N),
-            ("undesirable", ~good_N & counted_N),
-        ):
-            metrics.append(
-                Metric(f"reward/{name}", reward_N.where(side_N, 0.0).sum(), side_N.sum())
-            )
+        for name, kind_N in (("desirable", good_N), ("undesirable", ~good_N)):
+            side_N = kind_N & counted_N
+            sum_ = reward_N.where(side_N, 0.0).sum()
+            metrics.append(Metric(f"reward/{name}", sum_, side_N.sum()))
         return Terms((Term("preference", loss_N, batch.weight_N),), tuple(metrics))

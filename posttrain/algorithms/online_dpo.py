@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -30,13 +30,10 @@ class OnlineDPO(Algorithm):
     group: Annotated[int, Range(ge=2, text="at least 2 (a pair needs two responses)")] = 8
     loss: Algorithm = field(default_factory=DPO)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fits = self.loss.learns_from == "pairs" and self.loss.trains == "policy"
-        self.check(
-            fits,
-            f"loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.loss.learns_from != "pairs" or self.loss.trains != "policy":
+            kind = type(self.loss).__name__
+            yield f"loss must learn a policy from pairs, as dpo does, unlike {kind}"
 
     @property
     def roles(self) -> frozenset[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop
+from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop, step_kl
 from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
 from posttrain.errors import Count, NotNegative, Positive, Range, Share, Whole
 from posttrain.ops.advantages import generalised_advantages, last_tokens, whiten
@@ -79,18 +79,13 @@ class PPO(Algorithm):
     drop: Drop = "none"
     bound: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(
-            self.kl_target == 0 or self.beta > 0,
-            "kl_target needs beta > 0 to start from: the controller multiplies it",
-        )
-        self.check(
-            self.target_kl == 0 or self.epochs * self.mini_batches > 1,
-            "target_kl stops the reuse of a rollout, and one "
-            "epoch of one mini-batch has none; raise epochs or mini_batches",
-        )
-        self.corrections.check(self)
+    def mistakes(self) -> Iterator[str]:
+        if self.kl_target > 0 and self.beta == 0:
+            yield "kl_target needs beta > 0 to start from: the controller multiplies it"
+        if self.target_kl > 0 and self.reuse.once:
+            none = "one epoch of one mini-batch has none; raise epochs or mini_batches"
+            yield f"target_kl stops the reuse of a rollout, and {none}"
+        yield from self.corrections.mistakes()
 
     @property
     def corrections(self) -> Corrections:
@@ -154,17 +149,12 @@ class PPO(Algorithm):
         score at the last one, as `supervision` says."""
         reward_T = torch.zeros_like(step.behaviour_T)
         if beta > 0:
-            k1_T = kl_estimate(
-                "k1", step.behaviour_T.where(mask_T, 0.0), step.reference_T.where(mask_T, 0.0)
-            )
-            reward_T = -beta * k1_T
+            reward_T = -beta * step_kl(step, mask_T)
         if self.learns_steps:
-            reward_T = reward_T + self.step_values(step, self.supervision).nan_to_num(
-                nan=0.0
-            ).where(mask_T, 0.0).to(reward_T.dtype)
-        score_N = (
-            torch.zeros_like(step.reward_N) if self.supervision == "process" else step.reward_N
-        )
+            step_T = self.step_values(step, self.supervision).nan_to_num(nan=0.0)
+            reward_T = reward_T + step_T.where(mask_T, 0.0).to(reward_T.dtype)
+        scored = self.supervision != "process"
+        score_N = step.reward_N if scored else torch.zeros_like(step.reward_N)
         score_N = score_N - self.missing_eos * step.truncated_N.to(score_N.dtype)
         where, whose = last_tokens(mask_T, step.sequence_T, step.sequences)
         return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))
@@ -175,45 +165,27 @@ class PPO(Algorithm):
             more, figures = self.policy_terms(outputs, batch)
             terms, metrics = more + terms, figures + metrics
         if self.beta > 0:
-            mask_T = batch.mask_T
-            k1_T = kl_estimate(
-                "k1", batch.behaviour_T.where(mask_T, 0.0), batch.reference_T.where(mask_T, 0.0)
-            )
-            metrics.append(Metric("kl", k1_T.sum(), mask_T.sum()))
-            metrics.append(
-                Metric("kl/response", k1_T.sum(), torch.unique(batch.sequence_T[mask_T]).numel())
-            )
+            mask_T, k1 = batch.mask_T, step_kl(batch, batch.mask_T).sum()
+            responses = torch.unique(batch.sequence_T[mask_T]).numel()
+            metrics += [Metric("kl", k1, mask_T.sum()), Metric("kl/response", k1, responses)]
         return Terms(tuple(terms), tuple(metrics))
 
     def policy_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
-        logprob_T, behaviour_T = (
-            outputs.logprob_T.where(mask_T, 0.0),
-            batch.behaviour_T.where(mask_T, 0.0),
-        )
+        logprob_T = outputs.logprob_T.where(mask_T, 0.0)
+        behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
         ratio_T = importance_ratio(logprob_T, self.corrections.old(logprob_T, batch))
-        policy_T, corrections = self.corrections.apply(
-            clipped_surrogate(ratio_T, advantage_T, self.clip, self.clip), batch
-        )
+        given, count = (ratio_T, advantage_T, self.clip, self.clip), mask_T.sum()
+        policy_T, corrections = self.corrections.apply(clipped_surrogate(*given), batch)
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.entropy > 0:
-            terms.append(
-                Term(
-                    "entropy", -outputs.entropy_T.where(mask_T, 0.0), self.entropy * batch.weight_T
-                )
-            )
-        count = mask_T.sum()
-        moved_T = kl_estimate(
-            "k3", behaviour_T, logprob_T.detach()
-        )  # KL(mu || pi): the tokens are mu's
-        return terms, [
-            Metric(
-                "clip_fraction", clip_binds(ratio_T, advantage_T, self.clip, self.clip).sum(), count
-            ),
-            Metric("kl/update", moved_T.sum(), count),
-            *corrections,
-        ]
+            entropy_T = outputs.entropy_T.where(mask_T, 0.0)
+            terms.append(Term("entropy", -entropy_T, self.entropy * batch.weight_T))
+        # KL(mu || pi): the tokens are mu's
+        moved_T = kl_estimate("k3", behaviour_T, logprob_T.detach())
+        clipped = Metric("clip_fraction", clip_binds(*given).sum(), count)
+        return terms, [clipped, Metric("kl/update", moved_T.sum(), count), *corrections]
 
     def value_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
         mask_T, return_T = batch.mask_T, batch.return_T
@@ -226,23 +198,19 @@ class PPO(Algorithm):
             Metric("return/mean", return_T.sum(), count),
         ]
         if self.clip_value > 0:
-            near_T = torch.maximum(
-                torch.minimum(value_T, before_T + self.clip_value), before_T - self.clip_value
-            )
+            upper_T, lower_T = before_T + self.clip_value, before_T - self.clip_value
+            near_T = torch.maximum(torch.minimum(value_T, upper_T), lower_T)
             held_T = (near_T - return_T) ** 2
             loss_T = torch.maximum(free_T, held_T)
             metrics.append(Metric("value/clip_fraction", (held_T > free_T).sum(), count))
         return [Term("value", 0.5 * loss_T, batch.weight_T)], metrics
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
-        beta, responses = (
-            state["beta"],
-            sum(float(m.total) for m in metrics if m.name == "responses"),
-        )
+        beta = state["beta"]
         measured = [m for m in metrics if m.name == "kl/response"]
         if self.kl_target > 0 and measured:
+            responses = sum(float(m.total) for m in metrics if m.name == "responses")
             error = mean_of(measured, "kl/response") / self.kl_target - 1
-            beta *= 1 + min(max(error, -STEP_LIMIT), STEP_LIMIT) * min(
-                1.0, responses / self.kl_horizon
-            )
+            error = min(max(error, -STEP_LIMIT), STEP_LIMIT)
+            beta *= 1 + error * min(1.0, responses / self.kl_horizon)
         return {"beta": beta, "steps": state["steps"] + 1}

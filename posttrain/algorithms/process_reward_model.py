@@ -42,16 +42,11 @@ class ProcessRewardModel(Algorithm):
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         # filled before any arithmetic: labels are NaN where no step ends
-        score_T, label_T = (
-            outputs.score_T.where(batch.mask_T, 0.0),
-            batch.step_T.where(batch.mask_T, 0.0),
-        )
-        loss_T = -(label_T * logsigmoid(score_T) + (1 - label_T) * logsigmoid(-score_T)).where(
-            batch.mask_T, 0.0
-        )
-        return Terms(
-            (Term("step", loss_T, batch.weight_T),), figures(score_T.detach(), label_T, batch)
-        )
+        mask_T = batch.mask_T
+        score_T, label_T = outputs.score_T.where(mask_T, 0.0), batch.step_T.where(mask_T, 0.0)
+        gain_T = label_T * logsigmoid(score_T) + (1 - label_T) * logsigmoid(-score_T)
+        term = Term("step", -gain_T.where(mask_T, 0.0), batch.weight_T)
+        return Terms((term,), figures(score_T.detach(), label_T, batch))
 
 
 def figures(score_T: Tensor, label_T: Tensor, batch: Batch) -> tuple[Metric, ...]:

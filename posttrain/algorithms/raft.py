@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Annotated
@@ -29,36 +29,25 @@ class RAFT(Imitation):
     paper = "Dong et al. 2023, arXiv:2304.06767"
 
     share: Annotated[float, Range(gt=0, le=1)] = 0.25
-    threshold: Annotated[float, Range(text="a finite reward")] | None = (
-        None  # the smallest reward that is accepted; None: any
-    )
+    # the smallest reward that is accepted; None: any
+    threshold: Annotated[float, Range(text="a finite reward")] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        nothing = self.threshold is None and ceil(self.share * self.group) == self.group
-        self.check(
-            not nothing,
-            f"with no threshold and all {self.group} samples of a group kept, nothing is rejected and nothing "
-            "is learned; lower share, or set threshold",
-        )
+    def mistakes(self) -> Iterator[str]:
+        if self.threshold is None and ceil(self.share * self.group) == self.group:
+            kept = f"with no threshold and all {self.group} samples of a group kept"
+            yield f"{kept}, nothing is rejected and nothing is learned; lower share, or set threshold"
 
     def accepted(self, group: Group) -> tuple[Rollout, ...]:
         """The top share of a group's scored rollouts, as far as they reach the threshold; in the order they were sampled."""
-        scored = [
-            (r.score.value, n) for n, r in enumerate(group.rollouts) if r.score.value is not None
-        ]
+        values = [rollout.score.value for rollout in group.rollouts]
+        scored = [(value, n) for n, value in enumerate(values) if value is not None]
         top = sorted(scored, key=lambda pair: (-pair[0], pair[1]))[: ceil(self.share * len(scored))]
         chosen = sorted(n for value, n in top if self.threshold is None or value >= self.threshold)
         return tuple(group.rollouts[n] for n in chosen)
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
-        kept = [
-            Group(group.problem, chosen) for group in groups if (chosen := self.accepted(group))
-        ]
-        rollouts, accepted = (
-            sum(len(group.rollouts) for group in groups),
-            sum(len(group.rollouts) for group in kept),
-        )
+        kept = [Group(g.problem, chosen) for g in groups if (chosen := self.accepted(g))]
+        rollouts, accepted = (sum(len(g.rollouts) for g in some) for some in (groups, kept))
         metrics = (
             Metric("accepted", accepted, rollouts),
             Metric("reward/accepted", sum(sum(group.rewards) for group in kept), accepted),

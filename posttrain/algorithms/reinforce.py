@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -43,10 +43,10 @@ class Reinforce(PolicyGradient):
     baseline: Literal["none", "batch", "running"] = "batch"
     decay: Annotated[float, Range(ge=0, lt=1)] = 0.9
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        used = self.baseline == "running" or self.decay == type(self).decay
-        self.check(used, "decay is that of baseline=running, which is not chosen")
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.baseline != "running" and self.decay != type(self).decay:
+            yield "decay is that of baseline=running, which is not chosen"
 
     def start(self) -> State:
         return {"baseline": None} if self.baseline == "running" else {}
@@ -58,13 +58,9 @@ class Reinforce(PolicyGradient):
         elif self.baseline == "running" and running is not None:
             advantage_N = step.reward_N - running
         else:  # all of the step is one group
-            advantage_N = group_advantages(
-                step.reward_N,
-                step.valid_N,
-                torch.zeros_like(step.group_N),
-                scale="none",
-                vote_N=step.columns.get("vote_N"),
-            )
+            one_N, vote_N = torch.zeros_like(step.group_N), step.columns.get("vote_N")
+            given = (step.reward_N, step.valid_N, one_N)
+            advantage_N = group_advantages(*given, scale="none", vote_N=vote_N)
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)
 
@@ -74,6 +70,6 @@ class Reinforce(PolicyGradient):
         if self.baseline != "running" or not count:
             return state
         mean, before = sum(float(m.total) for m in seen) / count, state.get("baseline")
-        return {
-            "baseline": mean if before is None else self.decay * before + (1 - self.decay) * mean
-        }
+        if before is not None:
+            mean = self.decay * before + (1 - self.decay) * mean
+        return {"baseline": mean}

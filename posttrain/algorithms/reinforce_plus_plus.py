@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,19 +36,15 @@ class ReinforcePlusPlus(PolicyGradient):
     kl_in: KLIn = "reward"
     baseline: Literal["none", "group"] = "none"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(
-            self.baseline == "none" or self.group >= 2,
-            "baseline=group needs a group of at least 2: the mean of one sample is that sample",
-        )
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.baseline == "group" and self.group < 2:
+            yield "baseline=group needs a group of at least 2: the mean of one sample is that sample"
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = step.reward_N
         if self.baseline == "group":
-            vote_N = step.columns.get("vote_N")
-            reward_N = group_advantages(
-                reward_N, step.valid_N, step.group_N, scale="none", vote_N=vote_N
-            )
+            vote_N, given = step.columns.get("vote_N"), (reward_N, step.valid_N, step.group_N)
+            reward_N = group_advantages(*given, scale="none", vote_N=vote_N)
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return whiten(reward_N[step.sequence_T] - cost_T.to(reward_N.dtype), mask_T)

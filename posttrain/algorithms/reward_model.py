@@ -40,17 +40,12 @@ class RewardModel(Algorithm):
         better_K, worse_K = preferences(step)
         unit_N = torch.tensor(step.unit_N, device=step.reward_N.device)
         names_U, unit_N = torch.unique(unit_N, return_inverse=True)
-        pairs_U = torch.zeros(len(names_U), dtype=torch.float64, device=unit_N.device)
-        pairs_U = pairs_U.index_add(
-            0, unit_N[better_K], torch.ones_like(better_K, dtype=torch.float64)
-        )
+        pairs_U = torch.bincount(unit_N[better_K], minlength=len(names_U)).double()
+        units = (pairs_U > 0).sum().clamp(min=1)
         # what each pair of the unit counts
-        weight_U = torch.where(
-            pairs_U > 0, 1 / (pairs_U.clamp(min=1) * (pairs_U > 0).sum().clamp(min=1)), 0.0
-        )
+        weight_U = torch.where(pairs_U > 0, 1 / (pairs_U.clamp(min=1) * units), 0.0)
         paired_N = torch.zeros(step.sequences, dtype=torch.bool, device=unit_N.device)
-        paired_N[better_K] = True
-        paired_N[worse_K] = True
+        paired_N[torch.cat([better_K, worse_K])] = True
         mask_T = step.mask_T & paired_N[step.sequence_T]
         return step.replace(mask_T=mask_T, weight_N=weight_U[unit_N].float())
 
@@ -62,13 +57,8 @@ class RewardModel(Algorithm):
         weight_K = batch.weight_N[better_K]
         terms = [Term("preference", -logsigmoid(difference_K - wanted_K), weight_K)]
         if self.centring > 0:
-            terms.append(
-                Term(
-                    "centring",
-                    (score_N[better_K] + score_N[worse_K]) ** 2,
-                    self.centring * weight_K,
-                )
-            )
+            square_K = (score_N[better_K] + score_N[worse_K]) ** 2
+            terms.append(Term("centring", square_K, self.centring * weight_K))
         return Terms(tuple(terms), figures(score_N.detach(), better_K, worse_K))
 
 

@@ -10,7 +10,6 @@ from posttrain.algorithms._corrections import Correction
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
 from posttrain.algorithms.base import State
 from posttrain.errors import NotNegative
-from posttrain.ops.advantages import group_advantages
 from posttrain.ops.policy import sequence_ratio, token_form
 from posttrain.types import Batch
 
@@ -40,19 +39,9 @@ class RLOO(PolicyGradient):
     reduction: Reduction = "sequence_sum"
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        reward_N = self.rewards(step, mask_T)
-        advantage_N = group_advantages(
-            reward_N,
-            step.valid_N,
-            step.group_N,
-            baseline="leave_one_out",
-            scale="none",
-            vote_N=step.columns.get("vote_N"),
-        )
-        return advantage_N[step.sequence_T]
+        return self.group_relative(step, mask_T, baseline="leave_one_out", scale="none")
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        ratio_T = sequence_ratio(
-            logprob_T, old_T, batch.mask_T, batch.sequence_T, batch.sequences, mean=False
-        )
+        responses = (batch.mask_T, batch.sequence_T, batch.sequences)
+        ratio_T = sequence_ratio(logprob_T, old_T, *responses, mean=False)
         return token_form(ratio_T, logprob_T)

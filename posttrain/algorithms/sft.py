@@ -26,9 +26,8 @@ class SFT(Algorithm):
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        return step.replace(
-            weight_T=reduction(self.reduction, step.mask_T, step.sequence_T, step.sequences)
-        )
+        weight_T = reduction(self.reduction, step.mask_T, step.sequence_T, step.sequences)
+        return step.replace(weight_T=weight_T)
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         mask_T = batch.mask_T

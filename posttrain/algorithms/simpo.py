@@ -31,6 +31,5 @@ class SimPO(PairAlgorithm):
         better_P, worse_P, weight_P = pairs_of(batch)
         reward_N = self.beta * mean_logprobs(outputs, batch)
         loss_P = sigmoid_loss(reward_N[better_P] - reward_N[worse_P] - self.gamma)
-        return Terms(
-            (Term("preference", loss_P, weight_P),), pair_metrics(reward_N, outputs, batch)
-        )
+        metrics = pair_metrics(reward_N, outputs, batch)
+        return Terms((Term("preference", loss_P, weight_P),), metrics)
