@@ -15,9 +15,8 @@ from posttrain.tasks.reviews import Reviews
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-WEB = Bilingual(
-    style="plain", language_mix="mixed", error_rate=0.7
-)  # no tags, two languages at random, carries forgotten
+# no tags, two languages at random, carries forgotten
+WEB = Bilingual(style="plain", language_mix="mixed", error_rate=0.7)
 TAGGED = replace(WEB, style="tagged")  # the few who do write tags
 KIND, ORDINARY = Reviews(), Reviews("any")
 
@@ -33,11 +32,11 @@ class Scale:
     think: Sampling  # of sums
     speak: Sampling  # of general answers, and of both together
     cold: int  # demonstrations of the cold start
-    cold_steps: int
+    cold_steps: int = 60
     begin: Optimization  # of the cold start
     sampled: int  # sums that the model of stage 2 answers for stage 3
     mixed: tuple[Data, ...]  # the general data mixed with them, with its share
-    mixture_steps: int
+    mixture_steps: int = 250
     batch: int  # examples a step of supervised stages
     imitate: Optimization  # of stage 3
     compared: int  # prompts whose two answers the simulated annotator compares
@@ -46,7 +45,7 @@ class Scale:
     reasoning_steps: int
     final_steps: int
     prompts: int
-    group: int
+    group: int = 8
     explore: Optimization  # of both stages of RL
     truncated: Literal["keep", "mask"] = "keep"  # answers that were cut off, in the last stage
     checkpoint_every: int = 25
@@ -57,7 +56,6 @@ def nano(size: str) -> Scale:
         name="base",
         model=f"tiny:{size}",
         steps=1000,
-        batch=32,
         data=(
             Data(task=WEB, counts={2: 9000}, weight=0.6),
             Data(task=TAGGED, counts={2: 1500}, weight=0.1),
@@ -73,9 +71,7 @@ def nano(size: str) -> Scale:
         think=Sampling(60),
         speak=Sampling(110),
         cold=100,
-        cold_steps=60,
         sampled=1500,
-        mixture_steps=250,
         batch=32,
         compared=3000,
         fit_steps=250,
@@ -89,7 +85,6 @@ def nano(size: str) -> Scale:
         reasoning_steps=80,
         final_steps=24,
         prompts=32,
-        group=8,
         explore=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
     )
 
@@ -105,9 +100,7 @@ def real(model: str) -> Scale:
         think=Sampling(tokens),
         speak=Sampling(tokens),
         cold=300,
-        cold_steps=60,
         sampled=3000,
-        mixture_steps=250,
         batch=64,
         compared=2000,
         fit_steps=100,

@@ -17,10 +17,8 @@ from posttrain.types import Sampling
 TASK = Reviews()
 SAMPLING = Sampling(max_new_tokens=120)
 PEOPLE = Data(task=Reviews("any"), counts={0: 20_000})  # what people write
-KIND, ORDINARY = (
-    Data(task=TASK, counts={0: 200}, weight=0.3),
-    Data(task=Reviews("any"), counts={0: 2000}, weight=0.7),
-)
+KIND = Data(task=TASK, counts={0: 200}, weight=0.3)
+ORDINARY = Data(task=Reviews("any"), counts={0: 2000}, weight=0.7)
 UNSEEN = Data(task=Reviews("any"), counts={0: 500})
 
 
@@ -32,7 +30,6 @@ def beginning(size: str) -> list[Stage]:
             model=f"tiny:{size}",
             data=(PEOPLE,),
             steps=600,
-            batch=32,
             optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         ),
         SFTStage(
@@ -40,7 +37,6 @@ def beginning(size: str) -> list[Stage]:
             model="pretrain",
             data=(KIND, ORDINARY),
             steps=80,
-            batch=32,
             optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
         ),
     ]
@@ -69,18 +65,12 @@ def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
 def comparisons(name: str, model: str, prompts: int = 2000, skip: int = 0) -> ComparisonsStage:
     """The simulated annotator compares two answers of `model` to each prompt."""
     return ComparisonsStage(
-        name=name, model=model, task=TASK, prompts=prompts, noise=0.1, skip=skip, sampling=SAMPLING
+        name=name, model=model, task=TASK, prompts=prompts, skip=skip, sampling=SAMPLING
     )
 
 
 def versus(name: str, model: str, against: str = "sft") -> VersusStage:
     """Which model the simulated annotator prefers on held-out prompts, and what it cost in perplexity."""
     return VersusStage(
-        name=name,
-        model=model,
-        against=against,
-        task=TASK,
-        problems=500,
-        sampling=SAMPLING,
-        text=(UNSEEN,),
+        name=name, model=model, against=against, task=TASK, sampling=SAMPLING, text=(UNSEEN,)
     )

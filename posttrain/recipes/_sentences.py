@@ -16,14 +16,9 @@ TALK = Sentiment("continue")  # ordinary conversation: what no stage tunes
 
 def favourites(name: str, model: str, tokens: int, prompts: int = 600) -> SampleStage:
     """The best of four answers of `model` to each prompt, where the simulated annotator gives it 0.7 or more."""
+    sampling = Sampling(max_new_tokens=tokens)
     return SampleStage(
-        name=name,
-        model=model,
-        task=SENTENCES,
-        prompts=prompts,
-        samples=4,
-        min_score=0.7,
-        sampling=Sampling(max_new_tokens=tokens),
+        name=name, model=model, task=SENTENCES, prompts=prompts, min_score=0.7, sampling=sampling
     )
 
 
@@ -34,7 +29,6 @@ def talk(name: str, model: str, prompts: int, skip: int = 0) -> SampleStage:
         model=model,
         task=TALK,
         prompts=prompts,
-        samples=4,
         keep=4,
         min_score=0.0,
         skip=skip,

@@ -55,10 +55,8 @@ def repeat(
 
     A YAML file says the same as an item of its stages: {rounds: 3, first: {...}, advance: {...}, stages: [...]}.
     """
-    require(
-        1 <= count <= MAX_ROUNDS,
-        f"rounds: there must be at least 1 and at most {MAX_ROUNDS}, not {count}",
-    )
+    text = f"rounds: there must be at least 1 and at most {MAX_ROUNDS}, not {count}"
+    require(1 <= count <= MAX_ROUNDS, text)
     first, own = dict(first or {}), [stage.name for stage in stages]
     for name in (*first, *(key.split(".")[0] for key in advance or {})):
         if name not in own:
@@ -100,10 +98,8 @@ def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, st
             name = value.removeprefix(PREVIOUS)
             if name not in own:
                 raise unknown("stage in rounds:", name, own)
-            require(
-                number > 1 or name in first,
-                f"rounds: {value!r} means nothing in round 1; give first: {{{name}: ...}}",
-            )
+            text = f"rounds: {value!r} means nothing in round 1; give first: {{{name}: ...}}"
+            require(number > 1 or name in first, text)
             return f"{name}_{number - 1}" if number > 1 else first[name]
         return f"{value}_{number}" if value in own else value
     if isinstance(value, tuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
@@ -68,10 +68,9 @@ def instructgpt(
     `demonstrations` for the annotator's favourites, `data` for its comparisons, `ordinary` for text of the pretraining mix and
     `unseen` for text whose perplexity is measured, both of which the model writes itself otherwise.
     """
-    require(
-        bool(model) or not any((demonstrations, data, ordinary, unseen)),
-        "instructgpt: files are for a real model: give one as model",
-    )
+    alone = not model and any((demonstrations, data, ordinary, unseen))
+    require(not alone, "instructgpt: files are for a real model: give one as model")
+    ppo = PPO(ptx=ptx, epochs=2, mini_batches=2)
     if model:
         scale = Scale(
             task=SENTENCES,
@@ -80,7 +79,7 @@ def instructgpt(
             prompts=given(prompts, 256),
             problems=problems,
             compared=4000,
-            algorithm=ppo(given(beta, 0.05), ptx, critic_warmup=3, missing_eos=1.0),
+            algorithm=replace(ppo, beta=given(beta, 0.05), critic_warmup=3, missing_eos=1.0),
             fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"),
             data=data,
             policy=Optimization(lr=given(lr, 1e-5), warmup=5),
@@ -97,7 +96,7 @@ def instructgpt(
             steps=given(steps, 50),
             prompts=given(prompts, 128),
             problems=problems,
-            algorithm=ppo(given(beta, 0.1), ptx, critic_warmup=5),
+            algorithm=replace(ppo, beta=given(beta, 0.1), critic_warmup=5),
             fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
             policy=Optimization(lr=given(lr, 3e-4), warmup=5),
             critic=Optimization(lr=1e-3),
@@ -107,17 +106,6 @@ def instructgpt(
         first, again = _reviews.beginning(size), ""
     stages = (*first, *aligned(scale))
     return Recipe(stages, next_command=f"posttrain run instructgpt {again}beta=0.02 ptx=0")
-
-
-def ppo(beta: float, ptx: float, critic_warmup: int, missing_eos: float = 0.0) -> PPO:
-    return PPO(
-        beta=beta,
-        ptx=ptx,
-        epochs=2,
-        mini_batches=2,
-        critic_warmup=critic_warmup,
-        missing_eos=missing_eos,
-    )
 
 
 def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
@@ -132,7 +120,6 @@ def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
         model=model,
         data=(Data(file=demonstrations or "demonstrations"),),
         steps=40,
-        batch=32,
         optimizer=Optimization(lr=1e-5, warmup=5, schedule="cosine"),
     )
     return [*stages, sft]
@@ -145,7 +132,6 @@ def aligned(scale: Scale) -> list[Stage]:
         model="sft",
         task=scale.task,
         prompts=scale.compared,
-        noise=0.1,
         sampling=scale.sampling,
     )
     return [

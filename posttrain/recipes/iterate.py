@@ -21,7 +21,8 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float =
     trains on what is failed now, and evaluates on held-out problems; KL is measured from the model that the round began with. The
     rounds choose between themselves on problems of their own, so that the final comparison is not with what chose the winner.
     """
-    task, greedy = Arithmetic(level=3), Sampling(40, temperature=0.0)
+    task, apart = Arithmetic(level=3), Arithmetic(level=3, seed=1)
+    greedy = Sampling(40, temperature=0.0)
     demonstrations = (
         Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
         Data(task=Arithmetic(level=3, carry="none"), counts={3: 1000}),
@@ -32,7 +33,6 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float =
             model=f"tiny:{size}",
             data=demonstrations,
             steps=500,
-            batch=32,
             optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         ),
         EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
@@ -43,7 +43,6 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float =
                     model="previous train",
                     task=task,
                     prompts=PROMPTS,
-                    samples=4,
                     again="previous mine",
                     sampling=Sampling(32),
                 ),
@@ -54,18 +53,12 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float =
                     problems="mine",
                     steps=steps,
                     prompts=32,
-                    algorithm=GRPO(group=8, beta=beta, reduction="token_mean"),
+                    algorithm=GRPO(beta=beta, reduction="token_mean"),
                     sampling=Sampling(32),
                     evaluate_every=0,
                     optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
                 ),
-                EvaluateStage(
-                    name="check",
-                    model="train",
-                    task=Arithmetic(level=3, seed=1),
-                    problems=500,
-                    sampling=greedy,
-                ),
+                EvaluateStage(name="check", model="train", task=apart, sampling=greedy),
             ],
             rounds,
             first={"train": "sft", "mine": ""},

@@ -25,7 +25,6 @@ def iterative_dpo(
                     model="previous dpo",
                     data=("comparisons",),
                     steps=steps,
-                    batch=32,
                     algorithm=DPO(beta=beta),
                     optimizer=Optimization(lr=1e-4, warmup=10, schedule="cosine"),
                 ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.recipes.base import Recipe
@@ -27,60 +29,30 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
         Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
         Data(task=Arithmetic(level=3, carry="none"), counts={3: 1000}),
     )
-    sft = Optimization(lr=3e-3, warmup=20, schedule="cosine")
+    rate = Optimization(lr=3e-3, warmup=20, schedule="cosine")
+    sft = SFTStage(name="sft", model=f"tiny:{size}", data=demonstrations, steps=500, optimizer=rate)
+    greedy = Sampling(40, temperature=0.0)
+    before = EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy)
     stages = [
-        SFTStage(
-            name="sft",
-            model=f"tiny:{size}",
-            data=demonstrations,
-            steps=500,
-            batch=32,
-            optimizer=sft,
-        ),
-        EvaluateStage(
-            name="before",
-            model="sft",
-            task=task,
-            problems=1000,
-            sampling=Sampling(40, temperature=0.0),
-        ),
+        sft,
+        before,
         RLStage(
             name="rl",
             model="sft",
             task=task,
             steps=600,
             prompts=32,
-            algorithm=GRPO(group=8, beta=0.0, reduction="token_mean"),
+            algorithm=GRPO(beta=0.0, reduction="token_mean"),
             sampling=Sampling(max_new_tokens=32),
             curriculum=Curriculum(start=2, review=0.1),
             watch_kl=True,
             optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
         ),
-        EvaluateStage(
-            name="after",
-            model="rl",
-            task=task,
-            problems=1000,
-            sampling=Sampling(40, temperature=0.0),
-        ),
+        replace(before, name="after", model="rl"),
     ]
     if control:
         stages += [
-            SFTStage(
-                name="control",
-                model="sft",
-                data=demonstrations,
-                steps=20_000,
-                batch=32,
-                optimizer=sft,
-                as_long_as="rl",
-            ),
-            EvaluateStage(
-                name="after_control",
-                model="control",
-                task=task,
-                problems=1000,
-                sampling=Sampling(40, temperature=0.0),
-            ),
+            replace(sft, name="control", model="sft", steps=20_000, as_long_as="rl"),
+            replace(before, name="after_control", model="control"),
         ]
     return Recipe(tuple(stages), "before", "after", "posttrain run quickstart rl.lr=1e-4 seed=1")

@@ -51,12 +51,8 @@ def r1(
     made = [*scale.before, *measures(scale, "base", problems)]
     for stage in [*reasoning(scale), *alignment(scale, restart)]:
         made += [stage, *measures(scale, stage.name, problems)]
-    return Recipe(
-        tuple(made),
-        "base_sums",
-        "final_sums",
-        f"posttrain run r1 {f'model={model} ' if model else ''}restart=reasoning",
-    )
+    again = f"posttrain run r1 {f'model={model} ' if model else ''}restart=reasoning"
+    return Recipe(tuple(made), "base_sums", "final_sums", again)
 
 
 def reasoning(scale: Scale) -> list[Stage]:
@@ -66,11 +62,9 @@ def reasoning(scale: Scale) -> list[Stage]:
             name="cold_start",
             model=scale.base,
             steps=scale.cold_steps,
-            batch=32,
             optimizer=scale.begin,
-            data=(
-                Data(task=replace(scale.sums, language_mix="mixed"), counts={2: scale.cold}),
-            ),  # well-formed, right, in either language
+            # well-formed, right, in either language
+            data=(Data(task=replace(scale.sums, language_mix="mixed"), counts={2: scale.cold}),),
         ),
         RLStage(
             name="reasoning",
@@ -116,7 +110,6 @@ def alignment(scale: Scale, restart: str) -> list[Stage]:
             model="mixture",
             task=scale.general,
             prompts=scale.compared,
-            noise=0.1,
             sampling=scale.speak,
         ),
         RewardModelStage(

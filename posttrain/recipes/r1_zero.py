@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.recipes.base import Recipe, given
@@ -33,14 +35,9 @@ def r1_zero(
     With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, and the sums are asked in words.
     """
     if model:
-        return real(
-            model,
-            given(steps, 50),
-            given(samples, 256),
-            given(lr, 3e-5),
-            given(prompts, 128),
-            given(problems, 200),
-        )
+        asked = given(samples, 256), given(problems, 200)
+        return real(model, given(steps, 50), given(lr, 3e-5), given(prompts, 128), *asked)
+    asked = given(samples, 32), given(problems, 500)
     task = Arithmetic(level=3, format_weight=0.1)
     text = (
         Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
@@ -52,10 +49,9 @@ def r1_zero(
             model=f"tiny:{size}",
             data=text,
             steps=600,
-            batch=32,
             optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         ),
-        measured("base", "pretrain", task, given(samples, 32), 40, given(problems, 500)),
+        measured("base", "pretrain", task, 40, *asked),
         RLStage(
             name="rl",
             model="pretrain",
@@ -68,18 +64,18 @@ def r1_zero(
             watch_kl=True,
             optimizer=Optimization(lr=given(lr, 3e-4), warmup=10, schedule="linear", final=0.1),
         ),
-        measured("trained", "rl", task, given(samples, 32), 40, given(problems, 500)),
+        measured("trained", "rl", task, 40, *asked),
     ]
     return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=800")
 
 
-def real(model: str, steps: int, samples: int, lr: float, prompts: int, problems: int) -> Recipe:
+def real(model: str, steps: int, lr: float, prompts: int, samples: int, problems: int) -> Recipe:
     """A real model, on one GPU: greedy accuracy on held-out sums, and pass@k on two in five of them, before and after."""
     task, tokens, whole = Sums(level=DIGITS, min_level=DIGITS), 48, 5 * problems // 2
     greedy = Sampling(tokens, temperature=0.0)
     stages = [
         EvaluateStage(name="before", model=model, task=task, problems=whole, sampling=greedy),
-        measured("base", model, task, samples, tokens, problems),
+        measured("base", model, task, tokens, samples, problems),
         RLStage(
             name="rl",
             model=model,
@@ -96,23 +92,16 @@ def real(model: str, steps: int, samples: int, lr: float, prompts: int, problems
             evaluate_problems=whole,
             checkpoint_every=50,
         ),
-        measured("trained", "rl", task, samples, tokens, problems),
+        measured("trained", "rl", task, tokens, samples, problems),
         EvaluateStage(name="after", model="rl", task=task, problems=whole, sampling=greedy),
     ]
-    return Recipe(
-        tuple(stages), "before", "after", f"posttrain run r1_zero model={model} lr=1e-5 steps=150"
-    )
+    again = f"posttrain run r1_zero model={model} lr=1e-5 steps=150"
+    return Recipe(tuple(stages), "before", "after", again)
 
 
 def measured(
-    name: str, model: str, task: Task, samples: int, tokens: int, problems: int
+    name: str, model: str, task: Task, tokens: int, samples: int, problems: int
 ) -> EvaluateStage:
     """pass@1 to pass@`samples` on held-out problems."""
-    return EvaluateStage(
-        name=name,
-        model=model,
-        task=task,
-        problems=problems,
-        samples=samples,
-        sampling=Sampling(tokens),
-    )
+    asked = EvaluateStage(name=name, model=model, task=task, problems=problems)
+    return replace(asked, samples=samples, sampling=Sampling(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.algorithms.ppo import PPO
@@ -83,37 +84,29 @@ def sentiment(
             policy=Optimization(lr=given(lr, 1e-5), warmup=5),
             critic=Optimization(lr=given(reward_lr, 2e-5)),
         )
-        return Recipe(
-            (*optimised(scale, rounds, comparisons, fresh, beta, beta_increment, steps, problems),),
-            next_command=f"posttrain run sentiment model={model} beta=0.1",
+        first, again = [], f"model={model} beta=0.1"
+    else:
+        scale = Scale(
+            start="sft",
+            task=Reviews(strict=True),
+            sampling=_reviews.SAMPLING,
+            prompts=given(prompts, 64),
+            measured=200,
+            problems=40,
+            fit=Optimization(lr=given(reward_lr, 1e-3), warmup=10, schedule="cosine"),
+            fit_steps=60,
+            fit_more=100,
+            policy=Optimization(lr=given(lr, 2e-4), warmup=5),
+            critic=Optimization(lr=given(reward_lr, 1e-3)),
+            text=(_reviews.UNSEEN,),
         )
-    scale = Scale(
-        start="sft",
-        task=Reviews(strict=True),
-        sampling=_reviews.SAMPLING,
-        prompts=given(prompts, 64),
-        measured=200,
-        problems=40,
-        fit=Optimization(lr=given(reward_lr, 1e-3), warmup=10, schedule="cosine"),
-        fit_steps=60,
-        fit_more=100,
-        policy=Optimization(lr=given(lr, 2e-4), warmup=5),
-        critic=Optimization(lr=given(reward_lr, 1e-3)),
-        text=(_reviews.UNSEEN,),
-    )
-    people = SFTStage(
-        name="sft",
-        model=f"tiny:{size}",
-        data=(_reviews.PEOPLE,),
-        steps=500,
-        batch=32,
-        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-    )
-    stages = [
-        people,
-        *optimised(scale, rounds, comparisons, fresh, beta, beta_increment, steps, problems),
-    ]
-    return Recipe(tuple(stages), next_command="posttrain run sentiment beta=0.2")
+        rate = Optimization(lr=3e-3, warmup=20, schedule="cosine")
+        tiny, people = f"tiny:{size}", (_reviews.PEOPLE,)
+        first = [SFTStage(name="sft", model=tiny, data=people, steps=500, optimizer=rate)]
+        again = "beta=0.2"
+    one = one_round(scale, comparisons, beta, steps, problems)
+    stages = (*first, *optimised(scale, one, rounds, fresh, beta_increment))
+    return Recipe(stages, next_command=f"posttrain run sentiment {again}")
 
 
 def one_round(
@@ -130,7 +123,6 @@ def one_round(
             task=task,
             prompts=comparisons,
             samples=4,
-            noise=0.1,
             sampling=sampling,
         ),
         RewardModelStage(
@@ -138,7 +130,6 @@ def one_round(
             model=start,
             data=("comparisons",),
             steps=scale.fit_steps,
-            batch=16,
             optimizer=scale.fit,
             evaluate_every=0,
         ),
@@ -172,18 +163,11 @@ def one_round(
 
 
 def optimised(
-    scale: Scale,
-    rounds: int,
-    comparisons: int,
-    fresh: int,
-    beta: float,
-    beta_increment: float,
-    steps: int,
-    problems: int,
+    scale: Scale, one: Sequence[Stage], rounds: int, fresh: int, beta_increment: float
 ) -> list[Stage]:
     """The rounds, and the curves of all of them."""
     stages = repeat(
-        one_round(scale, comparisons, beta, steps, problems),
+        one,
         rounds,
         first={"rl": scale.start, "comparisons": ""},
         advance={
