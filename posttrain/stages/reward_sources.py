@@ -22,9 +22,8 @@ from posttrain.rewards.compose import combined
 from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed
-from posttrain.train.implicit import ImplicitRating
 from posttrain.train.judging import JudgeRating, LocalModel
-from posttrain.train.rating import ModelRating, ProcessRating
+from posttrain.train.rating import ImplicitRating, ModelRating, ProcessRating
 from posttrain.types import Rating, Rollout, Score
 
 Device = Literal["same", "cpu"]
@@ -64,17 +63,13 @@ class RewardSource(Checked, ABC):
         scored = bool(self.loads()) and self.rated in known
         require(not self.rated or scored, f"{other}; the task has {', '.join(known) or 'none'}")
 
-    def make(
-        self, context: Context, policy: Policy, where: str, token_budget: int
-    ) -> Rating | None:
+    def make(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
         """The models, loaded, as a rating of rollouts; None: the task's own score is the reward. `where` names the stage."""
-        rating = self.rating(context, policy, where, token_budget)
+        rating = self.rating(context, policy, where, budget)
         return SourceRating(self.rated, rating) if rating is not None and self.rated else rating
 
     @abstractmethod
-    def rating(
-        self, context: Context, policy: Policy, where: str, token_budget: int
-    ) -> Rating | None:
+    def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
         """As `make`, for all rollouts."""
 
 
@@ -85,9 +80,7 @@ class TaskReward(RewardSource):
     name: ClassVar[str] = "task"
     gives_steps: ClassVar[bool] = True  # where the task has them
 
-    def rating(
-        self, context: Context, policy: Policy, where: str, token_budget: int
-    ) -> Rating | None:
+    def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
         return None
 
 
@@ -114,17 +107,17 @@ class _Scorers(RewardSource):
     def offloaded(self) -> RewardSource:
         return replace(self, device="cpu")
 
-    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
+    def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         places = [place for name in self.models for place in model_places(name, context)]
         scorers = [load_reward_model(place, context) for place in places]
         for scorer in scorers:
             same_vocabulary(where, policy, scorer)
             scorer.model.requires_grad_(False)
-        rating = self.scored(scorers, token_budget, policy.tokenizer)
+        rating = self.scored(scorers, budget, policy.tokenizer)
         return placed(rating, [s.model for s in scorers], self.device, policy)
 
     @abstractmethod
-    def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
+    def scored(self, scorers: Sequence[Scorer], budget: int, tokenizer: Any) -> Rating:
         """The rating of loaded scorers."""
 
 
@@ -134,8 +127,8 @@ class RewardModels(_Scorers):
 
     name: ClassVar[str] = "models"
 
-    def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
-        return ModelRating(scorers, self.combine, self.k, token_budget, tokenizer)
+    def scored(self, scorers: Sequence[Scorer], budget: int, tokenizer: Any) -> Rating:
+        return ModelRating(scorers, self.combine, self.k, budget, tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +141,8 @@ class ProcessRewardModels(_Scorers):
 
     steps: str = "\n"
 
-    def scored(self, scorers: Sequence[Scorer], token_budget: int, tokenizer: Any) -> Rating:
-        return ProcessRating(scorers, self.combine, self.k, token_budget, tokenizer, self.steps)
+    def scored(self, scorers: Sequence[Scorer], budget: int, tokenizer: Any) -> Rating:
+        return ProcessRating(scorers, self.combine, self.k, budget, tokenizer, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +159,12 @@ class ImplicitReward(RewardSource):
     def loads(self) -> tuple[str, ...]:
         return (self.model, self.reference)
 
-    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
+    def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         tuned, origin = (load_policy(name, context) for name in self.loads())
         for one in (tuned, origin):
             same_vocabulary(where, policy, one)
             one.model.requires_grad_(False)
-        return ImplicitRating(tuned, origin, self.beta, token_budget)
+        return ImplicitRating(tuned, origin, self.beta, budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +197,10 @@ class JudgeReward(RewardSource):
         text += " and for each of measure_problems; use reward.mode=points"
         require(self.mode != "tournament" or (group > 1 and not alone), text)
 
-    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
+    def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         judge = load_policy(self.model, context)
         judge.model.requires_grad_(False)
-        rating = JudgeRating(LocalModel(judge, token_budget), self.mode, self.rubric)
+        rating = JudgeRating(LocalModel(judge, budget), self.mode, self.rubric)
         return placed(rating, [judge.model], self.device, policy)
 
 
@@ -255,8 +248,8 @@ class MixedReward(RewardSource):
         for part in self.parts:
             part.reward.check(where, task, group, alone)
 
-    def rating(self, context: Context, policy: Policy, where: str, token_budget: int) -> Rating:
-        made = [part.reward.make(context, policy, where, token_budget) for part in self.parts]
+    def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
+        made = [part.reward.make(context, policy, where, budget) for part in self.parts]
         return MixedRating(self.parts, tuple(made))
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, require
 from posttrain.system.files import atomic_folder
 from posttrain.types import JSON
 
@@ -28,6 +28,9 @@ MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 FORMAT = 2  # 2: state.json names the frozen models by their weights
 READABLE = (1, 2)
+# what reading a manifest that something else wrote may raise
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+OTHER = "the checkpoint is of another model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,17 +56,13 @@ def restore_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy saved weights into the module in place. Names and shapes must match exactly."""
     own = weights(module)
     if set(own) != set(tensors):
-        missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
-        raise UserError(
-            f"the checkpoint is of another model: missing {missing[:3]}, unexpected {extra[:3]}"
-        )
+        missing, extra = sorted(set(own) - set(tensors))[:3], sorted(set(tensors) - set(own))[:3]
+        raise UserError(f"{OTHER}: missing {missing}, unexpected {extra}")
     with torch.no_grad():
         for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape:
-                raise UserError(
-                    f"the checkpoint is of another model: {name} is {tuple(tensors[name].shape)}, not {tuple(tensor.shape)}"
-                )
-            tensor.copy_(tensors[name])
+            saved, shape = tensors[name], tuple(tensor.shape)
+            require(saved.shape == shape, f"{OTHER}: {name} is {tuple(saved.shape)}, not {shape}")
+            tensor.copy_(saved)
 
 
 def identity(module: nn.Module) -> str:
@@ -71,9 +70,8 @@ def identity(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(
-            memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        )
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 
@@ -92,22 +90,16 @@ def save(
                 copies = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
                 save_file(copies, folder / f"{name}.safetensors")
             _write_json(folder / "state.json", checkpoint.state)
-            files = {
-                p.name: {"size": p.stat().st_size, "sha256": _digest(p)}
-                for p in sorted(folder.iterdir())
-            }
+            made = sorted(folder.iterdir())
+            files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in made}
             manifest = {"format": FORMAT, "step": checkpoint.step, "files": files}
             _write_json(folder / MANIFEST, manifest)
     except (OSError, SafetensorError) as error:  # a full disk is the second
-        reason = getattr(error, "strerror", None) or error
-        advice = (
-            "raise the largest size of a file (ulimit -f)"
-            if "File too large" in str(error)
-            else "free some space"
-        )
-        raise UserError(
-            f"cannot write a checkpoint to {directory}: {reason}; {advice} and resume"
-        ) from error
+        reason, advice = getattr(error, "strerror", None) or error, "free some space"
+        if "File too large" in str(error):
+            advice = "raise the largest size of a file (ulimit -f)"
+        text = f"cannot write a checkpoint to {directory}: {reason}; {advice} and resume"
+        raise UserError(text) from error
     finally:
         _recover(directory)
         sweep(directory)
@@ -126,9 +118,8 @@ def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
         if path in spare:
             continue
-        going = path.with_name(
-            f".{path.name}.gone"
-        )  # it disappears at once: a kill must not leave half of one behind
+        # it disappears at once: a kill must not leave half of one behind
+        going = path.with_name(f".{path.name}.gone")
         with suppress(OSError):
             path.rename(going)
             shutil.rmtree(going, ignore_errors=True)
@@ -155,7 +146,7 @@ def verify(path: Path) -> str | None:
                 return f"{file} is missing"
             if file.stat().st_size != facts["size"] or _digest(file) != facts["sha256"]:
                 return f"{file} is damaged: its contents do not match the manifest"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         return f"{path / MANIFEST} cannot be read: {type(error).__name__}"
     return None
 
@@ -165,7 +156,7 @@ def whole(path: Path) -> bool:
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
         return all((path / name).stat().st_size == files[name]["size"] for name in FILES)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except UNREADABLE:
         return False
 
 
@@ -190,17 +181,10 @@ def load(path: Path) -> Checkpoint:
     """Read a verified checkpoint, of this format or an older one."""
     try:
         state = json.loads((path / "state.json").read_text())
-        return Checkpoint(
-            _number(path),
-            load_file(path / "model.safetensors"),
-            load_file(path / "optimizer.safetensors"),
-            state,
-        )
-    except (
-        SafetensorError,
-        ValueError,
-        RecursionError,
-    ) as error:  # it verified, so it was made like this
+        model, optimizer = (load_file(path / name) for name in FILES[:2])
+        return Checkpoint(_number(path), model, optimizer, state)
+    # it verified, so it was made like this
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 
 

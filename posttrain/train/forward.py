@@ -72,12 +72,8 @@ def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]
     """
     device, edges = batch.ids_T.device, np.array(batch.starts)
     kept, source = shared_beginnings(batch)
-    ids_K, position_K, source_T, shared = (
-        batch.ids_T,
-        positions(batch),
-        None,
-        len(kept) < batch.tokens,
-    )
+    ids_K, position_K, source_T = batch.ids_T, positions(batch), None
+    shared = len(kept) < batch.tokens
     if shared:
         at_K, source_T = _sent(kept, batch), _sent(source, batch)
         ids_K, position_K = ids_K[at_K], position_K[at_K]

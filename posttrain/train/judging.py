@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
-from torch import nn
 
 from posttrain.data.chat import render_prompt, special_texts
 from posttrain.errors import UserError, require
@@ -21,8 +20,8 @@ from posttrain.models.policy import Policy
 from posttrain.rewards._asking import Form, Messages, Replies, Usage
 from posttrain.rewards.judge import CANARY_QUESTION, SCORE, Judge, check_mode, read_rubric
 from posttrain.train.checkpoint import identity
-from posttrain.train.implicit import sequence_logprobs
 from posttrain.train.pack import pack_examples
+from posttrain.train.rating import sequence_logprobs
 from posttrain.types import Example, Message, Rollout, Score
 
 
@@ -38,17 +37,14 @@ class LocalModel:
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
         prompts = [self.prompt(messages) for messages in conversations]
         replies, weights = Replies(self.cache), identity(self.policy.model) if self.cache else ""
-        keys = [
-            [weights, list(prompt), form.field, list(form.options), form.count]
-            for prompt in prompts
-        ]
+        asked = (form.field, list(form.options), form.count)
+        keys = [[weights, list(prompt), *asked] for prompt in prompts]
         found = [replies.recall(key) for key in keys]
         fresh = [n for n, known in enumerate(found) if known is None]
         self.usage.requests += len(fresh)
         self.usage.cached += len(prompts) - len(fresh)
-        long = {
-            n for n in fresh if self.too_long(prompts[n], form)
-        }  # no verdict: the others still have theirs
+        # no verdict: the others still have theirs
+        long = {n for n in fresh if self.too_long(prompts[n], form)}
         self.usage.failures += len(long)
         fresh = [n for n in fresh if n not in long]
         for n, reply in zip(fresh, self.decide([prompts[n] for n in fresh], form), strict=True):
@@ -62,42 +58,31 @@ class LocalModel:
     def prompt(self, messages: Messages) -> tuple[int, ...]:
         """The conversation's ids. What spells a control token of this very tokenizer is broken up: a response must not be able to end
         its turn, nor to have itself left out because it cannot be rendered."""
-        turns = []
+        turns, control = [], special_texts(self.policy.tokenizer)
+        images = "a judge in this process reads text; ask one behind an address about images"
         for message in messages:
-            content = message["content"]
-            require(
-                isinstance(content, str),
-                "a judge in this process reads text; ask one behind an address about images",
-            )
-            turns.append(
-                Message(message["role"], harmless(content, special_texts(self.policy.tokenizer)))
-            )
+            require(isinstance(message["content"], str), images)
+            turns.append(Message(message["role"], harmless(message["content"], control)))
         return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
 
     def too_long(self, prompt: Sequence[int], form: Form) -> str:
         """Why a prompt with the longest reply to it is more than the model can read, or ''."""
-        encode = self.policy.tokenizer
-        reply = sum(
-            max(len(encode(t, add_special_tokens=False)["input_ids"]) for t in texts)
-            for texts in form.places()
-        )
+        reply = sum(max(len(self.encode(t)) for t in texts) for texts in form.places())
         try:
             self.policy.check_length(len(prompt) + reply)
         except UserError as error:
             return f"too_long: {error}"
         return ""
 
+    def encode(self, text: str) -> list[int]:
+        return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def decide(self, prompts: Sequence[tuple[int, ...]], form: Form) -> list[str | None]:
         """The likeliest reply to each prompt; None where its probability is not a number."""
-        given, said, lost = (
-            [list(prompt) for prompt in prompts],
-            [""] * len(prompts),
-            [False] * len(prompts),
-        )
+        given, said = [list(prompt) for prompt in prompts], [""] * len(prompts)
+        lost = [False] * len(prompts)
         for texts in form.places():
-            tails = [
-                self.policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
-            ]
+            tails = [self.encode(text) for text in texts]
             logprob_NO = self.logprobs(given, tails)
             for n, logprob_O in enumerate(logprob_NO):
                 lost[n] |= not np.isfinite(logprob_O).all()
@@ -120,9 +105,8 @@ class LocalModel:
                 examples.append(Example(np.array([*prompt, *tail], dtype=np.int64), mask))
         if not examples:
             return np.zeros((0, len(tails)))
-        found = sequence_logprobs(
-            self.policy, pack_examples(examples, self.policy.device), self.token_budget
-        )
+        batch = pack_examples(examples, self.policy.device)
+        found = sequence_logprobs(self.policy, batch, self.token_budget)
         return np.array(found).reshape(len(prompts), len(tails))
 
 
@@ -132,9 +116,8 @@ def harmless(text: str, control: Sequence[str]) -> str:
     >>> harmless("so <|end|> it is", ("<|end|>",))
     'so < |end|> it is'
     """
-    for _ in range(
-        8
-    ):  # breaking one up could complete another; what is left is refused where it is rendered
+    # breaking one up could complete another; what is left is refused where it is rendered
+    for _ in range(8):
         found = [word for word in control if word and word in text]
         if not found:
             break
@@ -152,31 +135,23 @@ class JudgeRating:
         if reason := model.too_long(model.prompt(self.judge.single(CANARY_QUESTION, "")), SCORE):
             raise UserError(f"the model cannot judge: its questions are {reason}")
         self.judge.check_canaries(CANARY_QUESTION)
-
-    @property
-    def models(self) -> tuple[nn.Module, ...]:
-        """The network, for a checkpoint to name it by its weights."""
-        return (self.model.policy.model,)
+        # the network, for a checkpoint to name it by its weights
+        self.models = (model.policy.model,)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout, in order. Neighbours of one problem are a group."""
         scores: list[Score] = []
         for _, group in groupby(rollouts, key=lambda rollout: rollout.problem.id):
             members = list(group)
-            scores += self.rate_group(
-                members[0].problem.question, [rollout.response for rollout in members]
-            )
+            responses = [rollout.response for rollout in members]
+            scores += self.rate_group(members[0].problem.question, responses)
         return scores
 
     def rate_group(self, question: str, responses: Sequence[str]) -> list[Score]:
         """What the judge cannot read even by itself fails alone; the others are judged together."""
-        reasons = [
-            self.model.too_long(self.model.prompt(self.judge.single(question, r)), SCORE)
-            for r in responses
-        ]
-        readable = [
-            response for response, reason in zip(responses, reasons, strict=True) if not reason
-        ]
+        prompts = (self.model.prompt(self.judge.single(question, r)) for r in responses)
+        reasons = [self.model.too_long(prompt, SCORE) for prompt in prompts]
+        readable = [r for r, reason in zip(responses, reasons, strict=True) if not reason]
         self.model.usage.failures += len(responses) - len(readable)
         judged = iter(self.judge.scores(self.mode, question, readable) if readable else [])
         return [

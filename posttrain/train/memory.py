@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,12 +41,10 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
     stream and what is to be added to it), and one layer at a time all of it.
     """
     text = policy.model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     names = ("intermediate_size", "n_inner", "ffn_dim")  # Llama, GPT-2, OPT
     named = (getattr(text, name, None) for name in names)
     inner = next((width for width in named if width), 4 * text.hidden_size)
-    hidden, keys, layers = text.hidden_size, heads * head_width, text.num_hidden_layers
+    hidden, keys, layers = text.hidden_size, key_width(text), text.num_hidden_layers
     fused = takes_fused_pass(policy)
     layer = (6 if fused else 9) * hidden + (3 if fused else 4) * inner + 2 * keys
     kept = layers * (2 if fused else 1) * hidden + layer if checkpointed else layers * layer
@@ -57,19 +56,22 @@ def logits_bytes(policy: Network, tokens: int) -> float:
     """Logits of a chunk of the tokens, which are never there for all of them, and their gradients."""
     size = int(policy.model.config.get_text_config().vocab_size)
     on_cuda = policy.device.type == "cuda"
-    return (6.0 if on_cuda else 8.0) * min(
-        tokens * size, CHUNK_LOGITS_CUDA if on_cuda else CHUNK_LOGITS
-    )
+    each, chunk = (6.0, CHUNK_LOGITS_CUDA) if on_cuda else (8.0, CHUNK_LOGITS)
+    return each * min(tokens * size, chunk)
 
 
 def cache_bytes(policy: Network, rows: int, length: int) -> float:
     """Keys and values of `rows` responses that reach `length` tokens each."""
     text = policy.model.config.get_text_config()
+    width = 2 * key_width(text) * text.num_hidden_layers
+    return float(rows * length * width * policy.dtype.itemsize)
+
+
+def key_width(text: Any) -> int:
+    """The width of all keys of a layer, by the model's config."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return float(
-        2 * rows * length * heads * head_width * text.num_hidden_layers * policy.dtype.itemsize
-    )
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(heads * width)
 
 
 def at_hand(device: torch.device) -> float | None:
@@ -86,11 +88,8 @@ def step_bytes(
 ) -> float:
     """What a step takes beyond what is there once the optimizers are made: gradients and moments, which are `learning`, activations,
     a chunk of logits."""
-    return (
-        learning
-        + logits_bytes(models[0], tokens)
-        + sum(activation_bytes(m, tokens, checkpointed) for m in models)
-    )
+    activations = sum(activation_bytes(m, tokens, checkpointed) for m in models)
+    return learning + logits_bytes(models[0], tokens) + activations
 
 
 def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:
@@ -109,11 +108,11 @@ def set_checkpointing(model: nn.Module, on: bool) -> None:
     keep the model from the fused pass.
     """
     found = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    require(
-        bool(found) or not on,
-        f"optimizer.checkpointing=layer: {type(model).__name__} cannot be checkpointed by layers; leave "
-        "it out and lower optimizer.token_budget",
+    cannot = (
+        f"optimizer.checkpointing=layer: {type(model).__name__} cannot be checkpointed by layers"
     )
+    text = f"{cannot}; leave it out and lower optimizer.token_budget"
+    require(bool(found) or not on, text)
     for module in found:
         module.gradient_checkpointing = on  # type: ignore[assignment]
         module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

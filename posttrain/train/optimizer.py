@@ -1,4 +1,5 @@
-"""AdamW on float32 weights with moments of 32 or 8 bits, a learning-rate schedule, and global-norm clipping."""
+"""AdamW on float32 weights with moments of 32 or 8 bits, a learning-rate schedule, and global-norm clipping; and a model that learns by
+it, with its place in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, UserError, require
+from posttrain.models.policy import Policy
+from posttrain.models.scorer import Scorer
+from posttrain.train import checkpoint
 
 BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
 MIN_NARROW = 4096  # a tensor with fewer numbers keeps moments of 32 bits
@@ -79,9 +83,8 @@ class Optimization(Checked):
         if self.schedule == "linear":
             return self.lr * (1 - (1 - self.final) * progress)
         if self.schedule == "cosine":
-            return self.lr * (
-                self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
-            )
+            falling = 0.5 * (1 + math.cos(math.pi * progress))
+            return self.lr * (self.final + (1 - self.final) * falling)
         return self.lr
 
 
@@ -115,11 +118,10 @@ class Optimizer:
         ]
         betas = (settings.beta1, settings.beta2)
         common: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.epsilon}
-        self.adam = (
-            _narrow_adam(groups, common)
-            if settings.moments == "int8"
-            else torch.optim.AdamW(groups, **common, fused=True)
-        )
+        if settings.moments == "int8":
+            self.adam = _narrow_adam(groups, common)
+        else:
+            self.adam = torch.optim.AdamW(groups, **common, fused=True)
 
     @staticmethod
     def _collect(master: Tensor) -> Callable[[Tensor], None]:
@@ -185,11 +187,9 @@ class Optimizer:
             if master is not self.parameters[name]:
                 tensors[f"master.{name}"] = master
             for key, value in self.adam.state.get(master, {}).items():
-                parts = (
-                    {"": value}
-                    if not hasattr(value, "codes")
-                    else {"_codes": value.codes, "_scale": value.scale}
-                )
+                parts = {"": value}
+                if hasattr(value, "codes"):
+                    parts = {"_codes": value.codes, "_scale": value.scale}
                 tensors |= {f"{key}{part}.{name}": tensor for part, tensor in parts.items()}
         return tensors
 
@@ -200,29 +200,23 @@ class Optimizer:
                 if f"master.{name}" in tensors:
                     master.copy_(tensors[f"master.{name}"])
                 if f"step.{name}" in tensors:
-                    self.adam.state[master] = {
-                        key: self._moment(tensors, key, name)
-                        for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
+                    keys = ("step", "exp_avg", "exp_avg_sq")
+                    self.adam.state[master] = {k: self._moment(tensors, k, name) for k in keys}
 
     def _moment(self, tensors: dict[str, Tensor], key: str, name: str) -> Tensor:
         master, narrow = self.masters[name], self.settings.moments == "int8"
         if key == "step":  # torchao counts on the CPU
             return tensors[f"step.{name}"].clone().to("cpu" if narrow else master.device)
         whole = tensors.get(f"{key}.{name}")
-        require(
-            narrow or whole is not None,
-            "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8",
-        )
-        if whole is not None and not (
-            narrow and master.numel() >= MIN_NARROW and master.numel() % BLOCK == 0
-        ):
+        int8 = "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8"
+        require(narrow or whole is not None, int8)
+        blocks = narrow and master.numel() >= MIN_NARROW and master.numel() % BLOCK == 0
+        if whole is not None and not blocks:
             return whole.clone().to(master.device)
         from torchao.optim.subclass_8bit import OptimState8bit
 
-        moment = OptimState8bit.zeros(
-            master.shape, key == "exp_avg", BLOCK, master.device, master.dtype
-        )
+        signed, kind = key == "exp_avg", (master.device, master.dtype)
+        moment = OptimState8bit.zeros(master.shape, signed, BLOCK, *kind)
         if whole is not None:  # of a run that began with float32
             return moment.copy_(whole.to(master.device))  # type: ignore[no-any-return]
         moment.codes.copy_(tensors[f"{key}_codes.{name}"])
@@ -230,17 +224,46 @@ class Optimizer:
         return moment  # type: ignore[no-any-return]
 
 
+class Learner:
+    """`name` is what messages, metrics and `Batch.resting` call it; `prefix` what its tensors' names begin with in a checkpoint."""
+
+    def __init__(
+        self, name: str, network: Policy | Scorer, settings: Optimization, prefix: str = ""
+    ):
+        self.name, self.network, self.settings, self.prefix = name, network, settings, prefix
+        self.optimizer = Optimizer(network.model, settings)
+
+    @property
+    def state_bytes(self) -> float:
+        """Of gradients and moments."""
+        count = sum(p.numel() for p in self.optimizer.parameters.values())
+        return (4 + self.settings.moment_bytes) * count
+
+    def weights(self) -> dict[str, Tensor]:
+        """Everything that learns, by its name in a checkpoint."""
+        return self._named(checkpoint.weights(self.network.model))
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's state, by its name in a checkpoint."""
+        return self._named(self.optimizer.state())
+
+    def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+        """Put back what `weights` and `moments` gave, under their own names, bit for bit."""
+        checkpoint.restore_weights(self.network.model, weights)
+        self.optimizer.restore(moments)
+
+    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {self.prefix + name: tensor for name, tensor in tensors.items()}
+
+
 def check_compiler(device: str) -> None:
     """Refuse a machine on which torch.compile, of which torchao makes its step, finds no compiler: for a CPU that of $CXX or else the
     usual one for C++, for CUDA that of $CC or else gcc or clang, by which triton builds what launches its kernels."""
-    variable, usual = (
-        ("CC", ("gcc", "clang")) if device.startswith("cuda") else ("CXX", (DEFAULT_CXX,))
-    )
-    given = os.environ.get(variable, "").split()[:1]
-    require(
-        any(map(shutil.which, given or usual)),
-        f"{NOT_COMPILED}: there is no {' or '.join(given or usual)}",
-    )
+    cuda = device.startswith("cuda")
+    usual = ["gcc", "clang"] if cuda else [DEFAULT_CXX]
+    names = os.environ.get("CC" if cuda else "CXX", "").split()[:1] or usual
+    found = any(map(shutil.which, names))
+    require(found, f"{NOT_COMPILED}: there is no {' or '.join(names)}")
 
 
 def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,10 @@ from torch import Tensor
 
 from posttrain.data.stream import permutation
 from posttrain.types import Batch, Example, Group, Rollout, Segment
+
+# the tensors among the fields of a batch, which are cut alike; `sequence_T` is numbered anew
+NAMES = [f.name for f in fields(Batch) if f.name.endswith(("_T", "_N"))]
+TENSORS = [name for name in NAMES if name not in ("sequence_T", "unit_N")]
 
 
 def pack_groups(
@@ -29,6 +35,7 @@ def pack_groups(
     versions = [_or(s.versions, s, -1) for r in rollouts for s in r.segments]
     episodes = [(n, r.sample) for n, r in zip(number, rollouts, strict=True)]
     rows = Counter(episodes)
+    votes, truncated = [1 / rows[one] for one in episodes], [r.finish == "length" for r in rollouts]
     batch = _batch(
         [r.ids for r in rollouts],
         [r.mask for r in rollouts],
@@ -42,14 +49,10 @@ def pack_groups(
     return batch.replace(
         temperature=temperature,
         valid_N=torch.tensor([r.score.valid for r in rollouts], dtype=torch.bool, device=device),
-        truncated_N=torch.tensor(
-            [r.finish == "length" for r in rollouts], dtype=torch.bool, device=device
-        ),
+        truncated_N=torch.tensor(truncated, dtype=torch.bool, device=device),
         rollout_N=torch.arange(len(rollouts), device=device),
         version_T=torch.from_numpy(_joined(versions, np.int32)).to(device),
-        vote_N=torch.tensor([1 / rows[one] for one in episodes], device=device)
-        if len(rows) < len(episodes)
-        else None,
+        vote_N=torch.tensor(votes, device=device) if len(rows) < len(episodes) else None,
     )
 
 
@@ -87,9 +90,8 @@ def step_rewards(rollout: Rollout) -> np.ndarray | None:
             for position, value in rollout.score.steps:
                 within = position - written
                 if 0 < within <= len(segment.text):
-                    at = token + int(
-                        np.searchsorted(segment.offsets, within)
-                    )  # the first token that reaches this far
+                    # the first token that ends there or after it
+                    at = token + int(np.searchsorted(segment.offsets, within))
                     step_T[at] = value if np.isnan(step_T[at]) else step_T[at] + value
             written += len(segment.text)
         token += len(segment.ids)
@@ -108,15 +110,13 @@ def _batch(
 ) -> Batch:
     for i, m in zip(ids, mask, strict=True):
         if len(i) != len(m) or not len(i) or m[0]:
-            raise ValueError(
-                "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
-            )
+            text = "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
+            raise ValueError(text)
     own_ids, own_mask = _joined(ids, np.int64), _joined(mask, np.bool_)
     columns = {}
     if any(one is not None for one in steps):
-        whole = [
-            np.full(len(i), np.nan) if s is None else s for i, s in zip(ids, steps, strict=True)
-        ]
+        pairs = zip(ids, steps, strict=True)
+        whole = [np.full(len(i), np.nan) if s is None else s for i, s in pairs]
         columns["step_T"] = torch.from_numpy(_joined(whole, np.float32)).to(device)
     lengths = [len(i) for i in ids]
     return Batch(
@@ -211,23 +211,16 @@ def _select(
 ) -> Batch:
     """Every tensor of a batch at the given tokens or sequences."""
 
-    def part(name: str, tensor: Tensor) -> Tensor:
-        return tensor[at_T] if name.endswith("_T") else tensor[at_N]
+    def parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {name: t[at_T if name.endswith("_T") else at_N] for name, t in tensors.items()}
 
-    return Batch(
-        ids_T=batch.ids_T[at_T],
+    return replace(
+        batch,
+        **parts({name: getattr(batch, name) for name in TENSORS}),
         starts=starts,
         sequence_T=sequence_T,
-        mask_T=batch.mask_T[at_T],
-        behaviour_T=batch.behaviour_T[at_T],
-        reward_N=batch.reward_N[at_N],
-        valid_N=batch.valid_N[at_N],
-        group_N=batch.group_N[at_N],
         unit_N=unit_N,
-        truncated_N=batch.truncated_N[at_N],
-        temperature=batch.temperature,
-        resting=batch.resting,
-        columns={name: part(name, column) for name, column in batch.columns.items()},
+        columns=parts(batch.columns),
         ids=None if batch.ids is None else batch.ids[host],
         mask=None if batch.mask is None else batch.mask[host],
     )
@@ -258,15 +251,11 @@ def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
     if count == 1:
         return [batch]
     order, members = permutation(len(ends), "mini_batches", seed), list(pairwise([0, *ends]))
-    dealt = [
-        sorted(order[len(ends) * i // count : len(ends) * (i + 1) // count].tolist())
-        for i in range(count)
-    ]
+    cuts = [len(ends) * i // count for i in range(count + 1)]
+    dealt = [sorted(order[a:b].tolist()) for a, b in pairwise(cuts)]
     return [gather(batch, [n for one in groups for n in range(*members[one])]) for groups in dealt]
 
 
 def _run_ends(numbers: Sequence[int]) -> list[int]:
     """Where each run of equal numbers ends."""
-    return [
-        i + 1 for i in range(len(numbers)) if i + 1 == len(numbers) or numbers[i + 1] != numbers[i]
-    ]
+    return list(accumulate(len(list(run)) for _, run in groupby(numbers)))

@@ -1,4 +1,5 @@
-"""Reward models as a reward: whole batches of rollouts, packed, without gradient."""
+"""Models as a reward: reward models, process reward models and models tuned by DPO rate whole batches of rollouts, packed, without
+gradient."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from torch import nn
 from posttrain.data.steps import Step, steps_of, turns_of
 from posttrain.errors import require
 from posttrain.models.load import Reader, same_vocabulary
+from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
+from posttrain.ops.weights import sequence_sums
 from posttrain.rewards import _models as ensemble
-from posttrain.train.forward import scores
-from posttrain.train.pack import micro_batches, pack_examples
-from posttrain.types import Example, Rollout, Score
+from posttrain.rewards._models import implicit_reward
+from posttrain.train.forward import forward, scores
+from posttrain.train.pack import micro_batches, pack_examples, pack_groups
+from posttrain.types import Batch, Example, Group, Rollout, Score
 
 TOKEN = "token:"
 
@@ -42,10 +46,8 @@ class ModelRating:
 
     def __post_init__(self) -> None:
         require(len(self.scorers) > 0, "a rating needs at least one reward model")
-        require(
-            self.token_budget > 0,
-            f"a rating's token_budget must be positive, not {self.token_budget}",
-        )
+        budget = self.token_budget
+        require(budget > 0, f"a rating's token_budget must be positive, not {budget}")
         ensemble.check(self.combine, self.k)
         policy = Reader(self.tokenizer, "the policy")
         member = Reader(self.scorers[0].tokenizer, "another member of the ensemble")
@@ -63,10 +65,8 @@ class ModelRating:
         """One score for each rollout, in order."""
         if not rollouts:
             return []
-        by_member = [
-            last_scores(scorer, [r.ids for r in rollouts], self.token_budget)
-            for scorer in self.scorers
-        ]
+        ids = [rollout.ids for rollout in rollouts]
+        by_member = [last_scores(scorer, ids, self.token_budget) for scorer in self.scorers]
         return [self.score(values) for values in zip(*by_member, strict=True)]
 
     def score(self, values: Sequence[float]) -> Score:
@@ -97,57 +97,40 @@ class ProcessRating(ModelRating):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.separator.startswith(TOKEN):
-            self.token = token_id(
-                self.tokenizer or self.scorers[0].tokenizer, self.separator.removeprefix(TOKEN)
-            )
+            tokenizer = self.tokenizer or self.scorers[0].tokenizer
+            self.token = token_id(tokenizer, self.separator.removeprefix(TOKEN))
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         if not rollouts:
             return []
-        by_member = [
-            token_scores(scorer, [r.ids for r in rollouts], self.token_budget)
-            for scorer in self.scorers
-        ]
-        return [
-            self.score_steps(rollout, [m[n] for m in by_member])
-            for n, rollout in enumerate(rollouts)
-        ]
+        ids = [rollout.ids for rollout in rollouts]
+        by_member = [token_scores(scorer, ids, self.token_budget) for scorer in self.scorers]
+        by_rollout = zip(rollouts, zip(*by_member, strict=True), strict=True)
+        return [self.score_steps(rollout, scores) for rollout, scores in by_rollout]
 
     def score_steps(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
         """A response by its steps, each combined over the members."""
-        steps = (
-            steps_of(rollout, self.separator)
-            if self.token < 0
-            else marked_steps(rollout, self.token)
-        )
+        by_rule, token = self.token < 0, self.token
+        steps = steps_of(rollout, self.separator) if by_rule else marked_steps(rollout, token)
         ends = [step.end for step in steps] or [len(rollout.ids) - 1]
         if not all(np.isfinite(score_T[ends]).all() for score_T in by_member):
             return Score.failed("a reward model's score of a step is not finite")
-        with np.errstate(
-            over="ignore"
-        ):  # e^1000 is infinite, and 1 / (1 + infinity) is the right 0
+        with np.errstate(over="ignore"):  # e^1000 is infinite, 1 / (1 + infinity) is the right 0
             chance_MS = 1 / (1 + np.exp(-np.stack([score_T[ends] for score_T in by_member])))
-        chances = [
-            ensemble.combine(chance_M.tolist(), self.combine, self.k) for chance_M in chance_MS.T
-        ]
-        parts = (
-            {"disagreement": max(ensemble.disagreement(c.tolist()) for c in chance_MS.T)}
-            if len(by_member) > 1
-            else {}
-        )
-        placed = tuple(
-            (step.position, chance) for step, chance in zip(steps, chances, strict=False)
-        )
-        return Score(min(chances), parts, placed)
+        chance_SM = chance_MS.T.tolist()
+        chances = [ensemble.combine(chance_M, self.combine, self.k) for chance_M in chance_SM]
+        parts = {}
+        if len(by_member) > 1:
+            parts["disagreement"] = max(map(ensemble.disagreement, chance_SM))
+        placed = zip((step.position for step in steps), chances, strict=False)
+        return Score(min(chances), parts, tuple(placed))
 
 
 def token_id(tokenizer: Any, text: str) -> int:
     """The id of the one token that spells `text`."""
     found: Any = None if tokenizer is None else tokenizer.get_vocab().get(text)
-    require(
-        found is not None,
-        f"process reward model: {text!r} is no token of its vocabulary; name one that ends its steps",
-    )
+    none = f"process reward model: {text!r} is no token of its vocabulary; name one that ends its steps"
+    require(found is not None, none)
     return int(found)
 
 
@@ -175,15 +158,10 @@ def token_scores(
     """A scorer's number at every token of each sequence. Neighbours that begin alike, as those of a group, share that part."""
     check_fits(scorer, sequences)
     scorer.model.eval()
-    batch = pack_examples(
-        [Example(ids, np.zeros(len(ids), bool)) for ids in sequences], scorer.device
-    )
-    score_T = (
-        torch.cat([scores(scorer, piece) for piece in micro_batches(batch, token_budget)])
-        .double()
-        .cpu()
-        .numpy()
-    )
+    examples = [Example(ids, np.zeros(len(ids), bool)) for ids in sequences]
+    batch = pack_examples(examples, scorer.device)
+    found = torch.cat([scores(scorer, piece) for piece in micro_batches(batch, token_budget)])
+    score_T = found.double().cpu().numpy()
     return [score_T[start:end] for start, end in pairwise(batch.starts)]
 
 
@@ -198,18 +176,58 @@ def check_fits(scorer: Scorer, sequences: Sequence[np.ndarray]) -> None:
     """Refuse ids that the scorer has no embedding for, and lengths beyond its positions: it would fail, or write nonsense."""
     config = scorer.model.config.get_text_config()
     where = scorer.source or "the reward model"
-    highest = max(int(ids.max()) for ids in sequences)
-    require(
-        highest < config.vocab_size,
-        f"token id {highest} is unknown to {where}, which has {config.vocab_size}: policy and "
-        "reward model must share a vocabulary",
-    )
-    longest, limit = (
-        max(len(ids) for ids in sequences),
-        getattr(config, "max_position_embeddings", None),
-    )
-    require(
-        limit is None or longest <= limit,
-        f"a rollout of {longest} tokens is too long for {where}, which has {limit} positions; "
-        "lower max_new_tokens",
-    )
+    highest, longest = max(int(ids.max()) for ids in sequences), max(map(len, sequences))
+    strange = f"token id {highest} is unknown to {where}, which has {config.vocab_size}"
+    known = highest < config.vocab_size
+    require(known, f"{strange}: policy and reward model must share a vocabulary")
+    limit = getattr(config, "max_position_embeddings", None)
+    long = f"a rollout of {longest} tokens is too long for {where}, which has {limit} positions"
+    require(limit is None or longest <= limit, f"{long}; lower max_new_tokens")
+
+
+class ImplicitRating:
+    """r(x, y) = beta [ log pi(y | x) - log ref(y | x) ], summed over the tokens that were sampled, under two frozen models.
+
+    `policy` is one that DPO or a relative trained, with `beta` as it was then, and `reference` the one it started from. Both are asked
+    at temperature 1, the distribution that their training was about. A log-prob that is not finite is a failure, not a score.
+    """
+
+    def __init__(self, policy: Policy, reference: Policy, beta: float, token_budget: int = 8192):
+        require(beta > 0, f"implicit reward: beta must be positive, not {beta}")
+        advice = "the reference must be the model that the policy was trained from"
+        same_vocabulary("implicit reward", policy, reference, advice)
+        self.policy, self.reference = policy, reference
+        self.beta, self.token_budget = beta, token_budget
+        # the networks, for a checkpoint to name them by their weights
+        self.models = (policy.model, reference.model)
+
+    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """One score for each rollout, with both log-probs as its parts."""
+        if not rollouts:
+            return []
+        own, others = (self.logprobs(model, rollouts) for model in (self.policy, self.reference))
+        scores = []
+        for logprob, reference in zip(own, others, strict=True):
+            if not (isfinite(logprob) and isfinite(reference)):
+                scores.append(Score.failed(f"log-probs of {logprob} and {reference}"))
+                continue
+            value = implicit_reward(logprob, reference, self.beta)
+            scores.append(Score(value, parts={"logprob": logprob, "reference": reference}))
+        return scores
+
+    def logprobs(self, policy: Policy, rollouts: Sequence[Rollout]) -> list[float]:
+        """log p(y | x) of what was sampled in each rollout."""
+        groups = [Group(rollout.problem, (rollout,)) for rollout in rollouts]
+        batch = pack_groups(groups, 1.0, policy.device)
+        return sequence_logprobs(policy, batch, self.token_budget)
+
+
+@torch.no_grad()
+def sequence_logprobs(policy: Policy, batch: Batch, token_budget: int) -> list[float]:
+    """sum_t log p(y_t | x, y_<t) over the loss tokens of each sequence."""
+    policy.model.eval()
+    found: list[float] = []
+    for piece in micro_batches(batch, token_budget):
+        logprob_T, sequences = forward(policy, piece).logprob_T, piece.sequences
+        found += sequence_sums(logprob_T, piece.mask_T, piece.sequence_T, sequences).tolist()
+    return found

@@ -16,14 +16,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
-from posttrain.errors import Checked, Count, Positive, UserError
+from posttrain.errors import Checked, Count, Positive, require
 from posttrain.events import Events
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
+from posttrain.types import JSON
 
 LONGEST_WRITE = 1800.0  # seconds: a disk that has not taken a checkpoint by then is not going to
 
@@ -70,9 +70,8 @@ class Store:
             self._write(copied, waited)
             self.check()
             return
-        self._thread = threading.Thread(
-            target=self._write, args=(copied, waited), name="checkpoint", daemon=True
-        )
+        given, name = (copied, waited), "checkpoint"
+        self._thread = threading.Thread(target=self._write, args=given, name=name, daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -85,32 +84,24 @@ class Store:
         """Wait until nothing is being written or copied."""
         self._written()
         if self._hooking is not None:
-            self._hooking.join(
-                2 * self.saving.hook_seconds + 30
-            )  # one that runs and one that waits; each is ended after its limit
+            # one that runs and one that waits; each is ended after its limit
+            self._hooking.join(2 * self.saving.hook_seconds + 30)
             self._hooking = None
         self.check()
 
     def _written(self) -> None:
         if self._thread is not None:
             self._thread.join(LONGEST_WRITE)
-            if self._thread.is_alive():
-                raise UserError(
-                    f"{self.directory}: a checkpoint has been written for {LONGEST_WRITE:.0f} s and is not done; look "
-                    "at the disk or the network it is on, then resume"
-                )
+            slow = f"{self.directory}: a checkpoint has been written for {LONGEST_WRITE:.0f} s and is not done"
+            look = "look at the disk or the network it is on, then resume"
+            require(not self._thread.is_alive(), f"{slow}; {look}")
             self._thread = None
         self.check()
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """However the stage ends, the write that is under way is finished. An error of its own does not hide the one that ended it."""
         try:
             self.finish()
@@ -136,18 +127,14 @@ class Store:
         """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""
         try:
             began = time.perf_counter()
-            path = checkpoint.save(
-                self.directory, made, self.saving.keep, spare=tuple(self._copying)
-            )
+            spare = tuple(self._copying)
+            path = checkpoint.save(self.directory, made, self.saving.keep, spare)
             size, seconds = checkpoint.size(path), time.perf_counter() - began
             cost = f"{size / 1e6:,.1f} MB in {seconds:.2f} s; the step waited {waited:.3f} s"
-            self.events.emit(
-                "checkpoint",
-                "" if self._written_once else f"checkpoint at step {made.step}: {cost}",
-                stage=made.state.get("stage", ""),
-                step=made.step,
-                data={"bytes": size, "seconds": round(seconds, 3), "waited": round(waited, 3)},
-            )
+            text = "" if self._written_once else f"checkpoint at step {made.step}: {cost}"
+            data = {"bytes": size, "seconds": round(seconds, 3), "waited": round(waited, 3)}
+            stage = made.state.get("stage", "")
+            self.events.emit("checkpoint", text, stage=stage, step=made.step, data=data)
             self._written_once = True  # what all of them cost, a person reads one time
             if self.saving.hook:
                 self._follow(path)
@@ -177,36 +164,27 @@ class Store:
     def _run_hook(self, path: Path) -> None:
         began = time.perf_counter()
         place, hook = str(path.absolute()), self.saving.hook
-        command = (
-            tuple(word.replace("{}", place) for word in hook)
-            if any("{}" in word for word in hook)
-            else (*hook, place)
-        )
+        command = tuple(word.replace("{}", place) for word in hook)
+        if command == hook:
+            command = (*hook, place)
         problem = run_hook(command, self.saving.hook_seconds)
         seconds = round(time.perf_counter() - began, 3)
+        data: dict[str, JSON] = {"checkpoint": str(path), "seconds": seconds}
         if problem is None:
-            data = {"checkpoint": str(path), "seconds": seconds}
             self.events.emit("checkpoint_hook", data=data)
             return
         self.hook_failures += 1
         text = f"checkpoint_hook failed for {path.name} ({self.hook_failures} so far): {problem}"
-        self.events.emit(
-            "warning",
-            text,
-            "warning",
-            data={"checkpoint": str(path), "seconds": seconds, "failures": self.hook_failures},
-        )
+        data["failures"] = self.hook_failures
+        self.events.emit("warning", text, "warning", data=data)
 
 
 def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
     """Run a program without a shell, with no input and at most `seconds`; what went wrong, or None. What it started ends with it."""
+    none = subprocess.DEVNULL
     try:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            command, stdin=none, stdout=none, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as error:
         return f"{command[0]}: {error.strerror}"
@@ -227,6 +205,4 @@ def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """In host memory and nobody else's: training goes on with the originals while these are written."""
-    return {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
-    }
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}

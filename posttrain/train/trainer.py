@@ -17,9 +17,8 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate
 from posttrain.train.forward import PASSES
-from posttrain.train.learner import Learner
 from posttrain.train.memory import at_hand, checkpointing_pays, set_checkpointing, step_bytes
-from posttrain.train.optimizer import Optimization
+from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.pack import host_mask, micro_batches, with_loss
 from posttrain.train.roles.base import Addition, Role
 from posttrain.types import Batch, Metric, Outputs
@@ -31,9 +30,8 @@ class NonFinite(GuardStop):
     """A loss or gradient that is not a number: nothing was updated. Holds the figures of the step that was not made."""
 
     def __init__(self, what: str, metrics: Sequence[Metric], norm: float):
-        super().__init__(
-            f"{what}: nothing was updated; look at the last rollouts, or lower the learning rate"
-        )
+        advice = "look at the last rollouts, or lower the learning rate"
+        super().__init__(f"{what}: nothing was updated; {advice}")
         self.what, self.metrics, self.norm = what, tuple(metrics), norm
 
 
@@ -166,37 +164,25 @@ class Trainer:
 
     def _accumulate(self, batch: Batch, added: Sequence[tuple[str, Addition]]) -> list[Metric]:
         """Forward and backward over all micro-batches: the step's gradient is in the optimizers."""
-        for learner in (
-            self.learners
-        ):  # layers are checkpointed in training mode alone; nothing else differs in it
+        # layers are checkpointed in training mode alone; nothing else differs in it
+        for learner in self.learners:
             learner.network.model.train()
-        found = [
-            m
-            for piece in micro_batches(batch, self.token_budget)
-            for m in self.forward_backward(piece)
-        ]
+        pieces = micro_batches(batch, self.token_budget)
+        found = [m for piece in pieces for m in self.forward_backward(piece)]
         trained = int(host_mask(batch).sum())
         metrics = [Metric("trained", trained, 1), *of_one_update(found)]
         for name, more in added if "policy" not in batch.resting else ():
             pieces = micro_batches(with_loss(more.batch), self.token_budget)
             found = [m for piece in pieces for m in self.forward_backward(piece, more.algorithm)]
-            metrics += [
-                replace(m, name=f"{name}/{m.name}")
-                for m in of_one_update(found)
-                if m.name != "loss"
-            ]
+            parts = [m for m in of_one_update(found) if m.name != "loss"]
+            metrics += [replace(m, name=f"{name}/{m.name}") for m in parts]
         return metrics
 
     def _check(self, metrics: Sequence[Metric], norms: Sequence[float]) -> None:
         """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
-        names = (
-            "the gradient's norm",
-            *(f"the norm of the {one.name}'s gradient" for one in self.learners[1:]),
-        )
-        figures = dict(zip(names, norms, strict=True))
-        figures["the loss"] = sum(
-            float(metric.total) for metric in metrics if metric.name == "loss"
-        )
+        others = (f"the norm of the {one.name}'s gradient" for one in self.learners[1:])
+        figures = dict(zip(("the gradient's norm", *others), norms, strict=True))
+        figures["the loss"] = sum(float(m.total) for m in metrics if m.name == "loss")
         for name, value in figures.items():
             if not math.isfinite(value):
                 self._drop()

@@ -27,7 +27,6 @@ import posttrain.pipeline
 import posttrain.recipes.quickstart
 import posttrain.stages.preference
 import posttrain.stages.reward_model
-import posttrain.train.implicit
 import posttrain.train.rating
 import posttrain.train.saving
 import posttrain.train.torch_settings

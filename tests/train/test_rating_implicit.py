@@ -11,8 +11,8 @@ from material_for_tests import rollout, segment, shared_policy, small_policy
 from posttrain.algorithms.dpo import DPO
 from posttrain.errors import UserError
 from posttrain.train.forward import forward
-from posttrain.train.implicit import ImplicitRating
 from posttrain.train.pack import pack_groups
+from posttrain.train.rating import ImplicitRating
 from posttrain.types import Group, Rollout
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.models.scorer import on_device
-from posttrain.train.learner import Learner
+from posttrain.train.optimizer import Learner
 from posttrain.types import JSON, Batch, Metric, Outputs
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from posttrain.models.policy import Network
 from posttrain.models.scorer import Scorer
 from posttrain.train.forward import scores
-from posttrain.train.learner import Learner
 from posttrain.train.memory import activation_bytes, learning_bytes, weight_bytes
-from posttrain.train.optimizer import Optimization
+from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.roles.base import Role
 from posttrain.types import Batch, Outputs
 
