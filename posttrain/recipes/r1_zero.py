@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.recipes.base import Recipe, given
@@ -103,5 +101,7 @@ def measured(
     name: str, model: str, task: Task, tokens: int, samples: int, problems: int
 ) -> EvaluateStage:
     """pass@1 to pass@`samples` on held-out problems."""
-    asked = EvaluateStage(name=name, model=model, task=task, problems=problems)
-    return replace(asked, samples=samples, sampling=Sampling(tokens))
+    sampling = Sampling(tokens)
+    return EvaluateStage(
+        name=name, model=model, task=task, problems=problems, samples=samples, sampling=sampling
+    )
