@@ -20,18 +20,19 @@ from posttrain.train.roles.teacher import Teacher
 PACKAGE = Path(posttrain.__file__).parent
 ROLES: list[type[Role]] = [Critic, Pretraining, Proximal, Reference, Teacher]
 NAME = re.compile(rf"(?i)({'|'.join(role.name for role in ROLES)})(_T)?$|({'|'.join(c for r in ROLES for c in r.columns)})$")
-# implicit.py is about the reference of a model that DPO tuned, which is a reward's and no role
 FILES = [
     path
     for place in ("train/*.py", "monitor/*.py", "loop.py", "collect.py", "engine/*.py")
     for path in sorted(PACKAGE.glob(place))
-    if path.name != "implicit.py"
 ]
+OTHER = "ImplicitRating"  # is about the reference of a model that DPO tuned, which is a reward's and no role
 
 
 def named(source: str) -> Iterator[str]:
     """Identifiers and strings of a program that name a role; prose (docstrings, messages, comments) may."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.ClassDef) and node.name == OTHER)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             words = [*(alias.name for alias in node.names), *(getattr(node, "module", None) or "").split(".")]
         else:
