@@ -15,9 +15,8 @@ from torch import nn
 
 from posttrain.errors import Checked, NotNegative, Positive, Range, require
 from posttrain.models.load import same_vocabulary
-from posttrain.models.offload import OffloadedRating
 from posttrain.models.policy import Policy
-from posttrain.models.scorer import Scorer
+from posttrain.models.scorer import OffloadedRating, Scorer
 from posttrain.rewards.compose import combined
 from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task
