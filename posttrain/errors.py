@@ -61,10 +61,9 @@ RENAMED = {
         for stage in ("agreement", "versus")
         for key in ("url", "rubric", "cache", "per_minute", "prompt_price", "completion_price")
     },
-    **{
-        f"{stage}.guards": "monitor"
-        for stage in ("pretrain", "sft", "preference", "reward_model", "rl")
-    },
+    **dict.fromkeys(
+        (f"{s}.guards" for s in ("pretrain", "sft", "preference", "reward_model", "rl")), "monitor"
+    ),
     "rl.alarms": "monitor; its alarms.quiet is monitor.repeat_after, alarms.patience is monitor.trend_patience",
 }
 
@@ -83,12 +82,9 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
         return UserError(f"unknown {kind} {name!r}; an earlier version had it, use {renamed[0]}")
     choices = sorted(set(known))
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    hint = f"known: {', '.join(choices)}" if choices else "none exist here"
     if near:
-        hint = "did you mean " + " or ".join(repr(n) for n in near) + "?"
-    elif choices:
-        hint = "known: " + ", ".join(choices)
-    else:
-        hint = "none exist here"
+        hint = f"did you mean {' or '.join(map(repr, near))}?"
     return UserError(f"unknown {kind} {name!r}; {hint}")
 
 
@@ -107,10 +103,10 @@ class Range:
     at least 1 | above 0 | in (0, 1] | 0 (never) or a number of steps
     """
 
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
     text: str = ""
     infinite: bool = False  # whether infinity is accepted
 
@@ -118,24 +114,22 @@ class Range:
         if not isinstance(value, Real):
             return False
         number = float(value)
-        return (
-            (math.isfinite(number) or (self.infinite and number == math.inf))
-            and (self.ge is None or number >= self.ge)
-            and (self.gt is None or number > self.gt)
-            and (self.le is None or number <= self.le)
-            and (self.lt is None or number < self.lt)
-        )
+        below = number < self.lt or (self.infinite and number == math.inf)
+        return below and self.gt < number and self.ge <= number <= self.le
 
     def __str__(self) -> str:
-        if self.text:
-            return self.text
-        if self.ge is None and self.gt is None:
-            return "a finite number"
-        low = f"at least {self.ge}" if self.ge is not None else f"above {self.gt}"
-        if self.le is None and self.lt is None:
-            return low
-        start = f"[{self.ge}" if self.ge is not None else f"({self.gt}"
-        return f"in {start}, " + (f"{self.le}]" if self.le is not None else f"{self.lt})")
+        low, high, closed = max(self.ge, self.gt), min(self.le, self.lt), self.ge > self.gt
+        if self.text or low == -math.inf:
+            return self.text or "a finite number"
+        if high == math.inf:
+            return f"{'at least' if closed else 'above'} {low}"
+        return f"in {'[' if closed else '('}{low}, {high}{']' if self.le < self.lt else ')'}"
+
+    def asked(self, value: object) -> str:
+        """What a value outside of the range must be. Infinity is above every lower bound, so the bound alone would mislead."""
+        bounded = min(self.le, self.lt) < math.inf or max(self.ge, self.gt) == -math.inf
+        misleading = isinstance(value, float) and value == math.inf and not bounded
+        return f"finite and {self}" if misleading else str(self)
 
 
 Count = Annotated[int, Range(ge=1)]
@@ -170,12 +164,7 @@ class Checked:
 @cache
 def _checked_fields(kind: type) -> tuple[tuple[str, Any], ...]:
     hints = get_type_hints(kind, include_extras=True)
-    return tuple((f.name, hints[f.name]) for f in fields(kind) if _marked(hints[f.name]))
-
-
-def _marked(hint: Any) -> bool:
-    """Whether a type says more of a value than its class."""
-    return get_origin(hint) in (Annotated, Literal) or any(map(_marked, get_args(hint)))
+    return tuple((f.name, hints[f.name]) for f in fields(kind))
 
 
 def _accepted(hint: Any, value: object) -> str:
@@ -183,14 +172,11 @@ def _accepted(hint: Any, value: object) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         broken = [m for m in hint.__metadata__ if isinstance(m, Range) and value not in m]
-        return str(broken[0]) if broken else _accepted(inner[0], value)
+        return broken[0].asked(value) if broken else _accepted(inner[0], value)
     if origin is Literal:
-        words = [str(choice) for choice in inner]
-        return (
-            ""
-            if value in inner
-            else " or ".join([*[", ".join(words[:-1])] * (len(words) > 1), words[-1]])
-        )
+        *others, last = map(str, inner)
+        choices = f"{', '.join(others)} or {last}" if others else last
+        return "" if value in inner else choices
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:
             return ""

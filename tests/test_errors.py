@@ -14,7 +14,7 @@ import pytest
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
-from posttrain.errors import RENAMED, Checked, Count, Range, UserError, unknown
+from posttrain.errors import RENAMED, Checked, Count, Positive, Range, UserError, unknown
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
 
@@ -26,6 +26,8 @@ BASES: dict[str, type | None] = {"algorithm": Algorithm, "task": Task, "stage": 
 class Settings(Checked):
     count: Count = 1
     share: Annotated[float, Range(gt=0, le=1)] | None = None
+    rate: Positive = 1.0
+    weight: Annotated[float, Range()] = 1.0
     norm: Annotated[float, Range(gt=0, text="positive (inf for none)", infinite=True)] = 1.0
     mode: Literal["a", "b", "c"] = "a"
     modes: tuple[Literal["x", "y"], ...] = ()
@@ -37,7 +39,11 @@ class Settings(Checked):
     [
         ({"count": 0}, "count must be at least 1, not 0"),
         ({"count": "3"}, "count must be at least 1, not '3'"),
-        ({"count": math.inf}, "count must be at least 1, not inf"),
+        ({"count": math.inf}, "count must be finite and at least 1, not inf"),
+        ({"rate": math.inf}, "rate must be finite and above 0, not inf"),
+        ({"rate": -math.inf}, "rate must be above 0, not -inf"),
+        ({"weight": math.inf}, "weight must be a finite number, not inf"),
+        ({"share": math.inf}, "share must be in (0, 1], not inf"),
         ({"share": 0.0}, "share must be in (0, 1], not 0.0"),
         ({"share": math.nan}, "share must be in (0, 1], not nan"),
         ({"norm": 0.0}, "norm must be positive (inf for none), not 0.0"),
