@@ -8,6 +8,7 @@ import re
 import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,7 @@ def check_machine(seed: int, device: str) -> None:
 
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+"
 TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage
+TEXTS = ("before", "after", "next_command")  # of a recipe
 PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
 
 
@@ -101,18 +103,17 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
     refuse_unknown("key", top, [*own, *TOP], [name])
     active().require_program(top.get("checkpoint_hook"))
     hints = typing.get_type_hints(function)
-    made = function(
-        **{key: _check(key, hints[key], value) for key, value in top.items() if key in own}
-    )
+    given = {key: _check(key, hints[key], value) for key, value in top.items() if key in own}
+    return _settings(name, function(**given), pairs)
+
+
+def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
+    """A run of the recipe, with the keys of its stages applied to them."""
     dotted = {key: value for key, value in pairs.items() if "." in key}
-    stages = override(made.stages, dotted)
-    return _settings(name, dataclasses.replace(made, stages=stages), top)
-
-
-def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
+    recipe = dataclasses.replace(recipe, stages=override(recipe.stages, dotted))
     hints = typing.get_type_hints(Settings)
     found: dict[str, Any] = {}
-    for key, value in ((key, top[key]) for key in TOP if key in top):
+    for key, value in ((key, pairs[key]) for key in TOP if key in pairs):
         if key == "checkpoint_hook":
             found[key] = _words(value or "")
         elif key in ("trackers", "only"):
@@ -123,20 +124,17 @@ def _settings(name: str, recipe: Recipe, top: Mapping[str, JSON]) -> Settings:
     check_names(recipe.stages)
     check_named(recipe.stages)
     active().require_trackers(found.get("trackers", ()))
-    active().require_output(
-        found.get("out", ""), {key: found.get(key) for key in ("only", "again")}
-    )
+    replacing = {key: found.get(key) for key in ("only", "again")}
+    active().require_output(found.get("out", ""), replacing)
     return Settings(recipe, name, **found, trust=active())
 
 
 def _words(command: JSON) -> tuple[str, ...]:
     """A program and its arguments, from one line or a list of words. Nothing in it is expanded: there is no shell."""
+    if not isinstance(command, str):
+        return tuple(_check("checkpoint_hook", tuple[str, ...], command))
     try:
-        return (
-            tuple(shlex.split(command))
-            if isinstance(command, str)
-            else _check("checkpoint_hook", tuple[str, ...], command)
-        )
+        return tuple(shlex.split(command))
     except ValueError as error:
         raise UserError(f"checkpoint_hook: {command!r} is not a command line ({error})") from None
 
@@ -147,12 +145,8 @@ def check_named(stages: Sequence[Stage]) -> None:
     trust = active()
     if trust.whole:
         return
-    found = [
-        (field, value)
-        for stage in stages
-        for field, value in inside(stage)
-        if isinstance(value, str) and value
-    ]
+    named = (pair for stage in stages for pair in inside(stage))
+    found = [(field, value) for field, value in named if isinstance(value, str) and value]
     checks: dict[str, Callable[[str], None]] = {
         "reward": lambda name: trust.require_code("reward", name),
         "sandbox": trust.require_sandbox,
@@ -166,9 +160,8 @@ def check_named(stages: Sequence[Stage]) -> None:
     for field, value in found if sends or trust.strict else ():
         path = _path(field, value) if field not in MODELS and field not in checks else None
         if path is not None:
-            fine = field != "dataset" or trust.said(
-                value
-            )  # a data set in a folder may itself name files elsewhere
+            # a data set in a folder may itself name files elsewhere
+            fine = field != "dataset" or trust.said(value)
             require(
                 fine,
                 f"{trust.file} names the folder {value} as a dataset: give it on the command line, or {TRUST_IT}",
@@ -181,11 +174,7 @@ def _path(field: str, value: str) -> Path | None:
     try:
         path = Path(value).expanduser()
         return path if field in PLACES and path.exists() else place(value, field)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ):  # can be no path: too long, a null, a user who is not there
+    except (OSError, ValueError, RuntimeError):  # no path: too long, a null, an unknown user
         return None
 
 
@@ -238,29 +227,27 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
     groups = {f: group for f in names if (group := _group(hints[f], tree.get(f))) is not None}
     if key not in names:
         # groups that stand apart are meant by their path alone
-        groups = {f: group for f, group in groups.items() if not getattr(group, "apart", False)}
-        inside = [f for f in groups if isinstance(tree.get(f), dict) and key in _keys(groups[f])]
-        require(
-            len(inside) < 2, f"{dotted}: {key} is a key of {' and of '.join(inside)}; say which"
-        )
-        if inside:
-            _assign(tree[inside[0]], groups[inside[0]], path, value, dotted)
-            return
-        nested = [
-            k for f, group in groups.items() if isinstance(tree.get(f), dict) for k in _keys(group)
-        ]
-        owners = map(catalogue.name_of, [kind, *groups.values()])
-        raise unknown(f"key {dotted!r}: no", key, [*names, *nested], owners)
+        nested = {
+            f: _keys(group)
+            for f, group in groups.items()
+            if isinstance(tree.get(f), dict) and not getattr(group, "apart", False)
+        }
+        inside = [f for f, keys in nested.items() if key in keys]
+        which = f"{dotted}: {key} is a key of {' and of '.join(inside)}; say which"
+        require(len(inside) < 2, which)
+        if not inside:
+            owners = map(catalogue.name_of, (kind, *(groups[f] for f in nested)))
+            raise unknown(f"key {dotted!r}: no", key, sum(nested.values(), names), owners)
+        path = [inside[0], *path]
+        key = path[0]
     if len(path) == 1:
         if isinstance(value, str) and isinstance(tree.get(key), dict) and "name" in tree[key]:
             value = _shorthand({"name": value})  # another algorithm or task, with its own defaults
         tree[key] = value
         return
     require(key in groups, f"{dotted}: {key} has no keys of its own")
-    if not isinstance(
-        tree.get(key), dict
-    ):  # an optional group of settings: its defaults, with this one changed
-        tree[key] = {}
+    if not isinstance(tree.get(key), dict):
+        tree[key] = {}  # an optional group of settings: its defaults, with this one changed
     _assign(tree[key], groups[key], path[1:], value, dotted)
 
 
@@ -281,13 +268,11 @@ def _keys(kind: Any) -> list[str]:
 def to_tree(value: Any) -> JSON:
     """Settings as plain data, for config.yaml. Polymorphic ones carry their catalogue name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        tree = {
-            f.name: to_tree(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
-        }
-        kind = next((base for base in NAMED if isinstance(value, base)), None)
-        if kind is Stage:
-            return {"stage": catalogue.name_of(value), **tree}
-        return {"name": catalogue.name_of(value), **tree} if kind is not None else tree
+        tree = {key: to_tree(getattr(value, key)) for key in _keys(value)}
+        if not isinstance(value, tuple(NAMED)):
+            return tree
+        tag = "stage" if isinstance(value, Stage) else "name"
+        return {tag: catalogue.name_of(value), **tree}
     if isinstance(value, Mapping):
         return {k: to_tree(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -297,21 +282,19 @@ def to_tree(value: Any) -> JSON:
 
 def from_tree(tree: JSON, kind: Any, where: str) -> Any:
     """The inverse of `to_tree`, with every key and type checked; errors name the key and what it accepts."""
-    base = next((b for b in NAMED if kind is b), None)
-    if base is not None:
+    if kind in NAMED:
         require(isinstance(tree, dict), f"{where}: give a mapping")
-        tag = "stage" if base is Stage else "name"
-        tree = _shorthand(tree) if base is Task else tree
+        tag = "stage" if kind is Stage else "name"
+        tree = _shorthand(tree) if kind is Task else tree
         rest = {k: v for k, v in tree.items() if k != tag}
-        require(tag in tree, f"{where}: no {tag!r} says which {NAMED[base]} it is")
-        return from_tree(rest, catalogue.load(NAMED[base], str(tree[tag]), base), where)
+        require(tag in tree, f"{where}: no {tag!r} says which {NAMED[kind]} it is")
+        return from_tree(rest, catalogue.load(NAMED[kind], str(tree[tag]), kind), where)
     if dataclasses.is_dataclass(kind):
         if isinstance(tree, str) and hasattr(kind, "shorthand"):
             tree = {kind.shorthand: tree}
         require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
         hints = typing.get_type_hints(kind)
-        names = _keys(kind)
-        refuse_unknown(f"key in {where}:", tree, names, [catalogue.name_of(kind)])
+        refuse_unknown(f"key in {where}:", tree, _keys(kind), [catalogue.name_of(kind)])
         values = {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}
         return _construct(kind, values, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -335,12 +318,8 @@ def _shorthand(tree: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
-    free = {
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-    }
-    missing = [name for name in _keys(kind) if name not in values and name not in free]
+    keys = inspect.signature(kind).parameters.items()
+    missing = [name for name, key in keys if key.default is key.empty and name not in values]
     require(not missing, f"{where}: missing {', '.join(missing)}")
     try:
         return kind(**values)
@@ -356,9 +335,8 @@ def _check(where: str, kind: Any, value: JSON) -> Any:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         inside = "".join(f"[{part!r}]" for part in first["loc"])
-        raise UserError(
-            f"{where}{inside}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}"
-        ) from None
+        reason = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        raise UserError(f"{where}{inside}: {reason}, not {first['input']!r}") from None
 
 
 def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
@@ -369,9 +347,8 @@ def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(tree, dict), f"{path} must hold keys")
     if "recipe" in tree:
-        rest = _flatten({k: v for k, v in tree.items() if k != "recipe"})
-        name = str(tree["recipe"])
-        return build(name, catalogue.load("recipe", name), {**rest, **pairs})
+        name = str(tree.pop("recipe"))
+        return build(name, catalogue.load("recipe", name), {**_flatten(tree), **pairs})
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:60].strip(".-")
     tree = {"name": plain or "recipe", **tree}
     check_name("recipe", str(tree["name"]))  # it becomes a folder
@@ -381,11 +358,7 @@ def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
 def _flatten(tree: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
     flat: dict[str, JSON] = {}
     for key, value in tree.items():
-        if (
-            isinstance(value, dict)
-            and "name" not in value
-            and not any(isinstance(k, int) for k in value)
-        ):
+        if isinstance(value, dict) and not any(k == "name" or isinstance(k, int) for k in value):
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -405,26 +378,15 @@ def from_config(
 
 def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:
     """A configuration that says everything in full."""
-    known = ("format", "name", "stages", "before", "after", "next_command", "versions", *TOP)
+    known = ("format", "name", "stages", *TEXTS, "versions", *TOP)
     refuse_unknown(f"key in {where}:", tree, known)
     active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
-    stages = tuple(
-        stage for n, t in enumerate(tree["stages"]) for stage in _expanded(t, f"stages[{n}]")
-    )
-    top = {
-        **{k: v for k, v in tree.items() if k in TOP},
-        **{k: v for k, v in pairs.items() if "." not in k},
-    }
-    refuse_unknown("key", top, TOP)
-    stages = override(stages, {k: v for k, v in pairs.items() if "." in k})
-    recipe = Recipe(
-        stages,
-        str(tree.get("before", "")),
-        str(tree.get("after", "")),
-        str(tree.get("next_command", "")),
-    )
-    return _settings(str(tree.get("name", where)), recipe, top)
+    made = [_expanded(t, f"stages[{n}]") for n, t in enumerate(tree["stages"])]
+    refuse_unknown("key", (k for k in pairs if "." not in k), TOP)
+    recipe = Recipe(tuple(chain(*made)), *(str(tree.get(key, "")) for key in TEXTS))
+    top = {k: v for k, v in tree.items() if k in TOP}
+    return _settings(str(tree.get("name", where)), recipe, {**top, **pairs})
 
 
 def _expanded(tree: JSON, where: str) -> list[Stage]:
@@ -441,13 +403,10 @@ def _expanded(tree: JSON, where: str) -> list[Stage]:
 
 def to_config(settings: Settings) -> dict[str, JSON]:
     """Everything that decides a run, as plain data."""
-    recipe = settings.recipe
     return {
         "format": FORMAT,
         "name": settings.name,
         **{key: to_tree(getattr(settings, key)) for key in TOP if key not in PASSING},
-        "before": recipe.before,
-        "after": recipe.after,
-        "next_command": recipe.next_command,
-        "stages": [to_tree(stage) for stage in recipe.stages],
+        **{key: getattr(settings.recipe, key) for key in TEXTS},
+        "stages": [to_tree(stage) for stage in settings.recipe.stages],
     }

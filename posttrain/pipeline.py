@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -76,11 +77,7 @@ def forget(directory: Path, there: frozenset[Path] | None) -> None:
     What was `there` before (None: not even the directory) is not ours and stays."""
     if Run(directory).metrics() or any((directory / "stages").glob(f"*/{RESULT}")):
         return
-    for path in (
-        [directory]
-        if there is None
-        else [path for path in directory.iterdir() if path not in there]
-    ):
+    for path in [directory] if there is None else {*directory.iterdir()} - there:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
@@ -91,10 +88,10 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     check_format(run)
     pairs = dict(config.pair(argument) for argument in arguments)
     settings = config.from_config(run.config, str(directory / "config.yaml"), pairs, allow_code)
-    if run.summary is not None:
-        raise UserError(
-            f"{directory} is complete; see {directory / 'summary.json'}, or start another with 'posttrain run'"
-        )
+    complete = (
+        f"{directory} is complete; see {directory / SUMMARY}, or start another with 'posttrain run'"
+    )
+    require(run.summary is None, complete)
     settings.trust.require_links(directory)
     tree = config.to_config(settings)
     named = changed(run, tree)
@@ -135,20 +132,12 @@ def check_only(settings: Settings, directory: Path) -> None:
 def changed(run: Run, tree: Mapping[str, JSON]) -> tuple[str, ...]:
     """How the settings differ from those of the last attempt, where that is harmless; an error where it is not."""
     events = run.events()
-    before = next(
-        (
-            e.details["config"]
-            for e in reversed(events)
-            if e.kind == "config" and "config" in e.details
-        ),
-        None,
-    )
-    if not isinstance(
-        before, dict
-    ):  # an attempt that was killed at once, or of an older version of posttrain
+    earlier = [e.details for e in events if e.kind == "config" and "config" in e.details]
+    # none: an attempt that was killed at once, or of an older version of posttrain
+    if not earlier or not isinstance(earlier[-1]["config"], dict):
         return ()
     begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
-    found = compare_settings(before, json.loads(dump_line(tree)), begun)
+    found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun)
     more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
     require(
         not found.refused,
@@ -160,10 +149,8 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> tuple[str, ...]:
 
 def fresh(root: Path, name: str) -> Path:
     """The first directory root/name-N that does not exist."""
-    number = 1
-    while (root / f"{name}-{number}").exists():
-        number += 1
-    return root / f"{name}-{number}"
+    numbered = (root / f"{name}-{number}" for number in count(1))
+    return next(path for path in numbered if not path.exists())
 
 
 def _run(settings: Settings, writer: RunWriter) -> None:
@@ -173,10 +160,8 @@ def _run(settings: Settings, writer: RunWriter) -> None:
         context = _run_stages(settings, writer, workers)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
-        console.write_text(
-            f"not run yet: {', '.join(left)}; go on with: posttrain resume {writer.directory}\n",
-            sys.stdout,
-        )
+        go_on = f"go on with: posttrain resume {writer.directory}"
+        console.write_text(f"not run yet: {', '.join(left)}; {go_on}\n", sys.stdout)
         return
     _export(context, settings)
     writer.summary(_summary(context, settings, time.perf_counter() - began))
@@ -190,40 +175,24 @@ def _run_stages(settings: Settings, writer: RunWriter, workers: WorkerPool) -> C
     from posttrain.train.torch_settings import use_deterministic_kernels
 
     device = machine.device(settings.device)
-    require(
-        not device.startswith("cuda") or torch.cuda.is_available(),
-        f"device={device}: torch sees no CUDA device here",
-    )
+    missing = device.startswith("cuda") and not torch.cuda.is_available()
+    require(not missing, f"device={device}: torch sees no CUDA device here")
     if settings.deterministic:
         use_deterministic_kernels(device)
     torch.manual_seed(settings.seed)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    trackers = (
-        Trackers.open(settings.trackers, writer, config.to_config(settings))
-        if settings.trackers
-        else None
-    )
-    console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
-    with (
-        closing(trackers) if trackers else nullcontext(),
-        interrupts(writer.directory) as interrupt,
-    ):
-        saving = Saving(
-            keep=settings.checkpoint_keep,
-            synchronous=settings.checkpoint_sync,
-            hook=settings.checkpoint_hook,
-        )
-        context = Context(
-            writer,
-            settings.seed,
-            device,
-            interrupt,
-            trackers,
-            threads=settings.threads,
-            saving=saving,
-            workers=workers,
-        )
+    keep, hook = settings.checkpoint_keep, settings.checkpoint_hook
+    saving = Saving(keep=keep, synchronous=settings.checkpoint_sync, hook=hook)
+    with ExitStack() as stack:
+        trackers = None
+        if settings.trackers:
+            trackers = Trackers.open(settings.trackers, writer, config.to_config(settings))
+            stack.enter_context(closing(trackers))
+        console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
+        interrupt = stack.enter_context(interrupts(writer.directory))
+        shared = writer, settings.seed, device, interrupt, trackers, settings.threads
+        context = Context(*shared, saving=saving, workers=workers)
         run_stages(settings.recipe.stages, context, settings.only, settings.again)
     return context
 
@@ -241,11 +210,9 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         console.write_text("\nstopping after this step (again: at once)\n", sys.stderr)
 
     previous = {}
-    try:
+    with suppress(ValueError):  # not in the main thread: the program that embeds us handles signals
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, handler)
-    except ValueError:  # not in the main thread: the program that embeds us handles signals
-        pass
     try:
         yield interrupt
     except Interrupted as error:
@@ -303,12 +270,14 @@ def conclude(settings: Settings, context: Context) -> None:
         draw(run, folder / "plot.png")
     if recipe.before and recipe.after:
         compare_before_after(context, recipe.before, recipe.after)
-    lines = []
-    for stage in recipe.stages:
-        best = (context.result(stage.name) or {}).get("best_score")
-        if best is not None:
-            score = f"{best['figure']} {best['score']:.4g} at step {best['step']}"
-            lines.append(f"best:     {stage.name}: {score}")
+    bests = {
+        stage.name: (context.result(stage.name) or {}).get("best_score") for stage in recipe.stages
+    }
+    lines = [
+        f"best:     {name}: {best['figure']} {best['score']:.4g} at step {best['step']}"
+        for name, best in bests.items()
+        if best is not None
+    ]
     lines += [f"alarm:    {printable(line)}" for line in alarm_lines(run.events())]
     exported, written = (folder / "export").is_dir(), any((folder / "rollouts").glob("*/*"))
     places = {
@@ -347,52 +316,33 @@ def compare_before_after(context: Context, first: str, second: str) -> None:
 
 def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
     """Draw pass@k of the evaluations that took several samples of the last one's task, where there are two or more; whether it was."""
-    measured = [
-        s
-        for s in stages
-        if isinstance(s, EvaluateStage)
-        and len((context.result(s.name) or {}).get("pass_at", {})) > 1
-    ]
-    curves = {
-        stage.name: {
-            int(k): tuple(bounds)
-            for k, bounds in (context.result(stage.name) or {})["pass_at"].items()
-        }
-        for stage in measured
-        if stage.task == measured[-1].task
-    }
+    folder, curves, task = context.directory, {}, None
+    for stage in reversed([s for s in stages if isinstance(s, EvaluateStage)]):
+        points = (context.result(stage.name) or {}).get("pass_at", {})
+        if len(points) > 1 and task in (None, stage.task):
+            task = stage.task
+            curves[stage.name] = {int(k): tuple(bounds) for k, bounds in points.items()}
     if len(curves) > 1:
-        draw_pass_at_k(
-            curves, context.directory.resolve().name, context.directory / "pass_at_k.png"
-        )
+        in_order = dict(reversed(curves.items()))
+        draw_pass_at_k(in_order, folder.resolve().name, folder / "pass_at_k.png")
     return len(curves) > 1
 
 
 def problems(context: Context, stage: str) -> list[dict[str, JSON]]:
     """Per-problem results of an evaluate stage."""
-    return [
-        json.loads(line)
-        for line in (context.folder(stage) / "problems.jsonl").read_text().splitlines()
-    ]
-
-
-def verdicts(row: Mapping[str, JSON]) -> tuple[list[str], list[bool]]:
-    return row["outcomes"], solved_marks(row)
+    lines = (context.folder(stage) / "problems.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[console.Answers]:
     """Three problems to show: the first ones that training changed, then others."""
-    pairs = sorted(
-        same_problems(first, second), key=lambda pair: verdicts(pair[0]) == verdicts(pair[1])
-    )
-    return [
-        console.Answers(
-            a["question"],
-            a["answer"],
-            a["responses"][0],
-            b["responses"][0],
-            solved_marks(a)[0],
-            solved_marks(b)[0],
-        )
-        for a, b in pairs[:3]
-    ]
+
+    def unchanged(pair: tuple[Mapping[str, JSON], ...]) -> bool:
+        old, new = ((row["outcomes"], solved_marks(row)) for row in pair)
+        return old == new
+
+    found = []
+    for a, b in sorted(same_problems(first, second), key=unchanged)[:3]:
+        said, marks = (a["responses"][0], b["responses"][0]), (solved_marks(a), solved_marks(b))
+        found.append(console.Answers(a["question"], a["answer"], *said, marks[0][0], marks[1][0]))
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
@@ -67,12 +68,9 @@ def as_number(value: Any, what: str) -> float:
         return value
     # of NumPy: neither text nor complex numbers nor dates
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
-    if not hasattr(value, "__float__") or kind not in "biuf" or getattr(value, "ndim", 0) > 0:
-        shape = (
-            f" of shape {tuple(value.shape)}"
-            if getattr(value, "ndim", 0) > 0 and hasattr(value, "shape")
-            else ""
-        )
+    several = getattr(value, "ndim", 0) > 0
+    if not hasattr(value, "__float__") or kind not in "biuf" or several:
+        shape = f" of shape {tuple(value.shape)}" if several and hasattr(value, "shape") else ""
         raise TypeError(f"{what} must be a number, not {type(value).__name__}{shape}")
     return float(value)
 
@@ -106,26 +104,20 @@ class Score:
     def __post_init__(self) -> None:
         if (self.value is None) != (self.failure is not None):
             raise ValueError("a score has either a value or a failure")
+        put = partial(object.__setattr__, self)
         if self.value is not None:
-            object.__setattr__(self, "value", as_number(self.value, "a score"))
-        parts = {
-            _as_text(k, "a part's name"): as_number(v, f"the part {k!r} of a score")
-            for k, v in self.parts.items()
-        }
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(
-            self,
-            "steps",
-            tuple((index(place), as_number(v, "a step's value")) for place, v in self.steps),
-        )
-        object.__setattr__(self, "outcome", _as_text(self.outcome, "an outcome"))
+            put("value", as_number(self.value, "a score"))
+        names = [_as_text(name, "a part's name") for name in self.parts]
+        values = [as_number(v, f"the part {k!r} of a score") for k, v in self.parts.items()]
+        put("parts", dict(zip(names, values, strict=True)))
+        put("steps", tuple((index(end), as_number(v, "a step's value")) for end, v in self.steps))
+        put("outcome", _as_text(self.outcome, "an outcome"))
         if self.failure is not None:
-            object.__setattr__(self, "failure", _as_text(self.failure, "a failure"))
+            put("failure", _as_text(self.failure, "a failure"))
         for value in (self.value, *self.parts.values(), *(v for _, v in self.steps)):
             if value is not None and not math.isfinite(value):
-                raise ValueError(
-                    f"a score must be finite, not {value}; use Score.failed(reason) where there is no value"
-                )
+                hint = "use Score.failed(reason) where there is no value"
+                raise ValueError(f"a score must be finite, not {value}; {hint}")
 
     @property
     def valid(self) -> bool:
@@ -134,11 +126,8 @@ class Score:
     @property
     def solved(self) -> bool:
         """Whether the problem counts as solved: judged correct or, where the reward does not judge, the full value."""
-        return (
-            self.outcome in ("correct", "pass")
-            if self.outcome
-            else self.value is not None and self.value >= 1.0
-        )
+        full = self.value is not None and self.value >= 1.0
+        return self.outcome in ("correct", "pass") if self.outcome else full
 
     @classmethod
     def failed(cls, failure: str, outcome: str = "error") -> Score:
@@ -188,10 +177,8 @@ class Request:
     model: str = ""  # the policy, or a named frozen checkpoint
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.ids),
-            "a prompt needs at least one token: nothing would predict the first one of the answer",
-        )
+        empty = "a prompt needs at least one token: nothing would predict the first of the answer"
+        require(bool(self.ids), empty)
         require(self.turn >= 0, f"turns are counted from 0, not {self.turn}")
 
 
@@ -225,35 +212,28 @@ class Sampler(Protocol):
     @property
     def capacity(self) -> int:
         """Rows that it decodes at once."""
-        ...
 
     @property
     def statistics(self) -> Statistics: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, and return at once. Others may be decoding meanwhile."""
-        ...
 
     def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
         """Run at most one burst of decoding, and return what is finished: nothing where nothing is, or nothing was submitted."""
-        ...
 
     def cancel(self, sessions: Collection[int]) -> None:
         """Stop what these sessions are decoding and forget their caches. Unknown ones are ignored."""
-        ...
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Sample with these weights as `version` from now on; None: the parameters it shares with the trainer, as they are now.
         Kept caches and rows that are being decoded are recomputed from their ids."""
-        ...
 
     def release(self) -> None:
         """Give memory back, as before training."""
-        ...
 
     def close(self) -> None:
         """End its processes; it cannot be used afterwards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -348,12 +328,10 @@ class Rating(Protocol):
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
         """One score for each rollout. The score a rollout already has is its task's own."""
-        ...
 
     @property
     def models(self) -> Sequence[Module]:
         """The frozen networks, for a checkpoint to name them by their weights."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -378,12 +356,12 @@ class _Columns:
     def __getattr__(self, name: str) -> Tensor:
         if name.endswith(("_T", "_N")) and name in self.columns:
             return self.columns[name]
-        raise AttributeError(
-            f"the {type(self).__name__} has no column {name}: no role of the algorithm and no method before this one "
-            f"filled it; there are {', '.join(sorted(self.columns)) or 'none'}"
-            if name.endswith(("_T", "_N"))
-            else f"{type(self).__name__} has no attribute {name}"
-        )
+        kind = type(self).__name__
+        if not name.endswith(("_T", "_N")):
+            raise AttributeError(f"{kind} has no attribute {name}")
+        unfilled = "no role of the algorithm and no method before this one filled it"
+        known = ", ".join(sorted(self.columns)) or "none"
+        raise AttributeError(f"the {kind} has no column {name}: {unfilled}; there are {known}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -142,7 +142,8 @@ def test_the_codes_are_documented() -> None:
     [
         ("threads=-3", "threads must be a number"), ("device=cudaa", "device must be auto"),
         ("checkpoint_keep=0", "checkpoint_keep must"),
-        ("trackers=wanb", "did you mean 'wandb'"), ("size=huge", "unknown tiny model size"), ("rl.lr=.inf", "lr must be finite and above 0"),
+        ("trackers=wanb", "did you mean 'wandb'"), ("size=huge", "unknown tiny model size"),
+        ("rl.lr=.inf", "lr must be finite and above 0"),
         ("sft.data=[{file: none.jsonl}]", "none.jsonl"),
     ],
 )  # fmt: skip
