@@ -54,12 +54,10 @@ def dead_coefficients(
 def coefficients(algorithm: Algorithm) -> list[str]:
     """The float settings that someone chose: not 0 and, for a shipped algorithm, not the default, which tests look after."""
     shipped = type(algorithm).__module__.startswith("posttrain.")
-    found = []
-    for field in dataclasses.fields(algorithm):
-        value = getattr(algorithm, field.name)
-        if field.init and isinstance(value, float) and value != 0:
-            found += [] if shipped and value == field.default else [field.name]
-    return found
+    values = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm) if f.init}
+    usual = {f.name: f.default for f in dataclasses.fields(algorithm)} if shipped else {}
+    chosen = {name: v for name, v in values.items() if v != usual.get(name)}
+    return [name for name, value in chosen.items() if isinstance(value, float) and value != 0]
 
 
 def changed(algorithm: Algorithm, name: str) -> Iterator[Algorithm]:

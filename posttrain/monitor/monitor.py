@@ -15,9 +15,10 @@ import torch
 from posttrain.algorithms.base import State
 from posttrain.collect import Collected
 from posttrain.errors import GuardStop
+from posttrain.events import Level
 from posttrain.monitor.coefficients import coefficients, dead_coefficients
 from posttrain.monitor.probes import LARGEST, Keywords, rollout_figures, unusable, words
-from posttrain.monitor.rules import RULES, Alarm, MonitorSettings, View
+from posttrain.monitor.rules import ADVICE, RULES, Alarm, MonitorSettings, View
 from posttrain.monitor.series import START, History
 from posttrain.monitor.traits import TraitSums
 from posttrain.monitor.watchdog import Watchdog
@@ -102,15 +103,15 @@ class Monitor:
 
     def alarm(self, step: int, name: str, seen: str, stops: bool | None = None) -> list[Alarm]:
         """One alarm, or none where the rule is off, or has warned a few steps ago. It `stops` the run by default as the rule does."""
-        rule, settings = RULES[name], self.settings
-        stops = rule.action == "stop" if stops is None else stops
+        settings = self.settings
+        stops = RULES[name].action == "stop" if stops is None else stops
         stop = name in settings.stop or (stops and name not in settings.warn)
         last = self.last.get(name)
         recent = last is not None and last <= step < last + settings.repeat_after
         if name in settings.off or (recent and not stop):
             return []
         self.last[name] = step
-        return [Alarm(name, "; ".join(filter(None, (f"step {step}: {seen}", rule.advice))), stop)]
+        return [Alarm(name, "; ".join(filter(None, (f"step {step}: {seen}", ADVICE[name]))), stop)]
 
     def check_rollouts(self, step: int, groups: Sequence[Group]) -> list[Alarm]:
         """Look at what was sampled and scored, before it is trained on."""
@@ -135,7 +136,7 @@ class Monitor:
         self.skipped += 1
         stop = self.skipped > self.settings.skip
         counted = f"the step is left out ({self.skipped} of at most {self.settings.skip} in a row)"
-        after = RULES["nonfinite"].advice if stop else counted
+        after = ADVICE["nonfinite"] if stop else counted
         return Alarm("nonfinite", f"step {step}: {text}; nothing was updated; {after}", stop)
 
     def slow_after(self) -> float | None:
@@ -192,9 +193,8 @@ class StageMonitor:
         return {"monitor": self.monitor.state(), "token_budget": budget}
 
     def restore(self, state: Mapping[str, JSON]) -> None:
-        if "monitor" in state:  # older checkpoints have none
-            self.monitor.restore(state["monitor"])
-        asked, allowed = state.get("token_budget", (0, 0))
+        self.monitor.restore(state["monitor"])
+        asked, allowed = state["token_budget"]
         if asked == self.trainer.settings.token_budget:
             self.trainer.token_budget = allowed
 
@@ -276,14 +276,9 @@ class StageMonitor:
     def emit(self, step: int, alarms: Sequence[Alarm]) -> None:
         """Emit the alarms of `step`; then stop, if one of them says so. Nothing of the step was saved."""
         for alarm in alarms:
-            self.writer.events.emit(
-                "alarm",
-                f"{alarm.rule}: {alarm.text}",
-                "stop" if alarm.stop else "warning",
-                stage=self.stage,
-                step=step,
-                data={"rule": alarm.rule},
-            )
+            text, rule = f"{alarm.rule}: {alarm.text}", {"rule": alarm.rule}
+            level: Level = "stop" if alarm.stop else "warning"
+            self.writer.events.emit("alarm", text, level, stage=self.stage, step=step, data=rule)
         for alarm in alarms:
             if alarm.stop:
                 past = self.checkpoints.published()
@@ -293,11 +288,9 @@ class StageMonitor:
 
     def keep(self, step: int, batch: Batch, groups: Sequence[Group]) -> str:
         """Write a batch that could not be trained on to alarms/, and say which problems it is about."""
-        logprob_T = (
-            self.trainer.logprobs(batch)
-            if bool(batch.mask_T.any())
-            else torch.zeros_like(batch.behaviour_T)
-        )
+        logprob_T = torch.zeros_like(batch.behaviour_T)
+        if bool(batch.mask_T.any()):
+            logprob_T = self.trainer.logprobs(batch)
         tensors = {
             "ids": batch.ids_T,
             "mask": batch.mask_T,
@@ -310,9 +303,9 @@ class StageMonitor:
         arrays["starts"] = np.array(batch.starts, dtype=np.int64)
         path = self.writer.attachment(f"{self.stage}-step-{step}", arrays)
         bad_T = torch.zeros_like(batch.mask_T)
-        for figure_T in (logprob_T, batch.behaviour_T, batch.columns.get("advantage_T")):
-            if figure_T is not None:
-                bad_T |= ~torch.isfinite(figure_T) & batch.mask_T
+        for name in ("logprob", "sampled_logprob", "advantage"):
+            if name in tensors:
+                bad_T |= ~torch.isfinite(tensors[name]) & batch.mask_T
         bad = sorted(set(batch.sequence_T[bad_T].tolist()))
         rollouts = [r for g in groups for r in g.rollouts]
         places = batch.rollout_N.tolist() if "rollout_N" in batch.columns else []

@@ -17,8 +17,7 @@ LARGEST = 1e6  # a larger reward would outweigh every other one
 WORD = 3  # letters, at least
 # every byte but the letters as a space
 LETTERS = bytes(b if chr(b).isalpha() and b < 128 else 32 for b in range(256))
-OWNER_BITS = np.uint64(20)
-PRIMES = (1_000_003, 10_000_019, 100_000_007, 1_000_000_007)
+MULTIPLIERS = 2_654_435_761 * np.array([1_000_003, 10_000_019, 100_000_007, 1_000_000_007])
 
 
 def rollout_figures(groups: Sequence[Group]) -> dict[str, float]:
@@ -47,23 +46,13 @@ def repetition(rollouts: Sequence[Rollout], n: int = 4) -> np.ndarray:
 
     "abcabcabc..." of 30 tokens has 27 4-grams, 3 of them distinct: 24/27.
     """
-    parts = [_sampled(r) for r in rollouts]
-    counts_N = np.array([len(ids) for ids in parts], dtype=np.int64)
-    ids, owner = np.concatenate(parts), np.repeat(np.arange(len(parts), dtype=np.uint64), counts_N)
-    last = len(ids) - n + 1
-    if last < 1:
-        return np.zeros(len(parts))
-    hashed = np.zeros(last, np.uint64)
-    for place, prime in enumerate(PRIMES[:n]):  # wraps round
-        hashed += ids[place : last + place].astype(np.uint64) * np.uint64(prime * 2_654_435_761)
-    # the response in the high bits and the n-gram's hash in the others: sorted, equal ones of a response are neighbours
-    key = (hashed >> OWNER_BITS) | (owner[:last] << (np.uint64(64) - OWNER_BITS))
-    key = np.sort(key[owner[:last] == owner[n - 1 :]])
-    first = key[np.diff(key, prepend=~key[:1]) != 0]
-    owners = (first >> (np.uint64(64) - OWNER_BITS)).astype(np.int64)
-    distinct_N = np.bincount(owners, minlength=len(parts))
-    grams_N = counts_N - n + 1
-    return np.where(grams_N > 0, 1.0 - distinct_N / np.maximum(grams_N, 1), 0.0)
+    share_N = np.zeros(len(rollouts))
+    for number, ids in enumerate(map(_sampled, rollouts)):
+        if len(ids) >= n:
+            hashed = np.sort(np.convolve(ids, MULTIPLIERS[:n], "valid"))  # wraps round
+            distinct = 1 + np.count_nonzero(np.diff(hashed))
+            share_N[number] = 1.0 - distinct / len(hashed)
+    return share_N
 
 
 def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
@@ -96,10 +85,9 @@ class Keywords:
 
 def unusable(rollout: Rollout) -> bool:
     """Whether a rollout holds what no update may see: a log-prob that is not finite, or a reward out of all proportion."""
-    far = rollout.score.value is not None and abs(rollout.score.value) > LARGEST
-    return far or any(
-        s.logprobs is not None and not np.isfinite(s.logprobs).all() for s in rollout.segments
-    )
+    logprobs = [s.logprobs for s in rollout.segments if s.logprobs is not None]
+    far = abs(rollout.score.value or 0.0) > LARGEST
+    return far or not all(np.isfinite(one).all() for one in logprobs)
 
 
 def _sampled(rollout: Rollout) -> np.ndarray:

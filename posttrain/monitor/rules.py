@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from posttrain.errors import Checked, Count, Positive, Share, Whole, require, unknown
-from posttrain.monitor.series import Change, History, change, frontier, since_best
+from posttrain.monitor.series import HELD_OUT, Change, History, change, since_best
 from posttrain.monitor.traits import Conflict
 
 ALWAYS = ("nonfinite", "memory")  # can be neither off nor warnings
@@ -25,6 +25,9 @@ WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, point
 MIN_POINTS = 15  # rewards, before trends are read
 ERRORS = 5.0  # standard errors that a symptom must have moved by
 JUMP, FLOOR = 20.0, 1e-4  # of a mismatch, over its first steps
+DIFFERENCE = "on average between log-probs of sampler and trainer"
+EQUAL = "share of groups with equal rewards"
+FRONTIER = 20  # points in a window of gold against KL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +104,18 @@ def left(low: float, high: float) -> Moved:
     return lambda then, now: not low * then < now < high * then
 
 
+def became_common(then: float, now: float) -> bool:
+    return now > 0.9 > then + 0.5
+
+
+WORD, MODELS = "of responses have a word few had", "spread of the reward models"
 SYMPTOMS = {
     "length": Symptom("length", "tokens a response", left(0.7, 1.25), left(0.25, 3)),
     "format": Symptom("reward/format", "of the responses are well formed", rose(0.06), rose(2.0)),
     "repetition": Symptom("repetition", "of n-grams repeated", rose(0.05), rose(0.25)),
     "distinct": Symptom("distinct", "of 2-grams distinct", shrank(0.8), shrank(0.3)),
-    "keyword": Symptom(
-        "keyword",
-        "of responses have a word few had",
-        rose(0.1),
-        lambda then, now: now > 0.9 > then + 0.5,
-    ),
-    "disagreement": Symptom(
-        "reward/disagreement", "spread of the reward models", grew(1.4), grew(2.5)
-    ),
+    "keyword": Symptom("keyword", WORD, rose(0.1), became_common),
+    "disagreement": Symptom("reward/disagreement", MODELS, grew(1.4), grew(2.5)),
 }
 
 
@@ -141,16 +142,13 @@ class View:
     @cached_property
     def rises(self) -> list[tuple[int, Change, Change | None]]:
         """Windows (by number) in which the reward rose and the gold did not, with both changes."""
-        gold = self.history.gold()
+        gold, found = self.history.gold(), []
         golds = self.changes(gold) if gold else [None] * len(WINDOWS)
-        return [
-            (n, rise, real)
-            for n, (rise, real) in enumerate(zip(self.changes("reward"), golds, strict=True))
-            if rise is not None
-            and rise.now > rise.then
-            and (real is None or real.now <= real.then)
-            and rise.z >= 3
-        ]
+        for n, (rise, real) in enumerate(zip(self.changes("reward"), golds, strict=True)):
+            fell = real is None or real.now <= real.then
+            if rise is not None and rise.now > rise.then and fell and rise.z >= 3:
+                found.append((n, rise, real))
+        return found
 
     @cached_property
     def gamed(self) -> dict[str, str]:
@@ -200,22 +198,15 @@ def flat(view: View) -> str | None:
     share = view.value("groups/zero_variance")
     if math.isnan(share):
         return None
-    seen = f"all rewards of every group were equal for {view.settings.flat} steps or more: nothing is learned"
-    return seen if share == 1.0 else ""
-
-
-def mismatch(view: View) -> str | None:
-    value, limit = view.value("mismatch"), view.settings.mismatch
-    differ = f"log-probs of sampler and trainer differ by {value:.3g} on average"
-    return f"{differ}, above {limit:g}" if value > limit else ""
+    equal = f"all rewards of every group were equal for {view.settings.flat} steps or more"
+    return f"{equal}: nothing is learned" if share == 1.0 else ""
 
 
 def mismatch_jump(view: View) -> str | None:
     """Suddenly much more than at the start: the sampler has other weights."""
     value, start = view.value("mismatch"), view.history.mean_of_first("mismatch")
     jumped = start is not None and max(JUMP * start, FLOOR) < value <= view.settings.mismatch
-    differ = f"log-probs of sampler and trainer differ by {value:.3g} on average"
-    return f"{differ}, {start:.3g} in the first steps" if jumped else ""
+    return f"{value:.3g} {DIFFERENCE}, {start:.3g} in the first steps" if jumped else ""
 
 
 def gamed(name: str) -> Check:
@@ -224,13 +215,12 @@ def gamed(name: str) -> Check:
     def check(view: View) -> str:
         if name in view.gamed or not view.has_history:
             return view.gamed.get(name, "")
-        drifts = view.changes(SYMPTOMS[name].figure) if view.rises else []
-        gold = view.history.gold()
-        seen = (
-            SYMPTOMS[name].seen(drifts[n], gold, real, f" while the reward went {rise}")
-            for n, rise, real in view.rises
-        )
-        return next(filter(None, seen), "")
+        symptom, gold = SYMPTOMS[name], view.history.gold()
+        drifts = view.changes(symptom.figure) if view.rises else []
+        for n, rise, real in view.rises:
+            if seen := symptom.seen(drifts[n], gold, real, f" while the reward went {rise}"):
+                return seen
+        return ""
 
     return check
 
@@ -242,37 +232,41 @@ def proxy(view: View) -> str:
         return ""
     gold, reward = history.values(name), history.values("reward")
     for window in (5, 10, 20, 40):
-        best = since_best(gold, window)
-        if best is None:
-            continue
-        place, fallen = best
-        rise = change(reward, window, len(reward) - place)
-        if rise is not None and rise.now > rise.then and rise.z > 2 and fallen.z < -3:
+        place, fallen = since_best(gold, window) or (0, None)
+        rise = change(reward, window, len(reward) - place) if fallen is not None else None
+        if (
+            fallen is not None
+            and rise is not None
+            and rise.now > rise.then
+            and rise.z > 2
+            and fallen.z < -3
+        ):
             at = history.steps[name][place - 1]
             found = f"{name} fell {fallen} since step {at} while the reward rose {rise}"
     return found
 
 
 def past_frontier(view: View) -> str:
-    """The gold fell while KL went on rising."""
+    """The gold fell by at least 4 standard errors while KL went on rising, so that the best lies behind (Gao et al. 2023: gold =
+    d (a - b d), d = sqrt(KL))."""
     history, name = view.history, view.history.gold()
-    if not proxy(view):
+    best = since_best(history.values(name), FRONTIER) if proxy(view) else None
+    if best is None or "kl" not in history.steps:
         return ""
-    kl = history.values("kl")
-    if len(kl):  # it may be measured at some steps alone
-        kl = np.interp(history.steps[name], history.steps["kl"], kl)
-    edge = frontier(kl, history.values(name))
-    if edge is None or not edge.past:
+    place, gold = best
+    # it may be measured at some steps alone
+    kl = np.interp(history.steps[name], history.steps["kl"], history.values("kl"))
+    then, now = float(kl[place - FRONTIER : place].mean()), float(kl[-FRONTIER:].mean())
+    if now <= then or gold.z > -4:
         return ""
-    best = f"{edge.best_gold:.3g} at KL {edge.best_kl:.3g}"
-    at = history.steps[name][edge.best - 1]
-    return f"{name} was best at step {at} ({best}); now {edge.gold:.3g} at KL {edge.kl:.3g}"
+    at = history.steps[name][place - 1]
+    return f"{name} was best at step {at} ({gold.then:.3g} at KL {then:.3g}); now {gold.now:.3g} at KL {now:.3g}"
 
 
 def held_out(view: View) -> str:
     """Held-out accuracy against its best: by the spread of many measurements or, while there are few, by their own intervals."""
     history = view.history
-    held, low, high = (history.values(f"accuracy/test{end}") for end in ("", "_low", "_high"))
+    held, low, high = map(history.values, HELD_OUT)
     best = since_best(held, 3)
     if best is not None:
         place, fallen, z = best[0] - 1, best[1].then - best[1].now, best[1].z
@@ -312,7 +306,6 @@ def without_gain(figure: str, words: str, lost: Callable[[Change], bool]) -> Che
 class Rule:
     """`action` is that of a limit and of a report; a trend warns. `patience` names the setting for steps in a row; "" is one step."""
 
-    advice: str = ""
     limit: Check | None = None
     trend: Check | None = None
     action: Literal["warn", "stop"] = "warn"
@@ -322,98 +315,62 @@ class Rule:
 
 # What each rule sees, with its threshold, is in docs/reliability.md (limits and reports) and docs/alarms.md (trends).
 RULES: Mapping[str, Rule] = {
-    "nonfinite": Rule(
-        "look at the batch in alarms/; lower the learning rate, or set monitor.skip to leave such steps out",
-        action="stop",
-    ),
-    "failed": Rule("fix the reward, or raise monitor.failed", action="stop"),
-    "kl": Rule(
-        "lower the learning rate, raise beta, or start again from an earlier checkpoint",
-        above("kl", "nats per token from the reference"),
-    ),
+    "nonfinite": Rule(action="stop"),
+    "failed": Rule(action="stop"),
+    "kl": Rule(above("kl", "nats per token from the reference")),
     "entropy": Rule(
-        "lower the learning rate, raise the temperature or clip_high, or add an entropy bonus",
         outside("entropy", lambda s: (s.entropy, math.inf)),
         without_gain("entropy", "entropy fell", lambda m: m.now < 0.4 * m.then and m.z < -5),
     ),
-    "length": Rule(
-        "look at some rollouts; penalise length in the reward, mask truncated responses, use a reduction by token, or normalise the "
-        "judge for length",
-        outside("length", lambda s: (1 / s.length, s.length)),
-        gamed("length"),
-    ),
+    "length": Rule(outside("length", lambda s: (1 / s.length, s.length)), gamed("length")),
     "repetition": Rule(
-        "look at the last rollouts; add the repetition reward as a penalty, raise beta, lower the learning rate, or resume from an "
-        "earlier checkpoint",
         above("repetition", "of a response's 4-grams were there before"),
         gamed("repetition"),
-        action="stop",
+        "stop",
     ),
-    "spread": Rule(
-        "use harder problems or another reward; if all is solved, the stage is done",
-        outside("reward_spread", lambda s: (s.spread, math.inf)),
-    ),
-    "mismatch": Rule(
-        "the sampler's weights or its temperature are not the trainer's; check what updates them, or set correction=token",
-        mismatch,
-        mismatch_jump,
-        action="stop",
-        patience="",
-    ),
-    "dropped": Rule(
-        "update the sampler more often, or lower the learning rate",
-        above("dropped", "of the responses were left out"),
-    ),
-    "flat": Rule(
-        "use problems that are sometimes solved (task.level, a curriculum), more samples a group, or a finer reward",
-        flat,
-        patience="flat",
-        stop_after=5,
-    ),
-    "coefficient": Rule("it has no effect here; check what it needs"),
-    "frozen": Rule(
-        "resume from the last checkpoint with the same models, and report this", action="stop"
-    ),
+    "spread": Rule(outside("reward_spread", lambda s: (s.spread, math.inf))),
+    "mismatch": Rule(above("mismatch", DIFFERENCE), mismatch_jump, "stop", patience=""),
+    "dropped": Rule(above("dropped", "of the responses were left out")),
+    "flat": Rule(flat, patience="flat", stop_after=5),
+    "coefficient": Rule(),
+    "frozen": Rule(action="stop"),
     "memory": Rule(action="stop"),
-    "slow": Rule(
-        "look there for what it waited for; if steps of this length are normal, raise monitor.slow"
-    ),
-    "proxy": Rule(
-        "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",
-        trend=proxy,
-    ),
-    "frontier": Rule(
-        "stop here and keep the earlier model; more KL buys nothing. Raise beta, or use an ensemble of reward models",
-        trend=past_frontier,
-    ),
-    "held_out": Rule(
-        "what it learns does not carry over: stop at the better step, use more problems, or raise beta",
-        trend=held_out,
-    ),
-    "format": Rule(
-        "give format less weight than the answer, or pay for it only where the answer is right",
-        trend=gamed("format"),
-    ),
-    "distinct": Rule(
-        "raise the temperature or beta, add an entropy bonus, or mix in more prompts",
-        trend=gamed("distinct"),
-    ),
-    "keyword": Rule(
-        "read rollouts with the word: if the judge pays for it, change its prompt, or take the word out before judging",
-        trend=gamed("keyword"),
-    ),
-    "disagreement": Rule(
-        "the policy is where the reward models were not trained: refit them on its answers, or use reward.combine=worst",
-        trend=gamed("disagreement"),
-    ),
+    "slow": Rule(),
+    "proxy": Rule(trend=proxy),
+    "frontier": Rule(trend=past_frontier),
+    "held_out": Rule(trend=held_out),
+    **{name: Rule(trend=gamed(name)) for name in ("format", "distinct", "keyword", "disagreement")},
     "zero_variance": Rule(
-        "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
-        trend=without_gain(
-            "groups/zero_variance",
-            "share of groups with equal rewards",
-            lambda m: m.now > 0.8 and m.z > 4,
-        ),
+        trend=without_gain("groups/zero_variance", EQUAL, lambda m: m.now > 0.8 and m.z > 4)
     ),
+}
+
+# What to try, by rule; "memory" says it by what was out of memory.
+ADVICE: Mapping[str, str] = {
+    "nonfinite": "look at the batch in alarms/; lower the learning rate, or set monitor.skip to leave such steps out",
+    "failed": "fix the reward, or raise monitor.failed",
+    "kl": "lower the learning rate, raise beta, or start again from an earlier checkpoint",
+    "entropy": "lower the learning rate, raise the temperature or clip_high, or add an entropy bonus",
+    "length": "look at some rollouts; penalise length in the reward, mask truncated responses, use a reduction by token, or normalise "
+    "the judge for length",
+    "repetition": "look at the last rollouts; add the repetition reward as a penalty, raise beta, lower the learning rate, or resume "
+    "from an earlier checkpoint",
+    "spread": "use harder problems or another reward; if all is solved, the stage is done",
+    "mismatch": "the sampler's weights or its temperature are not the trainer's; check what updates them, or set correction=token",
+    "dropped": "update the sampler more often, or lower the learning rate",
+    "flat": "use problems that are sometimes solved (task.level, a curriculum), more samples a group, or a finer reward",
+    "coefficient": "it has no effect here; check what it needs",
+    "frozen": "resume from the last checkpoint with the same models, and report this",
+    "memory": "",
+    "slow": "look there for what it waited for; if steps of this length are normal, raise monitor.slow",
+    "proxy": "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",
+    "frontier": "stop here and keep the earlier model; more KL buys nothing. Raise beta, or use an ensemble of reward models",
+    "held_out": "what it learns does not carry over: stop at the better step, use more problems, or raise beta",
+    "format": "give format less weight than the answer, or pay for it only where the answer is right",
+    "distinct": "raise the temperature or beta, add an entropy bonus, or mix in more prompts",
+    "keyword": "read rollouts with the word: if the judge pays for it, change its prompt, or take the word out before judging",
+    "disagreement": "the policy is where the reward models were not trained: refit them on its answers, or use reward.combine=worst",
+    "zero_variance": "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
 }
 
 

@@ -19,22 +19,9 @@ import numpy as np
 START = 5  # steps that define what is normal
 KEPT = 400  # values of a series
 GOLD = ("reward/task", "reward/gold", "reward/answer")  # what the reward stands for, by step
-TRACKED = (
-    "reward",
-    *GOLD,
-    "accuracy/test",
-    "accuracy/test_low",
-    "accuracy/test_high",
-    "kl",
-    "length",
-    "reward/format",
-    "entropy",
-    "repetition",
-    "distinct",
-    "keyword",
-    "reward/disagreement",
-    "groups/zero_variance",
-)
+HELD_OUT = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
+SYMPTOMS = ("length", "reward/format", "repetition", "distinct", "keyword", "reward/disagreement")
+TRACKED = ("reward", *GOLD, *HELD_OUT, "kl", "entropy", "groups/zero_variance", *SYMPTOMS)
 COMPARED = ("entropy", "length", "reward_spread", "mismatch")  # with the mean of the first steps
 
 
@@ -86,30 +73,6 @@ def since_best(values: np.ndarray, window: int) -> tuple[int, Change] | None:
     place = int(np.argmax(totals))
     now = float(values[-window:].sum()) / window
     return place + window, Change(float(totals[place]) / window, now, values, window)
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Gold against KL: the best point and the present one. `past` is the rule for stopping early: gold has fallen by at least 4
-    standard errors while KL went on rising, so the best lies behind (Gao et al. 2023: gold = d (a - b d), d = sqrt(KL))."""
-
-    best: int  # place in the series where the best window ended
-    best_kl: float
-    best_gold: float
-    kl: float
-    gold: float
-    past: bool
-
-
-def frontier(kl: np.ndarray, gold: np.ndarray, window: int = 20) -> Frontier | None:
-    """The reward-KL frontier of a run so far."""
-    found = since_best(gold, window)
-    if found is None or len(kl) != len(gold):
-        return None
-    place, fallen = found
-    best_kl, now_kl = float(kl[place - window : place].mean()), float(kl[-window:].mean())
-    past = now_kl > best_kl and fallen.z <= -4
-    return Frontier(place, best_kl, fallen.then, now_kl, fallen.now, past)
 
 
 @dataclass(eq=False)

@@ -122,9 +122,7 @@ class TraitSums:
         if agreement is not None and agreement > AGREE:
             return []
         total: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(7))  # of the last WINDOW steps
-        late: dict[str, np.ndarray] = defaultdict(
-            lambda: np.zeros(3)
-        )  # n, f, f^2 of the last START
+        late: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))  # n, f, f^2: the last START
         for steps_ago, sums in enumerate(reversed(self.recent)):
             for name, row in sums.items():
                 total[name] += row

@@ -16,7 +16,7 @@ from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Interval
 from posttrain.models.policy import Policy
 from posttrain.monitor.monitor import Monitor
-from posttrain.monitor.rules import RULES, SYMPTOMS
+from posttrain.monitor.rules import ADVICE, SYMPTOMS
 from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import Verdict
 from posttrain.runs.metrics import group_metrics, merge
@@ -107,7 +107,7 @@ class VersusStage(AnswerStage):
         # a judge leaves the task's own score as it is, which is then reported with its verdicts
         golds = (*GOLD, "reward") if self.judge else GOLD
         for alarm, seen in drifts(ours, theirs, golds).items():
-            text = f"{alarm}: {self.model} wins {rate} against {self.against} with {seen}; {RULES[alarm].advice}"
+            text = f"{alarm}: {self.model} wins {rate} against {self.against} with {seen}; {ADVICE[alarm]}"
             data = {"rule": alarm}
             context.events.emit("alarm", text, "warning", stage=self.name, data=data)
 

@@ -25,7 +25,7 @@ from posttrain.errors import UserError
 from posttrain.monitor import monitor as module
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.probes import repetition, rollout_figures
-from posttrain.monitor.rules import RULES, Alarm, MonitorSettings
+from posttrain.monitor.rules import ADVICE, RULES, Alarm, MonitorSettings
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_groups
 from posttrain.types import Group, Problem, Score
@@ -244,6 +244,7 @@ def test_every_rule_is_documented_with_its_threshold() -> None:
     defaults = MonitorSettings()
     thresholds = {f.name for f in fields(MonitorSettings)} & set(RULES)
     trends = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text()
+    assert ADVICE.keys() == RULES.keys()
     for name, rule in RULES.items():
         assert rule.trend is None or name == "mismatch" or f"`{name}`" in trends, f"docs/alarms.md does not have {name}"
         if rule.trend is None or rule.limit is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 from posttrain.errors import UserError
 from posttrain.monitor import monitor as module
 from posttrain.monitor.monitor import Monitor, alarm_lines
-from posttrain.monitor.rules import RULES, MonitorSettings
-from posttrain.monitor.series import change, frontier, since_best, spread
+from posttrain.monitor.rules import ADVICE, RULES, MonitorSettings, View, past_frontier
+from posttrain.monitor.series import History, change, since_best, spread
 from posttrain.runs.layout import EventRow
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 
@@ -135,7 +136,7 @@ def test_a_synthetic_hack_is_detected_in_time_and_by_its_name(kind: str, seed: i
     assert not [entry for entry in found if entry[0] <= begins - 40], "and not before there was anything to detect"
     assert {HACKS[kind], "proxy", "frontier"} <= {name for _, name, _ in found}
     for _, name, text in found:
-        assert text.endswith(RULES[name].advice), "what was seen, and what to try"
+        assert text.endswith(ADVICE[name]), "what was seen, and what to try"
         assert " -> " in text or "KL" in text
 
 
@@ -252,13 +253,18 @@ def test_the_frontier_says_where_to_stop() -> None:
     random = np.random.default_rng(0)
     distance = np.linspace(0, 2, 200)
     gold = distance * (1.0 - 0.6 * distance) + random.normal(0, 0.01, 200)  # best at d = 1 / 1.2, KL = 0.69
-    found = frontier(distance**2, gold)
-    assert found is not None and found.past
-    assert found.best_kl == pytest.approx(0.69, abs=0.15) and found.best_gold == pytest.approx(0.417, abs=0.02)
-    early = frontier(distance[:80] ** 2, gold[:80])
-    assert early is not None and not early.past
-    still = frontier(np.ones(200), gold)
-    assert still is not None and not still.past, "without more KL it is not the frontier that is passed"
+
+    def found(kl: np.ndarray, steps: int = 200) -> str:
+        history = History()
+        for step in range(steps):
+            history.add(step, {"reward": 0.01 * step, "reward/task": gold[step], "kl": kl[step]})
+        return past_frontier(View(MonitorSettings(), {}, history))
+
+    best = re.search(r"best at step \d+ \((\S+) at KL (\S+)\); now", found(distance**2))
+    assert best is not None
+    assert float(best[1]) == pytest.approx(0.417, abs=0.02) and float(best[2]) == pytest.approx(0.69, abs=0.15)
+    assert not found(distance**2, 80)
+    assert not found(np.ones(200)), "without more KL it is not the frontier that is passed"
 
 
 def test_alarms_are_summed_up_at_the_end() -> None:

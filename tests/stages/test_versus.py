@@ -14,7 +14,7 @@ from material_for_tests import group, rollout, segment
 from posttrain.errors import UserError
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.monitor.rules import RULES
+from posttrain.monitor.rules import ADVICE
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._material import Data
@@ -131,4 +131,4 @@ def test_answers_that_win_and_have_changed_far_are_an_alarm(
     if heard:
         assert alarms[0]["stage"] == "v" and alarms[0]["level"] == "warning"
         assert "with 21.5 -> " in alarms[0]["text"] and "tokens a response" in alarms[0]["text"]
-        assert alarms[0]["text"].endswith(RULES["length"].advice)
+        assert alarms[0]["text"].endswith(ADVICE["length"])
