@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -73,13 +73,12 @@ def render_turn(
     given = [replace(m, content=_broken_up(tokenizer, m.content)) for m in given]
     before = history or [Message("user", ".")]
     whole = [*before, Message("assistant", REPLY), *given]
-    text = _Template(tokenizer, where, None).render(whole, generation_prompt=True)
-    after = text.rpartition(REPLY)[2]
-    require(
-        text.count(REPLY) == 1,
-        f"{where}: the chat template does not show an assistant's turn as it is, so it cannot be continued",
+    _, *after = _Template(tokenizer, where, None).render(whole, generation_prompt=True).split(REPLY)
+    unlike = (
+        "the chat template does not show an assistant's turn as it is, so it cannot be continued"
     )
-    ids = tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
+    require(len(after) == 1, f"{where}: {unlike}")
+    ids = tuple(tokenizer(after[0], add_special_tokens=False)["input_ids"])
     return ids[1:] if ids[:1] == (stop,) else ids
 
 
@@ -101,18 +100,15 @@ def render_example(
     template.check(messages)
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     require(any(i >= given for i in turns), f"{where}: no assistant turn to learn from")
-    fast = bool(tokenizer.is_fast)
     needs = "finding the assistant's tokens needs a fast tokenizer, one with offsets"
-    require(fast, f"{where}: {needs}")
+    require(bool(tokenizer.is_fast), f"{where}: {needs}")
     if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
         text, spans = template.marked_spans(messages)
         marked = f"marks {len(spans)} of {len(turns)} assistant turns"
         require(len(spans) == len(turns), f"{where}: the chat template {marked}")
         hidden = _hidden(messages, turns, template.marked_texts)
-        require(
-            not hidden,
-            f"{where}: the chat template writes the {hidden} outside of its generation block: it would not be learned",
-        )
+        outside = f"writes the {hidden} outside of its generation block: it would not be learned"
+        require(not hidden, f"{where}: the chat template {outside}")
     else:
         text, spans = template.rendered_spans(messages, turns)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -156,44 +152,33 @@ def _hidden(messages: Sequence[Message], places: Iterable[int], render: Renderin
     To render once for each field takes seconds for a long conversation, so one rendering with a marker for every text of a field
     comes first: a field whose marker is there is shown.
     """
-    more = [(n, messages[n]) for n in places if messages[n].more]
-    fields = [(n, name) for n, m in more for name in (*m.more, "content") if _counts(m, name)]
-    if not fields:
-        return ""
-    marks = {field: f"shown{number}field" for number, field in enumerate(fields)}
+    marks: dict[tuple[int, str], str] = {}
+    marked = list(messages)
+    for n in (n for n in places if messages[n].more):
+        optional = LINKS if messages[n].role == "tool" else ()
+        shown_by = [name for name in messages[n].more if name not in optional]
+        for name in (*shown_by, *(["content"] if messages[n].content else [])):
+            mark = marks[n, name] = f"shown{len(marks)}field"
+            marked[n] = _changed(marked[n], name, mark)
     try:
-        shown = str(render([replace(m, **_marked(m, n, marks)) for n, m in enumerate(messages)]))
+        shown = str(render(marked)) if marks else ""
     except UserError:  # the template reads the texts
         shown = ""
     doubtful = [field for field, mark in marks.items() if mark not in shown]
     full = render(messages) if doubtful else None
     for n, name in doubtful:
-        message = messages[n]
-        rest = {key: value for key, value in message.more.items() if key != name}
-        changed = replace(message, content="" if name == "content" else message.content, more=rest)
-        try:
-            same = render([*messages[:n], changed, *messages[n + 1 :]]) == full
-        except UserError:  # without it the template refuses the conversation
-            continue
-        if same:
-            return f"{name} of message {n} ({message.role})"
+        with suppress(UserError):  # without it the template may refuse the conversation
+            if render([*messages[:n], _changed(messages[n], name), *messages[n + 1 :]]) == full:
+                return f"{name} of message {n} ({messages[n].role})"
     return ""
 
 
-def _counts(message: Message, name: str) -> bool:
-    """Whether a template must show a field."""
+def _changed(message: Message, name: str, text: str = "") -> Message:
+    """The message with `text` for every text of a field; without the field where there is none."""
     if name == "content":
-        return bool(message.content)
-    return not (name in LINKS and message.role == "tool")
-
-
-def _marked(message: Message, place: int, marks: Mapping[tuple[int, str], str]) -> dict[str, Any]:
-    """The parts of a message with each text of a field replaced by the field's marker."""
-    more = dict(message.more)
-    for name in more:
-        if (place, name) in marks:
-            more[name] = _filled(more[name], marks[place, name])
-    return {"content": marks.get((place, "content"), message.content), "more": more}
+        return replace(message, content=text)
+    more = {key: v for key, v in message.more.items() if text or key != name}
+    return replace(message, more={**more, name: _filled(more[name], text)} if text else more)
 
 
 def _filled(value: JSON, text: str) -> JSON:
@@ -238,19 +223,14 @@ class _Template:
     def check(self, messages: Sequence[Message]) -> None:
         where, tools = self.where, self.tools
         require(len(messages) > 0, f"{where}: an empty conversation")
-        chat = bool(self.tokenizer.chat_template)
-        hint = "use a chat model's, or plain text"
-        require(chat, f"{where}: this tokenizer has no chat template; {hint}")
-        said = []
-        for m in messages:
-            texts = (m.content, *_strings(m.more))
-            said += [(f"a {m.role} message contains", text) for text in texts]
-        said += [("the tools contain", text) for text in _strings(tools)]
-        for what, words in said:
-            for text in special_texts(self.tokenizer):
-                if text in words:
-                    control = f"the control token {text!r} as text"
-                    raise UserError(f"{where}: {what} {control}; rewrite it")
+        plain = f"{where}: this tokenizer has no chat template; use a chat model's, or plain text"
+        require(bool(self.tokenizer.chat_template), plain)
+        said = [(f"a {m.role} message contains", (m.content, *_strings(m.more))) for m in messages]
+        for what, texts in (*said, ("the tools contain", tuple(_strings(tools)))):
+            for control in special_texts(self.tokenizer):
+                if any(control in text for text in texts):
+                    spelled = f"the control token {control!r} as text; rewrite it"
+                    raise UserError(f"{where}: {what} {spelled}")
         hint = "use a template that does, or remove"
         shown = not tools or self.render(messages) != replace(self, tools=None).render(messages)
         require(shown, f"{where}: the chat template does not show the tools; {hint} them")
@@ -289,10 +269,8 @@ class _Template:
 
     def rendered_spans(self, messages: Sequence[Message], turns: list[int]) -> Spans:
         """The conversation and the character spans of the assistant's turns, found by rendering it up to and with each of them."""
-        require(
-            0 not in turns,
-            f"{self.where}: it begins with an assistant turn, which only a template with generation blocks can show",
-        )
+        first = "it begins with an assistant turn, which only a template with generation blocks can show"
+        require(0 not in turns, f"{self.where}: {first}")
         full, last = self.render(messages), len(messages) - 1
         spans = []
         for turn in turns:

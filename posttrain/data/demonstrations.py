@@ -52,15 +52,13 @@ def from_task(
         problems = task.problems(split, level)
         size = len(problems)
         require(count <= size, f"level {level} has {size} {split} problems, not {count}")
-        drawn += [problems[i] for i in _distinct(len(problems), count, seed, level)]
-    order = permutation(len(drawn), "demonstrations", seed)
-    return [_demonstration_example(task, tokenizer, drawn[i]) for i in order]
-
-
-def _demonstration_example(task: Teaching, tokenizer: Tokenizer, problem: Problem) -> Example:
-    messages = (*task.prompt(problem), Message("assistant", task.demonstration(problem)))
-    where = f"the demonstration of {problem.id}"
-    return render_example(tokenizer, messages, where, given=len(messages) - 1)
+        drawn += [problems[i] for i in _distinct(size, count, seed, level)]
+    examples = []
+    for problem in (drawn[i] for i in permutation(len(drawn), "demonstrations", seed)):
+        prompt, answer = task.prompt(problem), Message("assistant", task.demonstration(problem))
+        where = f"the demonstration of {problem.id}"
+        examples.append(render_example(tokenizer, (*prompt, answer), where, given=len(prompt)))
+    return examples
 
 
 def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
@@ -107,11 +105,9 @@ def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Exampl
     if "text" in record:
         require(not tools, f"{where}: tools with a plain text would be dropped; give messages")
         require(isinstance(record["text"], str), f"{where}: text is not a string")
-        ids = list(tokenizer(record["text"])["input_ids"])
-        return plain_example(ids, 0, tokenizer)
-    missing = {"prompt": "completion", "completion": "prompt"}
-    for present, absent in missing.items():
-        require(present not in record, f"{where}: {present} without {absent}")
+        return plain_example(list(tokenizer(record["text"])["input_ids"]), 0, tokenizer)
+    require("prompt" not in record, f"{where}: prompt without completion")
+    require("completion" not in record, f"{where}: completion without prompt")
     names = ", ".join(sorted(record)) or "nothing"
     raise UserError(f"{where}: expected messages, prompt with completion, or text; found {names}")
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from posttrain.data.chat import Tokenizer
 from posttrain.data.demonstrations import completion_example, unread
-from posttrain.data.records import Tools, parse_tools, read_rows
+from posttrain.data.records import Tools, more_of, parse_tools, read_rows
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
 from posttrain.types import Example
@@ -69,46 +69,34 @@ class Skipped:
         return f"{self.count:,} skipped: {REASONS[self.reason]} ({where})"
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceReport:
-    """What a file held: its kind, what was kept, what was skipped and why."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Preferences:
+    """A file's units, ready for training: its kind, what was skipped and why."""
 
     path: str
     kind: str  # pair | openai | ranking | unpaired | steps
+    units: list[tuple[Example, ...]]  # of the rows that were kept
     total: int
-    kept: int  # rows, which are units
-    sequences: int
-    tokens: int
-    loss_tokens: int
-    longest: int
     max_length: int
     margins: bool  # rewards are the file's own scores or margins, not just an order
-    desirable: int  # of unpaired rows
     skipped: tuple[Skipped, ...]
     unused: tuple[str, ...] = ()  # columns that were not read
 
     def lines(self) -> list[str]:
-        """Words for the console."""
-        kind = KINDS[self.kind].title
-        by = ", with margins" if self.margins and self.kind != "steps" else ""
-        if self.kind == "unpaired":
-            good = f"; {self.desirable:,} desirable, {self.kept - self.desirable:,} not"
-        else:
-            good = ""
+        """A report for the console."""
+        kind, kept = KINDS[self.kind].title, len(self.units)
+        examples = [example for unit in self.units for example in unit]
+        tokens, loss = (sum(len(e.ids) for e in examples), sum(int(e.mask.sum()) for e in examples))
+        longest = max(len(e.ids) for e in examples)
+        more = ", with margins" if self.margins and self.kind != "steps" else ""
+        good = sum(example.reward == 1.0 for example in examples)
+        labels = f"; {good:,} desirable, {kept - good:,} not" if self.kind == "unpaired" else ""
         return [
-            f"{self.path}: {kind}{by}; {self.kept:,} of {self.total:,} rows kept, {self.sequences:,} sequences{good}",
-            f"{self.tokens:,} tokens, {self.loss_tokens:,} carry loss; longest {self.longest} (limit {self.max_length})",
+            f"{self.path}: {kind}{more}; {kept:,} of {self.total:,} rows kept, {len(examples):,} sequences{labels}",
+            f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
             *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
             *map(str, self.skipped),
         ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Preferences:
-    """A file's units, ready for training, and its report."""
-
-    units: list[tuple[Example, ...]]
-    report: PreferenceReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +141,7 @@ class _Skip(Exception):
 def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) -> Preferences:
     """Every row of a JSONL file as a unit of examples, and what became of the others. See the module's words for the conventions."""
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
-    kind, total, desirable, margins = "", 0, 0, False
+    kind, total, margins = "", 0, False
     units: list[tuple[Example, ...]] = []
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
@@ -163,40 +151,22 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
         total += 1
         kind = kind or _detect(record, where)
         try:
-            row = _checked(KINDS[kind], kind, record, where)
+            row = _checked(kind, record, where)
             unused |= unread(record, KINDS[kind].columns, where)
             units.append(_unit(row, tokenizer, decoder, max_length, where))
+            margins |= row.margins
         except _Skip as skip:
             skipped.setdefault(str(skip), []).append(int(where.rsplit(" ", 1)[1]))
-            continue
         except UserError as error:
             refused.append(str(error))
-            continue
-        margins |= row.margins
-        desirable += kind == "unpaired" and row.rewards == [1.0]
     if refused:
         more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0]}{more}")
     reasons = [(name, skipped[name]) for name in REASONS if name in skipped]
     left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
     require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
-    examples = [e for unit in units for e in unit]
-    report = PreferenceReport(
-        str(path),
-        kind,
-        total,
-        len(units),
-        len(examples),
-        sum(len(e.ids) for e in examples),
-        sum(int(e.mask.sum()) for e in examples),
-        max(len(e.ids) for e in examples),
-        max_length,
-        margins,
-        desirable,
-        left_out,
-        tuple(sorted(unused)),
-    )
-    return Preferences(units, report)
+    columns = tuple(sorted(unused))
+    return Preferences(str(path), kind, units, total, max_length, margins, left_out, columns)
 
 
 def count_labels(path: str | Path) -> tuple[int, int]:
@@ -206,7 +176,7 @@ def count_labels(path: str | Path) -> tuple[int, int]:
     for where, record in read_rows(path):
         kind = kind or _detect(record, where)
         with suppress(_Skip, UserError):
-            rewards = _checked(KINDS[kind], kind, record, where).rewards
+            rewards = _checked(kind, record, where).rewards
             good += len(rewards) > 1 or rewards == [1.0]
             bad += len(rewards) > 1 or rewards == [0.0]
     return good, bad
@@ -221,7 +191,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
         pair = kind in ("pair", "openai")
         require(pair, f"{where}: a row of {KINDS[kind].title}; pairs are needed")
         try:
-            row = _checked(KINDS[kind], kind, record, where)
+            row = _checked(kind, record, where)
         except _Skip:
             continue
         texts = [_spoken(part) for part in (row.prompt, *row.responses)]
@@ -244,27 +214,21 @@ def _spoken(said: Any) -> str:
 
 def _words(message: dict[str, Any]) -> str:
     """What a message says, and what else it holds."""
-    rest = {key: value for key, value in message.items() if key not in ("role", "content")}
-    more = {key: value for key, value in rest.items() if value not in (None, "", [], {})}
-    said = [str(message["content"])] if message.get("content") else []
-    if more:
-        said.append(json.dumps(more, ensure_ascii=False, sort_keys=True))
-    return "\n".join(said)
+    said, more = str(message.get("content") or ""), more_of(message)
+    rest = json.dumps(more, ensure_ascii=False, sort_keys=True) if more else ""
+    return "\n".join(filter(None, (said, rest)))
 
 
 def _detect(record: dict[str, Any], where: str) -> str:
-    for name, kind in KINDS.items():
-        if kind.reveals <= record.keys():
-            return name
-    # not whole, then: the kind that it has a key of, whose reader says what is missing
-    for name, kind in KINDS.items():
-        known = set(kind.choices) - {"prompt", "completions", "completion"}
-        if known & record.keys():
-            return name
-    if "completion" in record or "messages" in record:
-        raise UserError(
-            f"{where}: demonstrations without a preference; train on them with an sft stage, or add a label"
-        )
+    # where none is whole: the kind that it has a key of, whose reader says what is missing
+    shared, keys = {"prompt", "completions", "completion"}, record.keys()
+    partial = [name for name, kind in KINDS.items() if (set(kind.choices) - shared) & keys]
+    found = [*(name for name, kind in KINDS.items() if kind.reveals <= keys), *partial]
+    if found:
+        return found[0]
+    hint = "train on them with an sft stage, or add a label"
+    demonstration = "completion" in record or "messages" in record
+    require(not demonstration, f"{where}: demonstrations without a preference; {hint}")
     names = ", ".join(sorted(record)) or "nothing"
     raise UserError(
         f"{where}: expected chosen with rejected, preferred_output with non_preferred_output, responses with scores or ranking, "
@@ -272,14 +236,13 @@ def _detect(record: dict[str, Any], where: str) -> str:
     )
 
 
-def _checked(kind: _Kind, name: str, record: dict[str, Any], where: str) -> _Row:
+def _checked(name: str, record: dict[str, Any], where: str) -> _Row:
     """Read a row of the file's kind; a missing field is named, and so is a row that is of another kind."""
+    kind, others = KINDS[name], [k for n, k in KINDS.items() if n != name]
     for field in kind.fields:
         if not any(choice in record for choice in field.split("|")):
-            others = [k.title for n, k in KINDS.items() if n != name and k.reveals <= record.keys()]
-            hint = (
-                f"; it looks like a row of {others[0]}, and a file holds one kind" if others else ""
-            )
+            like = [other.title for other in others if other.reveals <= record.keys()]
+            hint = f"; it looks like a row of {like[0]}, and a file holds one kind" if like else ""
             missing = field.replace("|", " or ")
             raise UserError(f"{where}: no {missing} in a row of {kind.title}{hint}")
     given = record.get("input")
@@ -302,10 +265,10 @@ def _unit(
         raise _Skip("equal")
     if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
         raise _Skip("tied")
-    examples = []
-    for response, reward in zip(row.responses, row.rewards, strict=True):
-        made = completion_example(row.prompt, response, tokenizer, where, row.tools)
-        examples.append(replace(made, reward=reward))
+    examples = [
+        replace(completion_example(row.prompt, said, tokenizer, where, row.tools), reward=reward)
+        for said, reward in zip(row.responses, row.rewards, strict=True)
+    ]
     if not all(e.mask.any() for e in examples):
         raise _Skip("empty")
     if any(len(e.ids) > max_length for e in examples):
@@ -328,8 +291,7 @@ def _step_labels(
     """Each label at the token in which its step ends, NaN elsewhere."""
     at = np.flatnonzero(example.mask)
     text, offsets = decoder.decode(example.ids[at])
-    joined = JOINT.join(steps)
-    begin = text.find(joined)
+    begin = text.find(JOINT.join(steps))
     missing = f"{where}: the steps are not found in the text that the tokenizer makes of them"
     require(begin >= 0, missing)
     label_T = np.full(len(example.ids), np.nan, np.float32)
@@ -376,11 +338,10 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
         require(inside, "no prompt: chosen and rejected are not conversations that begin alike")
         if shared == len(chosen) == len(rejected):
             raise _Skip("equal")
-        last = chosen[shared - 1].get("content") if isinstance(chosen[shared - 1], dict) else None
-        said = [m.get("content") for m in chosen[:shared] if isinstance(m, dict)]
+        said = [m.get("content") if isinstance(m, dict) else None for m in chosen[:shared]]
         require(
             prompt is None or prompt in said,
-            f"the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(last)[:40]!r}",
+            f"the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(said[-1])[:40]!r}",
         )
         return chosen[:shared], chosen[shared:], rejected[shared:]
     return _given_prompt(prompt), chosen, rejected
@@ -405,15 +366,15 @@ def _read_openai(record: dict[str, Any]) -> _Row:
 
 def _read_ranking(record: dict[str, Any]) -> _Row:
     responses = record.get("responses", record.get("completions"))
-    require(isinstance(responses, list), "responses must be a list")
-    assert isinstance(responses, list)
+    if not isinstance(responses, list):
+        raise UserError("responses must be a list")
     name = "scores" if "scores" in record else "ranking"
     values = record[name]
     require(isinstance(values, list), f"{name} must be a list of numbers")
     count = len(responses)
     require(len(values) == count, f"{len(values)} {name} for {count} responses")
-    rewards = [_number(v, f"{name}") for v in values]
-    if len(responses) < 2:
+    rewards = [_number(v, name) for v in values]
+    if count < 2:
         raise _Skip("single")
     if name == "ranking":
         proper = all(r == int(r) and 1 <= r <= count for r in rewards)
@@ -468,12 +429,11 @@ def _text(response: Any) -> str:
 SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score")
 RANKED = ("prompt", "responses|completions", "scores|ranking")
 OPENAI = ("input", "preferred_output", "non_preferred_output")
+LABELLED = ("prompt", "completion", "label")
 KINDS: dict[str, _Kind] = {
     "pair": _Kind("pairs", ("chosen", "rejected"), _read_pair, ("prompt", "margin", *SCORES)),
     "openai": _Kind("pairs (OpenAI)", OPENAI, _read_openai),
     "steps": _Kind("labelled steps", ("prompt", "completions", "labels"), _read_steps),
     "ranking": _Kind("rankings", RANKED, _read_ranking, revealing=("prompt", "scores")),
-    "unpaired": _Kind(
-        "single responses with a label", ("prompt", "completion", "label"), _read_unpaired
-    ),
+    "unpaired": _Kind("single responses with a label", LABELLED, _read_unpaired),
 }

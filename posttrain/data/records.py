@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,13 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[tuple[str, dic
     path, found = Path(file).expanduser(), False
     listed = lists and path.name.removesuffix(".gz").endswith(".json")
     lines = _lines(path, f"{file}")
-    for where, record in (
-        _entries(lines, f"{file}")
-        if listed
-        else ((where, _parsed(text, where)) for where, text in lines)
-    ):
-        found = True
-        kind = type(record).__name__
+    parsed = ((where, _parsed(text, where)) for where, text in lines)
+    for where, record in _entries(lines, f"{file}") if listed else parsed:
+        found, kind = True, type(record).__name__
         require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}")
         half = any("\ud800" <= c <= "\udfff" for c in json.dumps(record, ensure_ascii=False))
-        require(
-            not half,
-            f"{where}: half a character (an escape such as \\ud83d without the other one); no tokenizer reads it",
-        )
+        what = "half a character (an escape such as \\ud83d without the other one)"
+        require(not half, f"{where}: {what}; no tokenizer reads it")
         yield where, record
     require(found, f"{file} is empty: expected one JSON object a line")
 
@@ -96,8 +90,7 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
         require(isinstance(item, dict), f"{at} is not an object")
         role, content = item.get("role"), item.get("content")
         require(role in ROLES, f"{at} has role {role!r}; expected one of {', '.join(ROLES)}")
-        rest = {key: v for key, v in item.items() if key not in ("role", "content")}
-        more = {key: v for key, v in rest.items() if v not in (None, "", [], {})}
+        more = more_of(item)
         if "tool_calls" in more:
             more["tool_calls"] = _parse_calls(more["tool_calls"], at)
         if content is None and more.keys() & {"tool_calls", "function_call"}:
@@ -110,6 +103,12 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def more_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What a message holds besides its role and content, but for null and empty values."""
+    rest = {key: v for key, v in message.items() if key not in ("role", "content")}
+    return {key: v for key, v in rest.items() if v not in (None, "", [], {})}
+
+
 def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
     """Calls of tools, with arguments as an object: templates would write a text of JSON as JSON once more, between quotes."""
     calls = []
@@ -117,13 +116,10 @@ def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
         inner = call.get("function", call)
         named = isinstance(inner, dict) and isinstance(inner.get("name"), str)
         require(named, f"{where}: a tool call has no function with a name")
-        given = inner.get("arguments")
-        if isinstance(given, str) and given:
-            arguments = _parsed(given, f"{where}: the arguments of {inner['name']}")
-        else:
-            arguments = given or {}
-        fine = isinstance(arguments, dict)
-        require(fine, f"{where}: the arguments of {inner['name']} are not an object")
+        arguments, at = inner.get("arguments") or {}, f"{where}: the arguments of {inner['name']}"
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments, at)
+        require(isinstance(arguments, dict), f"{at} are not an object")
         changed = {**inner, "arguments": arguments}
         calls.append({**call, "function": changed} if "function" in call else changed)
     return calls

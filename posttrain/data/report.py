@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.types import Example
 
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of examples and tokens. What is not kept was dropped for one of three reasons."""
+    """Counts of examples and tokens, and of what was dropped for which reason."""
 
     total: int
     kept: int
-    overlong: int  # dropped for being longer than max_length
-    masked: int  # dropped: no token carries loss
-    empty: int  # dropped: fewer than two tokens, so nothing is predicted
+    dropped: Mapping[
+        str, int
+    ]  # overlong, masked (no token carries loss), empty (nothing is predicted)
     tokens: int  # of what is kept
     loss_tokens: int
     max_length: int
@@ -34,13 +34,14 @@ class DataReport:
             f"{self.kept:,} of {self.total:,} examples kept; {self.tokens:,} tokens, {self.loss_tokens:,} ({share}) carry loss",
             f"lengths: median {half}, 90% up to {ninety}, 99% up to {ninety_nine}, longest {longest} (limit {self.max_length})",
         ]
-        reasons = (
-            (self.overlong, f"dropped for being longer than {self.max_length} tokens"),
-            (self.masked, "dropped because no token carries loss"),
-            (self.empty, "dropped because they are empty"),
-        )
+        reasons = {
+            "overlong": f"for being longer than {self.max_length} tokens",
+            "masked": "because no token carries loss",
+            "empty": "because they are empty",
+        }
+        counted = ((self.dropped[name], reason) for name, reason in reasons.items())
         said += [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
-        return said + [f"{count:,} {reason}" for count, reason in reasons if count]
+        return said + [f"{count:,} dropped {reason}" for count, reason in counted if count]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:
@@ -50,30 +51,24 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
     """
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
     kept: list[Example] = []
-    counts = dict.fromkeys(("total", "overlong", "masked", "empty"), 0)
+    dropped = dict.fromkeys(("overlong", "masked", "empty"), 0)
     for example in examples:
-        counts["total"] += 1
-        fate = _fate(example, max_length)
-        if fate:
-            counts[fate] += 1
+        if fate := _fate(example, max_length):
+            dropped[fate] += 1
         else:
             kept.append(example)
-    if not kept:
-        raise UserError(_nothing_left(counts, max_length))
-    lengths = np.array([len(example.ids) for example in kept])
-    quantiles = np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")
-    report = DataReport(
-        total=counts["total"],
-        kept=len(kept),
-        overlong=counts["overlong"],
-        masked=counts["masked"],
-        empty=counts["empty"],
-        tokens=int(lengths.sum()),
-        loss_tokens=sum(int(example.mask.sum()) for example in kept),
-        max_length=max_length,
-        percentiles=tuple(int(length) for length in quantiles),
+    total = len(kept) + sum(dropped.values())
+    require(total > 0, "the data set is empty")
+    require(
+        bool(kept),
+        f"no example is left to train on: of {total}, {dropped['overlong']} are longer than max_length={max_length}, "
+        f"{dropped['masked']} have no token that carries loss, {dropped['empty']} are empty",
     )
-    return kept, report
+    lengths = np.array([len(example.ids) for example in kept])
+    tokens, loss = int(lengths.sum()), sum(int(example.mask.sum()) for example in kept)
+    quantiles = np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")
+    percentiles = tuple(int(length) for length in quantiles)
+    return kept, DataReport(total, len(kept), dropped, tokens, loss, max_length, percentiles)
 
 
 def _fate(example: Example, max_length: int) -> str:
@@ -83,12 +78,3 @@ def _fate(example: Example, max_length: int) -> str:
     if len(example.ids) > max_length:
         return "overlong"
     return "" if example.mask[1:].any() else "masked"
-
-
-def _nothing_left(counts: dict[str, int], max_length: int) -> str:
-    if not counts["total"]:
-        return "the data set is empty"
-    return (
-        f"no example is left to train on: of {counts['total']}, {counts['overlong']} are longer than max_length={max_length}, "
-        f"{counts['masked']} have no token that carries loss, {counts['empty']} are empty"
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.types import Rollout
 
 
@@ -48,12 +48,9 @@ def turns_of(rollout: Rollout) -> list[Turn]:
     turns, written, tokens = [], 0, 0
     for segment in rollout.segments:
         if segment.sampled:
-            offsets = segment.offsets
-            require(
-                offsets is not None and len(segment.ids) > 0,
-                f"steps are found in turns with offsets, unlike that of problem {rollout.problem.id}",
-            )
-            assert offsets is not None
+            offsets, needed = segment.offsets, "steps are found in turns with offsets"
+            if offsets is None or len(segment.ids) == 0:
+                raise UserError(f"{needed}, unlike that of problem {rollout.problem.id}")
             turns.append(Turn(segment.ids, segment.text, offsets, written, tokens))
             written += len(segment.text)
         tokens += len(segment.ids)
@@ -68,10 +65,9 @@ def _steps_of_turn(turn: Turn, separator: str) -> list[Step]:
         stop = text.find(separator, start)
         stop = stop if stop >= 0 else len(text)
         if text[start:stop].strip():
-            # the first token that ends so far
-            end, through = np.searchsorted(
-                turn.offsets, [stop, min(stop + len(separator), len(text))]
-            )
+            after = min(stop + len(separator), len(text))
+            # the first tokens that end so far
+            end, through = np.searchsorted(turn.offsets, [stop, after])
             found[int(end)] = Step(written + stop, tokens + int(end), tokens + int(through))
         start = stop + len(separator)
     steps = list(found.values())

@@ -56,7 +56,7 @@ class Decoder:
         joined = "".join(pieces)
         text = joined if self._joins else self._text(listed)
         if (
-            joined != text and joined == " " + text
+            joined == " " + text
         ):  # tokenizers that write words with a leading space drop the first one
             first = next(n for n, piece in enumerate(pieces) if piece)
             pieces[first], joined = pieces[first][1:], text
@@ -82,10 +82,8 @@ class Decoder:
         with suppress(KeyError):  # of a token that is new, or a part of a character
             return list(map(self._complete.__getitem__, ids))
         stream = codecs.getincrementaldecoder("utf-8")("replace")
-        pieces = [stream.decode(self._bytes_of(i)) for i in ids]
-        if pieces:
-            pieces[-1] += stream.decode(b"", final=True)
-        return pieces
+        last = len(ids) - 1
+        return [stream.decode(self._bytes_of(i), n == last) for n, i in enumerate(ids)]
 
     def _bytes_of(self, i: int) -> bytes:
         known = self._bytes.get(i)
@@ -111,19 +109,10 @@ class Decoder:
         offsets = np.zeros(len(ids), dtype=np.int64)
         reached = 0
         for t in range(len(ids)):
-            prefix = self._text(ids[: t + 1])
-            limit = min(len(prefix), len(text))
-            while (
-                reached < limit
-                and prefix[reached] == text[reached]
-                and not self._unfinished(prefix, reached)
-            ):
+            # replacement marks at the end may yet become a character
+            prefix = self._text(ids[: t + 1]).rstrip(REPLACEMENT)
+            while text[reached : reached + 1] == prefix[reached : reached + 1] != "":
                 reached += 1
             offsets[t] = reached
         offsets[-1:] = len(text)
         return offsets
-
-    @staticmethod
-    def _unfinished(prefix: str, position: int) -> bool:
-        """Whether a replacement mark at the end of a prefix may yet become a character."""
-        return prefix[position] == REPLACEMENT and not prefix[position:].strip(REPLACEMENT)

@@ -23,18 +23,15 @@ def as_pairs(units: Sequence[Unit]) -> list[Unit]:
 
 def as_singles(units: Sequence[Unit]) -> list[Unit]:
     """Labelled examples as they are; the two of a pair apart, the preferred as good (1) and the other as bad (0)."""
+    ranking = (
+        "a ranking says which response is better, not which are good; make pairs or labels of it"
+    )
+    require(all(len(unit) < 3 for unit in units), ranking)
     singles: list[Unit] = []
     for unit in units:
-        require(
-            len(unit) < 3,
-            "a ranking says which response is better, not which are good; make pairs or labels of it",
-        )
-        if len(unit) == 1:
-            singles.append(unit)
-        else:
-            best = max(example.reward for example in unit)
-            for example in unit:
-                singles.append((replace(example, reward=float(example.reward == best)),))
+        best = max(example.reward for example in unit)
+        apart = [replace(example, reward=float(example.reward == best)) for example in unit]
+        singles += [unit] if len(unit) == 1 else [(example,) for example in apart]
     return singles
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from posttrain.data.demonstrations import from_file, from_task
-from posttrain.data.preferences import PreferenceReport, read_preferences
+from posttrain.data.preferences import Preferences, read_preferences
 from posttrain.data.report import DataReport, prepare
 from posttrain.data.stream import permutation
 from posttrain.data.units import Unit, prompt_length
@@ -117,14 +117,14 @@ def until_end(example: Example) -> Example:
 
 def read_units(
     context: Context, stage: str, path: str, tokenizer: object, max_length: int, learns_from: str
-) -> tuple[list[Unit], PreferenceReport]:
+) -> tuple[list[Unit], Preferences]:
     """The units of a file, or of an earlier stage, each cut after its response; what became of each row is announced."""
     found = read_preferences(data_place(path, context), tokenizer, max_length)
-    context.announce(stage, found.report.lines())
-    kind, wanted = found.report.kind, ROWS[learns_from]
+    context.announce(stage, found.lines())
+    kind, wanted = found.kind, ROWS[learns_from]
     holds = f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {' or '.join(wanted)}"
     require(kind in wanted, holds)
-    return [tuple(until_end(example) for example in unit) for unit in found.units], found.report
+    return [tuple(until_end(example) for example in unit) for unit in found.units], found
 
 
 def numbered_prompts(units: Sequence[Unit]) -> list[int]:

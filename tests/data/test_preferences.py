@@ -93,7 +93,7 @@ def test_without_a_template_texts_are_laid_end_to_end(tmp_path: Path) -> None:
 def test_margins_and_scores_of_pairs(tmp_path: Path, extra: dict[str, Any], rewards: list[float]) -> None:
     found = read(tmp_path, {**PAIRS[0], **extra})
     assert [e.reward for e in found.units[0]] == rewards
-    assert found.report.margins == (rewards != [1.0, 0.0])
+    assert found.margins == (rewards != [1.0, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_margins_and_scores_of_pairs(tmp_path: Path, extra: dict[str, Any], rewa
 )
 def test_rankings(tmp_path: Path, extra: dict[str, Any], rewards: list[float]) -> None:
     found = read(tmp_path, {"prompt": "hi", **extra})
-    assert found.report.kind == "ranking" and found.report.sequences == len(rewards)
+    assert found.kind == "ranking" and sum(map(len, found.units)) == len(rewards)
     assert [e.reward for e in found.units[0]] == rewards
 
 
@@ -115,8 +115,7 @@ def test_single_responses_with_a_label(tmp_path: Path) -> None:
     rows = [{"prompt": "hi", "completion": c, "label": v} for c, v in (("a", True), ("b", False), ([YES], 1), ("a", 0))]
     found = read(tmp_path, *rows)
     assert said(found) == [[("a" + END, 1.0)], [("b" + END, 0.0)], [("hello" + END, 1.0)], [("a" + END, 0.0)]]
-    assert found.report.desirable == 2
-    assert "2 desirable, 2 not" in found.report.lines()[0]
+    assert "2 desirable, 2 not" in found.lines()[0]
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS, None])
@@ -165,10 +164,9 @@ def test_what_cannot_teach_is_skipped_counted_and_named(
 ) -> None:
     found = read(tmp_path, GOOD, record, GOOD, record, limit=60)
     assert said(found) == [[("fine" + END, 1.0), ("bad" + END, 0.0)]] * 2
-    report = found.report
-    assert (report.total, report.kept, report.sequences) == (4, 2, 4)
-    assert [(s.reason, s.count, s.lines) for s in report.skipped] == [(reason, 2, (2, 4))]
-    assert words in report.lines()[-1] and report.lines()[-1].endswith("(lines 2, 4)")
+    assert (found.total, len(found.units), sum(map(len, found.units))) == (4, 2, 4)
+    assert [(s.reason, s.count, s.lines) for s in found.skipped] == [(reason, 2, (2, 4))]
+    assert words in found.lines()[-1] and found.lines()[-1].endswith("(lines 2, 4)")
     with pytest.raises(UserError, match="no row is left to train on: 1 skipped: "):
         read(tmp_path, record, limit=60)
 
@@ -176,12 +174,12 @@ def test_what_cannot_teach_is_skipped_counted_and_named(
 def test_a_ranking_of_one_is_skipped(tmp_path: Path) -> None:
     good = {"prompt": "hi", "responses": ["a", "b"], "scores": [1, 2]}
     found = read(tmp_path, good, {"prompt": "hi", "responses": ["a"], "scores": [1]}, {**good, "scores": [2, 2]})
-    assert [(s.reason, s.lines) for s in found.report.skipped] == [("single", (2,)), ("tied", (3,))]
+    assert [(s.reason, s.lines) for s in found.skipped] == [("single", (2,)), ("tied", (3,))]
 
 
 def test_long_lists_of_lines_are_cut(tmp_path: Path) -> None:
     found = read(tmp_path, GOOD, *[{**GOOD, "rejected": "fine"}] * 9)
-    assert found.report.lines()[-1] == "9 skipped: responses are equal (lines 2, 3, 4, 5, 6, ...)"
+    assert found.lines()[-1] == "9 skipped: responses are equal (lines 2, 3, 4, 5, 6, ...)"
 
 
 RANKING = {"prompt": "hi", "responses": ["a", "b"], "scores": [1, 2]}
@@ -265,7 +263,7 @@ def test_a_boundary_that_the_tokenizer_moves_is_skipped(tmp_path: Path) -> None:
             for c, r in ((word[cut:], "=46"), ("=4", "=6"))
         )
     )
-    report = read_preferences(path, tokenizer, 100).report
+    report = read_preferences(path, tokenizer, 100)
     assert [(s.reason, s.lines) for s in report.skipped] == [("boundary", (1,))]
 
 
@@ -304,8 +302,7 @@ def test_any_row_is_read_skipped_or_refused_in_one_line(tmp_path: Path, first: A
 
 
 def check(found: Preferences) -> None:
-    report = found.report
-    assert report.total == 2 and report.kept + sum(s.count for s in report.skipped) == 2
+    assert found.total == 2 and len(found.units) + sum(s.count for s in found.skipped) == 2
     for unit in found.units:
         assert all(e.mask.any() and not e.mask[0] and len(e.ids) <= 200 for e in unit)
         assert len(unit) == 1 or max(e.reward for e in unit) > min(e.reward for e in unit)
@@ -331,7 +328,7 @@ def test_tool_calls_are_part_of_what_is_preferred(tmp_path: Path) -> None:
         assert '[{"name": "add"}]' in tokenizer.decode(found.units[0][0].ids)
         ((prompt, better, worse),) = read_pairs(path)
         assert '"add"' in prompt and '"add"' in better and '"sub"' in worse
-    report = read_preferences(tmp_path / "0.jsonl", tokenizer, 1000).report
+    report = read_preferences(tmp_path / "0.jsonl", tokenizer, 1000)
     assert report.unused == ("id",) and "columns that are not used: id" in report.lines()
     with pytest.raises(UserError, match="0.jsonl line 1: the chat template does not show the tools"):
         read_preferences(tmp_path / "0.jsonl", byte_level(CHATML), 1000)
