@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,12 +36,15 @@ import numpy as np
 from posttrain.data.chat import Tokenizer
 from posttrain.data.demonstrations import completion_example, unread
 from posttrain.data.records import Tools, more_of, parse_tools, read_rows
+from posttrain.data.stream import philox
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
 from posttrain.types import Example
 
+Unit = tuple[Example, ...]  # what was said of one prompt
 JOINT = "\n"  # between the steps of a response
 LARGE = 1e30  # scores are kept in float32
+TRIES = 256  # other examples that are looked at for one of another prompt that fits
 SHOWN = 5  # line numbers that a report names for each reason
 DIALOGUE = re.compile(r"\n\n(Human|Assistant): ?")
 REASONS = {
@@ -75,7 +78,7 @@ class Preferences:
 
     path: str
     kind: str  # pair | openai | ranking | unpaired | steps
-    units: list[tuple[Example, ...]]  # of the rows that were kept
+    units: list[Unit]  # of the rows that were kept
     total: int
     max_length: int
     margins: bool  # rewards are the file's own scores or margins, not just an order
@@ -142,7 +145,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     """Every row of a JSONL file as a unit of examples, and what became of the others. See the module's words for the conventions."""
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
     kind, total, margins = "", 0, False
-    units: list[tuple[Example, ...]] = []
+    units: list[Unit] = []
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
     unused: set[str] = set()
@@ -254,9 +257,7 @@ def _checked(name: str, record: dict[str, Any], where: str) -> _Row:
     return replace(row, tools=parse_tools(tools, where))
 
 
-def _unit(
-    row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, where: str
-) -> tuple[Example, ...]:
+def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, where: str) -> Unit:
     """The examples of a row, which begin with the same prompt tokens."""
     texts = [_text(response) for response in row.responses]
     if any(not text.strip() for text in texts):
@@ -273,7 +274,7 @@ def _unit(
         raise _Skip("empty")
     if any(len(e.ids) > max_length for e in examples):
         raise _Skip("overlong")
-    prompts = {e.ids[: int(e.mask.argmax())].tobytes() for e in examples}
+    prompts = {e.ids[: prompt_length(e)].tobytes() for e in examples}
     if len(prompts) > 1:
         raise _Skip("boundary")
     # texts that the tokenizer reads as the same
@@ -437,3 +438,57 @@ KINDS: dict[str, _Kind] = {
     "ranking": _Kind("rankings", RANKED, _read_ranking, revealing=("prompt", "scores")),
     "unpaired": _Kind("single responses with a label", LABELLED, _read_unpaired),
 }
+
+
+def as_pairs(units: Sequence[Unit]) -> list[Unit]:
+    """Pairs as they are; a ranking of K as all of its pairs in which one response is preferred, K (K - 1) / 2 without ties."""
+    return [(a, b) for unit in units for a in unit for b in unit if a.reward > b.reward]
+
+
+def as_singles(units: Sequence[Unit]) -> list[Unit]:
+    """Labelled examples as they are; the two of a pair apart, the preferred as good (1) and the other as bad (0)."""
+    ranking = (
+        "a ranking says which response is better, not which are good; make pairs or labels of it"
+    )
+    require(all(len(unit) < 3 for unit in units), ranking)
+    singles: list[Unit] = []
+    for unit in units:
+        best = max(example.reward for example in unit)
+        apart = [replace(example, reward=float(example.reward == best)) for example in unit]
+        singles += [unit] if len(unit) == 1 else [(example,) for example in apart]
+    return singles
+
+
+def with_mismatched(
+    singles: Sequence[Unit], pool: Sequence[Unit], max_length: int, seed: int
+) -> list[Unit]:
+    """Each example with a second one: its prompt and, out of `pool`, the response to another prompt; without a label (NaN).
+
+    Which response is a matter of the seed and the example's place alone. One that no response of another prompt fits to stands alone.
+    """
+    others = [unit[0] for unit in pool]
+    begins = [prompt_length(other) for other in others]
+    prompts = [other.ids[:begin].tobytes() for other, begin in zip(others, begins, strict=True)]
+    several = len(set(prompts)) > 1
+    require(several, "mismatched examples need at least two different prompts in the data")
+    starts = philox("mismatched", seed).random_raw(len(singles))
+    units: list[Unit] = []
+    for (example,), start in zip(singles, starts, strict=True):
+        begin = prompt_length(example)
+        own = example.ids[:begin].tobytes()
+        for step in range(min(TRIES, len(others))):
+            n = (int(start) + step) % len(others)
+            response, mask = others[n].ids[begins[n] :], others[n].mask[begins[n] :]
+            if prompts[n] != own and begin + len(response) <= max_length:
+                ids = np.concatenate([example.ids[:begin], response])
+                masks = np.concatenate([example.mask[:begin], mask])
+                units.append((example, Example(ids, masks, reward=math.nan)))
+                break
+        else:
+            units.append((example,))
+    return units
+
+
+def prompt_length(example: Example) -> int:
+    """Tokens before the first that carries loss."""
+    return int(example.mask.argmax())

@@ -17,10 +17,9 @@ from posttrain.collect import Collected
 from posttrain.errors import GuardStop
 from posttrain.events import Level
 from posttrain.monitor.coefficients import coefficients, dead_coefficients
-from posttrain.monitor.probes import LARGEST, Keywords, rollout_figures, unusable, words
+from posttrain.monitor.probes import LARGEST, Keywords, TraitSums, rollout_figures, unusable, words
 from posttrain.monitor.rules import ADVICE, RULES, Alarm, MonitorSettings, View
 from posttrain.monitor.series import START, History
-from posttrain.monitor.traits import TraitSums
 from posttrain.monitor.watchdog import Watchdog
 from posttrain.runs.layout import ALARMS, EventRow
 from posttrain.runs.write import RunWriter

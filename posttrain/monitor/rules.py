@@ -3,7 +3,7 @@
 A rule has a limit, a trend, or neither: then a probe reports what it found. A limit compares the value of a step with a threshold of
 the settings, or with the first steps. A trend asks over several windows whether a series moved, whether the reward rose with it, and
 whether what the reward stands for (the gold) did not. The earliest trend is read from the rollouts: a trait that the reward pays for
-and that lowers the gold (traits.py).
+and that lowers the gold (probes.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from posttrain.errors import Checked, Count, Positive, Share, Whole, require, unknown
+from posttrain.monitor.probes import Conflict
 from posttrain.monitor.series import HELD_OUT, Change, History, change, since_best
-from posttrain.monitor.traits import Conflict
 
 ALWAYS = ("nonfinite", "memory")  # can be neither off nor warnings
 WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)

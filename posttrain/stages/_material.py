@@ -9,11 +9,9 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from posttrain.data.demonstrations import from_file, from_task
-from posttrain.data.preferences import Preferences, read_preferences
-from posttrain.data.report import DataReport, prepare
+from posttrain.data.demonstrations import DataReport, from_file, from_task, prepare
+from posttrain.data.preferences import Preferences, Unit, prompt_length, read_preferences
 from posttrain.data.stream import permutation
-from posttrain.data.units import Unit, prompt_length
 from posttrain.errors import Checked, NotNegative, Range, require
 from posttrain.models.policy import Policy
 from posttrain.stages.base import Context, data_place

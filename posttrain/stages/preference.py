@@ -11,8 +11,7 @@ import torch
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
 from posttrain.collect import Examples
-from posttrain.data.preferences import count_labels
-from posttrain.data.units import Unit, as_pairs, as_singles, with_mismatched
+from posttrain.data.preferences import Unit, as_pairs, as_singles, count_labels, with_mismatched
 from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from posttrain.data.hub import load_hub
+from posttrain.data.records import load_hub
 from posttrain.errors import require
 from posttrain.tasks._judged import Judged, Part, Row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posttrain.data.report import prepare
+from posttrain.data.demonstrations import prepare
 from posttrain.errors import UserError
 from posttrain.types import Example
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.data.units import as_pairs, as_singles, prompt_length, with_mismatched
+from posttrain.data.preferences import as_pairs, as_singles, prompt_length, with_mismatched
 from posttrain.errors import UserError
 from posttrain.types import Example
 

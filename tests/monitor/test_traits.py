@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from posttrain.monitor.monitor import Monitor
-from posttrain.monitor.probes import repetition, words
-from posttrain.monitor.traits import Conflict, TraitSums, centred, gold_of, measure
+from posttrain.monitor.probes import Conflict, TraitSums, centred, gold_of, measure, repetition, words
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 
 

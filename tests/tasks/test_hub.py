@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain import config
-from posttrain.data import hub as reader
+from posttrain.data import records as reader
 from posttrain.errors import UserError
 from posttrain.tasks.base import Task, validate
 from posttrain.tasks.gsm8k import Gsm8k
