@@ -43,9 +43,9 @@ def dead_coefficients(
     before = decisions(algorithm, state, groups, metrics)
 
     def acts(other: Algorithm) -> bool:
-        if decisions(other, state, groups, metrics) != before:  # without preparing the batch again
-            return True
-        return differs(usual, gradient(other, batch, perturbed, state))
+        # what it decides comes first: the batch need not be prepared again
+        decided = decisions(other, state, groups, metrics)
+        return decided != before or differs(usual, gradient(other, batch, perturbed, state))
 
     others = {name: list(changed(algorithm, name)) for name in coefficients(algorithm)}
     return [name for name, made in others.items() if made and not any(map(acts, made))]
@@ -89,13 +89,10 @@ def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State)
         return None
     terms = algorithm.terms(outputs, prepared).terms
     total = torch.stack([(term.weight * term.loss).sum().double() for term in terms]).sum()
-    leaves = list(outputs.columns.values())
     if not total.requires_grad:
         return None
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return torch.cat(
-        [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
-    )
+    leaves = list(outputs.columns.values())
+    return torch.cat(torch.autograd.grad(total, leaves, materialize_grads=True))
 
 
 def differs(one: Tensor, other: Tensor | None) -> bool:
@@ -105,22 +102,16 @@ def differs(one: Tensor, other: Tensor | None) -> bool:
 
 def decisions(
     algorithm: Algorithm, state: State, groups: Sequence[Group], metrics: Sequence[Metric]
-) -> tuple[object, ...]:
+) -> list[object]:
     """What an algorithm decides besides the gradient."""
-    selected = algorithm.select(list(groups), state) if groups else None
-    chosen: tuple[object, ...] = ()
-    if selected is not None:
+    reuse = algorithm.reuse
+    found: list[object] = [algorithm.start(), algorithm.additions, algorithm.group_size]
+    found += [reuse.epochs, reuse.mini_batches]
+    if groups:
+        selected = algorithm.select(list(groups), state)
         samples = [(g.problem.id, [r.sample for r in g.rollouts]) for g in selected.groups]
-        chosen = samples, selected.refill
-    ends = []
+        found += [samples, selected.refill]
     for more in (0.0, 0.1, 1.0, 10.0) if metrics else ():  # as the figures are, and might become
         later = [replace(m, total=float(m.total) + more * float(m.count or 1)) for m in metrics]
-        ends.append((algorithm.finish(state, later), algorithm.reuse.stop(later)))
-    return (
-        algorithm.start(),
-        ends,
-        algorithm.additions,
-        algorithm.group_size,
-        (algorithm.reuse.epochs, algorithm.reuse.mini_batches),
-        chosen,
-    )
+        found += [algorithm.finish(state, later), reuse.stop(later)]
+    return found

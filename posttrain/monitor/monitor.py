@@ -159,15 +159,6 @@ class Monitor:
         text = "of the algorithm changes no gradient of the first batch"
         return self.alarm(step, "coefficient", f"{', '.join(dead)} {text}") if dead else []
 
-    def check_frozen(self, step: int, checksum: int | None) -> list[Alarm]:
-        """Compare a checksum of the frozen weights with the one that the stage began with."""
-        if self.frozen is None:
-            self.frozen = checksum
-        if checksum is None or checksum == self.frozen:
-            return []
-        text = "weights that must not move are not those the stage began with: the reference, or the base under adapters"
-        return self.alarm(step, "frozen", text)
-
 
 @dataclass(eq=False)
 class StageMonitor:
@@ -192,8 +183,9 @@ class StageMonitor:
         return {"monitor": self.monitor.state(), "token_budget": budget}
 
     def restore(self, state: Mapping[str, JSON]) -> None:
-        self.monitor.restore(state["monitor"])
-        asked, allowed = state["token_budget"]
+        if "monitor" in state:  # older checkpoints have none
+            self.monitor.restore(state["monitor"])
+        asked, allowed = state.get("token_budget", (0, 0))
         if asked == self.trainer.settings.token_budget:
             self.trainer.token_budget = allowed
 
@@ -204,12 +196,8 @@ class StageMonitor:
     @contextmanager
     def running(self) -> Iterator[StageMonitor]:
         """For as long as the stage trains."""
-        with closing(Watchdog(self.writer.directory / self.stacks)) as watchdog:
-            self.watchdog = watchdog
-            try:
-                yield self
-            finally:
-                self.watchdog = None
+        with closing(Watchdog(self.writer.directory / self.stacks)) as self.watchdog:
+            yield self
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -269,8 +257,12 @@ class StageMonitor:
 
     def check_frozen(self, step: int) -> None:
         """Before anything is saved or handed on: the frozen weights are those of the start."""
-        if "frozen" not in self.settings.off:
-            self.emit(step, self.monitor.check_frozen(step, self.trainer.checksum()))
+        checksum = None if "frozen" in self.settings.off else self.trainer.checksum()
+        if self.monitor.frozen is None:
+            self.monitor.frozen = checksum
+        if checksum != self.monitor.frozen and checksum is not None:
+            seen = "weights that must not move are not those the stage began with: the reference, or the base under adapters"
+            self.emit(step, self.monitor.alarm(step, "frozen", seen))
 
     def emit(self, step: int, alarms: Sequence[Alarm]) -> None:
         """Emit the alarms of `step`; then stop, if one of them says so. Nothing of the step was saved."""

@@ -25,7 +25,7 @@ WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, point
 MIN_POINTS = 15  # rewards, before trends are read
 ERRORS = 5.0  # standard errors that a symptom must have moved by
 JUMP, FLOOR = 20.0, 1e-4  # of a mismatch, over its first steps
-DIFFERENCE = "on average between log-probs of sampler and trainer"
+DIFFERENCE = "mean difference of log-prob between sampler and trainer"
 EQUAL = "share of groups with equal rewards"
 FRONTIER = 20  # points in a window of gold against KL
 
