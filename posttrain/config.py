@@ -184,15 +184,12 @@ def pair(argument: str) -> tuple[str, JSON]:
     try:
         if text.lstrip().startswith("#"):  # a comment to YAML; here a marker such as ####
             return key, text
-        return key, number(read_values(text, key)) if text else ""
+        value = read_values(text, key) if text else ""
     except (yaml.YAMLError, ValueError):
         return key, text
-
-
-def number(value: JSON) -> JSON:
-    """YAML 1.1 reads 1e-4 as a string; people mean a number."""
-    written = isinstance(value, str) and re.fullmatch(NUMBER, value) is not None
-    return float(value) if written else value
+    # YAML 1.1 reads 1e-4 as a string; people mean a number
+    written = isinstance(value, str) and re.fullmatch(NUMBER, value)
+    return key, float(value) if written else value
 
 
 def refuse_unknown(

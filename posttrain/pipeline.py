@@ -48,21 +48,20 @@ def start(settings: Settings) -> Path:
     check_only(settings, directory)
     settings.trust.require_links(directory)
     tree = config.to_config(settings)
-    if (settings.again or settings.only) and (directory / CONFIG).is_file():
+    continued = bool(settings.again or settings.only) and (directory / CONFIG).is_file()
+    if continued:
         check_format(Run(directory))
-        with RunWriter.resume(directory) as writer:
-            # of what was: an attempt that is killed must not look complete
-            (directory / SUMMARY).unlink(missing_ok=True)
-            writer.configure(tree)
-            writer.event("config", {"config": tree})
-            _run(settings, writer)
-        return directory
     # os.path.isdir says no also where the name is too long
     there = frozenset(directory.iterdir()) if os.path.isdir(directory) else None
     made = False
     try:
-        with RunWriter.create(directory, tree) as writer:
-            made = True
+        opened = RunWriter.resume(directory) if continued else RunWriter.create(directory, tree)
+        with opened as writer:
+            made = not continued
+            if continued:
+                # of what was: an attempt that is killed must not look complete
+                (directory / SUMMARY).unlink(missing_ok=True)
+                writer.configure(tree)
             writer.event("config", {"config": tree})
             _run(settings, writer)
     except UserError:

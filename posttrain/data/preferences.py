@@ -129,10 +129,6 @@ class _Kind:
         return set(self.revealing) or set(self.fields) - {"input", "prompt"}
 
     @property
-    def columns(self) -> set[str]:
-        return {"tools", *self.optional, *self.choices}
-
-    @property
     def choices(self) -> list[str]:
         return [choice for field in self.fields for choice in field.split("|")]
 
@@ -155,7 +151,8 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
         kind = kind or _detect(record, where)
         try:
             row = _checked(kind, record, where)
-            unused |= unread(record, KINDS[kind].columns, where)
+            known = {"tools", *KINDS[kind].optional, *KINDS[kind].choices}
+            unused |= unread(record, known, where)
             units.append(_unit(row, tokenizer, decoder, max_length, where))
             margins |= row.margins
         except _Skip as skip:
