@@ -196,8 +196,12 @@ class StageMonitor:
     @contextmanager
     def running(self) -> Iterator[StageMonitor]:
         """For as long as the stage trains."""
-        with closing(Watchdog(self.writer.directory / self.stacks)) as self.watchdog:
-            yield self
+        with closing(Watchdog(self.writer.directory / self.stacks)) as watchdog:
+            self.watchdog = watchdog
+            try:
+                yield self
+            finally:
+                self.watchdog = None
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
