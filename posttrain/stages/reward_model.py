@@ -12,7 +12,7 @@ import numpy as np
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.reward_model import RewardModel
 from posttrain.collect import Examples
-from posttrain.data.units import Unit
+from posttrain.data.preferences import Unit
 from posttrain.engine.random import derive
 from posttrain.errors import Count, GuardStop, Range, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.data.units import Unit
+from posttrain.data.preferences import Unit
 from posttrain.errors import Count, Interval, require
 from posttrain.loop import Loop, LoopSchedule, Source
 from posttrain.models.load import same_vocabulary

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from posttrain.data.hub import read_split
-from posttrain.data.records import parse_messages
+from posttrain.data.records import parse_messages, read_split
 from posttrain.errors import UserError, require
 from posttrain.rewards.math import UNPARSEABLE, MathReward, final_answer, grade
 from posttrain.tasks._procedural import require_split, stable_hash
