@@ -21,7 +21,7 @@ from posttrain.errors import Checked, Interrupted, Interval, NotNegative, UserEr
 from posttrain.monitor.monitor import StageMonitor
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.runs.console import Console
-from posttrain.runs.layout import TokenArrays
+from posttrain.runs.layout import Row, TokenArrays
 from posttrain.runs.metrics import Best, best_score, merge
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
@@ -79,6 +79,10 @@ class LoopSchedule(Checked):
     seconds: NotNegative = 0.0
 
 
+# called after each step with the loop and the row of its figures; where it returns False, the step was the last
+OnStep = Callable[["Loop", Row], "bool | None"]
+
+
 @dataclass(eq=False)
 class Loop:
     """One stage's training. What changes while it runs: `step`, `elapsed`, `best`, `state` and `stage_monitor`, the trainer, the
@@ -94,6 +98,7 @@ class Loop:
     trackers: Trackers | None = None
     sampler: Sampler | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
+    on_step: OnStep | None = None
     release: Callable[[], None] | None = None  # gives the sampler's cache back before training
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     seed: int = 0  # of the run: decides which groups go into a mini-batch together
@@ -101,6 +106,7 @@ class Loop:
     elapsed: float = 0.0  # seconds over all attempts
     best: Best | None = None  # the best held-out score so far
     state: State = field(default_factory=dict)  # the algorithm's
+    ended: bool = False  # `on_step` asked for no further step
     identities: dict[str, JSON] | None = None  # derived: of the frozen models
     stage_monitor: StageMonitor = field(init=False)
 
@@ -150,7 +156,7 @@ class Loop:
 
     def finished(self) -> bool:
         late = self.schedule.seconds > 0 and self.elapsed >= self.schedule.seconds
-        return self.step >= self.schedule.steps or late
+        return self.step >= self.schedule.steps or late or self.ended
 
     def one_step(self) -> dict[str, float]:
         """Collect, fill, prepare and update, finish, write: one step and its figures."""
@@ -251,6 +257,8 @@ class Loop:
         if self.trackers is not None:
             self.trackers.log(row)
         console.update(figures, self.step)
+        if self.on_step is not None and self.step and self.on_step(self, row) is False:
+            self.ended = True
 
     def write_rollouts(
         self, step: int, groups: Sequence[Group], trained: Sequence[TrainedArrays]

@@ -22,7 +22,7 @@ from posttrain.config import Settings
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.events import printable
-from posttrain.loop import Interrupt
+from posttrain.loop import Interrupt, OnStep
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
 from posttrain.runs.layout import CONFIG, FORMAT, SUMMARY, dump_line
@@ -41,9 +41,9 @@ from posttrain.trust import trusting
 from posttrain.types import JSON
 
 
-def start(settings: Settings) -> Path:
-    """Start a new run and go on to its end; returns its directory. With `again` or `only` the directory may hold a run already: stages
-    that are done and have not changed are left alone."""
+def start(settings: Settings, on_step: OnStep | None = None) -> Path:
+    """Start a new run and go on to its end; returns its directory. `on_step` is called after each training step, see loop.py. With
+    `again` or `only` the directory may hold a run already: stages that are done and have not changed are left alone."""
     directory = Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
     check_only(settings, directory)
     settings.trust.require_links(directory)
@@ -63,7 +63,7 @@ def start(settings: Settings) -> Path:
                 (directory / SUMMARY).unlink(missing_ok=True)
                 writer.configure(tree)
             writer.event("config", {"config": tree})
-            _run(settings, writer)
+            _run(settings, writer, on_step)
     except UserError:
         if made:
             forget(directory, there)
@@ -152,11 +152,11 @@ def fresh(root: Path, name: str) -> Path:
     return next(path for path in numbered if not path.exists())
 
 
-def _run(settings: Settings, writer: RunWriter) -> None:
+def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -> None:
     began = time.perf_counter()
     # worker processes are forked before anything uses CUDA or starts a thread
     with trusting(settings.trust), worker_pool(settings.recipe.stages) as workers:
-        context = _run_stages(settings, writer, workers)
+        context = _run_stages(settings, writer, workers, on_step)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
         go_on = f"go on with: posttrain resume {writer.directory}"
@@ -167,7 +167,9 @@ def _run(settings: Settings, writer: RunWriter) -> None:
     conclude(settings, context)
 
 
-def _run_stages(settings: Settings, writer: RunWriter, workers: WorkerPool) -> Context:
+def _run_stages(
+    settings: Settings, writer: RunWriter, workers: WorkerPool, on_step: OnStep | None
+) -> Context:
     import torch
 
     from posttrain.train.saving import Saving
@@ -191,7 +193,7 @@ def _run_stages(settings: Settings, writer: RunWriter, workers: WorkerPool) -> C
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         interrupt = stack.enter_context(interrupts(writer.directory))
         shared = writer, settings.seed, device, interrupt, trackers, settings.threads
-        context = Context(*shared, saving=saving, workers=workers)
+        context = Context(*shared, saving=saving, on_step=on_step, workers=workers)
         run_stages(settings.recipe.stages, context, settings.only, settings.again)
     return context
 
@@ -244,8 +246,8 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
     return {
         "name": settings.name,
         "seed": settings.seed,
-        "before": (results.get(settings.recipe.before) or {}).get("accuracy"),
-        "after": (results.get(settings.recipe.after) or {}).get("accuracy"),
+        "before": score_of(results.get(settings.recipe.before) or {}),
+        "after": score_of(results.get(settings.recipe.after) or {}),
         "stages": results,
         "lineage": lineage,
         "alarms": alarm_lines(Run(context.directory).events()),
@@ -291,6 +293,11 @@ def conclude(settings: Settings, context: Context) -> None:
     console.write_text("".join(f"{line}\n" for line in lines), sys.stdout)
 
 
+def score_of(result: Mapping[str, JSON]) -> JSON:
+    """The held-out score of an evaluation: its accuracy, or the mean reward where no score says right or wrong."""
+    return result.get("accuracy" if result.get("verifiable", True) else "reward")
+
+
 def compare_before_after(context: Context, first: str, second: str) -> None:
     """Show how two evaluations differ: every figure with its interval, and three problems with both answers."""
     before, after = context.result(first), context.result(second)
@@ -298,11 +305,14 @@ def compare_before_after(context: Context, first: str, second: str) -> None:
     old, new = problems(context, first), problems(context, second)
     pairs = same_problems(old, new)
     paired, left = compare_rows(pairs), len(old) + len(new) - 2 * len(pairs)
-    was, now = before["accuracy"], after["accuracy"]
-    change = paired.difference.row() if paired else None
-    rows = [console.BeforeAfter("answer right", was, now, change, len(pairs))]
+    was, now, right = score_of(before), score_of(after), before.get("verifiable", True)
+    change = paired.difference.row() if paired and right else None
+    name = "answer right" if right else "reward"
+    rows = [console.BeforeAfter(name, was, now, change, len(pairs), percent=right)]
     rows += [
-        console.BeforeAfter(f"{name} right", value, after["parts"][name])
+        console.BeforeAfter(
+            f"{name} right" if right else name, value, after["parts"][name], percent=right
+        )
         for name, value in before["parts"].items()
         if name != "answer" and name in after["parts"]
     ]

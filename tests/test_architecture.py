@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "models": f"{LEAVES} ops data.safe_readers system.files",
     "engine": f"{MODELS} system",
     "train": f"{MODELS} system.files algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking rewards._models",
-    "evals": f"{LEAVES} collect tasks runs ops.kl data.steps data.stream data.text engine.sampler",
+    "evals": f"{LEAVES} collect tasks rewards.compose runs ops.kl data.steps data.stream data.text engine.sampler",
     "episodes": f"{LEAVES} system rewards tasks data engine.random",
     "collect": f"{BELOW_COLLECT} episodes runs.metrics",
     "monitor": f"{LOOP} collect",
@@ -57,12 +57,13 @@ MAY_IMPORT = {
     "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers",
     "pipeline": f"{LOOP} runs loop stages recipes config monitor __version__",
     "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline __version__",
+    "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect",
     "cluster": f"{MODELS} train",
     "serve": f"{MODELS} engine",
     "studio": f"{LEAVES} runs.read runs.layout",
     "cli": f"{LOOP} runs collect episodes loop stages recipes config pipeline commands cluster serve studio __version__",
     "__version__": "",
-    "__init__": "",  # lazily: see the fresh process below
+    "__init__": "api catalogue algorithms types tasks",  # lazily: see the fresh process below
     "__main__": "cli",
 }
 
@@ -73,9 +74,9 @@ NEVER = {
     "pydantic": " ".join(part for part in MAY_IMPORT if part not in ("config", "cli", "serve", "studio")),
 }
 NOT_AT_IMPORT = {
-    "torch": "cli config __init__ recipes runs",
-    "transformers": "cli config __init__ recipes",
-    "pydantic": "cli __init__",
+    "torch": "api cli config __init__ recipes runs",
+    "transformers": "api cli config __init__ recipes",
+    "pydantic": "api cli __init__",
     "matplotlib": " ".join(MAY_IMPORT),
 }
 

@@ -33,6 +33,8 @@ FUNCTIONS = {
 DESCRIPTORS = {"os.read", "os.readv", "os.write", "os.writev"}  # a pipe may be empty, or full, for ever
 # Waits without a limit of their own, and what ends them.
 BOUNDED = {
+    "api/run.py: self._go.acquire()": "a thread that stands still between two steps, and ends with the process",
+    "rewards/_functions.py: asyncio.run(_awaited(found))": "a function of the user's; one in a file is isolated, with a limit",
     "system/processes.py: os.waitpid(pid, 0)": "after SIGKILL",
     "system/processes.py: os.write(handle, view)": "the parent's end does not block, and has a deadline; a child ends with its parent",
     "engine/forked.py: os.read(self.out, 1 << 20)": "after select",

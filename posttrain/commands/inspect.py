@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from posttrain.events import printable
 from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
 from posttrain.system import machine
-from posttrain.types import JSON, Message, Sampling
+from posttrain.types import JSON, Message, Sampler, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.collect import Prompt
 
 Options = TypeVar("Options", bound="MachineOptions")
 
@@ -164,27 +167,45 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
     """A model's answers to a prompt: through its chat template, or as plain text where it has none (or `plain=true`)."""
-    from posttrain.collect import Prompt, generate_groups
-    from posttrain.data.chat import render_prompt
-    from posttrain.data.text import Decoder
+    from posttrain.collect import Prompt
     from posttrain.stages.base import make_sampler
 
     pairs = dict(config.pair(argument) for argument in settings)
     options = _options(pairs, SampleOptions, "sample")
     sampling = config.from_tree(pairs, Sampling, "sample")
     policy = open_policy(model, options.device)
-    if options.plain or not policy.tokenizer.chat_template:
-        ids = tuple(policy.tokenizer(prompt)["input_ids"])
+    tokenizer, asked = policy.tokenizer, prompt_ids(policy.tokenizer, prompt, options.plain)
+    request = Prompt(asked, options.group, options.seed, sampling)
+    for group in answers(make_sampler(policy), tokenizer, [request]):
+        yield from group
+
+
+def prompt_ids(
+    tokenizer: Any, prompt: str | Sequence[Message], plain: bool = False
+) -> tuple[int, ...]:
+    """A prompt as the model reads it."""
+    from posttrain.data.chat import render_prompt
+
+    if isinstance(prompt, str) and (plain or not tokenizer.chat_template):
+        ids = tuple(tokenizer(prompt)["input_ids"])
     else:
-        ids = render_prompt(policy.tokenizer, (Message("user", prompt),))
+        turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
+        ids = tuple(render_prompt(tokenizer, turns))
     require(bool(ids), "the prompt has no tokens")
-    decoder = Decoder(policy.tokenizer)
-    request = Prompt(ids, options.group, options.seed, sampling)
-    for completions in generate_groups(make_sampler(policy), [request]):
-        for completion in completions:
-            text, _ = decoder.decode(completion.ids)
-            mean = float(completion.logprobs.mean())
-            yield Answer(text, len(completion.ids), completion.finish, mean)
+    return ids
+
+
+def answers(sampler: Sampler, tokenizer: Any, prompts: Sequence[Prompt]) -> Iterator[list[Answer]]:
+    """The completions of each prompt, as text."""
+    from posttrain.collect import generate_groups
+    from posttrain.data.text import Decoder
+
+    decoder = Decoder(tokenizer)
+    for group in generate_groups(sampler, prompts):
+        yield [
+            Answer(decoder.decode(c.ids)[0], len(c.ids), c.finish, float(c.logprobs.mean()))
+            for c in group
+        ]
 
 
 def show(directory: Path, rollout: str = "") -> list[str]:

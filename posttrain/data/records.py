@@ -1,14 +1,16 @@
-"""Records in files of others: JSON objects, one a line, or a list of them in a file called .json; either may be packed by gzip.
-Published data sets come from the hub through `datasets`, or from files in a folder of the user's."""
+"""Records in files of others: JSON objects, one a line, or a list of them in a file called .json; rows of .csv, .tsv and .parquet. All
+but the last may be packed by gzip. Published data sets come from the hub through `datasets`, or from files in a folder."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,63 @@ MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a
 def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
     """Each object of a file with "FILE line N"; with `lists`, those of a .json file with "FILE entry N". Blank lines are skipped; a
     file without an object is an error."""
-    path, found = Path(file).expanduser(), False
-    listed = lists and path.name.removesuffix(".gz").endswith(".json")
-    lines = _lines(path, f"{file}")
-    parsed = ((where, _parsed(text, where)) for where, text in lines)
-    for where, record in _entries(lines, f"{file}") if listed else parsed:
+    found = False
+    for where, record in _records(Path(file).expanduser(), f"{file}", lists):
         found, kind = True, type(record).__name__
         require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}")
-        half = any("\ud800" <= c <= "\udfff" for c in json.dumps(record, ensure_ascii=False))
+        spelled = json.dumps(record, ensure_ascii=False, default=str)
+        half = any("\ud800" <= c <= "\udfff" for c in spelled)
         what = "half a character (an escape such as \\ud83d without the other one)"
         require(not half, f"{where}: {what}; no tokenizer reads it")
         yield where, record
     require(found, f"{file} is empty: expected one JSON object a line")
+
+
+def _records(path: Path, file: str, lists: bool) -> Iterator[tuple[str, Any]]:
+    """The objects of a file, by its ending."""
+    kind = Path(path.name.removesuffix(".gz")).suffix.lower()
+    if kind == ".parquet":
+        return _parquet(path, file)
+    if kind in (".csv", ".tsv"):
+        return _table(path, file, "," if kind == ".csv" else "\t")
+    lines = _lines(path, file)
+    first = next(lines, None)
+    whole = chain([] if first is None else [first], lines)
+    if kind == ".json" and (lists or (first is not None and first[1].lstrip().startswith("["))):
+        return _entries(whole, file)
+    return ((where, _parsed(text, where)) for where, text in whole)
+
+
+def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of text under the names in the first line."""
+    lines = (text for _, text in _lines(path, file, blank=True))
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            where = f"{file} line {reader.line_num}"
+            whole = None not in row and None not in row.values()
+            require(
+                whole,
+                f"{where}: expected {len(reader.fieldnames or ())} cells, as in the first line",
+            )
+            yield where, row
+    except csv.Error as error:
+        raise UserError(f"{file} line {reader.line_num}: not CSV: {error}") from error
+
+
+def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
+    except ImportError:
+        raise UserError(f"{file}: to read parquet, pip install 'posttrain[data]'") from None
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file} row {number}", row
+    except (OSError, ArrowException) as error:
+        raise UserError(f"cannot read {file}: {str(error).splitlines()[0][:200]}") from error
 
 
 def read_rows(file: str | Path) -> Iterator[Row]:
@@ -45,8 +92,9 @@ def read_rows(file: str | Path) -> Iterator[Row]:
         yield where, {key: value for key, value in record.items() if value is not None}
 
 
-def _lines(path: Path, file: str) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, one at a time and within limits: a few packed bytes may stand for a thousand times as many."""
+def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank (with `blank`, all), one at a time and within limits: a few packed bytes may stand for a thousand times
+    as many."""
     number, size = 0, 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
@@ -58,7 +106,7 @@ def _lines(path: Path, file: str) -> Iterator[tuple[str, str]]:
                 fine = size <= MAX_UNPACKED or path.suffix != ".gz"
                 require(fine, f"{large}; unpack it yourself if you trust it")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
+                if blank or text.strip():
                     yield f"{file} line {number}", text
     except UnicodeDecodeError as error:
         raise UserError(f"{file} line {number}: not UTF-8 text") from error
@@ -67,7 +115,7 @@ def _lines(path: Path, file: str) -> Iterator[tuple[str, str]]:
         raise UserError(f"cannot read {file}: {reason}") from error
 
 
-def _entries(lines: Iterator[tuple[str, str]], file: str) -> Iterator[tuple[str, Any]]:
+def _entries(lines: Iterable[tuple[str, str]], file: str) -> Iterator[tuple[str, Any]]:
     text = "".join(line for _, line in lines)
     records = _parsed(text, file) if text else []
     expected = "expected a list of JSON objects; one object a line goes into a .jsonl file"

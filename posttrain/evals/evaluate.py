@@ -9,6 +9,7 @@ from math import isnan, nan
 from posttrain.errors import require
 from posttrain.evals import statistics
 from posttrain.evals.statistics import Comparison, Interval
+from posttrain.rewards.compose import JUDGED
 from posttrain.types import JSON, Group
 
 Row = Mapping[str, JSON]  # what is saved of one problem
@@ -71,6 +72,12 @@ class Evaluation:
     def reward(self) -> Interval | None:
         """The mean score over problems; None where nothing was scored."""
         return self._averaged([g.rewards for g in self.groups])
+
+    def headlines(self, verifiable: bool) -> dict[str, Interval]:
+        """What a stage reports while it trains: the accuracy where scores say right or wrong, else the mean reward."""
+        judged = any(r.score.outcome in JUDGED for g in self.groups for r in g.rollouts)
+        found = {"accuracy": self.accuracy} if verifiable or judged else {}
+        return found if verifiable or self.reward is None else {**found, "reward": self.reward}
 
     @property
     def failed(self) -> int:

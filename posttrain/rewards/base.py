@@ -17,6 +17,7 @@ from typing import Any
 
 from posttrain import catalogue
 from posttrain.errors import UserError, require, unknown
+from posttrain.rewards._functions import PREFIX, Mix, given, of_file
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
 from posttrain.rewards.judge import check_options as check_judge_options
 from posttrain.trust import code_place
@@ -52,7 +53,9 @@ def check(name: str, options: Options) -> None:
     require(named, f"the options of the reward {name} are not a mapping: {str(options)[:80]}")
     if code_place(name) is not None:
         return
-    if name == "compose":
+    if name.startswith(PREFIX):
+        given(name)
+    elif name == "compose":
         for part, its_options in parts_of(name, options):
             if part and isinstance(its_options, Mapping):
                 check(part, its_options)
@@ -77,6 +80,13 @@ def _check_types(name: str, options: Options) -> None:
         accepted = TYPES.get(wanted, (wanted,))
         fine = isinstance(value, accepted) and (bool in accepted or not isinstance(value, bool))
         require(fine, f"{name}: {key} must be {accepted[-1].__name__}, not {value!r}")
+
+
+def own_function(name: str, options: Options) -> Mix | None:
+    """The reward where it is a function of the user's, in a file or in this process; None where it is a shipped one."""
+    if name.startswith(PREFIX):
+        return given(name)
+    return of_file(resolve(name, options), name) if code_place(name) is not None else None
 
 
 def check_code(name: str, path: Path) -> None:

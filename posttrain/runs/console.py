@@ -80,6 +80,7 @@ def _percent(value: float) -> str:
 SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward", "{:.3f}".format),
     ("accuracy/test", "held-out", _percent),
+    ("reward/test", "held-out reward", "{:.3f}".format),
     ("loss", "loss", "{:.4f}".format),
     ("kl", "KL", "{:.2g}".format),
     ("entropy", "entropy", "{:.3f}".format),
@@ -131,7 +132,8 @@ class Console:
     def update(self, row: Mapping[str, float], step: int | None = None) -> None:
         """Show the figures of a step. Without `step`, each update is one step. Held-out scores and KL stay until the next ones."""
         self.step = self.step + 1 if step is None else step
-        rare = [name for name in self._row if name == "kl" or name.startswith("accuracy/")]
+        lasting = ("accuracy/", "reward/test")
+        rare = [name for name in self._row if name == "kl" or name.startswith(lasting)]
         self._row = {**{name: self._row[name] for name in rare}, **row}
         if "reward" in row:
             self._rewards.append(row["reward"])
@@ -256,6 +258,7 @@ class BeforeAfter:
     after: Bounds
     difference: Bounds | None = None
     problems: int = 0
+    percent: bool = True  # of shares; not of rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +283,10 @@ def final_table(rows: Sequence[BeforeAfter], title: str) -> Table:
     for heading in ("", "before", "after", "change"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=bool(heading))
     for row in rows:
-        name, before, after = Text(printable(row.name)), _interval(row.before), _interval(row.after)
-        table.add_row(name, before, after, _change(row))
+        before, after = (
+            _interval(figure, percent=row.percent) for figure in (row.before, row.after)
+        )
+        table.add_row(Text(printable(row.name)), before, after, _change(row))
     return table
 
 
@@ -310,15 +315,15 @@ def _number(value: float, percent: bool = True, sign: str = "") -> str:
     return f"{100 * value:{sign}.1f}%" if percent else f"{value:.3f}"
 
 
-def _interval(bounds: Bounds, style: str = "bold", sign: str = "") -> Text:
-    value, low, high = (_number(bound, sign=sign) for bound in bounds)
+def _interval(bounds: Bounds, style: str = "bold", sign: str = "", percent: bool = True) -> Text:
+    value, low, high = (_number(bound, percent, sign) for bound in bounds)
     return Text.assemble((value, style), (f" [{low}, {high}]", "dim"))
 
 
 def _change(row: BeforeAfter) -> Text:
     """Green or red only where the paired interval excludes 0: colour is a claim."""
     if row.difference is None:
-        return Text(_number(row.after[0] - row.before[0], sign="+"), style="bold")
+        return Text(_number(row.after[0] - row.before[0], row.percent, "+"), style="bold")
     _, low, high = row.difference
     colour = " green" if low > 0 else " red" if high < 0 else ""
     return _interval(row.difference, f"bold{colour}", "+")

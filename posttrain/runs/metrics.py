@@ -60,7 +60,7 @@ def merge(metrics: Iterable[Metric]) -> Figures:
 
 
 # the first one measured; -1: lower is better
-SCORES = {"accuracy/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}
+SCORES = {"accuracy/test": 1.0, "reward/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ PANELS = {
     "reward": ("Reward while training", "mean score of the samples it learns from"),
     "reward/task": ("What the reward stands for", "the same samples, scored by the task itself"),
     "accuracy/test": ("Held-out accuracy", "problems it never trains on; band: 95% interval"),
+    "reward/test": ("Held-out reward", "mean over prompts it never trains on"),
     "accuracy/held_out": ("Preference accuracy", "held-out pairs, the better answer rated higher"),
     "margin": ("Margin", "by how much the better answer of a pair is rated higher"),
     "sft loss": ("Supervised loss", "negative log-likelihood of the examples; lower is better"),
@@ -35,7 +36,10 @@ PANELS = {
 }
 # of the first stage, where it is not blue
 FIRST = {"accuracy/test": GREEN, "margin": ORANGE, "sft loss": ORANGE, "length": PURPLE}
-OVERLAID = {name: PANELS[name][0] for name in ("accuracy/test", "reward", "sft loss", "length")}
+OVERLAID = {
+    name: PANELS[name][0]
+    for name in ("accuracy/test", "reward/test", "reward", "sft loss", "length")
+}
 OVERLAID |= {"kl": "KL from the start", "entropy": "Entropy"}
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from posttrain.engine.engine import Engine
 from posttrain.errors import Checked, UserError, check_fields, require, unknown
 from posttrain.events import Events, Level
-from posttrain.loop import Interrupt
+from posttrain.loop import Interrupt, OnStep
+from posttrain.models import given
 from posttrain.models.load import load, stop_ids
 from posttrain.models.lora import Lora, merge_adapters, peft_files
 from posttrain.models.policy import Policy, wrap_model
@@ -51,6 +52,7 @@ class Context:
     threads: int = 0  # 0: chosen by the model's size, on the CPU
     say: bool = True  # print what a person should read
     saving: Saving = field(default_factory=Saving)  # how checkpoints are written
+    on_step: OnStep | None = None  # called after each training step
     workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
 
     def __post_init__(self) -> None:
@@ -291,7 +293,8 @@ def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str
 
 
 def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: str = "") -> Policy:
-    """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file or a hub name.
+    """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file, a hub name, or a
+    copy of a module of this process (models/given.py).
     `place` is where it is put, if not on the device whose precision it gets: for a plan."""
     if name.startswith("tiny:"):
         tokenizer = character_tokenizer(alphabet)
@@ -301,7 +304,8 @@ def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: s
         policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer, name), name)
     else:
         found, device = model_places(name, context)[0], place or context.device
-        loaded = load(found, dtype=_dtype(context), device=device)
+        read = given.copied if name.startswith(given.PREFIX) else load
+        loaded = read(found, dtype=_dtype(context), device=device)
         use_threads(loaded.model.num_parameters(), context.threads)
         policy = wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
     policy.events = context.events

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
+from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, UserError, require
@@ -20,7 +21,7 @@ from posttrain.stages._material import Data, placed
 from posttrain.stages.base import Context, Stage, make_sampler
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Problem, Sampler, Sampling
+from posttrain.types import JSON, Problem, Rating, Sampler, Sampling
 
 ALONE = "one problem says nothing of the spread over problems; at least 2 are needed"
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -35,10 +36,13 @@ def answer_problems(
     sampling: Sampling,
     seed: int,
     workers: WorkerPool | None = None,
+    rating: Rating | None = None,
 ) -> Evaluation:
-    """Sample answers to problems and score them; where there are several of each, find their final answers."""
+    """Sample answers to problems and score them, by `rating` in place of the task where it is given; where there are several of each,
+    find their final answers."""
     decoder = Decoder(tokenizer)
     groups = rollout_groups(task, sampler, decoder, problems, samples, sampling, seed, workers)
+    groups = groups if rating is None else rate_groups(rating, groups)
     several = groups if samples > 1 else ()
     finals = (tuple(task.final(r.judged) for r in g.rollouts) for g in several)
     evaluation = Evaluation(tuple(groups), tuple(finals))
@@ -66,6 +70,8 @@ class EvaluateStage(AnswerStage):
         if self.reference and not kl_known(self.sampling):
             need = "set sampling.temperature above 0, without top_k and top_p"
             yield f"the KL to {self.reference} is estimated from samples: {need}"
+        if not self.task.scores:
+            yield "the task scores nothing by itself; give it a reward"
 
     @property
     def spread(self) -> bool:
@@ -90,7 +96,8 @@ class EvaluateStage(AnswerStage):
             context.threads,
             context.workers,
         )
-        said = f"accuracy {evaluation.accuracy} on {evaluation.problems} held-out problems"
+        name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]
+        said = f"{name} {found} on {evaluation.problems} held-out problems"
         context.announce(self.name, [f"{self.model}: {said}"])
         counted, said = seen(evaluation, self.model, trained_on(context, self.model))
         if said:
@@ -98,7 +105,8 @@ class EvaluateStage(AnswerStage):
             context.events.emit("alarm", said, "warning", stage=self.name, data=data)
         result |= counted
         context.write_lines(self.name, (json.dumps(row) for row in rows(evaluation)))
-        return {"model": self.model, **result}
+        kind = {} if self.task.verifiable else {"verifiable": False}
+        return {"model": self.model, **result, **kind}
 
     def measure(
         self,

@@ -7,8 +7,8 @@ your own is named as `file.py:MyReward`. Whatever the source, the task's own sco
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from torch import nn
@@ -17,13 +17,15 @@ from posttrain.errors import Checked, NotNegative, Positive, Range, require
 from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating, Scorer
+from posttrain.rewards._functions import Mix, finished
+from posttrain.rewards.base import check, own_function
 from posttrain.rewards.compose import combined
 from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import Task, no_running_loop
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.train.rating import ImplicitRating, ModelRating, ProcessRating
-from posttrain.types import Rating, Rollout, Score
+from posttrain.types import JSON, Rating, Rollout, Score
 
 Device = Literal["same", "cpu"]
 
@@ -79,8 +81,51 @@ class TaskReward(RewardSource):
     name: ClassVar[str] = "task"
     gives_steps: ClassVar[bool] = True  # where the task has them
 
+    def check(self, where: str, task: Task, group: int, alone: bool) -> None:
+        super().check(where, task, group, alone)
+        require(
+            task.scores,
+            f"{where}: the task scores nothing by itself; give it a reward (task.reward), or name reward models as reward",
+        )
+
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionReward(RewardSource):
+    """A function of yours in place of the task's own score: `reward` is FILE.py:NAME. It runs in this process, on all responses of a
+    step at once where it takes lists."""
+
+    name: ClassVar[str] = "function"
+    gives_steps: ClassVar[bool] = True  # where its scores have them
+
+    reward: str
+    options: Mapping[str, JSON] = field(default_factory=dict)
+
+    def check(self, where: str, task: Task, group: int, alone: bool) -> None:
+        super().check(where, task, group, alone)
+        check(self.reward, self.options)
+
+    def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
+        found = own_function(self.reward, self.options)
+        require(found is not None, f"{where}: reward.reward is FILE.py:NAME, not {self.reward!r}")
+        assert found is not None
+        return FunctionRating(found)
+
+
+@dataclass(frozen=True)
+class FunctionRating:
+    """The rating of a function."""
+
+    function: Mix
+    models: tuple[nn.Module, ...] = ()
+
+    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        with no_running_loop():
+            given = [r.problem for r in rollouts], [r.judged for r in rollouts]
+            found: list[Score] = finished(self.function.scores(*given))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, Whole
+from posttrain.evals import statistics
 from posttrain.models.load import same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.models.policy import Policy
@@ -173,7 +174,10 @@ class RLStage(ReferenceStage):
                 context.workers,
                 problems,
             ),
-            replace(self.schedule(self.evaluate_every), rollouts_every=self.rollouts_every),
+            replace(
+                self.schedule(self.evaluate_every if self.task.problems("test") else 0),
+                rollouts_every=self.rollouts_every,
+            ),
             evaluate=lambda: self.evaluate(sampler, policy.tokenizer, context, rating, reference),
             sampler=sampler,
             release=sampler.release if self.release_cache else None,
@@ -272,20 +276,24 @@ class RLStage(ReferenceStage):
         rating: Rating | None,
         reference: Policy | None,
     ) -> dict[str, float]:
-        """Of held-out problems, each with its interval: the accuracy by argmax on `evaluate_problems`, and proxy, gold and KL of
-        samples on `measure_problems`, the curve of over-optimisation; nothing where there are none."""
-        found, settings = {}, (context.seed, context.workers)
+        """Of held-out problems, each with its interval: the accuracy by argmax on `evaluate_problems`, or the mean reward where no
+        score says right or wrong, and proxy, gold and KL of samples on `measure_problems`, the curve of over-optimisation; nothing
+        where there are none."""
+        found: dict[str, statistics.Interval] = {}
+        settings = (context.seed, context.workers)
         if self.evaluate_problems:
             problems = self.task.problems("test")[: self.evaluate_problems]
             greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
-            made = answer_problems(self.task, sampler, tokenizer, problems, 1, greedy, *settings)
-            found["accuracy"] = made.accuracy
+            asked, right = (problems, 1, greedy), self.task.verifiable
+            by = None if right else rating
+            made = answer_problems(self.task, sampler, tokenizer, *asked, *settings, by)
+            found |= made.headlines(right)
         if self.measure_problems and rating is not None and reference is not None:
             problems, decoder = (
                 self.task.problems("test")[: self.measure_problems],
                 Decoder(tokenizer),
             )
-            asked = (decoder, problems, 1, self.sampling)
-            groups = rollout_groups(self.task, sampler, *asked, *settings)
+            drawn = (decoder, problems, 1, self.sampling)
+            groups = rollout_groups(self.task, sampler, *drawn, *settings)
             found |= proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
         return {k: v for name, one in found.items() for k, v in one.figures(f"{name}/test").items()}

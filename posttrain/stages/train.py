@@ -116,6 +116,7 @@ class TrainStage(Stage):
             checkpoints=context.checkpoints(name),
             interrupt=context.interrupt,
             trackers=context.trackers,
+            on_step=context.on_step,
             monitor=self.monitor,
             seed=context.seed,
             **more,

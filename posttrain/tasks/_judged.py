@@ -6,11 +6,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import isawaitable
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require
+from posttrain.rewards._functions import PREFIX, finished, given
 from posttrain.rewards.answer import MARKER, after_marker
-from posttrain.rewards.base import Options, check, check_code, parts_of, resolve
+from posttrain.rewards.base import Options, check, check_code, own_function, parts_of, resolve
 from posttrain.rewards.compose import as_score
 from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import MathReward, final_answer
@@ -27,6 +29,7 @@ from posttrain.tasks._questions import (
 from posttrain.trust import code_place
 from posttrain.types import JSON, Problem, Score
 
+JUDGING = ("answer", "arithmetic_steps", "code", "math")  # rewards that say right or wrong
 BOXED = ("math", "arithmetic_steps")  # rewards that look for a box unless they have a marker
 CERTAIN = (
     "math",
@@ -63,14 +66,14 @@ class Judged(Questions):
     style: str = ""
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
-    held_out: float = 0.1  # the share for evaluation, where there is no part for it
+    held_out: float = 0.1  # the share for evaluation, where there is no part for it; 0: none
     score_seconds: float = 10.0  # the time limit of a reward of yours
 
     def check_settings(self, task: str) -> None:
         check(self.reward, self.options)
         self.check_style(task, "marked")
-        share = 0 < self.held_out < 1
-        require(share, f"{task}: held_out is a share between 0 and 1, not {self.held_out}")
+        share = 0 <= self.held_out < 1
+        require(share, f"{task}: held_out is a share below 1, 0 for none, not {self.held_out}")
         fine = self.score_seconds > 0
         require(fine, f"{task}: score_seconds must be positive, not {self.score_seconds}")
 
@@ -81,6 +84,8 @@ class Judged(Questions):
     def pool(self, split: str) -> tuple[Problem, ...]:
         first, second = self.parts()
         train = self._read(first)
+        if second is None and not self.held_out:
+            return train.problems if split == "train" else ()
         if second is None:
             return one_side(train, self.held_out, split, first.name)
         if split == "train":
@@ -90,7 +95,9 @@ class Judged(Questions):
         return test.problems
 
     def _read(self, part: Part) -> Pool:
-        return _read(part, type(self).make, self.question, self.answer, self.answer_after)
+        fields = (self.question, self.answer, self.answer_after)
+        own = code_place(self.reward) is not None or self.reward.startswith(PREFIX)
+        return _read(part, type(self).make, *fields, own)
 
     @property
     def form(self) -> str | None:
@@ -101,6 +108,10 @@ class Judged(Questions):
             if name in BOXED:
                 return str(options.get("marker", ""))
         return None
+
+    @property
+    def verifiable(self) -> bool:
+        return any(name in JUDGING for name, _ in self.rewards())
 
     @property
     def wording(self) -> str:
@@ -127,12 +138,20 @@ class Judged(Questions):
         """What the reward says; one that is `async` is awaited by the scorer. A judge takes options that only a group has."""
         if self.reward == "judge":
             return judged(problem.question, [response], **self.options)[0]
-        reward: Any = resolve(self.reward, self.options)
-        found = reward(problem.question, response, problem.answer)
-        return _awaited(found) if hasattr(found, "__await__") else as_score(found)  # type: ignore[return-value]
+        own = own_function(self.reward, self.options)
+        if own is None:
+            return as_score(
+                resolve(self.reward, self.options)(problem.question, response, problem.answer)
+            )
+        found = own.scores([problem], [response])
+        return _awaited(found) if isawaitable(found) else found[0]  # type: ignore[return-value]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
-        """A judge sees the responses to a problem together, so that its endpoint is asked in parallel."""
+        """A judge sees the responses to a problem together, so that its endpoint is asked in parallel; a function that takes lists gets
+        them in one call."""
+        if self.reward.startswith(PREFIX) and (own := given(self.reward)).batched:
+            scores: list[Score] = finished(own.scores([problem] * len(responses), responses))
+            return scores
         if self.reward != "judge":
             return None
         return judged(problem.question, responses, **self.options)
@@ -194,9 +213,10 @@ class Judged(Questions):
 
 
 @lru_cache(maxsize=8)
-def _read(part: Part, make: Callable[..., Problem], *fields: str) -> Pool:
+def _read(part: Part, make: Callable[..., Problem], *fields: str | bool) -> Pool:
     return Pool(tuple(make(row, where, name, *fields) for where, name, row in part.read(part)))
 
 
 async def _awaited(found: Any) -> Score:
-    return as_score(await found)
+    [score] = await found
+    return score  # type: ignore[no-any-return]

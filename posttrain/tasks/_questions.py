@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from posttrain.data.records import parse_messages, read_split
 from posttrain.errors import UserError, require
+from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.math import UNPARSEABLE, MathReward, final_answer, grade
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task
@@ -144,14 +145,19 @@ def make_problem(
     question: str = "question",
     answer: str = "answer",
     answer_after: str = "",
+    columns: bool = False,
 ) -> Problem:
-    """A record's question and gold answer. A list of messages is the conversation so far; a field may be a path such as `a.b`."""
-    asked, solution = pick(record, question, where), str(pick(record, answer, where))
+    """A record's question and gold answer, and with `columns` all of it, for a reward of the user's. A list
+    of messages is the conversation so far; a field may be a path such as `a.b`."""
+    asked = pick(record, question, where)
+    solution = str(pick(record, answer, where)) if answer else ""
     gold = solution
     if answer_after:
         _, marker, gold = solution.rpartition(answer_after)
         require(bool(marker), f"{where}: {answer_after!r} is not in the field {answer!r}")
     facts: dict[str, JSON] = {"solution": solution} if gold != solution else {}
+    if columns:
+        facts[COLUMNS] = {key: value for key, value in record.items() if is_plain(value)}
     if isinstance(asked, list):
         messages = all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in asked)
         require(messages, f"{where}: {question} has no messages")
@@ -169,6 +175,19 @@ def _text(value: Any, name: str, where: str) -> str:
 def pick_text(record: Mapping[str, Any], name: str, where: str) -> str:
     """The field called `name`, which must hold text."""
     return _text(pick(record, name, where), name, where)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is what JSON can carry to a worker process.
+
+    >>> is_plain([1, {"a": None}]), is_plain(b"")
+    (True, False)
+    """
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def pick(record: Mapping[str, Any], name: str, where: str) -> Any:

@@ -88,6 +88,16 @@ class Task(ABC):
         return None
 
     @property
+    def verifiable(self) -> bool:
+        """Whether a score says that a response is right, so that accuracy can be counted; else the mean reward is reported."""
+        return True
+
+    @property
+    def scores(self) -> bool:
+        """Whether it scores responses by itself; else the reward of the stage does."""
+        return True
+
+    @property
     def isolated(self) -> bool:
         """Whether to score in worker processes with a time limit: for rewards that are slow, or that might hang or crash."""
         return False

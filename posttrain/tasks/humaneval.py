@@ -24,7 +24,7 @@ class HumanEval(Hub):
     held_out: float = 0.5
 
     @staticmethod
-    def make(row: dict[str, Any], where: str, name: str, *_: str) -> Problem:
+    def make(row: dict[str, Any], where: str, name: str, *_: object) -> Problem:
         """`prompt` is the beginning of a program, `canonical_solution` its rest, and `test` defines `check`."""
         prompt, function, solution, test = (pick_text(row, field, where) for field in FIELDS)
         parsed(test, where)

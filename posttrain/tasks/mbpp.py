@@ -22,7 +22,7 @@ class Mbpp(Hub):
     reward: str = "code"
 
     @staticmethod
-    def make(row: dict[str, Any], where: str, name: str, *_: str) -> Problem:
+    def make(row: dict[str, Any], where: str, name: str, *_: object) -> Problem:
         """`prompt` (or `text`), `code`, `test_list` (assertions), `test_imports` (or `test_setup_code`)."""
         question = pick_text(row, "prompt" if "prompt" in row else "text", where)
         solution = pick_text(row, "code", where)

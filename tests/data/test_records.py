@@ -62,3 +62,24 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch:
     assert len(bomb) < 4096
     with pytest.raises(UserError, match=r"is larger than 0\.000976562 GiB unpacked"):
         read(tmp_path / "x.jsonl.gz", bomb)
+
+
+def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text('prompt,answer\n"a\nb",1\nc,"x,y"\n')
+    assert list(read_jsonl(table)) == [
+        (f"{table} line 3", {"prompt": "a\nb", "answer": "1"}), (f"{table} line 4", {"prompt": "c", "answer": "x,y"})
+    ]  # fmt: skip
+    table.write_text("prompt,answer\na\n")
+    with pytest.raises(UserError, match=r"a.csv line 2: expected 2 cells, as in the first line"):
+        list(read_jsonl(table))
+    tabs = tmp_path / "a.tsv"
+    tabs.write_text("prompt\tanswer\na\t1\n")
+    assert [row for _, row in read_jsonl(tabs)] == [{"prompt": "a", "answer": "1"}]
+    listed = tmp_path / "a.json"
+    listed.write_text('[{"a": 1},\n {"a": 2}]')
+    assert [row for _, row in read_jsonl(listed)] == [{"a": 1}, {"a": 2}]
+    broken = tmp_path / "a.parquet"
+    broken.write_text("no")
+    with pytest.raises(UserError, match=r"cannot read .*a\.parquet: |a\.parquet: to read parquet, pip install"):
+        list(read_jsonl(broken))

@@ -13,6 +13,7 @@ from posttrain import catalogue, config
 from posttrain.errors import RENAMED, UserError
 from posttrain.runs.read import Run
 from posttrain.stages.reward_sources import (
+    FunctionReward,
     ImplicitReward,
     JudgeReward,
     MixedRating,
@@ -137,6 +138,7 @@ def test_a_rated_source_must_be_there_and_a_model_must_rate_it(task: Task, rewar
 def test_each_is_found_by_name_and_travels_as_plain_data() -> None:
     made = [
         TaskReward(),
+        FunctionReward(reward="mine.py:reward"),
         RewardModels(models=("a", "b"), combine="worst"),
         ProcessRewardModels(models=("a",), steps="token:+"),
         ImplicitReward(model="a", reference="b"),

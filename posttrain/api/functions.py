@@ -1,0 +1,290 @@
+"""The functions of the Python interface. Each builds one stage of the command line's, and a run of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from posttrain import catalogue, config
+from posttrain.algorithms.base import Algorithm
+from posttrain.api.inputs import Files, as_model, as_rewards, as_task, built
+from posttrain.api.run import Callback, Model, Run
+from posttrain.data.records import parse_messages
+from posttrain.errors import require
+from posttrain.recipes.base import Recipe
+from posttrain.runs.layout import CONFIG
+from posttrain.stages._material import Data
+from posttrain.stages.base import Stage, make_sampler, worker_pool
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.preference import PreferenceStage
+from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.base import Task
+from posttrain.tasks.prompts import Prompts
+from posttrain.types import JSON, Problem, Sampling
+
+_waiting: WeakSet[Files] = WeakSet()  # of runs that may not have begun: their directories are taken
+
+
+def rl(
+    model: Any,
+    prompts: Any = None,
+    reward: Any = None,
+    *,
+    algorithm: Algorithm | str = "grpo",
+    task: Any = None,
+    weights: Any = None,
+    reward_models: Any = (),
+    tokenizer: Any = None,
+    callback: Callback | None = None,
+    out: str | Path = "",
+    **settings: Any,
+) -> Run:
+    """Reinforcement learning on `prompts` (texts, rows, a file, a data set) or a `task`, begun by `.train()` or `.steps()`.
+
+    `reward` is a function of (prompt, response, answer, columns ...), one that takes lists (prompts, completions, columns ...), the
+    name of a shipped reward, a reward model's run, or several of these as a list or a dict, which `weights` adds up.
+    `reward_models` are runs or paths whose mean is taken. Settings are those of the stage, its algorithm, optimizer, sampling and task
+    (steps, group, beta, lr, max_new_tokens, held_out, ...; `batch` prompts a step), and of the run (seed, device, again, ...).
+    """
+    require((prompts is None) != (task is None), "rl: give either prompts or a task")
+    chosen = _algorithm(algorithm)
+    files = _files(out, chosen.name)
+    file = "" if prompts is None else files.path(prompts, "prompts")
+    own = None if task is None else as_task(task)
+    scored, source = as_rewards(reward, weights, reward_models, own, file)
+    if "batch" in settings:  # `prompts` of the stage, a number
+        settings["prompts"] = settings.pop("batch")
+    given = {"model": as_model(model, tokenizer), "algorithm": chosen, "task": scored}
+    return _run(RLStage, {"name": "rl", **given, "reward": source}, settings, files, callback)
+
+
+def grpo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) -> Run:
+    """Train with GRPO: `rl(...)`, to its end."""
+    return rl(model, prompts, reward, algorithm="grpo", **settings).train()
+
+
+def ppo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) -> Run:
+    """Train with PPO, a reference and a critic: `rl(...)`, to its end."""
+    return rl(model, prompts, reward, algorithm="ppo", **settings).train()
+
+
+def sft(
+    model: Any,
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    callback: Callback | None = None,
+    out: str | Path = "",
+    **settings: Any,
+) -> Run:
+    """Supervised fine-tuning on demonstrations: rows with messages, or prompt and completion."""
+    files = _files(out, "sft")
+    sources = tuple(Data(file=path) for path in files.paths(data, "data"))
+    given = {"name": "sft", "model": as_model(model, tokenizer), "data": sources}
+    return _run(SFTStage, given, settings, files, callback).train()
+
+
+def preference(
+    model: Any,
+    data: Any,
+    *,
+    algorithm: Algorithm | str = "dpo",
+    held_out_data: Any = (),
+    reference: Any = "",
+    tokenizer: Any = None,
+    callback: Callback | None = None,
+    out: str | Path = "",
+    **settings: Any,
+) -> Run:
+    """Learn from pairs, rankings or labels without sampling: DPO, IPO, KTO, ORPO, SimPO. It begins with `.train()` or `.steps()`."""
+    chosen = _algorithm(algorithm)
+    files = _files(out, chosen.name)
+    given = {
+        "name": chosen.name,
+        "model": as_model(model, tokenizer),
+        "algorithm": chosen,
+        "data": files.paths(data, "data"),
+        "held_out_data": files.paths(held_out_data, "held_out_data") if held_out_data else (),
+        "reference": as_model(reference) if reference else "",
+    }
+    return _run(PreferenceStage, given, settings, files, callback)
+
+
+def dpo(model: Any, data: Any, **settings: Any) -> Run:
+    """Train with DPO on pairs: `preference(...)`, to its end."""
+    return preference(model, data, algorithm="dpo", **settings).train()
+
+
+def reward_model(
+    model: Any,
+    data: Any,
+    *,
+    algorithm: Algorithm | str = "reward_model",
+    tokenizer: Any = None,
+    callback: Callback | None = None,
+    out: str | Path = "",
+    **settings: Any,
+) -> Run:
+    """Train a reward model on pairs or rankings (or, with algorithm="process_reward_model", on labelled steps). The run is a reward:
+    `ppo(..., reward=run)`; `run.result` has its held-out accuracy."""
+    files = _files(out, "reward_model")
+    given = {"model": as_model(model, tokenizer), "algorithm": _algorithm(algorithm)}
+    given |= {"name": "reward_model", "data": files.paths(data, "data")}
+    return _run(RewardModelStage, given, settings, files, callback).train()
+
+
+def run(
+    recipe: str | Recipe | Sequence[Stage],
+    *,
+    callback: Callback | None = None,
+    out: str | Path = "",
+    **settings: Any,
+) -> Run:
+    """Run a recipe by its name or file, with the settings of the command line: run("quickstart", seed=1, **{"rl.lr": 1e-4}); or stages
+    one after the other, of which those after the first may name the ones before."""
+    if not isinstance(recipe, str):
+        made = recipe if isinstance(recipe, Recipe) else Recipe(tuple(recipe))
+        return _begun(made, _files(out, "run"), callback, settings).train()
+    whole = config.parse(recipe, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    files = _files(out, whole.name)
+    return Run(files.directory, replace(whole, out=str(files.directory)), files, callback).train()
+
+
+def load(place: str | Path) -> Run | Model:
+    """A run by its directory, or a model by its path or hub name."""
+    found = Path(place).expanduser()
+    return Run(found) if (found / CONFIG).is_file() else Model(str(place))
+
+
+def sample(
+    model: Any, prompt: Any, n: int = 1, *, seed: int = 0, tokenizer: Any = None, **sampling: Any
+) -> Any:
+    """`n` answers to a prompt, as texts; a list of them for each prompt where `prompt` is a list of texts. A prompt may be messages."""
+    from posttrain.collect import Prompt
+    from posttrain.commands.inspect import answers, prompt_ids
+
+    policy = _policy(model, tokenizer)
+    how = built(Sampling, {}, sampling, "sample")
+    require(n >= 1, f"sample: n must be at least 1, not {n}")
+    several = (
+        isinstance(prompt, list | tuple)
+        and bool(prompt)
+        and all(isinstance(p, str | list) for p in prompt)
+    )
+    asked = [
+        one if isinstance(one, str) else parse_messages(one, "prompt")
+        for one in (prompt if several else [prompt])
+    ]
+    requests = [Prompt(prompt_ids(policy.tokenizer, one), n, seed, how) for one in asked]
+    found = [
+        [a.text for a in group]
+        for group in answers(make_sampler(policy), policy.tokenizer, requests)
+    ]
+    return found if several else found[0]
+
+
+def evaluate(
+    model: Any,
+    task: Any = None,
+    *,
+    prompts: Any = None,
+    reward: Any = None,
+    weights: Any = None,
+    seed: int = 0,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> dict[str, JSON]:
+    """The figures of a model on the held-out problems of a `task`, or on all `prompts` with a `reward`: accuracy, reward, pass@k, each
+    with its interval. Settings are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of the task."""
+    require((prompts is None) != (task is None), "evaluate: give either prompts or a task")
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder), "evaluate")
+        if task is None:
+            made, _ = as_rewards(reward, weights, (), None, files.path(prompts, "prompts"))
+            values = {f.name: getattr(made, f.name) for f in fields(Prompts) if f.init}
+            given: Task = _AllPrompts(**values)
+        else:
+            require(
+                reward is None, "evaluate: a task has its own reward; give prompts with this one"
+            )
+            given = as_task(task)
+        given_stage = {"name": "eval", "model": "model", "task": given}
+        stage = built(EvaluateStage, given_stage, settings, "evaluate")
+        with files, worker_pool([stage]) as workers:
+            stage.task.ready()
+            policy = _policy(model, tokenizer)
+            none = partial(_policy, stage.reference)
+            result: dict[str, JSON] = stage.measure(policy, none, seed, workers=workers)[1]
+    # of a reward that does not say right or wrong, to reach 1 means nothing
+    left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
+    return {name: value for name, value in result.items() if name not in left_out}
+
+
+class _AllPrompts(Prompts):
+    """Prompts that are all evaluated: nothing is trained on."""
+
+    def problems(self, split: str, level: int | None = None) -> tuple[Problem, ...]:
+        return self._read(self.parts()[0]).problems
+
+
+def _policy(model: Any, tokenizer: Any) -> Any:
+    if isinstance(model, Run | Model):
+        return model.policy()
+    name = as_model(model, tokenizer)
+    from posttrain.models import given
+
+    if not name.startswith(given.PREFIX):
+        return Model(name).policy()
+    from posttrain.models.policy import wrap_model
+
+    loaded = given.copied(name)
+    return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, name)
+
+
+def _algorithm(algorithm: Algorithm | str) -> Algorithm:
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    fine = isinstance(algorithm, str)
+    require(fine, f"algorithm: a name or an instance such as GRPO(group=8), not {algorithm!r}")
+    made: Algorithm = catalogue.load("algorithm", algorithm, Algorithm)()
+    return made
+
+
+def _files(out: str | Path, name: str) -> Files:
+    """The directory of a run: `out`, or the first runs/NAME-N that is free."""
+    if out:
+        return Files(Path(out), name)
+    taken = {files.place for files in _waiting}
+    directories = (Path("runs", f"{name}-{number}") for number in count(1))
+    free = (d for d in directories if d.absolute() not in taken and not d.exists())
+    files = Files(next(free), name)
+    _waiting.add(files)
+    return files
+
+
+def _run(
+    kind: type[Stage],
+    given: Mapping[str, Any],
+    settings: dict[str, Any],
+    files: Files,
+    callback: Callback | None,
+) -> Run:
+    """The run of one stage."""
+    name = files.name
+    top = {key: settings.pop(key) for key in list(settings) if key in config.TOP}
+    return _begun(Recipe((built(kind, given, settings, name),)), files, callback, top)
+
+
+def _begun(recipe: Recipe, files: Files, callback: Callback | None, top: Mapping[str, Any]) -> Run:
+    given = {"recipe": recipe, "name": files.name, "out": str(files.directory)}
+    config.refuse_unknown("setting", top, config.TOP, [files.name])
+    return Run(files.directory, built(config.Settings, given, top, files.name), files, callback)

@@ -1,0 +1,279 @@
+"""What a program hands over (rows, data sets, modules, functions, runs), as the names and files that stages are made of."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain import config
+from posttrain.api.run import Model, Run
+from posttrain.data.records import load_hub
+from posttrain.errors import UserError, require, unknown
+from posttrain.rewards._functions import Function, Mix, give
+from posttrain.rewards.base import check, resolve
+from posttrain.runs.layout import CONFIG
+from posttrain.stages.reward_sources import (
+    FunctionReward,
+    MixedReward,
+    RewardModels,
+    RewardSource,
+    TaskReward,
+    Weighted,
+)
+from posttrain.tasks.base import Task
+from posttrain.tasks.prompts import Prompts
+
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Files:
+    """Files of a run that is about to begin: what was given in memory is written to `DIRECTORY/data/`, so that the run has it."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory, self.name = directory, name
+        self.place = directory.absolute()
+        self.lines: dict[Path, list[str]] = {}
+
+    def path(self, data: Any, what: str) -> str:
+        """The file that holds `data`: its own where it is a path, else one that will be written."""
+        if isinstance(data, str | Path) and not (found := _hub_name(data)):
+            path = Path(data).expanduser()
+            require(path.is_file(), f"{what}: there is no file {data}")
+            return str(data)
+        rows = load_hub(found, "", "train", "", what) if isinstance(data, str | Path) else data
+        lines = [_line(row, number, what) for number, row in enumerate(_rows(rows, what), start=1)]
+        require(bool(lines), f"{what}: there are no rows")
+        path = self.directory / "data" / f"{what}.jsonl"
+        number = 1
+        while path in self.lines:
+            number += 1
+            path = path.with_name(f"{what}-{number}.jsonl")
+        self.lines[path] = lines
+        return str(path)
+
+    def paths(self, data: Any, what: str) -> tuple[str, ...]:
+        """The files of one source, or of a list of paths."""
+        several = isinstance(data, list | tuple) and bool(data)
+        if several and all(isinstance(item, str | Path) for item in data):
+            return tuple(self.path(item, what) for item in data)
+        return (self.path(data, what),)
+
+    def __enter__(self) -> None:
+        for path, lines in self.lines.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(line + "\n" for line in lines), "utf-8")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Take the files back where the run was refused, which has taken back all else."""
+        if isinstance(error, UserError) and not (self.directory / CONFIG).exists():
+            for path in self.lines:
+                path.unlink(missing_ok=True)
+            for folder in (self.directory / "data", self.directory):
+                with suppress(OSError):  # not there, or it holds something
+                    folder.rmdir()
+
+
+def _hub_name(data: str | Path) -> str:
+    named = isinstance(data, str) and HUB.fullmatch(data) is not None
+    return str(data) if named and not Path(data).expanduser().exists() else ""
+
+
+def _rows(data: Any, what: str) -> Iterable[Any]:
+    """Rows of a list, a data set of `datasets`, a table of pandas, or whatever yields them."""
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        return data.to_dict("records")  # type: ignore[no-any-return]
+    if hasattr(data, "keys") and hasattr(data, "items"):
+        require(
+            "train" in data,
+            f"{what}: a mapping holds {', '.join(map(str, data))}; give one of them",
+        )
+        return data["train"]  # type: ignore[no-any-return]
+    require(
+        isinstance(data, Iterable),
+        f"{what}: expected rows, a file or a data set, not {type(data).__name__}",
+    )
+    return data  # type: ignore[no-any-return]
+
+
+def _line(row: Any, number: int, what: str) -> str:
+    if isinstance(row, str | list) and what == "prompts":
+        row = {"prompt": row}
+    fine = isinstance(row, Mapping)
+    require(
+        fine,
+        f"{what} row {number}: expected a dict of columns, not {type(row).__name__} {str(row)[:40]!r}",
+    )
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, default=_plain)
+        except (TypeError, ValueError):
+            kind = type(value).__name__
+            raise UserError(
+                f"{what} row {number}: the column {name} is a {kind}; use text, numbers, lists, dicts"
+            ) from None
+    return json.dumps(dict(row), default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError
+
+
+def as_model(model: Any, tokenizer: Any = None) -> str:
+    """A model as settings name it: a path, a hub name, a run's export, or a module of this process."""
+    if isinstance(model, tuple) and len(model) == 2:
+        model, tokenizer = model
+    if isinstance(model, Run):
+        return str(model.export)
+    if isinstance(model, Model):
+        return model.source
+    if isinstance(model, str | Path):
+        require(tokenizer is None, "tokenizer is given with a module; a path or a name has its own")
+        place = Path(model).expanduser()
+        is_run = (place / CONFIG).is_file() and (place / "export").is_dir()
+        return str(place / "export") if is_run else str(model)
+    from posttrain.models.given import give
+
+    return give(model, tokenizer)
+
+
+def as_task(task: Any) -> Task:
+    """A task by name (arithmetic, prompts:FILE), by settings, or as it is."""
+    if isinstance(task, Task):
+        return task
+    require(
+        isinstance(task, str | Mapping),
+        f"task: a name, settings or a Task, not {type(task).__name__}",
+    )
+    tree = {"name": task} if isinstance(task, str) else dict(task)
+    made: Task = config.from_tree(tree, Task, "task")
+    return made
+
+
+def as_rewards(
+    reward: Any, weights: Any, models: Any, task: Task | None, file: str
+) -> tuple[Task, RewardSource]:
+    """The task and the source of its reward. `task` None: the prompts in `file`, whose reward the functions are; of another task they
+    stand in place of its own score."""
+    if isinstance(reward, RewardSource):
+        return task or Prompts(file), reward
+    named = _named(reward, weights)
+    functions = {label: one for label, one in named.items() if not isinstance(one[0], Run)}
+    learned = [(label, w, _scorers(r)) for label, (r, w) in named.items() if label not in functions]
+    ensemble = _scorers(*models) if isinstance(models, list | tuple) else _scorers(models)
+    parts: list[Weighted] = []
+    if task is None:
+        task = Prompts(file, reward=_function(functions) if functions else "")
+        own: RewardSource = TaskReward()
+    else:
+        own = (
+            FunctionReward(reward=_function(functions, always=True)) if functions else TaskReward()
+        )
+    if functions or not (learned or ensemble):
+        parts.append(Weighted(reward=own, label="rules"))
+    parts += [
+        Weighted(reward=RewardModels(models=m), weight=w, label=label) for label, w, m in learned
+    ]
+    if ensemble:
+        parts.append(Weighted(reward=RewardModels(models=ensemble), label="models"))
+    alone = len(parts) == 1 and parts[0].weight == 1
+    return task, parts[0].reward if alone else MixedReward(parts=tuple(parts))
+
+
+def _named(reward: Any, weights: Any) -> dict[str, tuple[Any, float]]:
+    """Rewards by label, each with its weight."""
+    given = [] if reward is None else [reward]
+    if isinstance(reward, Mapping):
+        labels, given = [str(label) for label in reward], list(reward.values())
+    else:
+        given = list(reward) if isinstance(reward, list | tuple) else given
+        labels = [_label(one) for one in given]
+        labels = [f"{x}_{n}" if labels.count(x) > 1 else x for n, x in enumerate(labels)]
+    if isinstance(weights, Mapping):
+        for name in weights:
+            if name not in labels:
+                raise unknown("reward in weights:", str(name), labels)
+        weights = [weights.get(label, 1.0) for label in labels]
+    factors = [1.0] * len(given) if weights is None else [float(w) for w in weights]
+    require(len(factors) == len(given), f"weights: {len(factors)} for {len(given)} rewards")
+    return {label: (one, w) for label, one, w in zip(labels, given, factors, strict=True)}
+
+
+def _label(reward: Any) -> str:
+    if isinstance(reward, str):
+        return reward.rpartition(":")[2]
+    return "model" if isinstance(reward, Run) else Function.of(reward).label
+
+
+def _function(named: Mapping[str, tuple[Any, float]], always: bool = False) -> str:
+    """The name of one reward that the functions are together. A single one that has a name of its own keeps it, and with it the run can
+    be resumed from its directory."""
+    for one, _ in named.values():
+        if isinstance(one, str):
+            check(one, {})
+    ((first, weight), *others) = named.values()
+    if isinstance(first, str) and not others and weight == 1 and (not always or ":" in first):
+        return first
+    made = [
+        Function.of(resolve(r, {}) if isinstance(r, str) else r, label)
+        for label, (r, _) in named.items()
+    ]
+    return give(Mix(tuple(made), tuple(weight for _, weight in named.values())))
+
+
+def _scorers(*models: Any) -> tuple[str, ...]:
+    """Where reward models are: all members of a run's ensemble, or a path or hub name as it is."""
+    found: list[str] = []
+    for model in models:
+        found += model.scorers() if isinstance(model, Run) else [as_model(model)]
+    return tuple(found)
+
+
+def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> Any:
+    """A dataclass of the `given` values and of settings. A key of these is one of its own fields, `group.key`, or the key of the one
+    group that has it: `lr` is optimizer.lr, as on the command line."""
+    hints, own = typing.get_type_hints(kind), [f for f in fields(kind) if f.init]
+    made = {f.name: f.default_factory() for f in own if f.default_factory is not MISSING}
+    values = {**made, **given}
+    groups = {name: value for name, value in values.items() if is_dataclass(value)}
+    known = {name: [f.name for f in fields(group) if f.init] for name, group in groups.items()}
+    free = [name for name, group in groups.items() if not getattr(group, "apart", False)]
+    inner: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        head, dot, rest = key.partition(".")
+        inside = [head] if dot and head in groups else [name for name in free if key in known[name]]
+        if key in hints:
+            values[key] = _value(value, hints[key], f"{where}: {key}")
+        elif len(inside) == 1:
+            inner.setdefault(inside[0], {})[rest if dot else key] = value
+        else:
+            which = " or ".join(f"{name}.{key}" for name in inside)
+            require(not inside, f"{where}: {key} is a key of several; give {which} in **{{...}}")
+            names = [*(f.name for f in own), *(k for name in free for k in known[name])]
+            raise unknown("setting", key, names, [where])
+    for name, changes in inner.items():
+        group = groups[name]
+        before = {f.name: getattr(group, f.name) for f in fields(group) if f.init}
+        values[name] = built(type(group), before, changes, f"{where}: {name}")
+    return kind(**values)
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    if value is None or is_dataclass(value) or isinstance(value, Task):
+        return value
+    plain = (
+        value.item()
+        if hasattr(value, "item")
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )
+    return config.from_tree(plain, hint, where)

@@ -1,0 +1,354 @@
+"""A run as a value: its figures, rollouts and model, and its training step by step."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from posttrain import config, pipeline
+from posttrain.errors import Interrupted, UserError, require
+from posttrain.rewards._functions import PREFIX
+from posttrain.runs import read
+from posttrain.runs.layout import Row
+from posttrain.runs.plot import draw
+from posttrain.stages._lineage import inside
+from posttrain.stages.base import Stage, exported
+from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.api.inputs import Files
+    from posttrain.loop import Loop, OnStep
+    from posttrain.models.policy import Policy
+
+Figures = dict[str, Any]
+Callback = Callable[[Figures], "bool | None"]
+NOT_RESUMABLE = "not resumable from its directory, which does not hold {}; the same call with out= and again=True goes on"
+WAIT = 1.0  # seconds after which a waiting program looks for Ctrl-C
+
+
+class Run:
+    """A run directory, and the training that fills it. Functions with the name of an algorithm return it trained; `rl` and `preference`
+    return it before its first step: `train()` or `steps()` begins, and so does reading a result."""
+
+    def __init__(
+        self,
+        directory: Path | str,
+        settings: config.Settings | None = None,
+        files: Files | None = None,
+        callback: Callback | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._settings, self._files, self._callback = settings, files, callback
+        self._stepper: _Stepper | None = None
+        self._loaded: Any = None
+
+    def __repr__(self) -> str:
+        state = "not begun" if self._settings else "at a step" if self._stepper else "done"
+        return f"<Run {self.directory}: {state}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_settings", None) is not None:
+            text = f"the run {self.directory} was never begun: call .train(), or take its .steps()"
+            warnings.warn(text, ResourceWarning, stacklevel=1)
+        stepper: _Stepper | None = getattr(self, "_stepper", None)
+        if stepper is not None and not sys.is_finalizing():
+            stepper.leave()
+
+    # training
+
+    def train(self) -> Run:
+        """Go on to the end, from wherever it is; returns the run itself."""
+        if self._stepper is not None:
+            for _ in self.steps():
+                pass
+        elif self._settings is not None:
+            self._work()(self._report)
+        return self
+
+    def _work(self) -> Callable[[OnStep], None]:
+        """What remains to be done, which is done once; it holds no reference to the run."""
+        settings, self._settings = self._settings, None
+        assert settings is not None and self._files is not None
+        return partial(_train, settings, self._files)
+
+    finish = train
+
+    def steps(self) -> Iterator[Figures]:
+        """Train one optimizer step at a time and yield its figures. Between two steps nothing runs: leave the loop, look (`sample` and
+        `model` are the policy as it is), and go on with another `steps()` or with `train()`."""
+        if self._stepper is None:
+            require(
+                self._settings is not None,
+                f"{self.directory} is trained already; rl(algorithm=...) and preference(algorithm=...) return a run whose steps "
+                "you can take",
+            )
+            self._stepper = _Stepper(self._work())
+        while self._stepper is not None and (row := self._next(self._stepper)) is not None:
+            figures = _figures(row)
+            if self._callback is not None and self._callback(figures) is False:
+                self._stepper.last = True
+            yield figures
+
+    def _next(self, stepper: _Stepper) -> Row | None:
+        try:
+            return stepper.next()
+        finally:
+            if stepper.over:
+                self._stepper = None
+
+    def stop(self) -> Run:
+        """End the training after the step it is at: what was learned so far is the run's model."""
+        if self._stepper is not None:
+            self._stepper.last = True
+        return self.train()
+
+    def _report(self, loop: Loop, row: Row) -> bool | None:
+        return None if self._callback is None else self._callback(_figures(row))
+
+    # results
+
+    def _reader(self) -> read.Run:
+        if self._settings is not None:
+            self.train()
+        return read.Run(self.directory)
+
+    @property
+    def metrics(self) -> list[Figures]:
+        """One dict a step: stage, step and every figure."""
+        return [_figures(row) for row in self._reader().metrics()]
+
+    def frame(self) -> Any:
+        """The metrics as a table of pandas."""
+        try:
+            import pandas  # type: ignore[import-untyped]
+        except ImportError:
+            raise UserError("frame() needs the package pandas: pip install pandas") from None
+        return pandas.DataFrame(self.metrics)
+
+    def plot(self, path: Path | str = "") -> Path:
+        """Draw the curves to a PNG file, `DIRECTORY/plot.png` unless another is named; returns its path."""
+        place = Path(path) if path else self.directory / "plot.png"
+        draw(self._reader(), place)
+        return place
+
+    def rollouts(self, step: int | None = None, stage: str = "") -> list[dict[str, Any]]:
+        """Responses with their rewards, of a step that was kept; of the last one unless another is named."""
+        reader = self._reader()
+        stages = [name for name in reader.stages() if reader.rollout_steps(name)]
+        require(bool(stages), f"{self.directory} holds no rollouts")
+        stage = stage or stages[-1]
+        kept = reader.rollout_steps(stage)
+        wanted = (kept or [0])[-1] if step is None else step
+        require(
+            wanted in kept,
+            f"no rollouts of {stage} step {wanted}; there are those of {', '.join(map(str, kept))}",
+        )
+        return [asdict(row) for row in reader.rollouts(stage, wanted)]
+
+    @property
+    def summary(self) -> Mapping[str, JSON]:
+        """Results, versions and lineage: summary.json."""
+        found = self._reader().summary
+        require(found is not None, f"{self.directory} has not ended")
+        return dict(found or {})
+
+    @property
+    def result(self) -> Mapping[str, JSON]:
+        """The figures that the last stage ended with."""
+        stages = dict(self.summary["stages"])
+        return dict(list(stages.values())[-1])
+
+    @property
+    def export(self) -> Path:
+        """The trained model: a plain transformers checkpoint."""
+        self._reader()
+        place = self.directory / "export"
+        require(place.is_dir(), f"{self.directory} has made no model yet")
+        return place
+
+    def scorers(self) -> list[str]:
+        """The reward models that the run has trained, all members of an ensemble."""
+        config_of = self._reader().config
+        stage = exported(self.directory, [str(one["name"]) for one in config_of["stages"]])
+        require(stage is not None, f"{self.directory} has made no model yet")
+        assert stage is not None
+        places = [stage / "model", *sorted(stage.glob("model-*"))]
+        require(
+            is_scorer(places[0]),
+            f"{self.directory} has trained a language model, not a reward model",
+        )
+        return [str(place) for place in places]
+
+    def policy(self) -> Policy:
+        """The model, ready to sample: while the run is at a step, the one that is being trained."""
+        if self._stepper is not None and self._stepper.loop is not None:
+            found: Any = self._stepper.loop.trainer.policy
+            return found  # type: ignore[no-any-return]
+        require(
+            not is_scorer(self.export),
+            f"{self.directory} has trained a reward model, which writes nothing; use score",
+        )
+        if self._loaded is None:
+            from posttrain.commands.inspect import open_policy
+
+            self._loaded = open_policy(str(self.export))
+        loaded: Policy = self._loaded
+        return loaded
+
+    def scorer(self) -> Any:
+        """The reward model of the run, as `score` asks it."""
+        if self._loaded is None:
+            from posttrain.models.scorer import load_scorer
+
+            self._loaded = load_scorer(self.scorers()[0])
+        return self._loaded
+
+    def _network(self) -> Any:
+        at_step = self._stepper is not None
+        return self.policy() if at_step or not is_scorer(self.export) else self.scorer()
+
+    @property
+    def model(self) -> Any:
+        """The trained module of transformers; while the run is at a step, the one that is being trained."""
+        return self._network().model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._network().tokenizer
+
+    def sample(self, prompt: Any, n: int = 1, **settings: Any) -> Any:
+        """As `posttrain.sample` with this model."""
+        from posttrain.api.functions import sample
+
+        return sample(self, prompt, n, **settings)
+
+    def evaluate(self, task: Any = None, **settings: Any) -> dict[str, JSON]:
+        """As `posttrain.evaluate` with this model."""
+        from posttrain.api.functions import evaluate
+
+        return evaluate(self, task, **settings)
+
+    def score(self, prompt: Any, response: str) -> float:
+        """What a reward model gives a response."""
+        from posttrain.data.demonstrations import completion_example
+        from posttrain.stages._material import until_end
+        from posttrain.train.rating import last_scores
+
+        scorer = self.scorer()
+        example = until_end(completion_example(prompt, response, scorer.tokenizer, "prompt"))
+        return float(last_scores(scorer, [example.ids], 8192)[0])
+
+
+class Model:
+    """A model from elsewhere, with the methods of a run's model."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._loaded: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Model {self.source}>"
+
+    def policy(self) -> Policy:
+        if self._loaded is None:
+            from posttrain.commands.inspect import open_policy
+
+            self._loaded = open_policy(self.source)
+        loaded: Policy = self._loaded
+        return loaded
+
+    model = property(lambda self: self.policy().model)
+    tokenizer = property(lambda self: self.policy().tokenizer)
+    sample, evaluate = Run.sample, Run.evaluate
+
+
+class _Stepper:
+    """Runs the training in a thread that stands still between two steps: a stage is one call, which only a thread can leave in the
+    middle and come back to."""
+
+    def __init__(self, work: Callable[[OnStep], None]) -> None:
+        self.last = False  # no step after this one
+        self.loop: Loop | None = None
+        self._rows: SimpleQueue[Row | BaseException | None] = SimpleQueue()
+        self._go = threading.Semaphore(0)
+        self._waits = self.over = self._left = False
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+
+    def next(self) -> Row | None:
+        """The figures of the next step, or None after the last."""
+        if self._thread.ident is None:
+            self._thread.start()
+        elif self._waits:
+            self._go.release()
+        self._waits = False
+        found = self._get()
+        self._waits = isinstance(found, Row)
+        self.over = not self._waits
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def leave(self) -> None:
+        """End the thread, and with it the run's lock and workers, where nobody will ask for another step."""
+        self._left = True
+        self._go.release()
+
+    def _get(self) -> Row | BaseException | None:
+        while True:
+            try:
+                return self._rows.get(timeout=WAIT)
+            except Empty:
+                continue
+
+    def _run(self, work: Callable[[OnStep], None]) -> None:
+        try:
+            work(self._at_step)
+        except BaseException as error:
+            self._rows.put(error)
+        else:
+            self._rows.put(None)
+        self.loop = None
+
+    def _at_step(self, loop: Loop, row: Row) -> bool | None:
+        self.loop = loop
+        self._rows.put(row)
+        self._go.acquire()
+        if self._left:
+            raise Interrupted(f"left at step {row.step} of {row.stage}")
+        return False if self.last else None
+
+
+def _train(settings: config.Settings, files: Files, on_step: OnStep) -> None:
+    """Run the stages. That a run cannot go on without this process is said with its first step."""
+    unnamed = in_memory(settings.recipe.stages)
+
+    def noted(loop: Loop, row: Row) -> bool | None:
+        if unnamed:
+            loop.writer.events.emit("message", NOT_RESUMABLE.format(", ".join(unnamed)))
+            unnamed.clear()
+        return on_step(loop, row)
+
+    with files:
+        pipeline.start(settings, noted)
+
+
+def _figures(row: Row) -> Figures:
+    return {"stage": row.stage, "step": row.step, **row.figures}
+
+
+def in_memory(stages: Sequence[Stage]) -> list[str]:
+    """The functions and modules of this process that stages name."""
+    named = [value for stage in stages for _, value in inside(stage) if isinstance(value, str)]
+    return [name.removeprefix(PREFIX) for name in dict.fromkeys(named) if name.startswith(PREFIX)]
+
+
+def is_scorer(place: Path) -> bool:
+    """Whether a checkpoint is a reward model."""
+    return "ForSequenceClassification" in (place / "config.json").read_text()

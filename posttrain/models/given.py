@@ -1,0 +1,54 @@
+"""Models that a Python program hands over as modules: known in this process alone, by a name that settings can hold."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import require
+from posttrain.models.load import Loaded, as_dtype, check_device, check_vocabulary, stop_ids
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "python:"
+_given: dict[str, tuple[Any, Any]] = {}
+
+
+def give(model: Any, tokenizer: Any) -> str:
+    """Make a causal language model of transformers and its tokenizer known; the name that settings call them."""
+    kind = type(model).__name__
+    causal = callable(getattr(model, "get_output_embeddings", None)) and hasattr(model, "config")
+    require(
+        causal and model.get_output_embeddings() is not None and not hasattr(model, "peft_config"),
+        f"model: a {kind} is no plain causal language model of transformers; merge adapters (merge_and_unload), or give a path",
+    )
+    require(
+        callable(getattr(tokenizer, "get_vocab", None)),
+        f"model: a module ({kind}) comes with its tokenizer: give tokenizer=..., or model=(module, tokenizer)",
+    )
+    check_vocabulary(model, tokenizer, kind)
+    number = 1
+    while (name := f"{PREFIX}{kind}" + (f" #{number}" if number > 1 else "")) in _given:
+        if _given[name][0] is model and _given[name][1] is tokenizer:
+            return name
+        number += 1
+    _given[name] = model, tokenizer
+    return name
+
+
+def copied(
+    name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Loaded:
+    """A copy of the module, which is never changed itself: a run trains the copy, and a reference is another one."""
+    require(
+        name in _given,
+        f"the model {name.removeprefix(PREFIX)} is a module of another Python process, and no directory holds it: call the "
+        "function that began the run again, with its out= and again=True; or save the model and give its path",
+    )
+    check_device(device)
+    model, tokenizer = _given[name]
+    made = copy.deepcopy(model).to(device=device, dtype=as_dtype(dtype))
+    for parameter in made.parameters():
+        parameter.requires_grad_(True)
+    return Loaded(made.eval(), tokenizer, name, stop_ids(made, tokenizer, name))

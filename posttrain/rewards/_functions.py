@@ -1,0 +1,278 @@
+"""Reward functions of the user's: called with the parameters that they declare, one response at a time or in lists.
+
+    def short(response): return len(response) < 80                                    # any of prompt, response, answer, columns
+    def right(prompt, response, answer, **columns): return answer in response
+    def batch(prompts, completions, **columns): return [len(c) for c in completions]   # as TRL calls them
+
+A function returns a number, None (not scored) or a Score, a list of these where it takes lists, and may be `async`. One that is not in
+a file (a lambda, a closure, a cell of a notebook) has a name that begins with `python:` and exists in this process alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import GuardStop, UserError, require
+from posttrain.rewards.compose import as_score, combined
+from posttrain.types import JSON, Problem, Score
+
+PREFIX = "python:"
+TEXTS = ("prompt", "response", "answer")  # in this order where a function names none of them
+LISTS = ("prompts", "completions")
+COLUMNS = "columns"  # the fact of a problem that holds its row
+_given: dict[str, Mix] = {}  # functions of this process, by the name that a setting calls them
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A reward function, and how it is called: with those of its parameters that have the name of a text or a column. One with words of
+    its own for the texts, such as `lambda p, r: ...`, is given them in their order; with a single one, `len`, the response."""
+
+    call: Callable[..., Any]
+    label: str
+    place: str = ""  # where it is written
+    names: tuple[str, ...] = ()  # of its parameters
+    required: tuple[str, ...] = TEXTS  # those without a default
+    positional: tuple[str, ...] = TEXTS
+    takes_all: bool = False  # it has **columns
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], label: str = "") -> Function:
+        require(callable(call), f"a reward is a function or the name of one, not {call!r}")
+        inner = inspect.unwrap(call.func if isinstance(call, partial) else call)
+        written = getattr(inner, "__code__", None) or getattr(
+            type(inner).__call__, "__code__", None
+        )
+        name = label or getattr(inner, "__name__", type(inner).__name__).strip("<>")
+        place = f"{Path(written.co_filename).name} line {written.co_firstlineno}" if written else ""
+        try:
+            parameters = list(inspect.signature(call).parameters.values())
+        except (TypeError, ValueError):  # a builtin without a signature
+            return cls(call, name, place)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        single = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        names = tuple(p.name for p in single if p.kind is not p.POSITIONAL_ONLY)
+        required = tuple(p.name for p in single if p.default is p.empty)
+        positional = tuple(p.name for p in single if p.kind is not p.KEYWORD_ONLY)
+        return cls(call, name, place, names, required, positional, takes_all)
+
+    @property
+    def batched(self) -> bool:
+        return any(name in LISTS for name in self.names)
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self.place})" if self.place else self.label
+
+    def in_order(self, known: Collection[str]) -> bool:
+        """Whether it gets the texts in their order: it has names of its own for all that it asks for, or three parameters."""
+        own = [name for name in self.required if name not in known or name not in self.names]
+        if not own or not set(own) <= set(self.positional) or len(self.positional) > len(TEXTS):
+            return False
+        places = zip(self.positional, TEXTS, strict=False)
+        in_place = all(name == text or name not in TEXTS for name, text in places)
+        return in_place and (len(own) == len(self.required) or len(self.positional) == len(TEXTS))
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Refuse parameters that no row can fill."""
+        known = {*(LISTS if self.batched else (*TEXTS, "completion")), "answer", *columns}
+        missing = [name for name in self.required if name not in known]
+        require(
+            not missing or (self.in_order(known) and not self.batched),
+            f"reward {self} asks for {', '.join(missing)}, which is neither "
+            f"{', '.join(LISTS if self.batched else TEXTS)} nor a column of the data ({', '.join(columns) or 'it has none'})",
+        )
+
+    def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
+        """What the function returns for these responses, as scores, None where it gives none; a coroutine of that where it is async."""
+        if self.batched:
+            return self._finished(self._listed, problems, responses)
+        found = [
+            self._finished(self._single, [p], [r]) for p, r in zip(problems, responses, strict=True)
+        ]
+        return _then(found, lambda lists: [score for [score] in lists])
+
+    def _finished(
+        self, call: Callable[..., Any], problems: Sequence[Problem], responses: Sequence[str]
+    ) -> Any:
+        try:
+            found = call(problems, responses)
+        except Exception as error:
+            return self._failed(error, len(problems))
+        if inspect.isawaitable(found):
+            return self._awaited(found, problems)
+        return self._read(found, problems)
+
+    async def _awaited(self, found: Any, problems: Sequence[Problem]) -> list[Score | None]:
+        try:
+            value = await found
+        except Exception as error:
+            return self._failed(error, len(problems))
+        return self._read(value, problems)
+
+    def _single(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
+        problem, columns = problems[0], columns_of(problems[0])
+        texts = {"prompt": problem.question, "response": responses[0], "completion": responses[0]}
+        values = {"answer": problem.answer, **columns, **texts}
+        if self.in_order(values):
+            count = len(self.positional)
+            order = TEXTS[:count] if count > 1 else ("response",)
+            return self.call(*[values[name] for name in order])
+        wanted = {name for name in values if name in self.names}
+        if self.takes_all:
+            wanted |= {*TEXTS, *columns}
+        return self.call(**{name: values[name] for name in sorted(wanted)})
+
+    def _listed(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
+        rows = [{"answer": p.answer, **columns_of(p)} for p in problems]
+        names = {name for row in rows for name in row} - {"prompt"}
+        lists: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+        chats = [p.facts.get("messages") for p in problems]
+        lists["prompts"] = [chat or p.question for chat, p in zip(chats, problems, strict=True)]
+        # where a prompt is a conversation, so is its completion
+        lists["completions"] = [
+            [{"role": "assistant", "content": r}] if chat else r
+            for chat, r in zip(chats, responses, strict=True)
+        ]
+        wanted = lists if self.takes_all else {n: lists[n] for n in self.names if n in lists}
+        return self.call(**wanted)
+
+    def _read(self, found: Any, problems: Sequence[Problem]) -> list[Score | None]:
+        if not self.batched:
+            return [self._score(found, problems[0])]
+        found = found.tolist() if hasattr(found, "tolist") else found
+        fine = isinstance(found, list | tuple) and len(found) == len(problems)
+        what = f"{len(found)} values" if isinstance(found, list | tuple) else type(found).__name__
+        require(
+            fine,
+            f"reward {self} returned {what} for {len(problems)} completions; return one for each",
+        )
+        return [self._score(value, problem) for value, problem in zip(found, problems, strict=True)]
+
+    def _score(self, value: Any, problem: Problem) -> Score | None:
+        if value is None:
+            return None
+        try:
+            return as_score(value)
+        except TypeError:
+            raise UserError(
+                f"reward {self} returned {type(value).__name__} {str(value)[:60]!r} for the row {problem.id}; return a number, "
+                "None (not scored) or a Score"
+            ) from None
+
+    def _failed(self, error: Exception, count: int) -> list[Score | None]:
+        """The failure that an error in the function is, with the line in the user's file where it happened."""
+        if isinstance(error, UserError | GuardStop):
+            raise error
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename != __file__]
+        at = f" at {own[-1].filename} line {own[-1].lineno}" if own else ""
+        return [
+            Score.failed(f"{type(error).__name__}: {error}{at} (reward {self.label})"[:500])
+        ] * count
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """r = sum_k w_k r_k over the functions that gave a score; one that returned None has no part in it. An error in one of them is
+    a failure of the whole. A single function is a mix of one, whose score stands as it is."""
+
+    functions: tuple[Function, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def batched(self) -> bool:
+        return any(function.batched for function in self.functions)
+
+    def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
+        """A score for each response, or a coroutine of them."""
+        found = [function.scores(problems, responses) for function in self.functions]
+        return _then(found, lambda lists: [self.mixed(own) for own in zip(*lists, strict=True)])
+
+    def mixed(self, scores: Sequence[Score | None]) -> Score:
+        named = zip(self.functions, self.weights, scores, strict=True)
+        kept = [(function, weight, score) for function, weight, score in named if score is not None]
+        if not kept:
+            labels = ", ".join(function.label for function in self.functions)
+            return Score.failed(f"not scored: {labels} returned None")
+        if len(self.functions) == 1 and (self.weights[0] == 1 or not kept[0][2].valid):
+            return kept[0][2]
+        value = sum(weight * (score.value or 0.0) for _, weight, score in kept)
+        return combined({function.label: score for function, _, score in kept}, value)
+
+
+def finished(found: Any) -> Any:
+    """What a call has returned, or what its coroutine returns."""
+    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _then(found: Sequence[Any], use: Callable[[Sequence[Any]], Any]) -> Any:
+    """What `use` makes of all that was found; a coroutine of it where some of that is awaited, which is done together."""
+
+    async def together() -> Any:
+        tasks = {n: asyncio.ensure_future(f) for n, f in enumerate(found) if inspect.isawaitable(f)}
+        return use([await tasks[n] if n in tasks else f for n, f in enumerate(found)])
+
+    return together() if any(map(inspect.isawaitable, found)) else use(found)
+
+
+def columns_of(problem: Problem) -> Mapping[str, JSON]:
+    """The row that a problem was made of."""
+    columns: Mapping[str, JSON] = problem.facts.get(COLUMNS, {})
+    return columns
+
+
+def give(mix: Mix) -> str:
+    """Make a reward known in this process; the name that settings call it. Different functions of one name are numbered; one that was
+    defined again, as a cell of a notebook is, is the same."""
+    place, number = ", ".join(map(str, mix.functions)), 1
+    while (name := f"{PREFIX}{place}" + (f" #{number}" if number > 1 else "")) in _given:
+        before = _given[name]
+        pairs = zip(before.functions, mix.functions, strict=True)
+        if before.weights == mix.weights and all(_same(a.call, b.call) for a, b in pairs):
+            break
+        number += 1
+    _given[name] = mix
+    return name
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two functions have the same code, defaults and captured values."""
+    if first is second:
+        return True
+    try:
+        kept = ("__code__", "__defaults__", "__kwdefaults__")
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (first, second)]
+        return bool(cells[0] == cells[1]) and all(
+            getattr(first, k) == getattr(second, k) for k in kept
+        )
+    except (
+        AttributeError,
+        ValueError,
+    ):  # no function of Python, an empty cell, an array that has no truth value
+        return False
+
+
+def given(name: str) -> Mix:
+    """The reward that a name with `PREFIX` stands for."""
+    require(
+        name in _given,
+        f"the reward {name.removeprefix(PREFIX)} is a function of another Python process, and no directory holds it: call the "
+        "function that began the run again, with its out= and again=True; or put the reward into a file and name it FILE.py:NAME",
+    )
+    return _given[name]
+
+
+def of_file(call: Callable[..., Any], name: str) -> Mix:
+    """The function FILE.py:NAME."""
+    return Mix((Function.of(call, name.rpartition(":")[2]),), (1.0,))

@@ -1,0 +1,105 @@
+"""Prompts of your own, with or without answers: every column of a row is given to your reward.
+
+    task = Prompts("prompts.jsonl", reward="mine.py:reward")      # def reward(prompt, response, style): ...
+
+A row is {"prompt": text or messages, ...}. Without a reward the stage must have one: reward models, or a function in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from posttrain.errors import require
+from posttrain.rewards._functions import PREFIX, columns_of, given
+from posttrain.rewards.base import check
+from posttrain.tasks._procedural import stable_hash
+from posttrain.tasks._questions import Pool, make_problem, normalised
+from posttrain.tasks.jsonl import Jsonl
+from posttrain.types import Problem, Score
+
+ASKED = ("prompt", "question", "messages")  # the column of the prompt where none is named
+
+
+@dataclass(frozen=True)
+class Prompts(Jsonl):
+    """`file` is for training and `test_file` for evaluation. Without one, `held_out` prompts are kept apart: a share of them, or from 1
+    on a number; 0 keeps none, and nothing is measured while training. The same prompts are chosen each time, by their text."""
+
+    shorthand: ClassVar[str] = "file"
+
+    _: KW_ONLY
+    question: str = ""  # the column of the prompt; "": prompt, question or messages
+    answer: str = ""  # the column of the answer; "": answer, where there is one
+    reward: str = ""
+
+    def __post_init__(self) -> None:
+        require(bool(self.file), "prompts: give a file")
+        if self.reward:
+            check(self.reward, self.options)
+        self.check_style("prompts", "marked")
+        fine = self.held_out >= 0 and (self.held_out < 1 or self.held_out % 1 == 0)
+        number = "a share below 1 or a number of prompts, 0 for none"
+        require(fine, f"prompts: held_out is {number}, not {self.held_out}")
+        fine = self.score_seconds > 0
+        require(fine, f"prompts: score_seconds must be positive, not {self.score_seconds}")
+
+    @staticmethod
+    def make(
+        row: Mapping[str, Any],
+        where: str,
+        name: str,
+        question: str,
+        answer: str,
+        answer_after: str,
+        own: bool,
+    ) -> Problem:
+        asked = question or next((column for column in ASKED if column in row), "")
+        has = ", ".join(map(str, row)) or "nothing"
+        require(bool(asked), f"{where}: no column prompt, question or messages; it has {has}")
+        gold = answer or ("answer" if row.get("answer") is not None else "")
+        return make_problem(row, where, name, asked, gold, answer_after if gold else "", True)
+
+    @property
+    def scores(self) -> bool:
+        return bool(self.reward)
+
+    def pool(self, split: str) -> tuple[Problem, ...]:
+        first, second = self.parts()
+        if second is not None:
+            return super().pool(split)
+        return _sides(self._read(first), float(self.held_out), first.name)[split == "test"].problems
+
+    def score(self, problem: Problem, response: str) -> Score:
+        if not self.reward:
+            return Score.failed("no reward: the task has none of its own", outcome="")
+        return super().score(problem, response)
+
+    def ready(self) -> tuple[str, ...]:
+        problems = self.pool("train")
+        if self.reward.startswith(PREFIX):
+            for function in given(self.reward).functions:
+                function.check([*columns_of(problems[0])])
+        count = len(self.pool("test"))
+        kept = f"{count:,} held out" if count else "none held out: nothing is measured on others"
+        return (f"{len(problems):,} prompts to train on, {kept}", *super().ready())
+
+
+@lru_cache(maxsize=16)
+def _sides(pool: Pool, held_out: float, where: str) -> tuple[Pool, Pool]:
+    """(to train on, held out); a prompt that comes twice is on one side."""
+    asked = [normalised(f"{p.facts.get('messages', '')}{p.question}") for p in pool.problems]
+    texts = sorted(set(asked), key=lambda text: stable_hash("held out", text))
+    count = int(held_out) if held_out >= 1 else round(held_out * len(texts))
+    require(
+        count < len(texts),
+        f"{where}: held_out={held_out:g} of {len(texts)} different prompts leaves none to train on",
+    )
+    aside = set(texts[:count])
+    both = list(zip(pool.problems, asked, strict=True))
+    return (
+        Pool(tuple(problem for problem, text in both if text not in aside)),
+        Pool(tuple(problem for problem, text in both if text in aside)),
+    )

@@ -1,0 +1,161 @@
+"""Data, models and settings from Python: what is taken, and what is refused before the first step in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain as pt
+from posttrain.api.inputs import Files
+from posttrain.data.records import read_jsonl
+
+QUICK: dict[str, Any] = {"steps": 1, "device": "cpu", "threads": 1}
+ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(8)]
+PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "no"} for n in range(8)]
+GRPO: dict[str, Any] = {**QUICK, "group": 2, "batch": 1, "beta": 0.0, "max_new_tokens": 3, "evaluate_every": 0}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_nothing_heavy_is_imported_before_it_is_used() -> None:
+    program = "import sys, posttrain as pt; dir(pt); print('torch' in sys.modules, pt.GRPO(group=2).name, pt.DrGRPO.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "grpo", "DrGRPO"]
+    with pytest.raises(AttributeError, match="posttrain has no GRPOO"):
+        _ = pt.GRPOO
+
+
+class Dataset:
+    """As much of `datasets.Dataset` as is used."""
+
+    column_names = ("prompt", "completion")
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+def read(data: Any, folder: Path, what: str = "data") -> list[dict[str, Any]]:
+    files = Files(folder, "x")
+    path = files.path(data, what)
+    with files:
+        return [row for _, row in read_jsonl(path)]
+
+
+def test_data_of_every_kind_is_the_same_rows(tmp_path: Path) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "a.csv").write_text("prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in ROWS))
+    with gzip.open("a.jsonl.gz", "wt") as file:
+        file.write(text)
+    for data in (ROWS, iter(ROWS), Dataset(), {"train": ROWS}, "a.jsonl", Path("a.json"), "a.csv", "a.jsonl.gz"):
+        assert read(data, tmp_path / "run") == ROWS
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(ROWS)
+    assert read(table, tmp_path / "run") == ROWS
+    pytest.importorskip("pyarrow")
+    table.to_parquet("a.parquet")
+    assert read("a.parquet", tmp_path / "run") == ROWS
+    assert read(["a", [{"role": "user", "content": "b"}]], tmp_path / "run", "prompts")[0] == {"prompt": "a"}
+
+
+def test_sft_dpo_and_a_model_from_a_run() -> None:
+    run = pt.sft(model="tiny:nano", data=ROWS, batch=4, **QUICK)
+    assert run.metrics[-1]["loss"] > 0 and Path("runs/sft-1/data/data.jsonl").is_file()
+    tuned = pt.dpo(model=run, data=PAIRS, batch=4, **QUICK)
+    assert "margin" in tuned.metrics[-1] and tuned.directory == Path("runs/dpo-1")
+    kto = pt.preference(model=str(run.directory), data=PAIRS, algorithm="kto", batch=4, **QUICK)
+    assert [figures["step"] for figures in kto.steps()] == [1]
+    found = tuned.evaluate("arithmetic", problems=4, max_new_tokens=4)
+    assert found["problems"] == 4 and len(found["accuracy"]) == 3
+    paid = pt.evaluate(tuned, prompts=["a", "b"], reward=lambda response: len(response), max_new_tokens=4)
+    assert paid["problems"] == 2 and paid["reward"][0] <= 4 and "accuracy" not in paid
+    assert len(pt.sample(tuned, ["1+1=", "2+1="], n=2, max_new_tokens=3)) == 2
+    assert pt.load(tuned.export).sample("1+1=", temperature=0.0, max_new_tokens=3) == pt.sample(
+        tuned, "1+1=", temperature=0.0, max_new_tokens=3
+    )
+
+
+def test_a_module_is_copied_and_stays_as_it_was() -> None:
+    from posttrain.models.tiny import character_tokenizer, tiny_model
+
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    module = tiny_model(tokenizer, "nano", seed=3)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    attention = module.config._attn_implementation
+    run = pt.grpo(model=module, tokenizer=tokenizer, prompts=["a", "b"], reward=len, lr=1e-2, **{**GRPO, "group": 8})
+    assert all(before[name].equal(tensor) for name, tensor in module.state_dict().items())
+    assert module.config._attn_implementation == attention
+    moved = run.model.state_dict()["model.embed_tokens.weight"]
+    assert not before["model.embed_tokens.weight"].equal(moved)
+    assert pt.sample((module, tokenizer), "a", max_new_tokens=3)
+    with pytest.raises(pt.UserError, match="comes with its tokenizer"):
+        pt.grpo(model=module, prompts=["a", "b"], reward=len)
+
+
+def letters(prompts: list[str], completions: list[str]) -> list[float]:
+    return [0.0] * (len(completions) - 1)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompts": ["a"], "reward": len, "grop": 4}, "unknown setting 'grop'; did you mean 'group'"),
+    ({"prompts": ["a"], "reward": len, "steps": 0}, "steps must be at least 1, not 0"),
+    ({"prompts": ["a"], "reward": len, "steps": "many"}, "steps: input should be a valid integer"),
+    ({"prompts": ["a"], "reward": len, "seed": -1}, "seed is a whole number"),
+    ({"reward": len}, "give either prompts or a task"),
+    ({"prompts": ["a"]}, "the task scores nothing by itself; give it a reward"),
+    ({"prompts": []}, "prompts: there are no rows"),
+    ({"prompts": [3]}, "prompts row 1: expected a dict of columns, not int '3'"),
+    ({"prompts": [{"text": "a"}], "reward": len}, "no column prompt, question or messages; it has text"),
+    ({"prompts": [{"prompt": "a", "at": object()}], "reward": len}, "prompts row 1: the column at is a object"),
+    ({"prompts": "none.jsonl", "reward": len}, "prompts: there is no file none.jsonl"),
+    ({"prompts": ["a", "b"], "reward": len, "held_out": 2}, "held_out=2 of 2 different prompts leaves none to train on"),
+    ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share below 1 or a number of prompts"),
+    ({"prompts": ["a"], "reward": lambda prompt, style: 0}, r"reward lambda .* asks for style, .* nor a column of the data \(prompt\)"),
+    ({"prompts": ["a"], "reward": "mahts"}, "unknown reward 'mahts'; did you mean 'math'"),
+    ({"prompts": ["a"], "reward": 3}, "a reward is a function or the name of one, not 3"),
+    ({"prompts": ["a"], "reward": [len, max], "weights": [1]}, "weights: 1 for 2 rewards"),
+    ({"prompts": ["a"], "reward": {"a": len}, "weights": {"b": 1}}, "unknown reward in weights: 'b'"),
+    ({"prompts": ["a"], "reward": letters}, "returned 1 values for 2 completions; return one for each"),
+    ({"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
+    ({"prompts": ["a"], "reward": len, "model": 3}, "a int is no plain causal language model"),
+    ({"prompts": ["a"], "reward": len, "algorithm": "dpo"}, "dpo learns from pairs; use a preference stage"),
+    ({"prompts": ["a"], "reward": len, "algorithm": "grpoo"}, "unknown algorithm 'grpoo'"),
+    ({"prompts": ["a"], "reward": len, "algorithm": pt.PPO}, "a name or an instance such as GRPO"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_is_wrong_is_refused_in_one_line_and_nothing_is_left(given: dict[str, Any], text: str, tmp_path: Path) -> None:
+    chosen = {} if given.get("algorithm") else {"group": 2, "beta": 0.0}
+    how = {"model": "tiny:nano", **QUICK, "batch": 1, "max_new_tokens": 3, **chosen, **given}
+    with pytest.raises(pt.UserError, match=text) as refused:
+        pt.rl(**how).train()
+    assert "\n" not in str(refused.value)
+    assert not [*tmp_path.rglob("*.jsonl")]
+
+
+def test_a_recipe_by_name_and_stages_in_a_list() -> None:
+    from posttrain.stages.sft import Data, SFTStage
+
+    seen: list[tuple[str, int]] = []
+    few = {"sft.steps": 1, "rl.steps": 2, "rl.prompts": 2, "rl.evaluate_problems": 4, "before.problems": 4, "after.problems": 4}
+    run = pt.run("quickstart", callback=lambda f: seen.append((f["stage"], f["step"])), device="cpu", threads=1, seed=3, **few)
+    assert seen == [("sft", 1), ("rl", 1), ("rl", 2)] and run.directory == Path("runs/quickstart-1")
+    assert run.summary["seed"] == 3 and len(run.summary["after"]) == 3
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = (Data(file="rows.jsonl"),)
+    stages = [SFTStage(name=name, model=model, data=data, steps=1) for name, model in (("a", "tiny:nano"), ("b", "a"))]
+    two = pt.run(stages, out="two", device="cpu", threads=1)
+    assert [row["stage"] for row in two.metrics] == ["a", "b"]
+    with pytest.raises(pt.UserError, match="unknown setting 'seeed'; did you mean 'seed'"):
+        pt.run(stages, seeed=1)

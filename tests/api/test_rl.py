@@ -1,0 +1,189 @@
+"""Reinforcement learning from Python: prompts, rewards and runs as a program has them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain as pt
+from posttrain.runs.read import Run as Reader
+
+SMALL: dict[str, Any] = {
+    "model": "tiny:nano", "steps": 2, "group": 4, "batch": 2, "beta": 0.0, "max_new_tokens": 6, "lr": 1e-3, "device": "cpu",
+    "evaluate_every": 1, "threads": 1,
+}  # fmt: skip
+FOUR = ["one", "two", "three", "four"]
+
+
+def vowels(response: str) -> float:
+    return sum(c in "aeiou" for c in response) / 10
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_grpo_on_four_prompts_and_a_function_gives_a_trained_run() -> None:
+    seen: list[dict[str, Any]] = []
+    run = pt.grpo(prompts=FOUR, reward=vowels, callback=seen.append, **SMALL)
+    assert run.directory == Path("runs/grpo-1") and (run.directory / "export" / "model.safetensors").is_file()
+    assert [row["step"] for row in run.metrics] == [1, 2] == [figures["step"] for figures in seen]
+    assert seen[-1].items() <= run.metrics[-1].items() and 0 <= seen[-1]["reward"] < 1
+    rows = run.rollouts(step=1)
+    assert len(rows) == 8 and all(row["reward"] == vowels(row["response"]) for row in rows)
+    assert {row["question"] for row in rows} <= set(FOUR), "none is held out of so few"
+    texts = run.sample("one", n=3, max_new_tokens=4)
+    assert len(texts) == 3 and all(isinstance(text, str) for text in texts)
+    assert type(run.model).__name__ == "LlamaForCausalLM" and run.tokenizer.decode(run.tokenizer("one")["input_ids"]) == "one"
+    assert run.frame()["reward"].tolist() == [row["reward"] for row in run.metrics]
+    assert run.result["steps"] == 2 and run.plot("curves.png").is_file()
+    with pytest.raises(pt.UserError, match="is trained already; rl"):
+        next(run.steps())
+    again = pt.load(run.directory)
+    assert isinstance(again, pt.Run) and again.metrics == run.metrics
+
+
+def test_steps_can_be_left_and_continued_and_looking_changes_nothing() -> None:
+    how = {**SMALL, "steps": 4}
+    pt.grpo(prompts=FOUR, reward=vowels, out="whole", **how)
+    run = pt.rl(algorithm=pt.GRPO(group=4, beta=0.0), prompts=FOUR, reward=vowels, out="steps", **how)
+    assert "not begun" in repr(run) and not Path("steps").exists()
+    for figures in run.steps():
+        if figures["step"] == 2:
+            break
+    before = run.model.state_dict()["model.embed_tokens.weight"].clone()
+    assert [row["step"] for row in run.metrics] == [1, 2] and len(run.sample("one", n=2)) == 2
+    assert next(run.steps())["step"] == 3
+    assert not before.equal(run.model.state_dict()["model.embed_tokens.weight"]), "the policy as it is"
+    assert [figures["step"] for figures in run.steps()] == [4] and "done" in repr(run)
+    assert Path("steps/export/model.safetensors").read_bytes() == Path("whole/export/model.safetensors").read_bytes()
+
+
+def test_a_result_of_an_untrained_run_trains_it_and_stop_ends_it_early() -> None:
+    run = pt.rl(prompts=FOUR, reward=vowels, **SMALL)
+    assert len(run.metrics) == 2
+    run = pt.rl(prompts=FOUR, reward=vowels, **{**SMALL, "steps": 100})
+    next(run.steps())
+    assert run.stop().metrics[-1]["step"] == 1 and run.export.is_dir()
+    early = pt.grpo(prompts=FOUR, reward=vowels, callback=lambda figures: figures["step"] < 2, **{**SMALL, "steps": 100})
+    assert len(early.metrics) == 2 and early.result["steps"] == 2
+    run = pt.rl(prompts=FOUR, reward=vowels, out="left", **SMALL)
+    next(run.steps())
+    thread = run._stepper._thread
+    del run
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive(), "nobody can ask for another step"
+    with pytest.warns(ResourceWarning, match=r"never begun: call \.train"):
+        pt.rl(prompts=FOUR, reward=vowels, **SMALL).__del__()
+
+
+def test_an_error_in_the_thread_of_steps_is_raised_where_they_are_taken() -> None:
+    run = pt.rl(prompts=FOUR, reward=lambda response: "good", **SMALL)
+    with pytest.raises(pt.UserError, match=r"reward lambda \(test_rl.py line \d+\) returned str 'good' for the row prompts.jsonl:\d"):
+        next(run.steps())
+
+
+def test_columns_reach_the_reward_and_held_out_reward_has_an_interval() -> None:
+    rows = [{"prompt": f"say {n}", "wanted": chr(97 + n), "limit": n} for n in range(20)]
+    asked: set[tuple[str, str, int]] = set()
+
+    def reward(prompt: str, response: str, wanted: str, limit: int, other: int = 3) -> float:
+        asked.add((prompt, wanted, limit))
+        return 2.0 * (wanted in response) + other - 3
+
+    run = pt.grpo(prompts=rows, reward=reward, held_out=4, **SMALL)
+    assert asked and all(prompt == f"say {limit}" and wanted == chr(97 + limit) for prompt, wanted, limit in asked)
+    last = run.metrics[-1]
+    assert last["reward/test_low"] <= last["reward/test"] <= last["reward/test_high"] and "accuracy/test" not in last
+    trained = {row["question"] for step in (1, 2) for row in run.rollouts(step)} if run.rollouts(1) else set()
+    assert len(trained) <= 16
+
+
+async def slow(prompts: list[str], completions: list[str], style: list[str], **columns: Any) -> list[float | None]:
+    await asyncio.sleep(0)
+    assert len(prompts) == len(completions) == len(style) == len(columns["answer"]) and set(style) == {"short"}
+    return [None if len(c) > 5 else 1.0 for c in completions]
+
+
+def test_rewards_in_lists_and_several_with_weights() -> None:
+    rows = [{"prompt": text, "style": "short", "answer": [1, 2]} for text in FOUR]
+    run = pt.grpo(prompts=rows, reward=[vowels, slow], weights=[1.0, 0.5], rollouts_every=1, **SMALL)
+    for row in run.rollouts(1) + run.rollouts(2):
+        short = {"slow": 1.0} if len(row["response"]) <= 5 else {}
+        assert row["parts"] == {"vowels": vowels(row["response"]), **short}
+        assert row["reward"] == pytest.approx(vowels(row["response"]) + 0.5 * len(short))
+    none = pt.grpo(prompts=rows, reward=slow, rollouts_every=1, **{**SMALL, "monitor.failed": 1.0})
+    kinds = {(row["reward"], row["failure"]) for row in none.rollouts(1)}
+    assert kinds <= {(1.0, None), (None, "not scored: slow returned None")}
+
+
+def test_an_exception_of_a_reward_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine_of_the_user.py"
+    file.write_text("def helper(text):\n    return 1 / text.count('q')\n\ndef bad(response):\n    return helper(response)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        bad = importlib.import_module("mine_of_the_user").bad
+    with pytest.raises(Exception, match="could not be scored|failed") as stopped:
+        pt.grpo(prompts=FOUR, reward=bad, out="bad", **SMALL)
+    assert type(stopped.value).__name__ in ("GuardStop", "UserError")
+    assert f"ZeroDivisionError: division by zero at {file} line 2 (reward bad)" in Path("bad/events.jsonl").read_text()
+
+
+def test_a_function_in_place_of_a_tasks_own_score() -> None:
+    run = pt.grpo(task="arithmetic", reward=vowels, **SMALL)
+    rows = run.rollouts(1)
+    assert all(row["reward"] == vowels(row["response"]) and "task" in row["parts"] for row in rows)
+    assert "accuracy/test" in run.metrics[-1], "that of the task"
+
+
+def test_a_run_with_a_closure_says_so_and_goes_on_from_python_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    from posttrain import pipeline
+
+    how = {**SMALL, "checkpoint_every": 1, "out": "closure"}
+
+    def once(figures: dict[str, Any]) -> None:
+        if figures["step"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pt.grpo(prompts=FOUR, reward=vowels, callback=once, **{**how, "steps": 3})
+    line = "not resumable from its directory, which does not hold vowels (test_rl.py line "
+    assert line in capsys.readouterr().out
+    import posttrain.rewards._functions as functions
+
+    known = dict(functions._given)
+    functions._given.clear()  # as in another process
+    with pytest.raises(pt.UserError, match="vowels .* is a function of another Python process") as refused:
+        pipeline.resume(Path("closure"))
+    assert "again=True" in str(refused.value)
+    functions._given.update(known)
+    run = pt.grpo(prompts=FOUR, reward=vowels, again=True, **{**how, "steps": 3})
+    assert [row["step"] for row in run.metrics] == [1, 2, 3]
+    assert [e.details["step"] for e in Reader("closure").events() if e.kind == "resume"] == [1]
+
+
+def test_ppo_with_a_reward_model_and_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [{"prompt": f"n{n}", "chosen": "a" * (1 + n % 3), "rejected": "zz" + "b" * (n % 3)} for n in range(30)]
+    rm = pt.reward_model(model="tiny:nano", data=pairs, steps=6, batch=8, lr=3e-3, warmup=0, device="cpu", threads=1, members=2)
+    assert rm.result["held_out"] == 3 and 0 <= rm.result["accuracy"][0] <= 1
+    assert isinstance(rm.score("n1", "aa"), float)
+    with pytest.raises(pt.UserError, match="reward model, which writes nothing"):
+        rm.sample("n1")
+    how = {key: value for key, value in SMALL.items() if key not in ("group", "beta")}
+    run = pt.ppo(prompts=FOUR, reward=rm, held_out=1, **how)
+    assert "loss/value" in run.metrics[-1] or "value" in " ".join(run.metrics[-1])
+    assert "reward/test" in run.metrics[-1]
+    mixed = pt.rl(
+        algorithm="ppo", prompts=FOUR, reward={"rm": rm, "short": vowels}, weights={"rm": 0.5}, **{**how, "steps": 1}
+    )
+    for row in mixed.train().rollouts(1):
+        assert row["reward"] == pytest.approx(row["parts"]["rules"] + 0.5 * row["parts"]["rm"])
+    with pytest.raises(pt.UserError, match="has trained a language model, not a reward model"):
+        pt.ppo(prompts=FOUR, reward=run, **how)

@@ -1,0 +1,109 @@
+"""How a user's reward function is called, and what is made of what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.rewards._functions import Function, Mix, finished, give, given
+from posttrain.types import Problem, Score
+
+PROBLEM = Problem("p1", "ask", "gold", facts={"columns": {"prompt": "ask", "answer": ["gold"], "style": "x"}})
+CHAT = Problem("p2", "ask", facts={"messages": [{"role": "user", "content": "ask"}]})
+
+
+def called(function: Any, problem: Problem = PROBLEM, response: str = "said") -> Score:
+    [score] = finished(Mix((Function.of(function),), (1.0,)).scores([problem], [response]))
+    assert isinstance(score, Score)
+    return score
+
+
+def test_a_function_gets_the_parameters_that_it_declares() -> None:
+    seen: list[Any] = []
+
+    def keep(*values: Any) -> float:
+        seen.append(values)
+        return 0.0
+
+    def columns(response: str, **rest: Any) -> float:
+        return keep(response, rest)
+
+    called(lambda prompt, response, answer: keep(prompt, response, answer))
+    called(lambda response, style, other=3: keep(response, style, other))
+    called(lambda completion: keep(completion))
+    called(lambda p, r: keep(p, r))
+    called(lambda question, response, truth: keep(question, response, truth))
+    called(lambda text: keep(text))
+    called(partial(lambda response, k: keep(response, k), k=2))
+    called(columns)
+    assert seen == [
+        ("ask", "said", ["gold"]), ("said", "x", 3), ("said",), ("ask", "said"), ("ask", "said", ["gold"]), ("said",), ("said", 2),
+        ("said", {"prompt": "ask", "answer": ["gold"], "style": "x"}),
+    ]  # fmt: skip
+    assert called(len).value == 4.0
+
+
+def test_lists_are_those_of_trl_and_conversations_stay_such() -> None:
+    def batch(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        assert prompts == ["ask", [{"role": "user", "content": "ask"}]]
+        assert completions == ["a", [{"role": "assistant", "content": "b"}]]
+        assert columns == {"answer": [["gold"], ""], "style": ["x", None]}
+        return [1, True]
+
+    mix = Mix((Function.of(batch),), (1.0,))
+    assert [score.value for score in mix.scores([PROBLEM, CHAT], ["a", "b"])] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"), [(True, 1.0), (2, 2.0), (Score(0.5, parts={"a": 1.0}), 0.5), (None, None), (float("nan"), None)]
+)
+def test_what_a_function_may_return(returned: Any, value: float | None) -> None:
+    assert called(lambda response: returned).value == value
+
+    async def later(response: str) -> Any:
+        await asyncio.sleep(0)
+        return returned
+
+    assert called(later).value == value
+
+
+def test_failures_have_names_and_wrong_types_end_the_run() -> None:
+    assert called(lambda response: None).failure == "not scored: lambda returned None"
+    assert "nan" in str(called(lambda response: float("nan")).failure)
+    failure = str(called(lambda response: 1 / 0).failure)
+    assert failure.startswith("ZeroDivisionError: division by zero at ") and "test_functions.py line" in failure
+    with pytest.raises(UserError, match=r"reward lambda \(test_functions.py line \d+\) returned str 'good' for the row p1; return"):
+        called(lambda response: "good")
+
+
+def test_several_are_summed_with_weights_and_one_without_a_score_has_no_part() -> None:
+    functions = Function.of(lambda r: 1.0, "a"), Function.of(lambda r: None if "no" in r else 2.0, "b")
+    mix = Mix(functions, (1.0, 0.5))
+    both, one = mix.scores([PROBLEM, PROBLEM], ["yes", "no"])
+    assert (both.value, dict(both.parts)) == (2.0, {"a": 1.0, "b": 2.0}) and (one.value, dict(one.parts)) == (1.0, {"a": 1.0})
+    broken = Mix((functions[0], Function.of(lambda r: 1 / 0, "c")), (1.0, 1.0)).scores([PROBLEM], ["x"])[0]
+    assert str(broken.failure).startswith("c: ZeroDivisionError")
+
+
+@pytest.mark.parametrize("function", [lambda prompt, missing: 0, lambda prompts, missing: [], lambda a, b, c, d: 0])
+def test_parameters_that_nothing_fills_are_refused(function: Any) -> None:
+    with pytest.raises(UserError, match=r"asks for .*, which is neither .* nor a column of the data \(style\)"):
+        Function.of(function).check(["style"])
+
+
+def test_functions_of_one_name_are_told_apart_and_one_defined_again_is_the_same() -> None:
+    def made(k: float) -> Any:
+        def constant(response: str) -> float:
+            return k
+
+        return constant
+
+    names = [give(Mix((Function.of(made(k)),), (1.0,))) for k in (1.0, 2.0, 1.0)]
+    assert names[0] == names[2] != names[1] and names[1] == f"{names[0]} #2"
+    assert [given(name).scores([PROBLEM], [""])[0].value for name in names] == [1.0, 2.0, 1.0]
+    with pytest.raises(UserError, match="the reward nobody is a function of another Python process"):
+        given("python:nobody")

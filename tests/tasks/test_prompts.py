@@ -1,0 +1,110 @@
+"""Prompts of one's own as a task: small files, what is held out, columns for the reward, and a reward in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import config, pipeline
+from posttrain.errors import UserError
+from posttrain.runs.read import Run
+from posttrain.tasks.base import Task
+from posttrain.tasks.prompts import Prompts
+from posttrain.types import Score
+
+MINE = "def reward(prompt, response, style, limit=3):\n    return len(response) / 10 if style == 'long' else -1.0\n"
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(("count", "held_out", "kept"), [(4, 0.1, 0), (4, 0.25, 1), (10, 0.1, 1), (4, 2, 2), (4, 0, 0), (1, 0.1, 0)])
+def test_a_share_or_a_number_is_held_out_of_small_files(tmp_path: Path, count: int, held_out: float, kept: int) -> None:
+    task = Prompts(written(tmp_path, [{"prompt": f"say {n}"} for n in range(count)]), held_out=held_out)
+    train, test = task.problems("train"), task.problems("test")
+    assert len(test) == kept and len(train) == count - kept and not {p.question for p in train} & {p.question for p in test}
+    assert not task.verifiable and not task.scores
+
+
+def test_a_prompt_that_comes_twice_is_on_one_side(tmp_path: Path) -> None:
+    task = Prompts(written(tmp_path, [{"prompt": f"say {n % 5}"} for n in range(20)]), held_out=2)
+    assert len(task.problems("test")) == 8 and len(task.problems("train")) == 12
+
+
+def test_every_column_is_kept_and_the_answer_is_optional(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    file = written(tmp_path, [{"prompt": chat, "style": "x"}, {"question": "2+2=", "answer": 4}])
+    first, second = Prompts(file).problems("train")
+    assert [m.content for m in Prompts(file).prompt(first)] == ["be brief", "hello"]
+    assert (first.answer, first.facts["columns"]["style"]) == ("", "x")
+    assert (second.question, second.answer, second.facts["columns"]) == ("2+2=", "4", {"question": "2+2=", "answer": 4})
+
+
+def test_without_a_reward_it_scores_nothing_and_a_stage_must(tmp_path: Path) -> None:
+    task = Prompts(written(tmp_path, [{"prompt": "a"}]))
+    assert not task.score(task.problems("train")[0], "b").valid
+    tree = {"stage": "rl", "name": "rl", "model": "tiny:nano", "task": {"name": "prompts", "file": task.file}}
+    with pytest.raises(UserError, match="rl: the task scores nothing by itself; give it a reward"):
+        config.from_tree(tree, config.Stage, "rl")
+    with pytest.raises(UserError, match="eval: the task scores nothing by itself"):
+        config.from_tree({**tree, "stage": "evaluate", "name": "eval"}, config.Stage, "eval")
+
+
+def test_the_name_of_a_file_is_enough(tmp_path: Path) -> None:
+    file = written(tmp_path, [{"prompt": "a"}])
+    assert config.from_tree({"name": f"prompts:{file}"}, Task, "task") == Prompts(file)
+
+
+def test_a_shipped_reward_judges_answers(tmp_path: Path) -> None:
+    task = Prompts(written(tmp_path, [{"prompt": "2+2=", "answer": "4"}]), reward="math")
+    problem = task.problems("train")[0]
+    assert task.verifiable and task.score(problem, "\\boxed{4}") == Score(1.0, outcome="correct")
+    assert "boxed" in task.prompt(problem)[0].content
+
+
+def test_a_recipe_in_yaml_names_the_file_and_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    file = written(tmp_path, [{"prompt": f"say {n}", "style": "long" if n % 2 else "short"} for n in range(12)])
+    recipe = tmp_path / "own.yaml"
+    task = f'{{name: prompts, file: {file}, reward: "{tmp_path}/mine.py:reward", held_out: 3}}'
+    recipe.write_text(
+        f"""
+before: before
+after: after
+stages:
+  - {{stage: evaluate, name: before, model: "tiny:nano", task: {task}, sampling: {{max_new_tokens: 4, temperature: 0}}}}
+  - stage: rl
+    name: rl
+    model: tiny:nano
+    task: {task}
+    algorithm: {{name: grpo, group: 2, beta: 0.0}}
+    sampling: {{max_new_tokens: 4}}
+    steps: 1
+    prompts: 2
+    evaluate_every: 1
+  - {{stage: evaluate, name: after, model: rl, task: {task}, sampling: {{max_new_tokens: 4, temperature: 0}}}}
+"""
+    )
+    with pytest.raises(UserError, match="would run code from a file; pass --allow-code"):
+        config.parse(str(recipe), [])
+    out = tmp_path / "run"
+    settings = config.parse(str(recipe), [f"out={out}", "device=cpu", "threads=1"], allow_code=True)
+    assert asyncio.run(settings.recipe.stages[1].task.scored(Prompts(file, reward="").problems("train")[0], "abc")).valid
+    pipeline.start(settings)
+    run = Run(out)
+    rows = run.rollouts("rl", 1)
+    style = {f"say {n}": n % 2 for n in range(12)}
+    assert rows and all(row.reward == (len(row.response) / 10 if style[row.question] else -1.0) for row in rows)
+    first, last = run.metrics("rl")[0].figures, run.metrics("rl")[-1].figures
+    assert first["reward/test_low"] <= first["reward/test"] <= first["reward/test_high"] and "accuracy/test" not in last
+    assert (run.summary or {})["stages"]["rl"]["best_score"]["figure"] == "reward/test"
+    assert (run.summary or {})["before"] == (run.summary or {})["stages"]["before"]["reward"]
+    out_text = capsys.readouterr().out
+    assert "tiny:nano: reward " in out_text and "answer right" not in out_text and "before: accuracy" not in out_text
