@@ -62,7 +62,7 @@ LEARNED = 2.0  # standard errors by which the gold of a run that learned has ris
 class Measured(RLStage):
     """An RL stage whose held-out figure is the gold of sampled answers."""
 
-    def evaluate(self, sampler: Any, tokenizer: Any, context: Any) -> dict[str, float]:
+    def evaluate(self, sampler: Any, tokenizer: Any, context: Any, *_: Any) -> dict[str, float]:
         from posttrain.data.text import Decoder
         from posttrain.episodes import rollout_groups
 

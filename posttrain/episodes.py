@@ -145,14 +145,14 @@ class Episode:
     async def __call__(self, given: Given | None = None, last: bool = False) -> Segment:
         episodes, turn = self.episodes, self.turn
         segment, messages = episodes.given(self, given)
-        request = Request(
-            tuple(segment.ids.tolist()),
-            derive(self.seed, turn) if turn else self.seed,
-            episodes.sampling,
-            self.number,
-            turn,
-            keep=not last,
-        )
+        shared = given is None and not turn  # one tuple for all samples: compared by identity
+        ids = episodes.prompt_ids[self.draw] if shared else tuple(segment.ids.tolist())
+        # first turns with the same prompt are prefilled once
+        groups = episodes.groups
+        group = -1 if turn else groups.setdefault((self.draw, ids), len(groups))
+        seed = derive(self.seed, turn) if turn else self.seed
+        number, sampling = self.number, episodes.sampling
+        request = Request(ids, seed, sampling, number, turn, group, keep=not last)
         completion = await episodes.ask(self, request)
         self.kept = not last
         text, offsets = episodes.decoder.decode(completion.ids)
@@ -210,7 +210,11 @@ class _Episodes:
 
     def __post_init__(self) -> None:
         self.prompts: dict[int, tuple[Segment, tuple[Message, ...]]] = {}  # by the problem's place
-        self.sessions, self.groups = count(), count()
+        self.prompt_ids: dict[int, tuple[int, ...]] = {}
+        self.sessions = count()
+        self.groups: dict[
+            tuple[int, tuple[int, ...]], int
+        ] = {}  # by the problem's place and the prompt
         self.asked: list[_Turn] = []  # not submitted yet
         self.submitted: dict[tuple[int, int], _Turn] = {}  # by session and turn, in their order
         self.completed: dict[tuple[int, int], Completion] = {}  # not delivered yet
@@ -252,14 +256,11 @@ class _Episodes:
         self.sampler.cancel(self.ended)
         self.ended = set()
         turns = sorted(self.asked, key=lambda t: (t.draw, t.sample, t.request.session))
-        self.asked, before = [], None
+        self.asked = []
         first: list[Request] = []
         for turn in turns:
             request = turn.request
-            if not request.turn:  # neighbours with the same prompt are prefilled once
-                same = before is not None and before[0] == turn.draw and before[1] == request.ids
-                group = first[-1].group if same else next(self.groups)
-                request, before = replace(request, group=group), (turn.draw, request.ids)
+            if not request.turn:
                 first.append(request)
             else:
                 try:
@@ -348,7 +349,7 @@ class _Episodes:
             named = zip((f"problem {problem.id}" for problem in problems), given, strict=True)
             rendered = render_prompts(self.decoder.tokenizer, named)
             for n, ids, messages in zip(draws, rendered, given, strict=True):
-                self.prompts[n] = self.segment(ids), messages
+                self.prompts[n], self.prompt_ids[n] = (self.segment(ids), messages), ids
             self.seconds.generate += time.perf_counter() - now
         return self.prompts[draw]
 
@@ -424,12 +425,13 @@ class _Episodes:
 
 def _with_score(rollout: Rollout, score: Score) -> Rollout:
     """The rollout with its score, whose outcome is the one that the episode named and whose steps end at characters of the response."""
-    named, openings = rollout.score.outcome, rollout.openings
-    if score.steps and openings:
+    named = rollout.score.outcome
+    if score.steps and (openings := rollout.openings):
         starts = [place + n * len(THINK) for n, place in enumerate(openings)]
         moved = [(p - len(THINK) * sum(s < p for s in starts), v) for p, v in score.steps]
         score = replace(score, steps=tuple((max(0, p), v) for p, v in moved))
-    return replace(rollout, score=replace(score, outcome=named) if named else score)
+    score = replace(score, outcome=named) if named else score
+    return Rollout(rollout.problem, rollout.sample, rollout.segments, score, rollout.role)
 
 
 def _as_rollouts(made: Rollout | Sequence[Rollout]) -> list[Rollout]:

@@ -31,6 +31,7 @@ from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer
 from posttrain.types import JSON, Batch, Group, Metric, Sampler
 
+MANY_OBJECTS = 10_000  # made since garbage was last collected
 # what a checkpoint of another stage may raise
 FOREIGN = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 
@@ -175,14 +176,16 @@ class Loop:
         rate = trainer.settings.rate(self.step, schedule.steps)
         figures: dict[str, float] = {}
         arrays: list[TrainedArrays] = []
+        # done here, while the device is busy with the first update
         work: list[Callable[[], object]] = [lambda: figures.update(monitor.monitor.measure(groups))]
         write = shown and bool(groups)
         if write and algorithm.reuse.once:  # then the first update has everything that is written
             work.append(lambda: self.write_rollouts(step, groups, arrays))
+        work.append(collect_garbage)
 
         def meanwhile() -> None:
-            """While the device is busy with the first update; only once."""
-            while work:
+            """One piece of the work after each micro-batch."""
+            if work:
                 work.pop(0)()
 
         if not filled.sequences:  # nothing was selected
@@ -192,7 +195,8 @@ class Loop:
         ):
             monitor.check_coefficients(step, filled, self.state, groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
-        meanwhile()  # where there was no update
+        while work:  # more than there were micro-batches
+            meanwhile()
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
         self.step = step
         if self.sampler is not None:
@@ -364,15 +368,24 @@ class Loop:
                 setters[device](torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))
 
 
+def collect_garbage() -> None:
+    if gc.get_count()[0] > MANY_OBJECTS:
+        gc.collect()
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python's garbage collector from walking what exists already, such as modules and data sets, whenever a step makes many
-    small objects."""
+    """Let the loop collect garbage: at most once a step, and never what exists already, such as modules and data sets. A step makes
+    many small objects, and Python would look for cycles among them, and among all others, again and again."""
+    automatic = gc.isenabled()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
         gc.unfreeze()
+        if automatic:
+            gc.enable()
 
 
 def is_due(step: int, every: int, last: bool = False) -> bool:

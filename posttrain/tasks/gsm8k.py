@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from posttrain.errors import Share, check_fields
 from posttrain.rewards.compose import weigh
+from posttrain.rewards.math import UNPARSEABLE
 from posttrain.tasks._questions import Published, found_answer, make_problem
 from posttrain.types import Problem, Score
 
@@ -45,8 +46,9 @@ class Gsm8k(Published):
         judged = super().score(problem, response)
         if judged.value is None:
             return judged
-        formed = float(found_answer(self.style, response) is not None)
-        parts = {"answer": judged.value, "format": formed}
+        read = judged.outcome != UNPARSEABLE.outcome
+        formed = read or found_answer(self.style, response) is not None
+        parts = {"answer": judged.value, "format": float(formed)}
         return weigh(parts, {"format": self.format_weight}, judged.outcome)
 
     def demonstration(self, problem: Problem) -> str:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from posttrain.data.stream import permutation
-from posttrain.types import Batch, Example, Group, Rollout, Segment
+from posttrain.types import Batch, Example, Group, Rollout
 
 # the tensors among the fields of a batch, which are cut alike; `sequence_T` is numbered anew
 NAMES = [f.name for f in fields(Batch) if f.name.endswith(("_T", "_N"))]
 TENSORS = [name for name in NAMES if name not in ("sequence_T", "unit_N")]
+MASKS = "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
 
 
 def pack_groups(
@@ -32,14 +33,20 @@ def pack_groups(
     """
     rollouts = [r for group in groups for r in group.rollouts]
     number = [n for n, group in enumerate(groups) for _ in group.rollouts]
-    versions = [_or(s.versions, s, -1) for r in rollouts for s in r.segments]
+    segments = [s for r in rollouts for s in r.segments]
+    sizes = [len(s.ids) for s in segments]
+    unknown, zeros = np.full(max(sizes, default=0), -1, np.int32), np.zeros(max(sizes, default=0))
+    sized = list(zip(segments, sizes, strict=True))
+    versions = [unknown[:size] if s.versions is None else s.versions for s, size in sized]
+    behaviour = [zeros[:size] if s.logprobs is None else s.logprobs for s, size in sized]
     episodes = [(n, r.sample) for n, r in zip(number, rollouts, strict=True)]
     rows = Counter(episodes)
     votes, truncated = [1 / rows[one] for one in episodes], [r.finish == "length" for r in rollouts]
     batch = _batch(
-        [r.ids for r in rollouts],
-        [r.mask for r in rollouts],
-        [np.concatenate([_or(s.logprobs, s, 0.0) for s in r.segments]) for r in rollouts],
+        [sum(len(s.ids) for s in r.segments) for r in rollouts],
+        _joined([s.ids for s in segments], np.int64),
+        np.repeat(np.array([s.sampled for s in segments], np.bool_), sizes),
+        _joined(behaviour, np.float32),
         [float("nan") if r.score.value is None else r.score.value for r in rollouts],
         [step_rewards(r) for r in rollouts],
         number,
@@ -56,21 +63,20 @@ def pack_groups(
     )
 
 
-def _or(array: np.ndarray | None, segment: Segment, value: float) -> np.ndarray:
-    """What is known of each token of a segment, or `value` for all of them."""
-    return np.full(len(segment.ids), value) if array is None else array
-
-
 def pack_examples(
     examples: Sequence[Example], device: torch.device | str = "cpu", together: bool = True
 ) -> Batch:
     """Lay examples end to end; those of one unit must be neighbours. Without `together` each is a unit of its own."""
     alone = not together or all(e.unit < 0 for e in examples)
     units = range(len(examples)) if alone else [e.unit for e in examples]
+    lengths = [len(e.ids) for e in examples]
+    if lengths != [len(e.mask) for e in examples]:
+        raise ValueError(MASKS)
     return _batch(
-        [e.ids for e in examples],
-        [e.mask for e in examples],
-        [np.zeros(len(e.ids)) for e in examples],
+        lengths,
+        _joined([e.ids for e in examples], np.int64),
+        _joined([e.mask for e in examples], np.bool_),
+        np.zeros(sum(lengths), np.float32),
         [e.reward for e in examples],
         [e.steps for e in examples],
         units,
@@ -99,40 +105,39 @@ def step_rewards(rollout: Rollout) -> np.ndarray | None:
 
 
 def _batch(
-    ids: Sequence[np.ndarray],
-    mask: Sequence[np.ndarray],
-    behaviour: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    ids: np.ndarray,
+    mask: np.ndarray,
+    behaviour: np.ndarray,
     rewards: Sequence[float],
     steps: Sequence[np.ndarray | None],
     group: Sequence[int],
     units: Sequence[int],
     device: torch.device | str,
 ) -> Batch:
-    for i, m in zip(ids, mask, strict=True):
-        if len(i) != len(m) or not len(i) or m[0]:
-            text = "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
-            raise ValueError(text)
-    own_ids, own_mask = _joined(ids, np.int64), _joined(mask, np.bool_)
+    starts = _starts(lengths)
+    if not all(lengths) or mask[list(starts[:-1])].any():
+        raise ValueError(MASKS)
     columns = {}
     if any(one is not None for one in steps):
-        pairs = zip(ids, steps, strict=True)
-        whole = [np.full(len(i), np.nan) if s is None else s for i, s in pairs]
+        pairs = zip(lengths, steps, strict=True)
+        whole = [np.full(length, np.nan) if s is None else s for length, s in pairs]
         columns["step_T"] = torch.from_numpy(_joined(whole, np.float32)).to(device)
-    lengths = [len(i) for i in ids]
+    count = len(lengths)
     return Batch(
-        ids_T=torch.from_numpy(own_ids).to(device),
-        starts=_starts(lengths),
+        ids_T=torch.from_numpy(ids).to(device),
+        starts=starts,
         sequence_T=_sequences(lengths).to(device),
-        mask_T=torch.from_numpy(own_mask).to(device),
-        behaviour_T=torch.from_numpy(_joined(behaviour, np.float32)).to(device),
+        mask_T=torch.from_numpy(mask).to(device),
+        behaviour_T=torch.from_numpy(behaviour).to(device),
         reward_N=torch.tensor(rewards, dtype=torch.float32, device=device),
-        valid_N=torch.ones(len(ids), dtype=torch.bool, device=device),
+        valid_N=torch.ones(count, dtype=torch.bool, device=device),
         group_N=torch.tensor(list(group), dtype=torch.int64, device=device),
         unit_N=tuple(units),
-        truncated_N=torch.zeros(len(ids), dtype=torch.bool, device=device),
+        truncated_N=torch.zeros(count, dtype=torch.bool, device=device),
         columns=columns,
-        ids=own_ids,
-        mask=own_mask,
+        ids=ids,
+        mask=mask,
     )
 
 

@@ -137,7 +137,7 @@ class Trainer:
         self, batch: Batch, rate: float, meanwhile: Callable[[], None] = lambda: None
     ) -> Update:
         """Forward and backward over the micro-batches of a prepared step and over what roles add to it, then one update. `meanwhile` is
-        called when everything is queued on the device, and before the first result is waited for.
+        called after each micro-batch: a device computes while it runs, because no result is waited for before the last one.
 
         A step in which no token carries loss moves nothing, not even the optimizer's moments; one with `resting` learners (a policy
         whose critic warms up) leaves those and their optimizers as they are.
@@ -146,8 +146,7 @@ class Trainer:
         live = with_loss(batch)
         if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
-        metrics = self._within_memory(lambda: self._accumulate(live, added))
-        meanwhile()
+        metrics = self._within_memory(lambda: self._accumulate(live, added, meanwhile))
         norms = [float(learner.optimizer.norm()) for learner in self.learners]
         self._check(metrics, norms)  # of everyone, before anyone moves
         for learner, norm in zip(self.learners, norms, strict=True):
@@ -162,13 +161,17 @@ class Trainer:
         first = learner is self.learners[0]
         return rate if first else rate / self.settings.lr * learner.settings.lr
 
-    def _accumulate(self, batch: Batch, added: Sequence[tuple[str, Addition]]) -> list[Metric]:
+    def _accumulate(
+        self, batch: Batch, added: Sequence[tuple[str, Addition]], meanwhile: Callable[[], None]
+    ) -> list[Metric]:
         """Forward and backward over all micro-batches: the step's gradient is in the optimizers."""
         # layers are checkpointed in training mode alone; nothing else differs in it
         for learner in self.learners:
             learner.network.model.train()
-        pieces = micro_batches(batch, self.token_budget)
-        found = [m for piece in pieces for m in self.forward_backward(piece)]
+        found = list[Metric]()
+        for piece in micro_batches(batch, self.token_budget):
+            found += self.forward_backward(piece)
+            meanwhile()
         trained = int(host_mask(batch).sum())
         metrics = [Metric("trained", trained, 1), *of_one_update(found)]
         for name, more in added if "policy" not in batch.resting else ():

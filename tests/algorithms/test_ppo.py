@@ -50,7 +50,7 @@ REFUSALS = [
     ({"gamma": 0.0}, "ppo: gamma must be in (0, 1], not 0.0"),
     ({"beta": -0.1}, "ppo: beta must be at least 0, not -0.1"),
     ({"beta": math.nan}, "ppo: beta must be at least 0, not nan"),
-    ({"entropy": math.inf}, "ppo: entropy must be at least 0, not inf"),
+    ({"entropy": math.inf}, "ppo: entropy must be finite and at least 0, not inf"),
     ({"missing_eos": -1.0}, "ppo: missing_eos must be at least 0, not -1.0"),
     ({"ptx": -1.0}, "ppo: ptx must be at least 0, not -1.0"),
     ({"kl_target": 6.0, "beta": 0.0}, "ppo: kl_target needs beta > 0 to start from: the controller multiplies it"),

@@ -180,7 +180,7 @@ def test_contract_and_refusals() -> None:
     assert (RewardModel.trains, RewardModel.unit, RewardModel.learns_from) == ("scorer", "ranking", "rankings")
     assert RewardModel().roles == frozenset()
     for bad in (-0.1, NAN, math.inf):
-        with pytest.raises(UserError, match="^reward_model: centring must be at least 0"):
+        with pytest.raises(UserError, match="^reward_model: centring must be (finite and )?at least 0"):
             RewardModel(centring=bad)
 
 

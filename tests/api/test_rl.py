@@ -86,7 +86,9 @@ def test_a_result_of_an_untrained_run_trains_it_and_stop_ends_it_early() -> None
 
 def test_an_error_in_the_thread_of_steps_is_raised_where_they_are_taken() -> None:
     run = pt.rl(prompts=FOUR, reward=lambda response: "good", **SMALL)
-    with pytest.raises(pt.UserError, match=r"reward lambda \(test_rl.py line \d+\) returned str 'good' for the row prompts.jsonl:\d"):
+    with pytest.raises(
+        pt.UserError, match=r"reward lambda \(test_rl.py line \d+\) returned str 'good' for the row prompts.jsonl:\d"
+    ):
         next(run.steps())
 
 
@@ -180,9 +182,7 @@ def test_ppo_with_a_reward_model_and_a_rule(capsys: pytest.CaptureFixture[str]) 
     run = pt.ppo(prompts=FOUR, reward=rm, held_out=1, **how)
     assert "loss/value" in run.metrics[-1] or "value" in " ".join(run.metrics[-1])
     assert "reward/test" in run.metrics[-1]
-    mixed = pt.rl(
-        algorithm="ppo", prompts=FOUR, reward={"rm": rm, "short": vowels}, weights={"rm": 0.5}, **{**how, "steps": 1}
-    )
+    mixed = pt.rl(algorithm="ppo", prompts=FOUR, reward={"rm": rm, "short": vowels}, weights={"rm": 0.5}, **{**how, "steps": 1})
     for row in mixed.train().rollouts(1):
         assert row["reward"] == pytest.approx(row["parts"]["rules"] + 0.5 * row["parts"]["rm"])
     with pytest.raises(pt.UserError, match="has trained a language model, not a reward model"):

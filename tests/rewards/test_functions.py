@@ -76,7 +76,9 @@ def test_failures_have_names_and_wrong_types_end_the_run() -> None:
     assert "nan" in str(called(lambda response: float("nan")).failure)
     failure = str(called(lambda response: 1 / 0).failure)
     assert failure.startswith("ZeroDivisionError: division by zero at ") and "test_functions.py line" in failure
-    with pytest.raises(UserError, match=r"reward lambda \(test_functions.py line \d+\) returned str 'good' for the row p1; return"):
+    with pytest.raises(
+        UserError, match=r"reward lambda \(test_functions.py line \d+\) returned str 'good' for the row p1; return"
+    ):
         called(lambda response: "good")
 
 

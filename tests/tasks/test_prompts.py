@@ -25,7 +25,9 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("count", "held_out", "kept"), [(4, 0.1, 0), (4, 0.25, 1), (10, 0.1, 1), (4, 2, 2), (4, 0, 0), (1, 0.1, 0)])
+@pytest.mark.parametrize(
+    ("count", "held_out", "kept"), [(4, 0.1, 0), (4, 0.25, 1), (10, 0.1, 1), (4, 2, 2), (4, 0, 0), (1, 0.1, 0)]
+)
 def test_a_share_or_a_number_is_held_out_of_small_files(tmp_path: Path, count: int, held_out: float, kept: int) -> None:
     task = Prompts(written(tmp_path, [{"prompt": f"say {n}"} for n in range(count)]), held_out=held_out)
     train, test = task.problems("train"), task.problems("test")
