@@ -98,7 +98,7 @@ def run_case(name: str, repeats: int) -> dict[str, Any]:
     middle = statistics.median(seconds[1:])
     return {
         "case": name, "tokens_s": tokens / middle, "seconds": middle, "fastest": min(seconds[1:]), "slowest": max(seconds[1:]),
-        "first_call": first, "capture": backend.capture_seconds, "graphs": len(backend.graphs),
+        "first_call": first, "graphs": len(backend.graphs),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "logprob_difference": checked, "engine": engine,
     }  # fmt: skip
 
@@ -121,7 +121,7 @@ def run_lognormal(engine: Engine, case: Case, repeats: int) -> dict[str, Any]:
     middle = statistics.median(seconds[1:])
     engine.scheduler = Scheduler(engine.policy, backend, case.rows)
     return {"tokens_s": tokens / middle, "seconds": middle, "tokens": tokens, "first_call": seconds[0],
-            "graphs": len(backend.graphs), "capture": backend.capture_seconds}  # fmt: skip
+            "graphs": len(backend.graphs)}  # fmt: skip
 
 
 def profile(engine: Engine, case: Case) -> list[tuple[str, float, int]]:
@@ -169,8 +169,8 @@ def main() -> None:
         result["bound_s"] = decode_bound(case, bytes_s, flops_s)
         result["share_of_bound"] = result["bound_s"] / result["seconds"]
         print(f"{name}: {result['tokens_s']:,.0f} tokens/s, {result['seconds']:.2f} s, {100 * result['share_of_bound']:.0f}% of the "
-              f"bound, peak {result['peak_gib']:.1f} GiB, first call {result['first_call']:.1f} s, capture "
-              f"{result['capture']:.1f} s, log-probs {result['logprob_difference']}", flush=True)  # fmt: skip
+              f"bound, peak {result['peak_gib']:.1f} GiB, first call {result['first_call']:.1f} s, "
+              f"log-probs {result['logprob_difference']}", flush=True)  # fmt: skip
         if name == "a" and not options.no_lognormal:
             result["lognormal"] = run_lognormal(engine, case, max(1, options.repeats // 2))
             share = result["lognormal"]["tokens_s"] / result["tokens_s"]

@@ -180,7 +180,7 @@ def run_brief(name: str, budget: int | None) -> dict[str, Any]:
     backend = backend_of(ours.engine)
     step, peak = result["shared"]["step"], torch.cuda.max_memory_allocated() / 2**30
     result["shared"] |= {"fastest": step, "slowest": step, "peak_gib": peak}
-    result |= {"checkpointed": ours.trainer.checkpointed, "capture": backend.capture_seconds, "cache_gib": backend.bytes / 2**30,
+    result |= {"checkpointed": ours.trainer.checkpointed, "cache_gib": sum(t.nbytes for pair in backend.stores for t in pair) / 2**30,
                "copies_gib": backend.decoder.bytes / 2**30, "ours": ours}  # fmt: skip
     return result
 

@@ -50,27 +50,26 @@ def of_steps(trained: list[dict[str, Any]], made: list[dict[str, Any]], bytes_s:
     for r in (r for r in trained if "shared" in r and r["case"] not in {m["case"] for m in made}):
         case, seconds = CASES[r["case"]], r["shared"]["generate"]
         rows.append({"case": r["case"], "tokens_s": case.rows * case.new / seconds, "seconds": seconds, "fastest": seconds,
-                     "slowest": seconds, "share_of_bound": decode_bound(case, bytes_s, flops_s) / seconds,
-                     "capture": r["capture"]})  # fmt: skip
+                     "slowest": seconds, "share_of_bound": decode_bound(case, bytes_s, flops_s) / seconds})  # fmt: skip
     return rows
 
 
 def generation(results: list[dict[str, Any]], bytes_s: float, flops_s: float) -> list[str]:
     titles = ("case", "tokens/s with log-probs", "time (fastest to slowest)", "of the bound", "of it, prompts read once", "peak",
-              "capture", "log-probs off by, mean / max")  # fmt: skip
+              "log-probs off by, mean / max")  # fmt: skip
     lines = [row(*titles), row(*["---"] * len(titles))]
     for r in results:
         off, shared = r.get("logprob_difference"), decode_bound(CASES[r["case"]], bytes_s, flops_s, True) / r["seconds"]
         peak = f"{r['peak_gib']:.1f} GiB" if "peak_gib" in r else "see the step"
         lines.append(row(work(r["case"]), f"**{r['tokens_s']:,.0f}**", spread(r, "seconds"), f"{100 * r['share_of_bound']:.0f}%",
-                         f"{100 * shared:.0f}%", peak, f"{r['capture']:.1f} s",
+                         f"{100 * shared:.0f}%", peak,
                          f"{off['mean']:.4f} / {off['max']:.3f}" if off else ""))  # fmt: skip
         if "lognormal" in r:
             one = r["lognormal"]
             share = f"{100 * one['tokens_s'] / r['tokens_s']:.0f}% of equal lengths"
-            graphs = f"{one['capture']:.1f} s, {one['graphs']} graphs"
+            graphs = f"{one['graphs']} graphs"
             lines.append(row(f"{r['case']}, lognormal lengths, mean 256, longest 1024", f"**{one['tokens_s']:,.0f}**",
-                             f"{one['seconds']:.2f} s", share, "", "", graphs, ""))  # fmt: skip
+                             f"{one['seconds']:.2f} s", share, "", graphs, ""))  # fmt: skip
     return lines
 
 

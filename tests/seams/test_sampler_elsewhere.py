@@ -32,8 +32,7 @@ def serve(connection: Any) -> None:
     engine = Engine(make_policy(0), processes=1)
     for version, given in iter(connection.recv, None):
         if version:
-            engine.policy.model.load_state_dict(dict(given))
-            engine.publish(version)
+            engine.publish(version, given)
         else:
             engine.submit(given)
             answers: list[tuple[Request, Completion]] = []
