@@ -56,7 +56,7 @@ class Elsewhere(ScriptedSampler):
         return list(self.connection.recv()) if self.connection.poll(timeout) else []
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        self.connection.send((version, [(name, tensor.clone()) for name, tensor in weights or ()]))
+        self.connection.send((version, [(name, tensor.detach().clone()) for name, tensor in weights or ()]))
 
     def close(self) -> None:
         self.connection.send(None)
@@ -67,7 +67,7 @@ def test_groups_are_those_of_the_engine_in_this_process() -> None:
     with closing(Elsewhere()) as sampler:
         for version, policy in enumerate((make_policy(0), make_policy(1))):
             if version:
-                sampler.publish(version, policy.model.state_dict().items())
+                sampler.publish(version, policy.model.named_parameters())
             here, there = (
                 rollout_groups(TASK, one, Decoder(policy.tokenizer), PROBLEMS, 3, Sampling(6), 5, ordered=bool(version))
                 for one in (Engine(policy, processes=1), sampler)
