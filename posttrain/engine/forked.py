@@ -21,7 +21,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ LOOK, SILENCE = (
     1.0,
     60.0,
 )  # seconds between looks at a worker that sends nothing; how long it may use no processor time
+REPLY_SECONDS = 0.02  # between replies of a worker: each wakes the parent, which may take its core
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
 
@@ -222,18 +223,20 @@ class EngineWorker:
         piece = os.read(self.out, 1 << 20)
         self.gone = not piece
         for line in _lines(self.received, piece):
-            self.seen, counts, rows = json.loads(line)
+            self.seen, counts, rows, texts = json.loads(line)
             self.statistics = Statistics(*counts)
-            for session, turn, finish, *texts in rows:
+            arrays = [
+                np.frombuffer(b64decode(t), kind)
+                for t, (_, kind) in zip(texts, ARRAYS, strict=True)
+            ]
+            ends = list(accumulate((length for *_, length in rows), initial=0))
+            for (session, turn, finish, _), (start, end) in zip(rows, pairwise(ends), strict=True):
                 message, work = self.works.get((session, turn), (self.seen + 1, None))
                 if work is None or message > self.seen:
                     continue
                 del self.works[session, turn]
                 request = next(r for r in work.requests if r.session == session)
-                ids, logprobs, versions = (
-                    np.frombuffer(b64decode(text), kind).copy()
-                    for text, (_, kind) in zip(texts, ARRAYS, strict=True)
-                )
+                ids, logprobs, versions = (array[start:end].copy() for array in arrays)
                 self.finished.append((request, Completion(ids, logprobs, versions, finish)))
 
     def unfinished(self) -> list[Work]:
@@ -294,6 +297,7 @@ def _close_all_but(*kept: int) -> None:
 def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
     """A worker's life: messages in, completions out. An error ends it, and the parent computes its share."""
     seen, paused, received = 0, False, bytearray()
+    finished, sent = Finished(), 0.0  # not sent yet, and when it last sent
     while True:
         while paused or not scheduler.busy or select.select([requests], [], [], 0)[0]:
             piece = os.read(requests, 1 << 20)
@@ -311,25 +315,26 @@ def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
                     scheduler.publish(about[0])
                 elif what == "release":
                     scheduler.release()
-                    processes.write_all(replies, _reply(seen, scheduler.statistics, []))
-        if finished := scheduler.poll():
+                    processes.write_all(replies, _reply(seen, scheduler.statistics, finished))
+                    finished, sent = [], time.monotonic()
+        finished += scheduler.poll()
+        late = time.monotonic() - sent > REPLY_SECONDS
+        if finished and (late or not scheduler.busy):
             processes.write_all(replies, _reply(seen, scheduler.statistics, finished))
+            finished, sent = [], time.monotonic()
 
 
 ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
 
 
 def _reply(seen: int, statistics: Statistics, finished: Finished) -> bytes:
-    rows = [
-        (
-            request.session,
-            request.turn,
-            completion.finish,
-            *(b64encode(getattr(completion, name).astype(kind)).decode() for name, kind in ARRAYS),
-        )
-        for request, completion in finished
-    ]
-    return _line((seen, astuple(statistics), rows))
+    """The arrays of all completions one after the other: to encode each by itself took as long as to decode several tokens."""
+    rows = [(r.session, r.turn, c.finish, len(c.ids)) for r, c in finished]
+    texts = []
+    for name, kind in ARRAYS:
+        parts = [np.zeros(0, kind), *(getattr(c, name) for _, c in finished)]
+        texts.append(b64encode(np.concatenate(parts).astype(kind).tobytes()).decode())
+    return _line((seen, astuple(statistics), rows, texts))
 
 
 def _line(message: JSON) -> bytes:
