@@ -102,6 +102,7 @@ class Loop:
     on_step: OnStep | None = None
     release: Callable[[], None] | None = None  # gives the sampler's cache back before training
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    keep_best: bool = False  # end with the weights of the best held-out score, not the last ones
     seed: int = 0  # of the run: decides which groups go into a mini-batch together
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
@@ -118,9 +119,12 @@ class Loop:
 
     def run(self) -> None:
         """Train from the newest good checkpoint, or from the start, to the end."""
+        schedule, events = self.schedule, self.writer.events
+        measured = schedule.evaluate_every > 0 and self.evaluate is not None
+        none = f"{self.stage}: keep=best needs held-out scores, and nothing is held out"
+        require(measured or not self.keep_best, f"{none}; hold something out, or use keep=last")
         self.state = self.trainer.algorithm.start()
         self.resume()
-        schedule, events = self.schedule, self.writer.events
         with (
             Console(schedule.steps, self.stage, self.step) as console,
             self.checkpoints,
@@ -130,7 +134,7 @@ class Loop:
             uncollected(),
         ):
             monitor.check_frozen(self.step)
-            if self.step == 0 and schedule.evaluate_every and self.evaluate is not None:
+            if self.step == 0 and measured:
                 self.report(console, self.measure())
             while not self.finished():
                 began, events.step = time.perf_counter(), self.step + 1
@@ -154,6 +158,8 @@ class Loop:
                     self.checkpoints.finish()
                     raise Interrupted(f"stopped after step {self.step} of {self.stage}")
             monitor.check_frozen(self.step)
+            if self.keep_best:
+                self.take_best()
 
     def finished(self) -> bool:
         late = self.schedule.seconds > 0 and self.elapsed >= self.schedule.seconds
@@ -249,12 +255,31 @@ class Loop:
     def measure(self) -> dict[str, float]:
         """Held-out figures, where there are any; the best score is kept with its step."""
         figures = {} if self.evaluate is None else dict(self.evaluate())
-        self.best = best_score(self.best, self.step, figures)
+        before, self.best = self.best, best_score(self.best, self.step, figures)
+        if self.keep_best and self.best is not before:
+            weights = self.trainer.learners[0].weights()
+            self.checkpoints.keep(checkpoint.Checkpoint(self.step, weights, {}, {}))
         return figures
+
+    def take_best(self) -> None:
+        """Put the weights of the best held-out score back, and say whose they are."""
+        if self.best is None:
+            line = "keep=best: no held-out score is known, so that the last step is kept"
+            self.writer.events.emit("message", line, "warning", stage=self.stage)
+            return
+        score = f"{self.best.figure} {self.best.score:.4g}"
+        if self.best.step < self.step:
+            saved = checkpoint.load(self.checkpoints.best(self.best.step))
+            self.trainer.learners[0].restore(saved.model, {})
+        line = f"keep=best: the model is that of step {self.best.step} of {self.step}, with {score}"
+        self.writer.events.emit("message", line, stage=self.stage)
 
     def best_figures(self) -> dict[str, JSON]:
         """The best held-out score, for the stage's result."""
-        return {} if self.best is None else {"best_score": asdict(self.best)}
+        if self.best is None:
+            return {}
+        kept = {"kept_step": self.best.step} if self.keep_best else {}
+        return {"best_score": asdict(self.best), **kept}
 
     def report(self, console: Console, figures: Mapping[str, float]) -> None:
         row = self.writer.metrics(self.stage, self.step, figures)
@@ -357,6 +382,12 @@ class Loop:
         self.step, self.state, self.elapsed = saved.step, state["algorithm"], state["elapsed"]
         self.source.restore(state["source"])
         self.best = Best(**state["best"]) if state.get("best") else None  # older ones have none
+        if self.keep_best and self.best is not None:
+            problem = checkpoint.verify(self.checkpoints.best(self.best.step))
+            if problem is not None:  # or it was not asked to be kept
+                line = f"the best step so far, {self.best.step}, cannot be kept: {problem}"
+                self.writer.events.emit("damaged", line, "warning", stage=self.stage)
+                self.best = None
         self.stage_monitor.restore(state)
         for role in self.trainer.roles:
             role.restore(state.get(role.name))  # older checkpoints have those with a state

@@ -463,6 +463,73 @@ def test_the_best_held_out_score_is_kept_with_its_step_and_resumed(tmp_path: Pat
     assert resumed.best == loop.best, "what came before the resume counts"
 
 
+def best_of(folder: Path, scores: Sequence[float], steps: int, every: int = 2, writer: RunWriter | None = None) -> Loop:
+    """A loop that keeps the best of these scores, of steps 0, 1, 2, ..."""
+    loop = make(folder, steps=steps, every=every, writer=writer, keep_best=True)
+    loop.evaluate = lambda: {"accuracy/test": scores[loop.step]}
+    loop.schedule = replace(loop.schedule, evaluate_every=1)
+    return loop
+
+
+def weights(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in loop.trainer.weights().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_keep_best_ends_with_the_weights_of_the_best_score(tmp_path: Path) -> None:
+    short = make(tmp_path / "short", steps=2)
+    short.run()
+    whole = best_of(tmp_path / "whole", (0.1, 0.3, 0.8, 0.5, 0.2), 4)
+    whole.run()
+    assert same(weights(whole), weights(short)), "those after step 2"
+    assert whole.best_figures()["kept_step"] == 2
+    (said,) = [e for e in Run(tmp_path / "whole" / "run").events() if "keep=best" in str(e.details.get("text"))]
+    assert said.details["text"] == "keep=best: the model is that of step 2 of 4, with accuracy/test 0.8"
+    with pytest.raises(UserError, match="rl: keep=best needs held-out scores, and nothing is held out"):
+        make(tmp_path / "none", keep_best=True).run()
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_keep_best_is_the_same_after_a_resume(stop: int, tmp_path: Path) -> None:
+    """Scores that rise after the last checkpoint are measured again; a best from before it is still there, though better ones, of
+    steps that the resume gave up, were kept meanwhile."""
+    scores = (0.1, 0.6, 0.5, 0.7, 0.8, 0.4, 0.3)
+    whole = best_of(tmp_path / "whole", scores, 6)
+    whole.run()
+    first = best_of(tmp_path / "halted", scores, 6)
+    first.on_step = lambda loop, row: (_ for _ in ()).throw(KeyboardInterrupt) if loop.step == stop else None
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    first.writer.close()
+    resumed = best_of(tmp_path / "halted", scores, 6, writer=RunWriter.resume(tmp_path / "halted" / "run"))
+    resumed.run()
+    assert resumed.best == whole.best and whole.best is not None and whole.best.step == 4
+    assert same(weights(resumed), weights(whole))
+    (tmp_path / "halted" / "run" / "checkpoints" / "best" / "step-4" / "model.safetensors").write_bytes(b"")
+    resumed.writer.close()
+    again = best_of(tmp_path / "halted", scores, 6, writer=RunWriter.resume(tmp_path / "halted" / "run"))
+    again.run()
+    assert again.best is not None and again.best.step == 5, "what is damaged is not kept"
+
+
+def test_keep_best_finds_the_best_that_a_checkpoint_names(tmp_path: Path) -> None:
+    """Its weights are not removed when a better step comes that the resumed run, which is now shorter, does not reach."""
+    scores = (0.1, 0.6, 0.5, 0.9, 0.0)
+    first = best_of(tmp_path, scores, 6)
+    first.on_step = lambda loop, row: (_ for _ in ()).throw(KeyboardInterrupt) if loop.step == 3 else None
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    first.writer.close()
+    resumed = best_of(tmp_path, scores, 2, writer=RunWriter.resume(tmp_path / "run"))
+    resumed.run()
+    short = make(tmp_path / "short", steps=1)
+    short.run()
+    assert resumed.best_figures()["kept_step"] == 1 and same(weights(resumed), weights(short))
+
+
 def test_a_checkpoint_of_an_older_version_goes_on(tmp_path: Path) -> None:
     """Format 1 had neither the frozen models' names nor the state of monitors and scores."""
     whole = make(tmp_path / "whole", steps=6)

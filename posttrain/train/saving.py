@@ -74,6 +74,21 @@ class Store:
         self._thread = threading.Thread(target=self._write, args=given, name=name, daemon=True)
         self._thread.start()
 
+    def keep(self, made: Checkpoint) -> None:
+        """Write the best step so far, apart from the checkpoints and before the step goes on. An earlier best goes, unless a checkpoint
+        names it: a run that resumes there must find it."""
+        named = []
+        for path in self.published():
+            with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one names none
+                named.append(
+                    self.best(json.loads((path / "state.json").read_text())["best"]["step"])
+                )
+        checkpoint.save(self.directory / "best", made, 1, named)
+
+    def best(self, step: int) -> Path:
+        """Where `keep` writes a step."""
+        return self.directory / "best" / f"step-{step}"
+
     def check(self) -> None:
         """Raise what went wrong in the background since the last call."""
         error, self._error = self._error, None
