@@ -287,7 +287,7 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         require(tag in tree, f"{where}: no {tag!r} says which {NAMED[kind]} it is")
         return from_tree(rest, catalogue.load(NAMED[kind], str(tree[tag]), kind), where)
     if dataclasses.is_dataclass(kind):
-        if isinstance(tree, str) and hasattr(kind, "shorthand"):
+        if not isinstance(tree, dict | list | bool | None) and hasattr(kind, "shorthand"):
             tree = {kind.shorthand: tree}
         require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
         hints = typing.get_type_hints(kind)

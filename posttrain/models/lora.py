@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from posttrain.errors import Checked, Count, Positive, UserError, require
-from posttrain.models.policy import Policy
+from posttrain.models.policy import Network, Policy
 
 ADAPTER = "lora_"  # what the names of peft's matrices contain
 NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
@@ -32,6 +32,7 @@ class Lora(Checked):
     """Rank and scale of the adapters, and the layers they are added to: () means every linear layer of the decoder."""
 
     where: ClassVar[str] = "lora: "
+    shorthand: ClassVar[str] = "rank"  # lora: 16 is lora: {rank: 16}
 
     rank: Count = 16
     alpha: Positive = 32.0
@@ -106,18 +107,24 @@ def merge_adapters(model: Any) -> float:
     return kept / max(1, changed) if narrow is not None else 1.0
 
 
-def peft_files(policy: Policy, lora: Lora) -> Callable[[Path], None]:
-    """Writes the policy's adapters, as they are now, into a folder from which peft adds them to the base model."""
+def peft_files(network: Network, lora: Lora) -> Callable[[Path], None]:
+    """Writes the adapters of a policy or a scorer, as they are now, into a folder from which peft adds them to the base model; with
+    those of a scorer its head, which the base model does not have."""
     from peft import LoraConfig
 
-    layers = [name for name, module in policy.model.named_modules() if hasattr(module, "lora_A")]
+    layers = [name for name, module in network.model.named_modules() if hasattr(module, "lora_A")]
+    scorer = isinstance(getattr(network.model, "score", None), nn.Module)
     settings = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=layers,
+        task_type="SEQ_CLS" if scorer else "CAUSAL_LM",
+        modules_to_save=["score"] if scorer else None,
     )
-    settings.base_model_name_or_path, settings.inference_mode = policy.source, True
+    settings.base_model_name_or_path, settings.inference_mode = network.source, True
     # peft made a set of them, whose order changes from process to process
     settings.target_modules = layers
-    learned = {n: p.detach() for n, p in policy.model.named_parameters() if ADAPTER in n}
+    learned = {n: p.detach() for n, p in network.model.named_parameters() if p.requires_grad}
     tensors = {
         f"base_model.model.{name.replace('.default.', '.')}": bits.to("cpu", copy=True).contiguous()
         for name, bits in learned.items()

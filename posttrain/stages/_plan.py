@@ -67,9 +67,8 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
     monitor = MonitorSettings(off=tuple(set(RULES) - set(ALWAYS)))
     if evaluate_every:
         changes["evaluate_every"] = NEVER  # then before the first step and after the last
-    small = replace(
-        stage, steps=min(STEPS, stage.steps), checkpoint_every=NEVER, monitor=monitor, **changes
-    )
+    changes |= {"checkpoint_every": NEVER, "keep": "last", "monitor": monitor}
+    small = replace(stage, steps=min(STEPS, stage.steps), **changes)
     loops = tuple(f"{stage.name}-{n}" if n else stage.name for n in range(members))
     return DryRun(small, steps=stage.steps, evaluate_every=evaluate_every, loops=loops)
 
@@ -167,7 +166,7 @@ def preference_plan(
         f"a step: {stage.batch} of {len(units):,} units, about {average:,} tokens; {stage.steps} steps "
         f"= {passes:.1f} passes over what is not held out{times}",
         *reports,
-        training_memory(policy, tokens, stage.optimizer, others=others).line(),
+        training_memory(policy, tokens, stage.optimizer, stage.lora, others=others).line(),
     ]
 
 

@@ -87,18 +87,22 @@ class Context:
         """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device."""
         return make_sampler(policy, rows, self.threads)
 
-    def save_model(self, stage: str, policy: Policy, lora: Lora | None = None) -> None:
+    def save_model(
+        self, stage: str, network: Policy | Scorer, lora: Lora | None = None, name: str = "model"
+    ) -> None:
         """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and also kept
         in peft's format."""
-        adapter, folder = None, self.folder(stage) / "model"
+        adapter, folder = None, self.folder(stage) / name
         if lora is not None:
-            dtype, adapter = str(policy.dtype).removeprefix("torch."), peft_files(policy, lora)
-            kept = merge_adapters(policy.model)
+            dtype, adapter = str(network.dtype).removeprefix("torch."), peft_files(network, lora)
+            kept = merge_adapters(network.model)
             if kept < 1:
                 line = f"the adapters are merged in float32; rounded to {dtype}, as a GPU loads it, {kept:.0%} of the changed weights"
-                line += " differ from the base; model/adapter has the adapters themselves, for peft"
+                line += (
+                    f" differ from the base; {name}/adapter has the adapters themselves, for peft"
+                )
                 self.announce(stage, [line])
-        save(policy.model, policy.tokenizer, folder, replace=True, adapter=adapter)
+        save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
         """Keep per-problem results, or data that was made, with the stage's result."""
@@ -166,11 +170,9 @@ class Stage(Checked, ABC):
 
     def check_ready(self, device: str) -> None:
         """Refuse what a stage lacks (a package, a compiler) and what it could never do: now, not after hours of those before it."""
-        task, lora = getattr(self, "task", None), getattr(self, "lora", None)
+        task = getattr(self, "task", None)
         if isinstance(task, Task):
             task.ready()
-        if lora is not None:
-            lora.ready()
 
     def warnings(self) -> list[str]:
         """What the stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""

@@ -49,6 +49,9 @@ class PreferenceStage(UnitStage, ReferenceStage):
         if self.reference and "reference" not in self.algorithm.roles:
             yield "reference is given, but this algorithm has no use for one; try dpo"
 
+    def measures(self) -> bool:
+        return self.evaluate_every > 0 and (self.held_out > 0 or bool(self.held_out_data))
+
     def ready(self, names: Collection[str]) -> None:
         there = all(path not in names and Path(path).is_file() for path in self.data)
         if self.algorithm.learns_from == "labels" and there:
@@ -105,9 +108,11 @@ class PreferenceStage(UnitStage, ReferenceStage):
             self.schedule(self.evaluate_every if held_out else 0),
             evaluate=judge.evaluate,
         )
-        context.save_model(self.name, policy)
         result = {**trained(loop), "trained_on": len(train)}
-        return result | self.verdict(context, judge) if held_out else result
+        if held_out:  # before adapters are merged into weights that the reference shares
+            result |= self.verdict(context, judge)
+        context.save_model(self.name, policy, self.lora)
+        return result
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
         """What is said of the held-out preferences at the end. The pairs of one ranking share its responses: the interval is over

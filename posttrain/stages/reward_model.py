@@ -18,7 +18,6 @@ from posttrain.errors import Count, GuardStop, Range, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.models.policy import Policy
-from posttrain.models.save import save
 from posttrain.models.scorer import Scorer, from_policy, load_scorer
 from posttrain.stages._material import check_lengths, numbered_prompts, split_by_prompt
 from posttrain.stages._plan import DryRun
@@ -108,21 +107,24 @@ class RewardModelStage(UnitStage):
         self, context: Context, policy: Policy, train: list[Unit], held_out: list[Unit], member: int
     ) -> Scorer:
         """Train one scorer and save it; one that an earlier attempt saved is done, and only read."""
-        folder = self.folder(context, member)
+        folder, kind = self.folder(context, member), (policy.dtype, policy.device)
         if folder.is_dir():
-            return load_scorer(str(folder), policy.dtype, policy.device)
+            return load_scorer(str(folder), *kind)
         seed = derive(context.seed, member) >> 1
-        scorer = from_policy(policy, zero=False, seed=seed)
+        # merging changes the body, which the next member needs as it was
+        share = self.lora is not None and self.members == 1
+        scorer = from_policy(policy, zero=False, seed=seed, share=share)
         self.train(
             context,
-            self.make_trainer(context, scorer),
+            self.make_trainer(context, scorer, seed=seed),
             Examples([train], [1.0], self.batch, seed, policy.device),
             self.schedule(self.evaluate_every if held_out else 0),
             label=f"{self.name}-{member}" if member else self.name,
             evaluate=lambda: {"accuracy/held_out": self.judge(scorer, held_out).accuracy.value},
         )
-        save(scorer.model, scorer.tokenizer, folder, replace=True)
-        return scorer
+        context.save_model(self.name, scorer, self.lora, folder.name)
+        # merged in float32 on the CPU: judged is what others will load
+        return scorer if self.lora is None else load_scorer(str(folder), *kind)
 
     def judge(self, scorer: Scorer, units: Sequence[Unit]) -> Verdicts:
         """A scorer's verdicts on units that it has not learned from."""

@@ -16,7 +16,7 @@ from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, Whole
 from posttrain.evals import statistics
 from posttrain.models.load import same_vocabulary
-from posttrain.models.lora import Lora, add_adapters, share_weights
+from posttrain.models.lora import add_adapters
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.stages._answers import proxy_gold_kl
@@ -70,7 +70,6 @@ class RLStage(ReferenceStage):
     pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
     pretraining_batch: Count = 16  # texts an optimizer step
     pretraining_length: int = 1024  # longer ones are left out
-    lora: Lora | None = None  # train adapters on frozen weights instead of the weights
     problems: str = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
 
     def __post_init__(self) -> None:
@@ -102,17 +101,12 @@ class RLStage(ReferenceStage):
         if self.measure_problems and not (reward.loads() and near):
             needs = "give a reward that loads models, and a beta above 0 or watch_kl"
             yield f"measure_problems compares reward models with the task's score at a KL; {needs}"
-        if self.shared and self.reference_device == "cpu":
-            own = "with lora the reference is the policy's own frozen weights and has no memory to give back"
-            yield f"{own}; leave reference_device out"
         if self.algorithm.learns_steps and not reward.gives_steps and not reward.rated:
             none = f"learns from the values of steps, and the reward {reward.name!r} gives none"
             yield f"supervision=process {none}; use reward=process, or supervision=outcome"
 
-    @property
-    def shared(self) -> bool:
-        """Whether a reference would be the policy's own frozen weights: the policy without its adapters."""
-        return self.lora is not None and not self.reference
+    def measures(self) -> bool:
+        return super().measures() and self.evaluate_problems > 0
 
     def tasks(self) -> list[Task | None]:
         return [self.task, *(d.task for d in self.pretraining)]
@@ -149,9 +143,7 @@ class RLStage(ReferenceStage):
         roles = self.make_roles(context, policy)
         reference = next((role.policy for role in roles if isinstance(role, Reference)), None)
         rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)
-        # after the others were made: they stand on the same frozen weights, without adapters of the policy
-        if self.lora is not None:
-            add_adapters(policy.model, self.lora, context.seed)
+        trainer = self.make_trainer(context, policy, roles, self.cache_bytes(policy))
         sampler = context.sampler(policy, self.rows(policy.device.type))
         problems = {level: source.problems("train", level) for level in source.levels}
         sizes = [*map(len, problems.values())]
@@ -159,7 +151,7 @@ class RLStage(ReferenceStage):
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
         loop = self.train(
             context,
-            self.make_trainer(context, policy, roles, self.cache_bytes(policy)),
+            trainer,
             Rollouts(
                 self.task,
                 sampler,
@@ -223,12 +215,8 @@ class RLStage(ReferenceStage):
             return Pretraining(self.make_pretraining(context, policy), coefficient)
         return super().make_role(name, context, policy)
 
-    def reference_model(self, context: Context, policy: Policy) -> Policy:
-        return share_weights(policy) if self.shared else super().reference_model(context, policy)
-
     def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
         wanted = self.algorithm.roles | ({"reference"} if self.watch_kl else frozenset())
-        resident = self.reference_device == "same" and not self.shared
         adapters = None if self.lora is None else self.lora.parameters(policy.body)
         settings, by_layer = (
             self.critic_optimizer or self.optimizer,
@@ -236,7 +224,7 @@ class RLStage(ReferenceStage):
         )
         own_body = bool(self.critic)
         prices = {
-            "reference": Reference.price(policy, resident),
+            "reference": self.reference_bytes(policy),
             "critic": Critic.price(policy, tokens, settings, by_layer, adapters, own_body),
         }
         return {name: size for name, size in prices.items() if name in wanted}

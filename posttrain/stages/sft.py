@@ -10,7 +10,6 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Examples
 from posttrain.errors import Count, require
-from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.stages._contamination import guard_training
@@ -34,7 +33,6 @@ class SFTStage(TrainStage):
     max_length: int = 1024
     algorithm: Algorithm = field(default_factory=SFT)
     as_long_as: str = ""
-    lora: Lora | None = None  # train adapters on frozen weights instead of the weights
 
     def material(self, context: Context, tokenizer: object) -> Material:
         data = placed(self.data, context)
@@ -58,8 +56,6 @@ class SFTStage(TrainStage):
             context.announce(self.name, report.lines())
         check_lengths(policy, material.sets, "max_length")
         roles = self.make_roles(context, policy)
-        if self.lora is not None:
-            add_adapters(policy.model, self.lora, context.seed)
         loop = self.train(
             context,
             self.make_trainer(context, policy, roles),

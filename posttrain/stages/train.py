@@ -11,6 +11,7 @@ from posttrain.data.preferences import Unit
 from posttrain.errors import Count, Interval, require
 from posttrain.loop import Loop, LoopSchedule, Source
 from posttrain.models.load import same_vocabulary
+from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
@@ -49,16 +50,26 @@ class TrainStage(Stage):
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
     )
+    lora: Lora | None = None  # train adapters on frozen weights instead of the weights
     checkpoint_every: Interval = 100
+    keep: Literal["last", "best"] = (
+        "last"  # export the last step, or that of the best held-out score
+    )
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     def mistakes(self) -> Iterator[str]:
         learns, name = self.algorithm.learns_from, self.algorithm.name
         if learns not in self.reads:
             yield f"{name} learns from {learns.replace('_', ' ')}; use {STAGES.get(learns, 'another stage')}"
+        if self.keep == "best" and not self.measures():
+            yield "keep=best needs held-out scores; set evaluate_every above 0 and hold something out"
         builds = ", ".join(self.builds)
         if strange := ", ".join(sorted(self.algorithm.roles - {*self.builds})):
             yield f"{name} asks for the role {strange}, which this stage does not build; it builds {builds}"
+
+    def measures(self) -> bool:
+        """Whether its settings have something held out measured while it trains."""
+        return int(getattr(self, "evaluate_every", 0)) > 0
 
     def optimizers(self) -> dict[str, Optimization]:
         """The settings of its optimizers, by their key."""
@@ -68,6 +79,8 @@ class TrainStage(Stage):
         super().check_ready(device)
         for settings in self.optimizers().values():
             settings.ready(device)
+        if self.lora is not None:
+            self.lora.ready()
 
     def warnings(self) -> list[str]:
         found = self.optimizer.warning(f"{self.name}.optimizer", self.steps)
@@ -91,8 +104,14 @@ class TrainStage(Stage):
         learner: Policy | Scorer,
         roles: Sequence[Role] = (),
         reserved_bytes: float = 0.0,
+        seed: int | None = None,
     ) -> Trainer:
+        """The trainer of a model, to which its adapters are added now: a reference and a critic were made before, on the same frozen
+        weights. `seed` is that of the adapters, if not the run's."""
         events = context.events
+        if self.lora is not None:
+            head = ("score.",) if isinstance(learner, Scorer) else ()
+            add_adapters(learner.model, self.lora, context.seed if seed is None else seed, head)
         return Trainer(learner, self.algorithm, self.optimizer, roles, reserved_bytes, events)
 
     def train(
@@ -118,6 +137,7 @@ class TrainStage(Stage):
             trackers=context.trackers,
             on_step=context.on_step,
             monitor=self.monitor,
+            keep_best=self.keep == "best",
             seed=context.seed,
             **more,
         )
@@ -141,6 +161,17 @@ class ReferenceStage(TrainStage):
     # cpu: it comes to the policy's device only when it is asked
     reference_device: Literal["same", "cpu"] = "same"
 
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.shared and self.reference_device == "cpu":
+            own = "with lora the reference is the policy's own frozen weights and has no memory to give back"
+            yield f"{own}; leave reference_device out"
+
+    @property
+    def shared(self) -> bool:
+        """Whether a reference would be the policy's own frozen weights: the policy without its adapters."""
+        return self.lora is not None and not self.reference
+
     def reads_ids(self) -> tuple[str, ...]:
         return (self.reference,) if self.reference else ()
 
@@ -151,6 +182,8 @@ class ReferenceStage(TrainStage):
         return Reference(self.reference_model(context, policy), watched)
 
     def reference_model(self, context: Context, policy: Policy) -> Policy:
+        if self.shared:
+            return share_weights(policy)
         reference = self.load(context, self.reference)
         same_vocabulary(self.name, policy, reference)
         if self.reference_device == "cpu":
@@ -160,7 +193,10 @@ class ReferenceStage(TrainStage):
     def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
         if "reference" not in self.algorithm.roles:
             return {}
-        return {"reference": Reference.price(policy, self.reference_device == "same")}
+        return {"reference": self.reference_bytes(policy)}
+
+    def reference_bytes(self, policy: Policy) -> float:
+        return Reference.price(policy, self.reference_device == "same" and not self.shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +214,9 @@ class UnitStage(TrainStage):
         yield from super().mistakes()
         if not self.data:
             yield "give at least one JSONL file of preferences as data"
+
+    def measures(self) -> bool:
+        return super().measures() and self.held_out > 0
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, each cut after its response; what became of each row is announced."""

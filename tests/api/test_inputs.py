@@ -14,6 +14,7 @@ import pytest
 import posttrain as pt
 from posttrain.api.inputs import Files
 from posttrain.data.records import read_jsonl
+from posttrain.errors import UserError
 
 QUICK: dict[str, Any] = {"steps": 1, "device": "cpu", "threads": 1}
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(8)]
@@ -83,6 +84,20 @@ def test_sft_dpo_and_a_model_from_a_run() -> None:
     assert pt.load(tuned.export).sample("1+1=", temperature=0.0, max_new_tokens=3) == pt.sample(
         tuned, "1+1=", temperature=0.0, max_new_tokens=3
     )
+
+
+def test_lora_is_a_rank_or_its_settings() -> None:
+    pytest.importorskip("peft")
+    run = pt.sft(model="tiny:nano", data=ROWS, lora=4, batch=4, lr=3e-2, **{**QUICK, "steps": 24})
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
+    assert json.loads((run.export / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    chosen = pt.grpo(model=run, task="arithmetic", lora={"rank": 2, "targets": ["q_proj"]}, **GRPO)
+    found = json.loads((chosen.export / "adapter" / "adapter_config.json").read_text())
+    assert found["r"] == 2 and all(name.endswith("q_proj") for name in found["target_modules"])
+    with pytest.raises(UserError, match=r"dpo: lora\.rank: .*not 'high'"):
+        pt.dpo(model="tiny:nano", data=PAIRS, lora="high")
+    with pytest.raises(UserError, match="keep=best needs held-out scores; set evaluate_every above 0"):
+        pt.dpo(model="tiny:nano", data=PAIRS, keep="best", evaluate_every=0)
 
 
 def test_a_module_is_copied_and_stays_as_it_was() -> None:

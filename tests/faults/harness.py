@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -26,6 +27,8 @@ TIMES = ("seconds", "tokens_per_second", "elapsed", "time", "memory")
 LETTERS = str(Path(__file__).with_name("letters.py")) + ":Letters"
 INSIDE_A_SAVE = ("save_file", "sync", "_digest", "_write_json", "prune", "rename")
 KINDS = ("sft", "reward_model", "ppo", "dapo", "dpo", "pipeline", "quickstart")
+if importlib.util.find_spec("peft") is not None:
+    KINDS = (*KINDS, "lora")
 
 # The shipped recipe in seconds, by the keys a person would give it: few demonstrations of one-digit sums, learned well enough that
 # some samples of RL are right. A low threshold then opens the next level in the middle of the stage.
@@ -72,6 +75,7 @@ def settings(kind: str, directory: Path) -> Any:
     from posttrain.algorithms.ppo import PPO
     from posttrain.config import Settings
     from posttrain.data.curriculum import Curriculum
+    from posttrain.models.lora import Lora
     from posttrain.recipes.base import Recipe
     from posttrain.stages._material import Data
     from posttrain.stages.preference import PreferenceStage
@@ -85,7 +89,7 @@ def settings(kind: str, directory: Path) -> Any:
 
     quick = Optimization(lr=3e-3, warmup=2, schedule="cosine", token_budget=400)
     data, model = (str(directory.parent / "pairs.jsonl"),), "tiny:nano"
-    if kind in ("reward_model", "dpo", "pipeline"):
+    if kind in ("reward_model", "dpo", "pipeline", "lora"):
         write_pairs(Path(data[0]))
     letters = catalogue.load("task", LETTERS)
     rl = RLStage(
@@ -125,6 +129,7 @@ def settings(kind: str, directory: Path) -> Any:
         "ppo": (replace(rl, algorithm=ppo, task=letters(workers=False)),),
         "dapo": (replace(rl, algorithm=DAPO(group=2, l_max=0, l_cache=0), watch_kl=True),),
         "dpo": (preference,),
+        "lora": tuple(replace(one, lora=Lora(rank=2), keep="best", evaluate_every=1) for one in (preference, reward)),
         # the reward model of one stage is what the next learns from, and where its critic starts
         "pipeline": (
             replace(reward, steps=3, members=1),

@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 
 import pydantic.type_adapter
@@ -33,6 +34,8 @@ import posttrain.train.torch_settings
 import posttrain.train.trainer
 import tests.faults.harness
 
+with suppress(ImportError):
+    import peft
 get_checkpoint_conversion_mapping("llama")  # six hundred patterns, compiled once
 tests.faults.harness.shipped(Path("nowhere"))  # and the schemas of a recipe
 gc.freeze()  # a child that collects garbage need not look through all of it

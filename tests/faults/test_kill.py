@@ -44,7 +44,7 @@ def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Calla
         life = server.run(kind, directory)
         assert life.code == 0, (directory.parent / "said.txt").read_text()
         found = fingerprint(directory)
-        assert found["figures"] and found["weights"] and (found["rollouts"] or kind in ("sft", "reward_model", "dpo"))
+        assert found["figures"] and found["weights"] and (found["rollouts"] or kind in ("sft", "reward_model", "dpo", "lora"))
         levels = [row.figures["level"] for row in Run(directory).metrics() if "level" in row.figures]
         assert kind != "quickstart" or {1, 2} <= set(levels), f"no level opened, so nothing of it can be lost: {levels}"
         return Reference(found, life)

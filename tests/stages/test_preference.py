@@ -15,6 +15,7 @@ from posttrain.algorithms.ipo import IPO
 from posttrain.errors import UserError
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.read import Run
+from posttrain.stages import base
 from posttrain.stages.base import Stage
 from posttrain.stages.preference import PreferenceStage
 
@@ -49,12 +50,24 @@ def result(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "records"),
-    [("dpo", PAIRS), ("ipo", PAIRS), ("simpo", PAIRS), ("orpo", PAIRS), ("kto", LABELS), ("kto", PAIRS)],
-    ids=["dpo", "ipo", "simpo", "orpo", "kto", "kto-pairs"],
+    ("algorithm", "records", "lora"),
+    [
+        ("dpo", PAIRS, None),
+        ("ipo", PAIRS, None),
+        ("simpo", PAIRS, None),
+        ("orpo", PAIRS, None),
+        ("kto", LABELS, None),
+        ("kto", PAIRS, None),
+        ("dpo", PAIRS, 4),
+    ],
+    ids=["dpo", "ipo", "simpo", "orpo", "kto", "kto-pairs", "dpo-lora"],
 )
-def test_held_out_preferences_are_learned(tmp_path: Path, algorithm: str, records: list[dict[str, Any]]) -> None:
-    run = go(tmp_path, settings([write(tmp_path, records)], algorithm={"name": algorithm}))
+def test_held_out_preferences_are_learned(
+    tmp_path: Path, algorithm: str, records: list[dict[str, Any]], lora: int | None
+) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    run = go(tmp_path, settings([write(tmp_path, records)], algorithm={"name": algorithm}, lora=lora))
     found = result(run)
     assert found["accuracy"][0] >= 0.9 and found["steps"] == 24
     rows = Run(run).metrics("prefs")
@@ -66,6 +79,27 @@ def test_held_out_preferences_are_learned(tmp_path: Path, algorithm: str, record
         assert rows[0].figures["margin/held_out"] == 0.0 and rows[0].figures["accuracy/held_out"] == 0.5
     if algorithm == "dpo":
         assert rows[0].figures["loss/held_out"] == pytest.approx(0.6931, abs=1e-4)
+    if lora:
+        folder = run / "stages" / "prefs" / "model" / "adapter"
+        assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_with_lora_the_reference_is_no_second_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage loads one model, and every frozen weight of the reference is the policy's own tensor."""
+    pytest.importorskip("peft")
+    loaded: list[str] = []
+    original, made = base.load_policy, PreferenceStage.make_trainer
+    monkeypatch.setattr(base, "load_policy", lambda name, *more: loaded.append(name) or original(name, *more))
+
+    def look(self: PreferenceStage, context: Any, policy: Any, roles: Any, *more: Any) -> Any:
+        trainer = made(self, context, policy, roles, *more)
+        own = {p.data_ptr() for p in policy.model.parameters() if not p.requires_grad}
+        assert own >= {p.data_ptr() for p in roles[0].policy.model.parameters()}
+        return trainer
+
+    monkeypatch.setattr(PreferenceStage, "make_trainer", look)
+    go(tmp_path, settings([write(tmp_path, PAIRS)], steps=1, evaluate_every=0, held_out=0.0, lora={"rank": 2}))
+    assert loaded == ["tiny:nano"]
 
 
 def test_the_data_report_is_said_first(tmp_path: Path) -> None:

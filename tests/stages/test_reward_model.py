@@ -19,12 +19,14 @@ from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.evals.calibration import pair_accuracy
 from posttrain.evals.statistics import wilson
 from posttrain.loop import Loop
+from posttrain.models.lora import Lora
+from posttrain.models.save import save
 from posttrain.models.scorer import load_scorer
-from posttrain.models.tiny import character_tokenizer
+from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._material import numbered_prompts, split_by_prompt, until_end
-from posttrain.stages.base import Context, Stage, run_stages
+from posttrain.stages.base import PRINTABLE, Context, Stage, run_stages
 from posttrain.stages.reward_model import RewardModelStage, Verdicts, report
 from posttrain.train.optimizer import Optimization
 from posttrain.train.rating import ModelRating, last_scores
@@ -87,6 +89,28 @@ def test_it_learns_judges_itself_and_leaves_a_plain_checkpoint(tmp_path: Path) -
     ids = np.array(scorer.tokenizer("zzx")["input_ids"])
     with torch.no_grad():
         assert float(stock(torch.from_numpy(ids)[None]).logits[0, 0]) == pytest.approx(last_scores(scorer, [ids])[0], abs=1e-4)
+
+
+def test_with_lora_it_learns_and_peft_adds_its_adapters_and_head_to_the_base(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    peft = pytest.importorskip("peft")
+    tokenizer = character_tokenizer(PRINTABLE)
+    base = save(tiny_model(tokenizer, "nano", 3), tokenizer, tmp_path / "base")
+    run = context(tmp_path / "run")
+    run_stages([stage(write(tmp_path / "pairs.jsonl", pairs(200)), model=str(base), lora=Lora(rank=4), members=2)], run)
+    result = run.result("reward")
+    assert result is not None and result["accuracy"][0] > 0.9, "seen 1.0"
+    ids = np.array(tokenizer("zzx")["input_ids"])
+    for name in ("model", "model-1"):  # the second starts from the base too, not from what the first was merged into
+        folder = tmp_path / "run" / "stages" / "reward" / name
+        plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        plain.config.pad_token_id = tokenizer.pad_token_id
+        loaded = peft.PeftModel.from_pretrained(plain, str(folder / "adapter"))
+        assert loaded.peft_config["default"].task_type == "SEQ_CLS"
+        with torch.no_grad():
+            found = float(loaded(torch.from_numpy(ids)[None]).logits[0, 0])
+        assert found == pytest.approx(last_scores(load_scorer(str(folder)), [ids])[0], abs=1e-4)
 
 
 def test_a_bad_reward_model_stops_the_run_with_one_line(tmp_path: Path) -> None:
