@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from posttrain.errors import Checked, Count, Positive, UserError, require
+from posttrain.models import nf4
 from posttrain.models.policy import Network, Policy
 
 ADAPTER = "lora_"  # what the names of peft's matrices contain
@@ -29,7 +30,8 @@ NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Checked):
-    """Rank and scale of the adapters, and the layers they are added to: () means every linear layer of the decoder."""
+    """Rank and scale of the adapters, and the layers they are added to: () means every linear layer of the decoder. `load_in_4bit`
+    keeps the frozen weights in 4 bits, on CUDA: QLoRA (models/nf4.py)."""
 
     where: ClassVar[str] = "lora: "
     shorthand: ClassVar[str] = "rank"  # lora: 16 is lora: {rank: 16}
@@ -37,10 +39,21 @@ class Lora(Checked):
     rank: Count = 16
     alpha: Positive = 32.0
     targets: tuple[str, ...] = ()
+    load_in_4bit: bool = False
 
-    def ready(self) -> None:
-        """Refuse a machine without peft."""
+    def ready(self, device: str) -> None:
+        """Refuse a machine without peft, and 4 bits without CUDA."""
         require(importlib.util.find_spec("peft") is not None, NO_PEFT)
+        slow = f"lora: load_in_4bit saves the memory of a GPU, and the device is {device}"
+        require(not self.load_in_4bit or device.startswith("cuda"), f"{slow}; leave it out")
+
+    def weight_bytes(self, body: nn.Module, itemsize: int) -> float:
+        """What the weights of the adapters take, less what 4 bits save of those below."""
+        added = float(itemsize * self.parameters(body))
+        if not self.load_in_4bit:
+            return added
+        counts = (m.weight.numel() for m in Lora().layers(body).values() if nf4.fits(m))
+        return added - sum(counts) * (itemsize - 0.5 - itemsize / nf4.BLOCK)
 
     def parameters(self, body: nn.Module) -> int:
         """How many weights learn: rank * (inputs + outputs) for each layer."""
@@ -86,13 +99,15 @@ def merge_adapters(model: Any) -> float:
 
     A model in half precision becomes one in float32, on the CPU: what adapters learn is often less than the spacing of its weights
     (2^-8 of them in bfloat16), and W + s B A, rounded to W, would be the model before training. Returns the share of the changed
-    weights that are still others than before where they are rounded back.
+    weights that are still others than before where they are rounded back. Of weights in 4 bits the merged ones are what those stand
+    for, on which the adapters were trained.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     narrow = model.dtype if model.dtype.itemsize < 4 else None
     if narrow is not None:
         model.to("cpu", torch.float32)
+    nf4.dequantize_layers(model)
     changed, kept = 0, 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -149,7 +164,7 @@ class Adapter:
 def adapter_of(module: Any) -> Adapter | None:
     """The one plain adapter that a layer of peft applies now; None where there is none, or more to it than B (A x)."""
     base = getattr(module, "base_layer", None)
-    if not isinstance(base, nn.Linear) or not hasattr(module, "lora_A"):
+    if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
         return None
     names = [name for name in module.active_adapters if name in module.lora_A]
     if len(names) != 1 or module.disable_adapters or module.merged or module.lora_variant:

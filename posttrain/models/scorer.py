@@ -71,7 +71,8 @@ def from_policy(
     setattr(model, model.base_model_prefix, copy.deepcopy(policy.body, kept))
     width = policy.model.config.get_text_config().hidden_size
     model.score = make_head(head, width, zero, seed, policy.dtype, policy.device)
-    model.requires_grad_(True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())  # codes of 4 bits cannot learn
     install(model)
     if model.config.pad_token_id is None and policy.tokenizer is not None:
         model.config.pad_token_id = policy.tokenizer.pad_token_id

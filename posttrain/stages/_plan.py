@@ -111,7 +111,8 @@ def training_memory(
     """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`; the sampler's
     cache and the weights of other models."""
     adapters = 0 if lora is None else lora.parameters(policy.body)
-    items = {"weights": weight_bytes(policy) + policy.dtype.itemsize * adapters}
+    more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
+    items = {"weights": weight_bytes(policy) + more}
     items |= dict(learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes))
     items["activations"] = activation_bytes(policy, tokens, optimizer.checkpointing == "layer")
     items["logits"] = logits_bytes(policy, tokens)

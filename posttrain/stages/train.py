@@ -10,6 +10,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.data.preferences import Unit
 from posttrain.errors import Count, Interval, require
 from posttrain.loop import Loop, LoopSchedule, Source
+from posttrain.models import nf4
 from posttrain.models.load import same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.models.policy import Policy
@@ -17,7 +18,7 @@ from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import HeldOut, read_units
 from posttrain.stages._plan import DryRun, few_steps, preference_plan
-from posttrain.stages.base import Context, Stage
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
 from posttrain.train.roles.proximal import Proximal
@@ -80,11 +81,19 @@ class TrainStage(Stage):
         for settings in self.optimizers().values():
             settings.ready(device)
         if self.lora is not None:
-            self.lora.ready()
+            self.lora.ready(device)
 
     def warnings(self) -> list[str]:
         found = self.optimizer.warning(f"{self.name}.optimizer", self.steps)
         return [found] if found else []
+
+    def load(self, context: Context, name: str = "") -> Policy:
+        if name or self.lora is None or not self.lora.load_in_4bit:
+            return super().load(context, name)
+        policy = load_policy(self.starts_from(), context, self.alphabet(), place="cpu")
+        nf4.quantize_layers(policy.body, context.device)
+        policy.model.to(context.device)
+        return policy
 
     def make_roles(self, context: Context, policy: Policy) -> list[Role]:
         """The roles that the algorithm asks for."""

@@ -11,6 +11,7 @@ from posttrain.algorithms.sft import SFT
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
+from posttrain.models import nf4
 from posttrain.models.fused_body import fused_body
 from posttrain.models.lora import Lora, add_adapters, perturbed_adapters, share_weights
 from posttrain.models.policy import Policy, wrap_model
@@ -24,7 +25,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = [(5, 9, 7), tuple(range(3, 90)), (20, 19)]
 
 
-def make(dtype: torch.dtype, targets: tuple[str, ...] = (), spread: float = 0.05) -> tuple[Policy, Policy]:
+def make(
+    dtype: torch.dtype, targets: tuple[str, ...] = (), spread: float = 0.05, load_in_4bit: bool = False
+) -> tuple[Policy, Policy]:
     """A policy with adapters, and the same frozen weights without them; the wider its weights spread, the more rounding shows."""
     pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -37,6 +40,8 @@ def make(dtype: torch.dtype, targets: tuple[str, ...] = (), spread: float = 0.05
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().to(dtype)
     policy = wrap_model(model, None, (1,))
+    if load_in_4bit:
+        nf4.quantize_layers(policy.body, "cuda")
     below = share_weights(policy)
     add_adapters(policy.model, Lora(rank=8, alpha=16.0, targets=targets), 1)
     return policy, below
@@ -73,6 +78,25 @@ def test_what_is_sampled_after_an_update_has_the_log_probs_of_the_new_adapters(t
             trainer.update(SFT().prepare(batch_of(PROMPTS[1], answers[1][0]), {}), 2e-2)
     assert apart[0] < 0.03 and apart[1] > 0.1 and apart[2] > 0.1, apart
     assert backend.decoder is kept and len(backend.graphs) > 0
+
+
+def test_adapters_on_weights_in_4_bits_are_trained_and_sampled() -> None:
+    """On the plain path: the weights in a bit more than 4 bits, a loss that falls, and samples with the log-probs of the trainer's
+    own pass."""
+    policy, below = make(torch.bfloat16, load_in_4bit=True)
+    layers = [m for m in policy.body.modules() if isinstance(m, nf4.Linear4bit)]
+    size = sum(p.numel() * p.element_size() for m in layers for p in (m.code, m.scale))
+    assert len(layers) == 7 * 3 and fused_body(policy) is None
+    assert size == sum(m.in_features * m.out_features for m in layers) * (0.5 + 2 / nf4.BLOCK)
+    ids = np.random.default_rng(0).integers(3, 3000, 60)
+    batch = SFT().prepare(pack_examples([Example(ids, np.arange(60) > 9)], "cuda"), {})
+    trainer = Trainer(policy, SFT(), Optimization(lr=1e-2))
+    losses = [next(float(m.value) for m in trainer.update(batch, 1e-2).metrics if m.name == "loss") for _ in range(12)]
+    assert losses[-1] < losses[0] - 1, losses
+    ((answer, *_),) = generate_groups(Engine(policy), [Prompt(PROMPTS[0], 2, 0, Sampling(30, min_new_tokens=30))])
+    with torch.no_grad():
+        ours, frozen = (forward(p, batch_of(PROMPTS[0], answer)).logprob_T[3:].cpu().numpy() for p in (policy, below))
+    assert np.abs(ours - answer.logprobs).mean() < 0.05 < np.abs(frozen - answer.logprobs).mean()
 
 
 def gradients(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
