@@ -14,6 +14,8 @@ _HARMLESS = """
     max_rows checkpoint_every evaluate_every evaluate_problems evaluate_units rollouts_every reference_device watch_kl monitor
 """
 HARMLESS = frozenset(_HARMLESS.split())
+# of which these decide what a stage with keep=best exports
+MEASURED = frozenset({"evaluate_every", "evaluate_problems", "evaluate_units"})
 # of the recipe; a stage may have fields of these names that matter
 SUMMARY = frozenset({"next_command", "before", "after"})
 WHOLE = "options"  # a mapping whose keys are a user's own: one more of them is a change, not a setting of a later version
@@ -42,6 +44,9 @@ def compare(
     >>> old, new = ({"stages": [{"name": "rl", "task": {"options": o}}]} for o in ({"mark": 1}, {"mark": 1, "case": 0}))
     >>> compare(old, new, ["rl"]).refused
     ("rl.task.options: {'mark': 1} -> {'mark': 1, 'case': 0}",)
+    >>> old, new = ({"stages": [{"name": "rl", "keep": "best", "evaluate_every": n}]} for n in (5, 10))
+    >>> compare(old, new, ["rl"]).refused
+    ('rl.evaluate_every: 5 -> 10',)
     """
     ours, theirs = flatten(before), flatten(after)
     named: list[str] = []
@@ -54,7 +59,9 @@ def compare(
         # a run's name is harmless; that of an algorithm or a task within a stage is which one it is
         parts = [part for part in rest if part != "name"] or ([stage] if not rest else [])
         later = was is ABSENT or bool(rest and stage not in begun)
-        harmless = later or key in SUMMARY or not HARMLESS.isdisjoint(parts)
+        chooses = theirs.get(f"{stage}.keep") == "best" and not MEASURED.isdisjoint(parts)
+        passing = not HARMLESS.isdisjoint(parts) and not chooses
+        harmless = later or key in SUMMARY or passing
         old, new = ("nothing" if value is ABSENT else short(value) for value in (was, now))
         (named if harmless else refused).append(f"{key}: {old} -> {new}")
     return Changes(tuple(named), tuple(refused))

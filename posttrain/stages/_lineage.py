@@ -20,7 +20,7 @@ from pathlib import Path
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.runs.layout import dump_line
-from posttrain.runs.resume_policy import HARMLESS, WHOLE, flatten, short
+from posttrain.runs.resume_policy import HARMLESS, MEASURED, WHOLE, flatten, short
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
@@ -163,7 +163,8 @@ def _sha256(path: str, size: int, modified: int) -> str:
 def _plain(value: object) -> JSON:
     """Settings as plain data, without those that only say how the work is done. Classes are distinguished by name."""
     if is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in fields(value) if f.init and f.name not in NEUTRAL]
+        neutral = NEUTRAL - MEASURED if getattr(value, "keep", "") == "best" else NEUTRAL
+        names = [f.name for f in fields(value) if f.init and f.name not in neutral]
         tree = {name: _plain(getattr(value, name)) for name in names}
         shipped = type(value).__module__.startswith("posttrain.")
         named = isinstance(value, Algorithm | ABC) or not shipped
