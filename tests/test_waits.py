@@ -23,6 +23,8 @@ FUNCTIONS = {
     "httpx.post",
     "httpx.Client",
     "httpx.AsyncClient",
+    "openai.AsyncOpenAI",
+    "openai.DefaultAsyncHttpxClient",
     "requests.get",
     "requests.post",
     "asyncio.run",
@@ -51,7 +53,7 @@ BOUNDED = {
     "system/workers.py: os.waitpid(ended, 0)": "after SIGKILL",
     "data/safe_readers.py: os.waitpid(pid, 0)": "after SIGKILL",
     "data/safe_readers.py: self.begun.wait()": "a thread that serves as long as the process",
-    "rewards/_asking.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` requests has `seconds`",
+    "rewards/_asking.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` has `seconds`, after MAX_WAIT",
     "rewards/_asking.py: thread.submit(asyncio.run, self._ask_all(conversations, form)).result()": "the same",
     "rewards/_asking.py: asyncio.gather(*(one(messages) for messages in conversations))": "the same",
     "rewards/sandbox/pool.py: self._orders.get()": "a thread that serves until it is told to end",
@@ -100,7 +102,7 @@ def test_every_wait_has_a_limit() -> None:
     ["thread.join()", "queue.get()", "process.wait()", "event.wait()", "process.communicate()", "future.result()", "lock.acquire()",
      "subprocess.run(['x'])", "pipe.readline()", "server.accept()", "os.read(1, 5)", "fcntl.flock(fd, fcntl.LOCK_EX)",
      "asyncio.run(x)",
-     "http.client.HTTPConnection('x')", "httpx.AsyncClient(verify=True)",
+     "http.client.HTTPConnection('x')", "httpx.AsyncClient(verify=True)", "openai.AsyncOpenAI(base_url='x')",
      "select.select([a], [], [])", "os.waitpid(1, 0)", "urlopen('x')"],
 )  # fmt: skip
 def test_the_check_can_fail(source: str) -> None:

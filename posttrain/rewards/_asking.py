@@ -1,5 +1,5 @@
 """What a judge is asked, the form in which it must answer, the cache of its answers, and an OpenAI-compatible endpoint that answers:
-asked in parallel, with retries, a rate limit and a count of what it cost."""
+asked in parallel with the `openai` client, within a rate limit and with a count of what it cost."""
 
 from __future__ import annotations
 
@@ -7,24 +7,43 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from posttrain.errors import Count, UserError, check_fields
-from posttrain.trust import KEY_VARIABLE, Address, active
+from posttrain.errors import Checked, Count, NotNegative, Positive, Whole, require
+from posttrain.trust import HOSTS_VARIABLE, KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
 # how servers refuse a request with something in it that they do not know
 UNKNOWN_FIELD = {400, 404, 415, 422, 501}
-RETRY = {408, 409, 425, 429, 500, 502, 503, 504}
-MAX_WAIT = 30.0  # seconds between two attempts, whatever the server asks for
-MAX_REPLY = 1 << 20  # bytes
+MAX_WAIT = 120.0  # seconds that a server may ask for with Retry-After; the client gives up where it is more
+MAX_REPLY = 1 << 20  # characters
+MAX_QUOTED = 200  # characters of a server's or a judge's words in a message
+OBJECT = re.compile(r"\{[^{}]*\}")
+# What a server needs in order to read a request. The client adds others, some from variables of the environment.
+HEADERS = {
+    "host",
+    "accept",
+    "accept-encoding",
+    "connection",
+    "content-type",
+    "content-length",
+    "user-agent",
+}
 Messages = Sequence[JSON]  # {"role": ..., "content": text or a list of parts}
+
+
+class Unanswered(Exception):
+    """Why there is no usable reply, and what to do: a failure of ours, never a verdict."""
+
+
+Reply = str | Unanswered
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +71,36 @@ class Form:
         ends = [*[","] * (self.count - 1), "]}"]
         return [[a + text + b for text in texts] for a, b in zip(starts, ends, strict=True)]
 
+    def read(self, reply: Reply) -> JSON:
+        """What a reply says: the field of its last JSON object. None where there is none, where two objects disagree, and where the
+        value is no option; of numbers, those between the options are fine too.
+
+        >>> Form("score", (1, 10)).read('I think {"score": 7}'), Form("verdict", ("A", "B")).read('{"verdict": "C"}')
+        (7, None)
+        """
+        found = []
+        for text in OBJECT.findall(reply) if isinstance(reply, str) else ():
+            try:
+                value = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(value, dict) and self.field in value:
+                found.append(value[self.field])
+        agreed = bool(found) and all(value == found[0] for value in found)
+        return found[-1] if agreed and self.allows(found[-1]) else None
+
+    def allows(self, value: JSON) -> bool:
+        if not self.count:
+            return self._allows_one(value)
+        full = isinstance(value, list) and len(value) == self.count
+        return full and all(map(self._allows_one, value))
+
+    def _allows_one(self, value: JSON) -> bool:
+        if isinstance(self.options[0], str):
+            return value in self.options
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and min(self.options) <= value <= max(self.options)
+
     def schema(self) -> JSON:
         """The same as JSON schema, for servers that can hold a model to one."""
         field: JSON = {"enum": list(self.options)}
@@ -65,8 +114,8 @@ class Form:
 class Asking(Protocol):
     """Answers chat messages: an endpoint, or a model in this process."""
 
-    def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
-        """The reply to each conversation, in order; None where there is none."""
+    def ask(self, conversations: Sequence[Messages], form: Form) -> Sequence[Reply]:
+        """The reply to each conversation, in order, or why there is none."""
         ...
 
 
@@ -119,43 +168,48 @@ class Replies:
         partial.replace(place)
 
 
-class Unanswered(Exception):
-    """No usable reply after all attempts: a failure of ours, never a verdict."""
+@dataclass(frozen=True, kw_only=True)
+class EndpointSettings(Checked):
+    """How a model behind an OpenAI-compatible address is asked. The key is read from an environment variable and appears nowhere else;
+    trust.py says who may be sent it. Prices are per million tokens."""
+
+    model: str
+    url: str = ""
+    key_variable: str = KEY_VARIABLE  # "": no key
+    temperature: NotNegative | None = 0.0  # None: that of the server
+    max_tokens: Whole = 512  # of a reply; 0: no limit but the server's
+    seconds: Positive = 60.0  # of one attempt
+    attempts: Count = 4
+    parallel: Count = 16  # requests at the same time
+    per_minute: Whole = 0  # requests; 0: no limit but the server's
+    cache: str = ""  # a folder that keeps the replies; "": none
+    prompt_price: NotNegative = 0.0
+    completion_price: NotNegative = 0.0
+    constrain: bool = True  # ask the server to allow nothing but the form of the verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Where to ask. The key is read from an environment variable and appears nowhere else; trust.py says who may be sent it. Prices are
-    per million tokens. The server is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked
-    again without, and from then on."""
+class Endpoint(EndpointSettings):
+    """Asks the address. The server is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked
+    again without, and from then on. What the server cannot do now (429, 5xx, no connection, no reply in time) is tried again by the
+    client, after the time that the server asks for."""
 
-    url: str
-    model: str
-    key_variable: str = KEY_VARIABLE  # "": no key
-    temperature: float = 0.0
-    max_tokens: int = 512
-    seconds: float = 60.0  # of one attempt
-    attempts: Count = 4
-    parallel: Count = 16
-    per_minute: int = 0  # requests; 0: no limit
-    cache: str = ""  # a folder; "": no cache
-    prompt_price: float = 0.0
-    completion_price: float = 0.0
-    constrain: bool = True  # ask the server to allow nothing but the form of the verdict
+    where: ClassVar[str] = "judge: "
+
     usage: Usage = field(default_factory=Usage, compare=False, repr=False)
-    # why the last one was not answered
-    trouble: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
+    pace: Pace = field(default_factory=lambda: Pace(), init=False, compare=False, repr=False)
     # statuses of refusing a form
     refused: list[int] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         active().require_address(self.url)
         active().require_variable(self.key_variable)
         active().key(self.url, self.key_variable)  # refused now rather than with the first question
-        _httpx()
-        check_fields(self, "judge: ")
+        there = find_spec("openai") is not None
+        require(there, "a judge behind an address needs openai: pip install 'posttrain[judge]'")
 
-    def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
+    def ask(self, conversations: Sequence[Messages], form: Form) -> list[Reply]:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -163,128 +217,186 @@ class Endpoint:
         with ThreadPoolExecutor(1) as thread:  # the caller's event loop is running in this one
             return thread.submit(asyncio.run, self._ask_all(conversations, form)).result()
 
-    async def _ask_all(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
-        key = active().key(self.url, self.key_variable)
-        gate, pace = asyncio.Semaphore(self.parallel), _Pace(self.per_minute)
-        async with _httpx().AsyncClient(
+    async def _ask_all(self, conversations: Sequence[Messages], form: Form) -> list[Reply]:
+        import openai
+
+        gate = asyncio.Semaphore(self.parallel)
+        connection = openai.DefaultAsyncHttpxClient(
             timeout=self.seconds,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
             follow_redirects=False,
-            verify=_certificates(),
             trust_env=not Address.of(self.url).loopback,  # no proxy to this machine
+            event_hooks={"request": [self._before], "response": [self._after]},
+        )
+        async with openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key="set in _before",
+            timeout=self.seconds,
+            max_retries=self.attempts - 1,
+            http_client=connection,
         ) as client:
 
-            async def one(messages: Messages) -> str | None:
+            async def one(messages: Messages) -> Reply:
                 async with gate:
                     try:
-                        return await self._ask_one(client, messages, form, pace)
+                        return await self._ask_one(client, messages, form)
+                    except openai.OpenAIError as error:
+                        found = Unanswered(self._explained(error))
                     except Unanswered as error:
-                        self.usage.failures += 1
-                        self.trouble[:] = [str(error)]
-                        return None
+                        found = error
+                self.usage.failures += 1
+                return found
 
             return list(await asyncio.gather(*(one(messages) for messages in conversations)))
 
+    async def _before(self, request: Any) -> None:
+        """Wait for the turn of an attempt, the first or one of the client's retries, and let the server see no header but those that it
+        needs and the key that trust.py permits."""
+        self.usage.retries += request.headers.get("x-stainless-retry-count", "0") != "0"
+        for name in [name for name in request.headers if name.lower() not in HEADERS]:
+            del request.headers[name]
+        if key := active().key(self.url, self.key_variable):
+            request.headers["authorization"] = f"Bearer {key}"
+        await self.pace.turn(self.per_minute)
+        self.usage.requests += 1
+
+    async def _after(self, response: Any) -> None:
+        """A server that is asked too often says when to go on: that holds for all requests."""
+        if response.status_code == 429:
+            self.pace.hold(response.headers.get("retry-after"))
+
     def body(self, messages: Messages, form: Form | None = None) -> dict[str, JSON]:
         body: dict[str, JSON] = {"model": self.model, "messages": list(messages)}
-        body |= {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if self.max_tokens:
+            body["max_tokens"] = self.max_tokens
         if form is not None:
             schema = {"name": form.field, "strict": True, "schema": form.schema()}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
 
-    async def _ask_one(self, client: Any, messages: Messages, form: Form, pace: _Pace) -> str:
+    async def _ask_one(self, client: Any, messages: Messages, form: Form) -> str:
+        """A usable reply, which is kept: another is an error each time."""
         key, replies = [self.url, self.body(messages)], Replies(self.cache)
         known = replies.recall(key)
-        if known is not None:
+        if known is not None and form.read(known) is not None:
             self.usage.cached += 1
             return known
-        last = "no attempt"
-        for attempt in range(self.attempts):
-            if attempt:
-                self.usage.retries += 1
-            await pace.turn()
-            wait = min(MAX_WAIT, 0.25 * 2**attempt)
+        for left in reversed(
+            range(min(self.attempts, 2))
+        ):  # what is no reply at all may be one the next time
             try:
-                reply = await self._post(client, messages, form, pace)
-                if reply.status_code == 200:
-                    text = self._read(reply.content)
-                    replies.remember(key, text)
-                    return text
-                last = f"status {reply.status_code}"
-                if reply.status_code not in RETRY:
-                    break
-                wait = min(MAX_WAIT, _seconds(reply.headers.get("retry-after"), wait))
-            except (_httpx().HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
-                last = f"{type(error).__name__}: {error}"
-            if attempt + 1 < self.attempts:
-                await asyncio.sleep(wait)
-        raise Unanswered(last)
+                text, ended = self._read(await self._post(client, messages, form))
+                break
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                what = f"unreadable reply ({type(error).__name__}: {error}); is {self.url} the address of an OpenAI-compatible server?"
+                if not left:
+                    raise Unanswered(what) from None
+            self.usage.retries += 1
+        if form.read(text) is None:
+            raise Unanswered(self._unusable(text, ended, form))
+        replies.remember(key, text)
+        return text
 
-    async def _post(self, client: Any, messages: Messages, form: Form, pace: _Pace) -> Any:
-        """One attempt. A server that refuses the form is asked again without, and where that helped, never with one again."""
-        address = self.url.rstrip("/") + "/chat/completions"
-        constrained = self.constrain and not self.refused
-        self.usage.requests += 1
-        reply = await client.post(address, json=self.body(messages, form if constrained else None))
-        if not constrained or reply.status_code not in UNKNOWN_FIELD:
-            return reply
-        await pace.turn()
-        self.usage.requests += 1
-        plain = await client.post(address, json=self.body(messages))
-        if plain.status_code == 200:
-            self.refused.append(reply.status_code)
-        return plain
+    async def _post(self, client: Any, messages: Messages, form: Form) -> Any:
+        """One request. A server that refuses the form is asked again without, and where that helped, never with one again."""
+        from openai import APIStatusError
 
-    def _read(self, content: bytes) -> str:
-        """The text of a reply; its tokens are counted. Anything else raises, and is tried again."""
-        if len(content) > MAX_REPLY:
+        create, refusal = client.chat.completions.create, 0
+        if self.constrain and not self.refused:
+            try:
+                return await create(**self.body(messages, form))
+            except APIStatusError as error:
+                refusal = error.status_code
+                if refusal not in UNKNOWN_FIELD:
+                    raise
+        reply = await create(**self.body(messages))
+        if refusal:
+            self.refused.append(refusal)
+        return reply
+
+    def _read(self, reply: Any) -> tuple[str, str]:
+        """The text of a reply and why it ended; its tokens are counted. The client checks nothing: what is no reply raises."""
+        choice, used = reply.choices[0], reply.usage
+        text = choice.message.content or ""
+        if len(text) > MAX_REPLY:
             raise ValueError("the reply is too long")
-        reply = json.loads(content)
-        text = reply["choices"][0]["message"]["content"]
-        if not isinstance(text, str):
-            raise TypeError("the reply has no text")
-        used = reply.get("usage") or {}
-        prompt, completion = (int(used.get(f"{of}_tokens", 0)) for of in ("prompt", "completion"))
+        prompt, completion = (
+            int(getattr(used, f"{of}_tokens", 0)) for of in ("prompt", "completion")
+        )
         self.usage.prompt_tokens += prompt
         self.usage.completion_tokens += completion
         self.usage.cost += (prompt * self.prompt_price + completion * self.completion_price) / 1e6
-        return text
+        return str(text), str(choice.finish_reason)
+
+    def _unusable(self, text: str, ended: str, form: Form) -> str:
+        wanted = f"no {form.field} that is one of {form.options[0]} to {form.options[-1]}"
+        said = f"unusable reply, {wanted}: {text[:MAX_QUOTED]!r}"
+        if ended == "length":
+            return f"{said}; it was cut: raise max_tokens, which is {self.max_tokens or 'not set'}"
+        return f"{said}; use another model, or one whose server knows response_format"
+
+    def _explained(self, error: Exception) -> str:
+        """An error of the client in one line: what happened, in the server's words, and what to do."""
+        import openai
+
+        key = active().key(self.url, self.key_variable)
+        if isinstance(error, openai.APITimeoutError):
+            return f"timeout: no reply within {self.seconds:g} s in {self.attempts} attempts; raise seconds, or lower parallel"
+        if isinstance(error, openai.APIConnectionError):
+            return f"no connection to {self.url} ({error.__cause__}); does the server run, and is the url right?"
+        if not isinstance(error, openai.APIStatusError):
+            return f"{type(error).__name__}: {error}"
+        body, status = error.body, error.status_code
+        words = str(body.get("message", body)) if isinstance(body, dict) else str(body or "")
+        words = words.replace(key, "***") if key else words
+        no_key = (
+            f"no key was sent: set the variable {self.key_variable or 'that key_variable names'}"
+        )
+        no_key += f", and {HOSTS_VARIABLE} where a file names the url"
+        advice = {
+            401: f"put a valid key into the variable {self.key_variable}" if key else no_key,
+            403: "the key may not use this model",
+            404: f"the server has no model {self.model!r}, or the url is not up to .../v1",
+            429: "asked too often: lower parallel, or set per_minute to what the server permits",
+        }
+        if error.code == "insufficient_quota":
+            advice[429] = "the account has no credit left"
+        elif wait := error.response.headers.get("retry-after"):
+            advice[429] += f" (it asks to wait {wait} s)"
+        if 300 <= status < 400:
+            advice[status] = "no redirect is followed: give the url that it leads to"
+        otherwise = (
+            "the server fails: try again later"
+            if status >= 500
+            else "the server refuses the request"
+        )
+        return f"status {status} {words[:MAX_QUOTED]!r}; {advice.get(status, otherwise)}"
+
+
+def endpoint(settings: EndpointSettings) -> Endpoint:
+    """The endpoint that settings name, which may have others besides."""
+    return Endpoint(**{f.name: getattr(settings, f.name) for f in fields(EndpointSettings)})
 
 
 @dataclass(slots=True)
-class _Pace:
-    """So many turns a minute, evenly."""
+class Pace:
+    """When the next request may be sent."""
 
-    per_minute: int
     next: float = 0.0
 
-    async def turn(self) -> None:
-        if not self.per_minute:
-            return
+    async def turn(self, per_minute: int) -> None:
+        """Wait for it. So many a minute follow each other evenly."""
         now = time.monotonic()
         at = max(now, self.next)
-        self.next = at + 60.0 / self.per_minute
+        self.next = at + 60.0 / per_minute if per_minute else self.next
         await asyncio.sleep(at - now)
 
-
-def _seconds(text: str | None, otherwise: float) -> float:
-    try:
-        return max(0.0, float(text)) if text is not None else otherwise
-    except ValueError:
-        return otherwise
-
-
-def _httpx() -> Any:
-    try:
-        import httpx
-    except ImportError as error:
-        needs = "a judge behind an address needs httpx: pip install 'posttrain[judge]'"
-        raise UserError(needs) from error
-    return httpx
-
-
-@lru_cache(maxsize=1)
-def _certificates() -> Any:
-    """Read once: it takes a good part of a second, and a judge is asked for every group."""
-    return _httpx().create_ssl_context()
+    def hold(self, retry_after: str | None) -> None:
+        """Let nothing be sent for as long as a server asks, in seconds."""
+        try:
+            seconds = float(retry_after or 0)
+        except ValueError:  # a date, which the client itself waits for
+            return
+        if 0 < seconds <= MAX_WAIT:
+            self.next = max(self.next, time.monotonic() + seconds)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
-from posttrain.errors import Checked, Count, GuardStop, NotNegative, Share, Whole, require
+from posttrain.errors import Count, GuardStop, Share, require
 from posttrain.evals.statistics import share_interval
 from posttrain.rewards import judge as judging
-from posttrain.rewards._asking import Endpoint, Usage
+from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
 from posttrain.rewards.judge import Judge, Verdict, read_rubric
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context, Stage, load_policy
@@ -21,18 +21,13 @@ from posttrain.types import JSON
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeSettings(Checked):
-    """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`."""
+class JudgeSettings(EndpointSettings):
+    """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`, which the other settings are
+    for; `cache` is for both."""
 
     shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
 
-    model: str
-    url: str = ""
     rubric: str = ""  # a file; "": the default
-    cache: str = ""  # a folder that keeps the judge's replies; "": none
-    per_minute: Whole = 0  # requests to `url`; 0: no limit
-    prompt_price: NotNegative = 0.0  # of a million tokens
-    completion_price: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,22 +36,18 @@ class JudgeSettings(Checked):
     def ready(self) -> None:
         """Refuse what can be known before it is asked."""
         if self.url:
-            judging.check_judge(url=self.url, model=self.model)
+            endpoint(self)
         read_rubric(self.rubric)
 
     def open(self, context: Context) -> tuple[Judge, Usage]:
         """The judge, after it has passed the canaries, and what asking it takes."""
-        if not self.url:
+        if self.url:
+            model: Endpoint | LocalModel = endpoint(self)
+        else:
             policy = load_policy(self.model, context)
             policy.model.requires_grad_(False)
             model = LocalModel(policy, cache=self.cache)
-            return JudgeRating(model, rubric=self.rubric).judge, model.usage
-        settings = asdict(self)
-        rubric = read_rubric(settings.pop("rubric"))
-        endpoint = Endpoint(**settings)
-        judge = Judge(endpoint, rubric)
-        judge.check_canaries(judging.CANARY_QUESTION)
-        return judge, endpoint.usage
+        return JudgeRating(model, rubric=self.rubric).judge, model.usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +98,8 @@ class AgreementStage(Stage):
         self, verdicts: Sequence[Verdict], labels: Sequence[str], questions: Sequence[str]
     ) -> dict[str, JSON]:
         _, kappa, judged = judging.agreement([v.winner for v in verdicts], labels)
-        require(judged > 0, f"{self.name}: the judge gave no verdict on any pair")
+        why = next((v.failure for v in verdicts if v.failure), "")
+        require(judged > 0, f"{self.name}: the judge gave no verdict on any pair: {why}")
         same = [
             (float(v.winner == own), q)
             for v, own, q in zip(verdicts, labels, questions, strict=True)

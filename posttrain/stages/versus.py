@@ -18,7 +18,7 @@ from posttrain.models.policy import Policy
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.rules import ADVICE, SYMPTOMS
 from posttrain.monitor.series import GOLD, Change, change
-from posttrain.rewards.judge import Verdict
+from posttrain.rewards.judge import SHARES, Verdict
 from posttrain.runs.metrics import group_metrics, merge
 from posttrain.stages._answers import AnswerStage, kl_known, kl_to, perplexity, rated_by
 from posttrain.stages._material import Data, placed
@@ -26,7 +26,6 @@ from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context
 from posttrain.types import JSON, Group
 
-SHARES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of a win, by verdict; the model is A
 PARTS = 10  # of the problems, whose figures tell the spread of the whole
 
 

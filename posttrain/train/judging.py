@@ -17,7 +17,15 @@ import numpy as np
 from posttrain.data.chat import render_prompt, special_texts
 from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
-from posttrain.rewards._asking import Form, Messages, Replies, Usage
+from posttrain.rewards._asking import (
+    Endpoint,
+    Form,
+    Messages,
+    Replies,
+    Reply,
+    Unanswered,
+    Usage,
+)
 from posttrain.rewards.judge import CANARY_QUESTION, SCORE, Judge, check_mode, read_rubric
 from posttrain.train.checkpoint import identity
 from posttrain.train.pack import pack_examples
@@ -34,26 +42,25 @@ class LocalModel:
     cache: str = ""
     usage: Usage = field(default_factory=Usage)
 
-    def ask(self, conversations: Sequence[Messages], form: Form) -> list[str | None]:
+    def ask(self, conversations: Sequence[Messages], form: Form) -> list[Reply]:
         prompts = [self.prompt(messages) for messages in conversations]
         replies, weights = Replies(self.cache), identity(self.policy.model) if self.cache else ""
         asked = (form.field, list(form.options), form.count)
         keys = [[weights, list(prompt), *asked] for prompt in prompts]
-        found = [replies.recall(key) for key in keys]
+        found: list[Reply | None] = [replies.recall(key) for key in keys]
         fresh = [n for n, known in enumerate(found) if known is None]
         self.usage.requests += len(fresh)
         self.usage.cached += len(prompts) - len(fresh)
-        # no verdict: the others still have theirs
-        long = {n for n in fresh if self.too_long(prompts[n], form)}
-        self.usage.failures += len(long)
-        fresh = [n for n in fresh if n not in long]
+        for n in fresh:  # no verdict: the others still have theirs
+            if reason := self.too_long(prompts[n], form):
+                found[n] = Unanswered(reason)
+        fresh = [n for n in fresh if found[n] is None]
         for n, reply in zip(fresh, self.decide([prompts[n] for n in fresh], form), strict=True):
-            found[n] = reply
-            if reply is None:
-                self.usage.failures += 1
-            else:
+            found[n] = reply or Unanswered("its probability is not a number")
+            if reply is not None:
                 replies.remember(keys[n], reply)
-        return found
+        self.usage.failures += sum(isinstance(reply, Unanswered) for reply in found)
+        return [reply for reply in found if reply is not None]
 
     def prompt(self, messages: Messages) -> tuple[int, ...]:
         """The conversation's ids. What spells a control token of this very tokenizer is broken up: a response must not be able to end
@@ -127,33 +134,36 @@ def harmless(text: str, control: Sequence[str]) -> str:
 
 
 class JudgeRating:
-    """A judge in this process as a reward: the responses to a problem together, by `mode`, on a scale of 0 to 1."""
+    """A judge as a reward: the responses to a problem together, by `mode`, on a scale of 0 to 1. It is a model in this process or one
+    behind an address."""
 
-    def __init__(self, model: LocalModel, mode: str = "points", rubric: str = ""):
+    def __init__(self, model: LocalModel | Endpoint, mode: str = "points", rubric: str = ""):
         check_mode(mode)
         self.mode, self.model, self.judge = mode, model, Judge(model, read_rubric(rubric))
-        if reason := model.too_long(model.prompt(self.judge.single(CANARY_QUESTION, "")), SCORE):
+        if reason := self.too_long(CANARY_QUESTION, ""):
             raise UserError(f"the model cannot judge: its questions are {reason}")
         self.judge.check_canaries(CANARY_QUESTION)
         # the network, for a checkpoint to name it by its weights
-        self.models = (model.policy.model,)
+        self.models = (model.policy.model,) if isinstance(model, LocalModel) else ()
+
+    def too_long(self, question: str, response: str) -> str:
+        """Why the judge cannot read a response even by itself, or ''."""
+        if not isinstance(self.model, LocalModel):
+            return ""  # its server says
+        prompt = self.model.prompt(self.judge.single(question, response))
+        return self.model.too_long(prompt, SCORE)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout, in order. Neighbours of one problem are a group."""
-        scores: list[Score] = []
-        for _, group in groupby(rollouts, key=lambda rollout: rollout.problem.id):
+        """One score for each rollout, in order. Neighbours of one problem are a group. What the judge cannot read fails alone; the
+        others are judged together."""
+        reasons = [self.too_long(r.problem.question, r.response) for r in rollouts]
+        rows: list[tuple[str, list[str]]] = []
+        readable = [r for r, reason in zip(rollouts, reasons, strict=True) if not reason]
+        for _, group in groupby(readable, key=lambda rollout: rollout.problem.id):
             members = list(group)
-            responses = [rollout.response for rollout in members]
-            scores += self.rate_group(members[0].problem.question, responses)
-        return scores
-
-    def rate_group(self, question: str, responses: Sequence[str]) -> list[Score]:
-        """What the judge cannot read even by itself fails alone; the others are judged together."""
-        prompts = (self.model.prompt(self.judge.single(question, r)) for r in responses)
-        reasons = [self.model.too_long(prompt, SCORE) for prompt in prompts]
-        readable = [r for r, reason in zip(responses, reasons, strict=True) if not reason]
-        self.model.usage.failures += len(responses) - len(readable)
-        judged = iter(self.judge.scores(self.mode, question, readable) if readable else [])
+            rows.append((members[0].problem.question, [r.response for r in members]))
+        self.model.usage.failures += len(rollouts) - len(readable)
+        judged = iter([score for row in self.judge.scores(self.mode, rows) for score in row])
         return [
             Score.failed(reason, "infrastructure") if reason else next(judged) for reason in reasons
         ]

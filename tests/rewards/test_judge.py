@@ -19,7 +19,6 @@ from posttrain import config, pipeline
 from posttrain.data.preferences import read_pairs
 from posttrain.errors import GuardStop, UserError
 from posttrain.recipes.base import Recipe
-from posttrain.rewards import _asking
 from posttrain.rewards._asking import Endpoint
 from posttrain.rewards.judge import CANARIES, Judge, Verdict, agreement, judge, judged
 from posttrain.stages.agreement import AgreementStage, JudgeSettings
@@ -30,7 +29,7 @@ from posttrain.tasks.jsonl import Jsonl
 from posttrain.types import Group, Problem, Rollout, Sampling, Score, Segment
 
 ASKS_FOR_A_VERDICT = 'nothing else: {"verdict"'
-Reply = tuple[int, Any] | None  # status and message text; None: hang
+Reply = tuple[int, Any] | None  # status and message text, or a whole body; None: hang
 
 
 class Server(ThreadingHTTPServer):
@@ -38,10 +37,11 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     request_queue_size = 64  # with the default of 5, a sixth connection at once waits a second
+    retry_after = "0.01"
 
     def __init__(self, behave: Callable[[dict[str, Any], int], Reply]):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.behave, self.bodies, self.headers_seen = behave, [], []
+        self.behave, self.bodies, self.headers_seen, self.times = behave, [], [], []
         self.lock, self.busy, self.most = threading.Lock(), 0, 0
 
 
@@ -51,6 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with server.lock:
             server.bodies.append(body)
+            server.times.append(time.monotonic())
             server.headers_seen.append(dict(self.headers))
             number = len(server.bodies)
             server.busy += 1
@@ -71,7 +72,9 @@ class Handler(BaseHTTPRequestHandler):
         )
         self.send_response(status)
         if status == 429:
-            self.send_header("retry-after", "0.01")
+            self.send_header("retry-after", server.retry_after)
+        if status == 302:
+            self.send_header("location", "http://127.0.0.1:1/")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -195,10 +198,10 @@ def test_what_passes_is_tried_again(serve: Any, bad: int | str) -> None:
 
 @pytest.mark.parametrize(("status", "requests"), [(500, 3), (401, 1)])
 def test_what_does_not_pass_is_a_failure_and_not_a_zero(serve: Any, status: int, requests: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_asking, "MAX_WAIT", 0.01)
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
     server, endpoint = serve(lambda body, number: (status, "no"), attempts=3)
     (score,) = Judge(endpoint).points("q", ["r"])
-    assert score.value is None and score.failure == "no reply from the judge"
+    assert score.value is None and score.failure.startswith(f"no verdict of the judge: status {status}")
     assert len(server.bodies) == requests and endpoint.usage.failures == 1
     assert Judge(endpoint).compare([("q", "a", "b")]) == [Verdict(None, False)]
     assert all(s.value is None for s in Judge(endpoint).tournament("q", ["a", "b"]))
@@ -209,7 +212,112 @@ def test_what_does_not_pass_is_a_failure_and_not_a_zero(serve: Any, status: int,
 )
 def test_malformed_verdicts_are_failures(serve: Any, reply: str) -> None:
     _, endpoint = serve(lambda body, number: (200, reply))
-    assert Judge(endpoint).points("q", ["r"])[0].failure == "the judge gave no usable score"
+    assert Judge(endpoint).points("q", ["r"])[0].failure.startswith("no verdict of the judge: unusable reply")
+
+
+def refusal(message: str, **more: str) -> bytes:
+    return json.dumps({"error": {"message": message, **more}}).encode()
+
+
+def reply_that_is_cut() -> bytes:
+    message = {"content": '{"sco', "role": "assistant"}
+    return json.dumps({"choices": [{"message": message, "finish_reason": "length"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ((401, refusal("bad key sk-secret")), "status 401 'bad key ***'; put a valid key into the variable OPENAI_API_KEY"),
+        ((403, refusal("no")), "status 403 'no'; the key may not use this model"),
+        ((404, refusal("unknown")), "status 404 'unknown'; the server has no model 'm', or the url is not up to .../v1"),
+        ((429, refusal("slow down")), "asked too often: lower parallel, or set per_minute"),
+        ((429, refusal("pay", code="insufficient_quota")), "the account has no credit left"),
+        ((400, refusal("too many tokens")), "status 400 'too many tokens'; the server refuses the request"),
+        ((500, "no"), "the server fails: try again later"),
+        ((302, "no"), "no redirect is followed"),
+        (None, "timeout: no reply within 0.3 s in 2 attempts; raise seconds, or lower parallel"),
+        ((200, b"<html>"), "unreadable reply"),
+        ((200, "I like it"), "unusable reply, no score that is one of 1 to 10: 'I like it'"),
+        ((200, reply_that_is_cut()), "it was cut: raise max_tokens, which is 512"),
+    ],
+)
+def test_a_failure_says_what_happened_and_what_to_do(
+    serve: Any, reply: Reply, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    _, endpoint = serve(lambda body, number: reply, attempts=2, seconds=0.3 if reply is None else 30.0)
+    (score,) = Judge(endpoint).points("q", ["r"])
+    assert said in str(score.failure) and score.value is None
+    (verdict,) = Judge(endpoint).compare([("q", "a", "b")])
+    assert verdict == Verdict(None, False) and verdict.failure
+
+
+def test_a_server_that_is_not_there_and_a_key_that_is_not_set(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    nowhere = Endpoint(url="http://127.0.0.1:9/v1", model="m", attempts=1)
+    (score,) = Judge(nowhere).points("q", ["r"])
+    assert "no connection to http://127.0.0.1:9/v1" in str(score.failure)
+    _, endpoint = serve(lambda body, number: (401, refusal("who?")))
+    with pytest.raises(GuardStop, match="no key was sent: set the variable OPENAI_API_KEY"):
+        Judge(endpoint).check_canaries("q")
+
+
+def test_a_server_that_asks_to_wait_is_asked_nothing_until_then(serve: Any) -> None:
+    def busy(body: dict[str, Any], number: int) -> Reply:
+        return (429, refusal("slow down")) if number == 1 else (200, '{"score": 5}')
+
+    server, endpoint = serve(busy, parallel=1, seconds=30.0)
+    server.retry_after = "0.4"
+    assert all(s.valid for s in Judge(endpoint).points("q", ["a"]))
+    assert server.times[1] - server.times[0] >= 0.4
+    server, endpoint = serve(busy, parallel=1, attempts=1, seconds=30.0)
+    server.retry_after = "0.4"
+    first, second = Judge(endpoint).points("q", ["a", "b"])
+    assert not first.valid and second.valid and server.times[1] - server.times[0] >= 0.4, "another request waits too"
+
+
+def test_the_pace_holds_from_one_question_to_the_next(serve: Any) -> None:
+    server, endpoint = serve(lambda body, number: (200, '{"score": 5}'), per_minute=300, seconds=30.0)
+    for _ in range(3):
+        Judge(endpoint).points("q", ["r"])
+    assert server.times[2] - server.times[0] >= 0.39
+
+
+def test_what_cannot_be_used_is_not_kept(serve: Any, tmp_path: Path) -> None:
+    def unsure(body: dict[str, Any], number: int) -> Reply:
+        return 200, "let me think" if number == 1 else '{"score": 5}'
+
+    server, endpoint = serve(unsure, cache=str(tmp_path))
+    assert not Judge(endpoint).points("q", ["r"])[0].valid and not list(tmp_path.rglob("*.json"))
+    assert Judge(endpoint).points("q", ["r"])[0].valid and len(server.bodies) == 2
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text('{"text": "let me think"}')  # as an earlier version kept them
+    assert Judge(endpoint).points("q", ["r"])[0].valid and len(server.bodies) == 3
+
+
+def test_temperature_and_length_of_a_reply_are_settings(serve: Any) -> None:
+    for given, sent in (
+        ({}, {"temperature": 0.0, "max_tokens": 512}),
+        ({"temperature": 0.7, "max_tokens": 2000}, {"temperature": 0.7, "max_tokens": 2000}),
+        ({"temperature": None, "max_tokens": 0}, {}),  # a server that refuses them
+    ):
+        server, endpoint = serve(honest, **given)
+        Judge(endpoint).points("q", ["r"])
+        assert {k: v for k, v in server.bodies[0].items() if k in ("temperature", "max_tokens")} == sent
+
+
+def test_what_the_environment_has_for_another_server_is_not_sent(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client would add an organization, and whatever headers a variable holds."""
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-secret")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-secret")
+    monkeypatch.setenv("OPENAI_ADMIN_KEY", "admin-secret")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer other-secret\nX-Other: more-secret")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    server, endpoint = serve(honest)
+    assert Judge(endpoint).points("q", ["r"])[0].valid
+    assert "secret" not in str(server.headers_seen) and "authorization" not in str(server.headers_seen).lower()
 
 
 def test_a_response_cannot_close_its_own_marker(serve: Any) -> None:
@@ -312,9 +420,9 @@ def test_control_tokens_of_chat_models_do_not_reach_the_server(serve: Any, attac
 
 
 def test_a_judge_that_says_nothing_stops_the_run_too(serve: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_asking, "MAX_WAIT", 0.01)
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
     _, silent = serve(lambda body, number: (500, "no"))
-    with pytest.raises(GuardStop, match="cannot be used: no reply from the judge"):
+    with pytest.raises(GuardStop, match="cannot be used: no verdict of the judge: status 500"):
         Judge(silent).check_canaries("q")
 
 
