@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from posttrain.api.functions import *  # noqa: F403
     from posttrain.api.run import Run as Run
     from posttrain.errors import UserError as UserError
+    from posttrain.stages.reward_sources import JudgeReward as JudgeReward
+    from posttrain.stages.reward_sources import RewardModels as RewardModels
     from posttrain.tasks.base import Task as Task
     from posttrain.types import Message as Message
     from posttrain.types import Problem as Problem
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
 # where each name is; algorithms (GRPO, PPO, DPO, ...) are found in the catalogue
 _PLACES = {
     "posttrain.api.functions": (
-        "dpo evaluate grpo load ppo preference reward_model rl run sample sft"
+        "comparisons dpo evaluate grpo load ppo preference reward_model rl run sample sft"
     ),
     "posttrain.api.run": "Run",
     "posttrain.errors": "UserError",
+    "posttrain.stages.reward_sources": "JudgeReward RewardModels",
     "posttrain.tasks.base": "Task",
     "posttrain.types": "Message Problem Sampling Score",
 }

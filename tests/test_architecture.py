@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "studio": f"{LEAVES} runs.read runs.layout",
     "cli": f"{LOOP} runs collect episodes loop stages recipes config pipeline commands cluster serve studio __version__",
     "__version__": "",
-    "__init__": "api catalogue algorithms types tasks",  # lazily: see the fresh process below
+    "__init__": "api catalogue algorithms types tasks stages",  # lazily: see the fresh process below
     "__main__": "cli",
 }
 

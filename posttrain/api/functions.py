@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from posttrain import catalogue, config
 from posttrain.algorithms.base import Algorithm
-from posttrain.api.inputs import Files, as_model, as_rewards, as_task, built
+from posttrain.api.inputs import Files, as_judge, as_model, as_rewards, as_task, built
 from posttrain.api.run import Callback, Model, Run
 from posttrain.data.records import parse_messages
 from posttrain.errors import require
@@ -22,6 +22,7 @@ from posttrain.recipes.base import Recipe
 from posttrain.runs.layout import CONFIG
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage, make_sampler, worker_pool
+from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
@@ -51,9 +52,10 @@ def rl(
     """Reinforcement learning on `prompts` (texts, rows, a file, a data set) or a `task`, begun by `.train()` or `.steps()`.
 
     `reward` is a function of (prompt, response, answer, columns ...), one that takes lists (prompts, completions, columns ...), the
-    name of a shipped reward, a reward model's run, or several of these as a list or a dict, which `weights` adds up.
-    `reward_models` are runs or paths whose mean is taken. Settings are those of the stage, its algorithm, optimizer, sampling and task
-    (steps, group, beta, lr, max_new_tokens, held_out, ...; `batch` prompts a step), and of the run (seed, device, again, ...).
+    name of a shipped reward, a reward model's run, a source such as JudgeReward(model=..., url=...), or several of these as a list or
+    a dict, which `weights` adds up. `reward_models` are runs or paths whose mean is taken, by `weights` where there is no `reward`.
+    Settings are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr, max_new_tokens, held_out, ...;
+    `batch` prompts a step), and of the run (seed, device, again, ...).
     """
     require((prompts is None) != (task is None), "rl: give either prompts or a task")
     chosen = _algorithm(algorithm)
@@ -140,6 +142,36 @@ def reward_model(
     given = {"model": as_model(model, tokenizer), "algorithm": _algorithm(algorithm)}
     given |= {"name": "reward_model", "data": files.paths(data, "data")}
     return _run(RewardModelStage, given, settings, files, callback).train()
+
+
+def comparisons(
+    model: Any,
+    prompts: Any = None,
+    judge: Any = None,
+    *,
+    task: Any = None,
+    tokenizer: Any = None,
+    callback: Callback | None = None,
+    out: str | Path = "",
+    **settings: Any,
+) -> Run:
+    """Pairs of a model's own answers (rankings, with samples=3 or more) to `prompts`, or to training problems of a `task`. A `judge`
+    says which is better: a path, hub name or run of a model that is asked here, or settings such as {"model": ..., "url": ...};
+    without one, the task's own score does. The run is data: `dpo(..., data=run)`. `problems` of them are asked, all prompts by
+    default."""
+    require((prompts is None) != (task is None), "comparisons: give either prompts or a task")
+    files = _files(out, "comparisons")
+    given: dict[str, Any] = {"name": "comparisons", "model": as_model(model, tokenizer)}
+    given["judge"] = as_judge(judge)
+    if task is None:
+        file = files.path(prompts, "prompts")
+        given["task"] = asked = Prompts(file, held_out=0)
+        given["prompts"] = len(files.lines.get(Path(file)) or asked.problems("train"))
+    else:
+        given["task"] = as_task(task)
+    if "problems" in settings:  # `prompts` of the stage, a number
+        settings["prompts"] = settings.pop("problems")
+    return _run(ComparisonsStage, given, settings, files, callback).train()
 
 
 def run(

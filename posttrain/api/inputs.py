@@ -18,6 +18,7 @@ from posttrain.errors import UserError, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
 from posttrain.runs.layout import CONFIG
+from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.reward_sources import (
     FunctionReward,
     MixedReward,
@@ -41,7 +42,9 @@ class Files:
         self.lines: dict[Path, list[str]] = {}
 
     def path(self, data: Any, what: str) -> str:
-        """The file that holds `data`: its own where it is a path, else one that will be written."""
+        """The file that holds `data`: its own where it is a path or a run that wrote one, else one that will be written."""
+        if isinstance(data, Run):
+            return str(data.data)
         if isinstance(data, str | Path) and not (found := _hub_name(data)):
             path = Path(data).expanduser()
             require(path.is_file(), f"{what}: there is no file {data}")
@@ -165,10 +168,17 @@ def as_rewards(
     stand in place of its own score."""
     if isinstance(reward, RewardSource):
         return task or Prompts(file), reward
-    named = _named(reward, weights)
-    functions = {label: one for label, one in named.items() if not isinstance(one[0], Run)}
-    learned = [(label, w, _scorers(r)) for label, (r, w) in named.items() if label not in functions]
-    ensemble = _scorers(*models) if isinstance(models, list | tuple) else _scorers(models)
+    several = isinstance(models, list | tuple)
+    ensemble = _ensemble(models if several else [models], None if reward is not None else weights)
+    named = _named(reward, weights if reward is not None else None)
+    functions = {
+        label: one for label, one in named.items() if not isinstance(one[0], Run | RewardSource)
+    }
+    learned = [
+        Weighted(reward=_source(one), weight=w, label=label)
+        for label, (one, w) in named.items()
+        if label not in functions
+    ]
     parts: list[Weighted] = []
     if task is None:
         task = Prompts(file, reward=_function(functions) if functions else "")
@@ -179,13 +189,28 @@ def as_rewards(
         )
     if functions or not (learned or ensemble):
         parts.append(Weighted(reward=own, label="rules"))
-    parts += [
-        Weighted(reward=RewardModels(models=m), weight=w, label=label) for label, w, m in learned
-    ]
+    parts += learned
     if ensemble:
-        parts.append(Weighted(reward=RewardModels(models=ensemble), label="models"))
+        parts.append(Weighted(reward=ensemble, label="models"))
     alone = len(parts) == 1 and parts[0].weight == 1
     return task, parts[0].reward if alone else MixedReward(parts=tuple(parts))
+
+
+def _source(reward: Run | RewardSource) -> RewardSource:
+    return RewardModels(models=_scorers(reward)) if isinstance(reward, Run) else reward
+
+
+def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
+    """Reward models whose mean is taken; the members of one run share its weight."""
+    places = [_scorers(model) for model in models]
+    if not places:
+        return None
+    given = [] if weights is None else [float(w) for w in weights]
+    require(
+        len(given) in (0, len(places)), f"weights: {len(given)} for {len(places)} reward models"
+    )
+    shared = tuple(w / len(own) for w, own in zip(given, places, strict=False) for _ in own)
+    return RewardModels(models=tuple(place for own in places for place in own), weights=shared)
 
 
 def _named(reward: Any, weights: Any) -> dict[str, tuple[Any, float]]:
@@ -210,6 +235,8 @@ def _named(reward: Any, weights: Any) -> dict[str, tuple[Any, float]]:
 def _label(reward: Any) -> str:
     if isinstance(reward, str):
         return reward.rpartition(":")[2]
+    if isinstance(reward, RewardSource):
+        return reward.name
     return "model" if isinstance(reward, Run) else Function.of(reward).label
 
 
@@ -235,6 +262,17 @@ def _scorers(*models: Any) -> tuple[str, ...]:
     for model in models:
         found += model.scorers() if isinstance(model, Run) else [as_model(model)]
     return tuple(found)
+
+
+def as_judge(judge: Any) -> JudgeSettings | None:
+    """A judge by its path, hub name or run, or by settings: {"model": ..., "url": ...}."""
+    if judge is None or isinstance(judge, JudgeSettings):
+        return judge
+    given = dict(judge) if isinstance(judge, Mapping) else {"model": judge}
+    if "model" in given:
+        given["model"] = as_model(given["model"])
+    made: JudgeSettings = config.from_tree(given, JudgeSettings, "judge")
+    return made
 
 
 def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> Any:

@@ -173,6 +173,14 @@ class Run:
         require(place.is_dir(), f"{self.directory} has made no model yet")
         return place
 
+    @property
+    def data(self) -> Path:
+        """The rows that the last stage has written, as `comparisons` does."""
+        stages = self._reader().config["stages"]
+        place = self.directory / "stages" / str(stages[-1]["name"]) / "data.jsonl"
+        require(place.is_file(), f"{self.directory} has written no data")
+        return place
+
     def scorers(self) -> list[str]:
         """The reward models that the run has trained, all members of an ensemble."""
         config_of = self._reader().config

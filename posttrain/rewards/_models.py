@@ -22,24 +22,39 @@ def check(kind: str, k: float) -> None:
     )
 
 
-def disagreement(values: Sequence[float]) -> float:
-    """std = sqrt(sum_m (r_m - mean)^2 / M): of these members, who are all there are, so the divisor is M and not M - 1.
+def mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:
+    """sum_m w_m r_m / sum_m w_m; without weights all are alike.
 
-    >>> disagreement([1.0, 3.0]), disagreement([0.1, 0.1, 0.1])
-    (1.0, 0.0)
+    >>> mean([1.0, 3.0]), mean([1.0, 3.0], [3.0, 1.0])
+    (2.0, 1.5)
+    """
+    if not weights:
+        return fsum(values) / len(values)
+    return fsum(w * value for w, value in zip(weights, values, strict=True)) / fsum(weights)
+
+
+def disagreement(values: Sequence[float], weights: Sequence[float] = ()) -> float:
+    """std = sqrt(mean_m (r_m - mean)^2): of these members, who are all there are, so the divisor is M and not M - 1.
+
+    >>> disagreement([1.0, 3.0]), disagreement([0.1, 0.1, 0.1]), disagreement([1.0, 5.0], [3.0, 1.0])
+    (1.0, 0.0, 1.7320508075688772)
     """
     if max(values) == min(values):  # exactly 0, which the rounded mean would not give
         return 0.0
-    mean = fsum(values) / len(values)
-    return sqrt(fsum((value - mean) ** 2 for value in values) / len(values))
+    middle = mean(values, weights)
+    return sqrt(mean([(value - middle) ** 2 for value in values], weights))
 
 
-def combine(values: Sequence[float], kind: str = "mean", k: float = 1.0) -> float:
+def combine(
+    values: Sequence[float], kind: str = "mean", k: float = 1.0, weights: Sequence[float] = ()
+) -> float:
     """One number from the members' scores of the same response (Coste et al. 2023, arXiv:2310.02743).
 
         mean         r = mean_m r_m
         worst        r = min_m r_m
         mean_minus   r = mean_m r_m - k * std_m r_m
+
+    With `weights` mean and std are weighted ones; the worst has none.
 
     >>> combine([1.0, 3.0]), combine([1.0, 3.0], "worst"), combine([1.0, 3.0], "mean_minus", k=0.5)
     (2.0, 1.0, 1.5)
@@ -48,11 +63,10 @@ def combine(values: Sequence[float], kind: str = "mean", k: float = 1.0) -> floa
         raise ValueError("an ensemble has at least one member")
     if kind == "worst":
         return min(values)
-    mean = fsum(values) / len(values)
     if kind == "mean":
-        return mean
+        return mean(values, weights)
     if kind == "mean_minus":
-        return mean - k * disagreement(values)
+        return mean(values, weights) - k * disagreement(values, weights)
     raise ValueError(f"unknown combination {kind!r}: one of {', '.join(KINDS)}")
 
 

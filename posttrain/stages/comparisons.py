@@ -1,54 +1,104 @@
-"""Comparisons by a simulated annotator: a model answers twice or more, and the task's own score, with noise, says which is better."""
+"""Comparisons of a model's answers: it answers twice or more, and the task's own score, with noise, or a judge says which is better."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 from posttrain.engine.random import derive
 from posttrain.errors import NotNegative, Range, require
+from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant
+from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context, data_place
 from posttrain.types import JSON, Group, Rollout
 
 KINDS = ("written", "equal", "failed", "truncated", "empty")  # what becomes of answers
+JUDGED = ("written", "equal", "truncated", "empty", "tied", "unjudged")  # the same with a judge
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonsStage(AskingStage):
-    """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s. It
-    prefers a to b with probability sigmoid((s_a - s_b) / noise), the Bradley-Terry model; noise 0 never errs. What is written,
-    `data.jsonl` in the stage's folder, is read by reward_model and preference stages that name this stage as their data.
+    """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s, or by
+    a `judge`. The annotator prefers a to b with probability sigmoid((s_a - s_b) / noise), the Bradley-Terry model; noise 0 never errs.
+    The judge, a model in this process or behind an address, compares every two answers in both orders, and more than two are ranked by
+    the comparisons they win; what it finds equal teaches nothing, and is left out. What is written, `data.jsonl` in the stage's folder,
+    is read by reward_model and preference stages that name this stage as their data.
     """
 
     samples: Annotated[int, Range(ge=2, text="at least 2 (one answer cannot be compared)")] = 2
-    noise: NotNegative = 0.1
+    noise: NotNegative = 0.1  # of the simulated annotator
+    judge: JudgeSettings | None = None
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
 
     def mistakes(self) -> Iterator[str]:
         if self.sampling.temperature == 0:
             yield "a temperature of 0 gives equal answers"
+        if self.judge is None and not self.task.scores:
+            yield "the task scores nothing by itself; give it a reward (task.reward), or name a judge"
+
+    def ready(self, names: Collection[str]) -> None:
+        if self.judge is not None:
+            self.judge.ready()
 
     def run(self, context: Context) -> dict[str, JSON]:
-        counts = dict.fromkeys(KINDS, 0)
-        rows = [json.dumps(row) for row in self.rows(context, counts)]
-        text = f"{self.name}: no two answers differed in a way that the task's score could see; raise the temperature"
+        counts: dict[str, int] = dict.fromkeys(JUDGED if self.judge else KINDS, 0)
+        used: dict[str, JSON] = {}
+        if self.judge is None:
+            rows, sees = [*self.rows(context, counts)], "task's score"
+        else:
+            judge, usage = self.judge.open(context)
+            rows, sees = [*self.judged(context, judge, counts)], "judge"
+            used["usage"] = usage.row()
+        text = f"{self.name}: no two answers differed in a way that the {sees} could see; raise the temperature"
         require(bool(rows), text)
         earlier: list[str] = []
         if self.before:
             earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines()
-        context.write_lines(self.name, [*earlier, *rows], "data.jsonl")
+        lines = [*earlier, *map(json.dumps, rows)]
+        context.write_lines(self.name, lines, "data.jsonl")
         said = f"{len(earlier):,} from before; " if earlier else ""
         said += ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         context.announce(self.name, [f"comparisons of {self.samples} answers each: {said}"])
-        return {**counts, "from_before": len(earlier)} if self.before else {**counts}
+        return {**counts, "from_before": len(earlier), **used} if self.before else counts | used
 
     def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
+        """What the simulated annotator says."""
+        for group, coin in self.groups(context):
+            row = self.row(group, coin, counts)
+            if row is not None:
+                yield row
+
+    def judged(
+        self, context: Context, judge: Judge, counts: dict[str, int]
+    ) -> Iterator[dict[str, JSON]]:
+        """What the judge says, asked about many problems at once."""
+        groups = (group for group, _ in self.groups(context))
+        while part := list(islice(groups, BATCH)):
+            usable = [(group, kept) for group in part if (kept := self.different(group, counts))]
+            asked = [(g.problem.question, [r.response for r in kept]) for g, kept in usable]
+            found = judge.scores("tournament", asked)
+            for (group, kept), scores in zip(usable, found, strict=True):
+                rates = [(s.value, r) for s, r in zip(scores, kept, strict=True)]
+                won = [(value, rollout) for value, rollout in rates if value is not None]
+                counts["unjudged"] += len(kept) - len(won)
+                values = sorted((value for value, _ in won), reverse=True)
+                if len(set(values)) < 2:
+                    counts["tied"] += len(won) > 1
+                    continue
+                counts["written"] += 1
+                best_first = [r for _, r in sorted(won, key=lambda pair: -pair[0])]
+                yield self.record(group, best_first, [1 + values.index(v) for v in values])
+
+    def groups(self, context: Context) -> Iterator[tuple[Group, int]]:
+        """The answers to each problem, and a seed for what is drawn about them."""
+
         def seed(first: int) -> int:
             return derive(context.seed, self.skip + first) >> 1
 
@@ -64,29 +114,41 @@ class ComparisonsStage(AskingStage):
         for number, groups in enumerate(zip(*made, strict=True)):
             group = Group(groups[0].problem, tuple(r for g in groups for r in g.rollouts))
             place = number % BATCH
-            row = self.row(group, derive(seed(number - place), place), counts)
-            if row is not None:
-                yield row
+            yield group, derive(seed(number - place), place)
 
     def row(self, group: Group, coin: int, counts: dict[str, int]) -> dict[str, JSON] | None:
         """One prompt's answers in the simulated annotator's order; None, and counted, where there is nothing to order."""
+        different = self.different(group, counts)
+        if not different:
+            return None
+        counts["written"] += 1
+        return self.record(group, self.ordered(different, coin), range(1, len(different) + 1))
+
+    def different(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
+        """The answers that can be compared; none, and counted, where there are not two."""
         usable = [r for r in group.rollouts if r.finish != "length"]
         counts["truncated"] += len(group.rollouts) - len(usable)
-        scored = [r for r in usable if r.score.value is not None]
-        counts["failed"] += len(usable) - len(scored)
-        spoken = [r for r in scored if r.response.strip()]
-        counts["empty"] += len(scored) - len(spoken)
+        if self.judge is None:  # which needs no score
+            scored = [r for r in usable if r.score.value is not None]
+            counts["failed"] += len(usable) - len(scored)
+            usable = scored
+        spoken = [r for r in usable if r.response.strip()]
+        counts["empty"] += len(usable) - len(spoken)
         different = list({r.response: r for r in spoken}.values())
         if len(different) < 2:
             counts["equal"] += 1
-            return None
-        counts["written"] += 1
+            return []
+        return different
+
+    def record(
+        self, group: Group, best_first: Sequence[Rollout], places: Sequence[int]
+    ) -> dict[str, JSON]:
+        """A row of data. The place of the best answer is 1; equal ones share theirs."""
         prompt = [m.row() for m in self.task.prompt(group.problem)]
-        ranked = [assistant(rollout) for rollout in self.ordered(different, coin)]
+        ranked = [assistant(rollout) for rollout in best_first]
         if self.samples == 2:  # a file holds rows of one kind
             return {"prompt": prompt, "chosen": ranked[0], "rejected": ranked[1]}
-        ranking: JSON = list(range(1, len(ranked) + 1))
-        return {"prompt": prompt, "responses": ranked, "ranking": ranking}
+        return {"prompt": prompt, "responses": ranked, "ranking": list(places)}
 
     def ordered(self, rollouts: list[Rollout], coin: int) -> list[Rollout]:
         """Best first, by score plus Gumbel noise: the difference of two such is logistic, so each pair is a Bradley-Terry draw."""

@@ -17,9 +17,11 @@ from posttrain.errors import Checked, NotNegative, Positive, Range, require
 from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating, Scorer
+from posttrain.rewards._asking import EndpointSettings, endpoint
 from posttrain.rewards._functions import Mix, finished
 from posttrain.rewards.base import check, own_function
 from posttrain.rewards.compose import combined
+from posttrain.rewards.judge import read_rubric
 from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task, no_running_loop
 from posttrain.tasks.mixed import Mixed
@@ -61,7 +63,7 @@ class RewardSource(Checked, ABC):
         """Refuse what does not fit the stage. `group` responses answer one problem; with `alone`, single ones are rated too."""
         known = [source.name for source in task.sources] if isinstance(task, Mixed) else []
         other = f"{where}: reward.rated is a source of a mixed task that models score, not {self.rated!r}"
-        scored = bool(self.loads()) and self.rated in known
+        scored = not isinstance(self, TaskReward) and self.rated in known
         require(not self.rated or scored, f"{other}; the task has {', '.join(known) or 'none'}")
 
     def make(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
@@ -130,10 +132,12 @@ class FunctionRating:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scorers(RewardSource):
-    """Reward models, each a stage (which may have trained several) or a directory, combined as rewards/ensemble.py says: mean, worst,
-    or the mean less `k` standard deviations. `device=cpu` keeps them on the CPU between calls."""
+    """Reward models, each a stage (which may have trained several) or a directory, combined as rewards/_models.py says: mean, worst,
+    or the mean less `k` standard deviations. `weights`, one for each of `models`, make mean and deviation weighted ones; those that one
+    stage has trained share its weight. `device=cpu` keeps them on the CPU between calls."""
 
     models: tuple[str, ...]
+    weights: tuple[Positive, ...] = ()  # (): all alike
     combine: Literal["mean", "worst", "mean_minus"] = "mean"
     k: NotNegative = 1.0
     device: Device = "same"
@@ -141,6 +145,10 @@ class _Scorers(RewardSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.models), "models: name at least one reward model")
+        given, count = len(self.weights), len(self.models)
+        require(given in (0, count), f"weights: {given} for {count} models; give one for each")
+        none = "weights: the worst of several has no weights; use combine=mean or mean_minus"
+        require(not given or self.combine != "worst", none)
 
     def loads(self) -> tuple[str, ...]:
         return self.models
@@ -152,16 +160,20 @@ class _Scorers(RewardSource):
         return replace(self, device="cpu")
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
-        places = [place for name in self.models for place in model_places(name, context)]
-        scorers = [load_reward_model(place, context) for place in places]
+        by_name = [model_places(name, context) for name in self.models]
+        scorers = [load_reward_model(place, context) for places in by_name for place in places]
+        shared = zip(self.weights, by_name, strict=False)
+        weights = tuple(w / len(places) for w, places in shared for _ in places)
         for scorer in scorers:
             same_vocabulary(where, policy, scorer)
             scorer.model.requires_grad_(False)
-        rating = self.scored(scorers, budget, policy.tokenizer)
+        rating = self.scored(scorers, weights, budget, policy.tokenizer)
         return placed(rating, [s.model for s in scorers], self.device, policy)
 
     @abstractmethod
-    def scored(self, scorers: Sequence[Scorer], budget: int, tokenizer: Any) -> Rating:
+    def scored(
+        self, scorers: Sequence[Scorer], weights: tuple[float, ...], budget: int, tokenizer: Any
+    ) -> Rating:
         """The rating of loaded scorers."""
 
 
@@ -171,8 +183,10 @@ class RewardModels(_Scorers):
 
     name: ClassVar[str] = "models"
 
-    def scored(self, scorers: Sequence[Scorer], budget: int, tokenizer: Any) -> Rating:
-        return ModelRating(scorers, self.combine, self.k, budget, tokenizer)
+    def scored(
+        self, scorers: Sequence[Scorer], weights: tuple[float, ...], budget: int, tokenizer: Any
+    ) -> Rating:
+        return ModelRating(scorers, self.combine, self.k, budget, tokenizer, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +199,11 @@ class ProcessRewardModels(_Scorers):
 
     steps: str = "\n"
 
-    def scored(self, scorers: Sequence[Scorer], budget: int, tokenizer: Any) -> Rating:
-        return ProcessRating(scorers, self.combine, self.k, budget, tokenizer, self.steps)
+    def scored(
+        self, scorers: Sequence[Scorer], weights: tuple[float, ...], budget: int, tokenizer: Any
+    ) -> Rating:
+        how = (self.combine, self.k, budget, tokenizer, self.steps)
+        return ProcessRating(scorers, *how, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,39 +229,44 @@ class ImplicitReward(RewardSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeReward(RewardSource):
-    """A model that judges in words (rewards/judge.py), asked in this process. It reads text, so its vocabulary is its own. `mode`:
-    points for each response, for a group of them at once, or a tournament; `rubric` is a file that says what is good."""
+class JudgeReward(EndpointSettings, RewardSource):
+    """A model that judges in words (rewards/judge.py), asked in this process or, with a `url`, behind an OpenAI-compatible address. It
+    reads text, so its vocabulary is its own. `mode`: points for each response, for a group of them at once, or a tournament; `rubric`
+    is a file that says what is good."""
 
     name: ClassVar[str] = "judge"
 
-    model: str
     mode: Literal["points", "group", "tournament"] = "points"
     rubric: str = ""  # "": the default
     device: Device = "same"  # cpu: it comes to the policy's device only when it is asked
 
     def loads(self) -> tuple[str, ...]:
-        return (self.model,)
+        return () if self.url else (self.model,)
 
     def reads_ids(self) -> tuple[str, ...]:
         return ()
 
     def on_device(self) -> tuple[str, ...]:
-        return (self.model,) if self.device == "same" else ()
+        return self.loads() if self.device == "same" else ()
 
-    def offloaded(self) -> RewardSource:
-        return replace(self, device="cpu")
+    def offloaded(self) -> RewardSource | None:
+        return None if self.url else replace(self, device="cpu")
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
         text = f"{where}: reward.mode=tournament compares the responses to one problem, and there is one alone in a group of 1"
         text += " and for each of measure_problems; use reward.mode=points"
         require(self.mode != "tournament" or (group > 1 and not alone), text)
+        read_rubric(self.rubric)
+        if self.url:
+            endpoint(self)
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
+        if self.url:
+            return JudgeRating(endpoint(self), self.mode, self.rubric)
         judge = load_policy(self.model, context)
         judge.model.requires_grad_(False)
-        rating = JudgeRating(LocalModel(judge, budget), self.mode, self.rubric)
+        rating = JudgeRating(LocalModel(judge, budget, self.cache), self.mode, self.rubric)
         return placed(rating, [judge.model], self.device, policy)
 
 

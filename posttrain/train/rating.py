@@ -31,8 +31,8 @@ TOKEN = "token:"
 @dataclass(eq=False)
 class ModelRating:
     """The score of a rollout is a scorer's number at its last token, which has seen all of it: prompt, response and the token
-    that ended it, exactly as they were sampled. Several scorers are combined by `combine` (see rewards/_models.py); then the
-    parts hold each member's score as `member/0`, `member/1`, ... and their standard deviation as `disagreement`.
+    that ended it, exactly as they were sampled. Several scorers are combined by `combine` with `weights` (see rewards/_models.py); then
+    the parts hold each member's score as `member/0`, `member/1`, ... and their standard deviation as `disagreement`.
 
     Ids are passed on as they are, so policy and scorers must have one vocabulary: it is checked between the members, and against
     the policy's where its `tokenizer` is given. A member whose number is not finite makes the score a failure, never a 0.
@@ -43,6 +43,7 @@ class ModelRating:
     k: float = 1.0
     token_budget: int = 8192
     tokenizer: Any = None
+    weights: Sequence[float] = field(default=(), kw_only=True)  # one for each scorer; (): all alike
 
     def __post_init__(self) -> None:
         require(len(self.scorers) > 0, "a rating needs at least one reward model")
@@ -77,8 +78,8 @@ class ModelRating:
         parts: dict[str, float] = {}
         if len(values) > 1:
             parts = {f"member/{number}": value for number, value in enumerate(values)}
-            parts["disagreement"] = ensemble.disagreement(values)
-        return Score(ensemble.combine(values, self.combine, self.k), parts)
+            parts["disagreement"] = ensemble.disagreement(values, self.weights)
+        return Score(ensemble.combine(values, self.combine, self.k, self.weights), parts)
 
 
 @dataclass(eq=False)
@@ -118,10 +119,12 @@ class ProcessRating(ModelRating):
         with np.errstate(over="ignore"):  # e^1000 is infinite, 1 / (1 + infinity) is the right 0
             chance_MS = 1 / (1 + np.exp(-np.stack([score_T[ends] for score_T in by_member])))
         chance_SM = chance_MS.T.tolist()
-        chances = [ensemble.combine(chance_M, self.combine, self.k) for chance_M in chance_SM]
+        how = (self.combine, self.k, self.weights)
+        chances = [ensemble.combine(chance_M, *how) for chance_M in chance_SM]
         parts = {}
         if len(by_member) > 1:
-            parts["disagreement"] = max(map(ensemble.disagreement, chance_SM))
+            by_step = [ensemble.disagreement(chance_M, self.weights) for chance_M in chance_SM]
+            parts["disagreement"] = max(by_step)
         placed = zip((step.position for step in steps), chances, strict=False)
         return Score(min(chances), parts, tuple(placed))
 

@@ -48,3 +48,11 @@ def test_refusals() -> None:
 def test_the_implicit_reward_by_hand(logprob: float, reference: float, beta: float, reward: float) -> None:
     assert implicit_reward(logprob, reference, beta) == pytest.approx(reward)
     assert implicit_reward(reference, logprob, beta) == -implicit_reward(logprob, reference, beta)
+
+
+def test_with_weights_mean_and_deviation_are_weighted_ones() -> None:
+    """Three of the first and one of the second, by hand: mean 2, std sqrt((3 * 1 + 9) / 4)."""
+    assert combine([1.0, 5.0], "mean", 1.0, [3.0, 1.0]) == 2.0
+    assert disagreement([1.0, 5.0], [3.0, 1.0]) == pytest.approx(3**0.5)
+    assert combine([1.0, 5.0], "mean_minus", 0.5, [3.0, 1.0]) == pytest.approx(2.0 - 0.5 * 3**0.5)
+    assert combine([1.0, 1.0, 1.0, 5.0], "mean_minus", 0.5) == pytest.approx(2.0 - 0.5 * 3**0.5)
