@@ -31,6 +31,7 @@ Figures = dict[str, Any]
 Callback = Callable[[Figures], "bool | None"]
 NOT_RESUMABLE = "not resumable from its directory, which does not hold {}; the same call with out= and again=True goes on"
 WAIT = 1.0  # seconds after which a waiting program looks for Ctrl-C
+END = 30.0  # seconds that a thread which has done its work has to end
 
 
 class Run:
@@ -53,12 +54,12 @@ class Run:
         state = "not begun" if self._settings else "at a step" if self._stepper else "done"
         return f"<Run {self.directory}: {state}>"
 
-    def __del__(self) -> None:
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if getattr(self, "_settings", None) is not None:
             text = f"the run {self.directory} was never begun: call .train(), or take its .steps()"
             warnings.warn(text, ResourceWarning, stacklevel=1)
         stepper: _Stepper | None = getattr(self, "_stepper", None)
-        if stepper is not None and not sys.is_finalizing():
+        if stepper is not None and not finalizing():
             stepper.leave()
 
     # training
@@ -299,6 +300,10 @@ class _Stepper:
         found = self._get()
         self._waits = isinstance(found, Row)
         self.over = not self._waits
+        if self.over:
+            self._thread.join(
+                END
+            )  # one that is still ending when the interpreter does aborts the process
         if isinstance(found, BaseException):
             raise found
         return found
@@ -316,13 +321,13 @@ class _Stepper:
                 continue
 
     def _run(self, work: Callable[[OnStep], None]) -> None:
+        last: BaseException | None = None
         try:
             work(self._at_step)
         except BaseException as error:
-            self._rows.put(error)
-        else:
-            self._rows.put(None)
+            last = error
         self.loop = None
+        self._rows.put(last)
 
     def _at_step(self, loop: Loop, row: Row) -> bool | None:
         self.loop = loop
