@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 # where each name is; algorithms (GRPO, PPO, DPO, ...) are found in the catalogue
 _PLACES = {
     "posttrain.api.functions": (
-        "comparisons dpo evaluate grpo load ppo preference reward_model rl run sample sft"
+        "arguments comparisons dpo evaluate grpo load ppo preference probe reward reward_model rl run "
+        "sample sft"
     ),
     "posttrain.api.run": "Run",
     "posttrain.errors": "UserError",

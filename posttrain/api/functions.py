@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -14,13 +15,18 @@ from weakref import WeakSet
 
 from posttrain import catalogue, config
 from posttrain.algorithms.base import Algorithm
-from posttrain.api.inputs import Files, as_judge, as_model, as_rewards, as_task, built
+from posttrain.api.inputs import Files, as_judge, as_model, as_probed, as_rewards, as_task, built
 from posttrain.api.run import Callback, Model, Run
+from posttrain.commands.probe import Report
+from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
 from posttrain.errors import require
 from posttrain.recipes.base import Recipe
+from posttrain.rewards._functions import PREFIX
+from posttrain.rewards.base import check, resolve
+from posttrain.rewards.compose import Reward
 from posttrain.runs.layout import CONFIG
-from posttrain.stages._material import Data
+from posttrain.stages._material import ROWS, Data, until_end
 from posttrain.stages.base import Stage, make_sampler, worker_pool
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
@@ -55,7 +61,8 @@ def rl(
     name of a shipped reward, a reward model's run, a source such as JudgeReward(model=..., url=...), or several of these as a list or
     a dict, which `weights` adds up. `reward_models` are runs or paths whose mean is taken, by `weights` where there is no `reward`.
     Settings are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr, max_new_tokens, held_out, ...;
-    `batch` prompts a step), and of the run (seed, device, again, ...).
+    `batch` prompts a step), and of the run (seed, device, again, ...). KL is measured from `reference`, the model itself unless another
+    is named; PPO's critic begins as `critic`, a reward model, if given.
     """
     require((prompts is None) != (task is None), "rl: give either prompts or a task")
     chosen = _algorithm(algorithm)
@@ -65,6 +72,7 @@ def rl(
     scored, source = as_rewards(reward, weights, reward_models, own, file)
     if "batch" in settings:  # `prompts` of the stage, a number
         settings["prompts"] = settings.pop("batch")
+    settings |= {k: as_model(settings[k]) for k in ("reference", "critic") if settings.get(k)}
     given = {"model": as_model(model, tokenizer), "algorithm": chosen, "task": scored}
     return _run(RLStage, {"name": "rl", **given, "reward": source}, settings, files, callback)
 
@@ -231,12 +239,16 @@ def evaluate(
     prompts: Any = None,
     reward: Any = None,
     weights: Any = None,
+    data: Any = None,
     seed: int = 0,
     tokenizer: Any = None,
     **settings: Any,
 ) -> dict[str, JSON]:
     """The figures of a model on the held-out problems of a `task`, or on all `prompts` with a `reward`: accuracy, reward, pass@k, each
-    with its interval. Settings are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of the task."""
+    with its interval. Settings are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of the task. A
+    reward model is given pairs or rankings as `data`: the share that it orders as they are, and its calibration."""
+    if data is not None:
+        return _agreement(model, data, **settings)
     require((prompts is None) != (task is None), "evaluate: give either prompts or a task")
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder), "evaluate")
@@ -259,6 +271,64 @@ def evaluate(
     # of a reward that does not say right or wrong, to reach 1 means nothing
     left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
     return {name: value for name, value in result.items() if name not in left_out}
+
+
+def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]:
+    """What the reward models of a run, or one in a directory, say of pairs or rankings."""
+    from posttrain.data.preferences import read_preferences
+    from posttrain.models.scorer import load_scorer
+    from posttrain.stages.reward_model import judge_pairs, report
+
+    places = model.scorers() if isinstance(model, Run) else [as_model(model)]
+    scorers = [load_scorer(place) for place in places]
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder), "evaluate")
+        paths = files.paths(data, "data")
+        with files:
+            read = [read_preferences(path, scorers[0].tokenizer, max_length) for path in paths]
+    for path, found in zip(paths, read, strict=True):
+        known = found.kind in ROWS["rankings"]
+        require(known, f"evaluate: {path} holds rows of kind {found.kind}, not pairs or rankings")
+    units = [tuple(map(until_end, unit)) for found in read for unit in found.units]
+    return report([judge_pairs(scorer, units, 8192) for scorer in scorers])
+
+
+def reward(name: str, **options: Any) -> Reward:
+    """A shipped reward with its options, as a function: reward("math", phrase="final answer:")."""
+    check(name, options)
+    return resolve(name, options)
+
+
+def probe(reward: Any = None, task: Any = None, *, prompts: Any = None, **settings: Any) -> Report:
+    """What a reward would pay, before any training, for the gold answers of a `task`, or of `prompts` with answers, and for wrong,
+    empty, padded and other ones. Printed, the report is a table. Settings: weights of several rewards; problems, split, examples."""
+    require((prompts is None) != (task is None), "probe: give either prompts or a task")
+    scored = as_probed(reward, settings.pop("weights", None))
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder), "probe")
+        made = as_task(task) if task is not None else Prompts(files.path(prompts, "prompts"))
+        with files:
+            found = probe_task(scored, made, **settings)
+    return replace(found, reward=found.reward.removeprefix(PREFIX))
+
+
+def arguments(**defaults: Any) -> dict[str, Any]:
+    """The settings of a script: `defaults`, and what its command line says as key=value, with the types of YAML. Where a default is a
+    dict, `key.inner=value` is one of its entries; a key without a default is passed on. `--help` prints the script's docstring with
+    the defaults."""
+    words = sys.argv[1:]
+    if "--help" in words or "-h" in words:
+        text = (getattr(sys.modules["__main__"], "__doc__", "") or "").strip()
+        sys.stdout.write(f"{text}\n\n" + "".join(f"{k}={v}\n" for k, v in defaults.items()))
+        raise SystemExit(0)
+    found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in defaults.items()}
+    for key, value in map(config.pair, words):
+        head, dot, rest = key.partition(".")
+        if dot and isinstance(found.get(head), dict):
+            found[head][rest] = value
+        else:
+            found[key] = value
+    return found
 
 
 class _AllPrompts(Prompts):

@@ -213,6 +213,14 @@ def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
     return RewardModels(models=tuple(place for own in places for place in own), weights=shared)
 
 
+def as_probed(reward: Any, weights: Any) -> str | None:
+    """A reward, or several, by the one name that a probe knows it by; a reward model's run by its directory."""
+    if isinstance(reward, Run):
+        return reward.scorers()[0]
+    named = _named(reward, weights)
+    return _function(named) if named else None
+
+
 def _named(reward: Any, weights: Any) -> dict[str, tuple[Any, float]]:
     """Rewards by label, each with its weight."""
     given = [] if reward is None else [reward]

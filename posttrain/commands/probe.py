@@ -133,6 +133,9 @@ class Report:
     examples: Sequence[Example] = ()
     judge_tokens: int = 0
 
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
     def tree(self) -> JSON:
         """As `posttrain probe --json` prints it."""
         return asdict(self)
