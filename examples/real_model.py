@@ -6,8 +6,6 @@ PATH is a .gguf file (pip install posttrain[gguf]), a model directory with safet
 SmolLM2-135M-Instruct, for one, loads in about 15 seconds and answers on a CPU.
 """
 
-# ruff: noqa: T201  (a script prints)
-
 from __future__ import annotations
 
 import re
