@@ -151,3 +151,23 @@ def test_the_table_says_how_long_scripts_are_and_none_is_longer_than_the_textboo
     assert [(name, int(own)) for name, own, _ in rows] == [(name, lines_of(EXAMPLES / name)) for name, _, _ in rows]
     assert len(rows) == 7 and all(int(own) <= int(theirs) for _, own, theirs in rows)
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(re.findall(r"\]\((\w+\.py)\)", PAGE))
+
+
+def test_the_readme_begins_with_ten_lines_that_run_then_two_commands_and_fits_a_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    first, _, _ = readme.partition("\n## ")
+    blocks = re.findall(r"```(\w*)\n(.*?)```", first, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", ""] and len(first.splitlines()) <= 50
+    assert [line.split()[:2] for line in blocks[1][1].splitlines()] == [["make", "demo"], ["make", "test"]]
+    program = blocks[0][1]
+    assert len([line for line in program.splitlines() if line.strip()]) <= 10
+    assert {"It is", "It is not"} <= set(re.findall(r"\*\*(.*?)\*\*", first))
+    small = 'steps=1, batch=1, max_new_tokens=4, evaluate_problems=2, device="cpu", threads=1'
+    monkeypatch.chdir(tmp_path)
+    Path("readme.py").write_text(
+        program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(folder / "start")).replace("steps=100", small)
+    )
+    found = runpy.run_path("readme.py")
+    assert len(found["sums"]) == 400 and (tmp_path / "mine" / "config.json").is_file()
