@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -100,6 +101,26 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
     return own[0]
 
 
+def short_form(kind: str, text: str, base: type) -> dict[str, Any]:
+    """What a name stands for as settings: `NAME`, or `NAME:VALUE` of one that says which of its settings the value is
+    (reasoning_gym:leg_counting)."""
+    name, colon, value = text.partition(":")
+    if not colon or name.endswith(".py") or name not in names(kind):
+        return {"name": text}
+    key = getattr(load(kind, name, base), "shorthand", "")
+    require(bool(key), f"{text}: the {kind} {name} takes no value after its name")
+    return {"name": name, key: value}
+
+
+def make(kind: str, text: str, base: type) -> Any:
+    """An instance by its name, with the defaults of its settings."""
+    settings = short_form(kind, text, base)
+    try:
+        return load(kind, settings.pop("name"), base)(**settings)
+    except TypeError as error:
+        raise UserError(f"{kind} {text}: {error}") from None
+
+
 def name_of(thing: type | object) -> str:
     """The catalogue name of a shipped class or instance, or `file.py:Name` for a user's."""
     cls = thing if isinstance(thing, type) else type(thing)
@@ -130,5 +151,29 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__posttrain_file__ = str(path)  # type: ignore[attr-defined]
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    folder = str(path.parent)
+    # its neighbours can be imported: first by the file itself, and after that behind what is installed
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        del sys.modules[module_name]
+        raise UserError(place_of(error, path)) from error
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     return module
+
+
+def place_of(error: BaseException, path: Path) -> str:
+    """An error in a user's file as one line: the file, the line and what happened."""
+    frames = [
+        frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
+    where = error.filename if isinstance(error, SyntaxError) else path
+    what = error.msg if isinstance(error, SyntaxError) else error
+    return f"{where} line {line}: {type(error).__name__}: {what}"

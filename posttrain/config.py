@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import shlex
 import typing
@@ -18,8 +19,8 @@ import yaml
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.safe_readers import read_values, read_yaml
-from posttrain.errors import Checked, Count, Range, UserError, require, unknown
-from posttrain.recipes.base import Recipe, repeat
+from posttrain.errors import Checked, Count, Range, UserError, called_here, require, unknown
+from posttrain.recipes.base import Recipe, as_recipe, repeat
 from posttrain.runs.layout import FORMAT
 from posttrain.stages._lineage import MODELS, PLACES, inside, place
 from posttrain.stages.base import Stage, check_name, check_names
@@ -75,6 +76,27 @@ def check_machine(seed: int, device: str) -> None:
     check_threads(requested_threads(), "OMP_NUM_THREADS")
 
 
+class Text(str):
+    """A value as it was typed. What it means depends on its field: `no` is a truth, or the name of a directory."""
+
+    value: JSON
+
+    def __new__(cls, text: str, value: JSON) -> Text:
+        made = super().__new__(cls, text)
+        made.value = value
+        return made
+
+
+def meant(value: JSON, kind: Any = Any) -> JSON:
+    """A value for a field of this type."""
+    if not isinstance(value, Text):
+        return value
+    accepted = (kind, *typing.get_args(kind))
+    said = kind is str or (str in accepted and type(value.value) not in accepted)
+    return str(value) if said else value.value
+
+
+THOUSANDS = r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?"
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+"
 TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage
 TEXTS = ("before", "after", "next_command")  # of a recipe
@@ -103,8 +125,10 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
     refuse_unknown("key", top, [*own, *TOP], [name])
     active().require_program(top.get("checkpoint_hook"))
     hints = typing.get_type_hints(function)
-    given = {key: _check(key, hints[key], value) for key, value in top.items() if key in own}
-    return _settings(name, function(**given), pairs)
+    given = {k: _check(k, hints.get(k, Any), v) for k, v in top.items() if k in own}
+    missing = [k for k, p in own.items() if p.default is p.empty and k not in given]
+    require(not missing, f"{name}: give {', '.join(f'{key}=...' for key in missing)}")
+    return _settings(name, as_recipe(function(**given), name), pairs)
 
 
 def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
@@ -120,7 +144,7 @@ def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
             listed = value if isinstance(value, list) else str(value or "").split(",")
             found[key] = tuple(word.strip() for word in map(str, listed) if word.strip())
         else:
-            found[key] = str(value) if hints[key] is str else _check(key, hints[key], value)
+            found[key] = _check(key, hints[key], value)
     check_names(recipe.stages)
     check_named(recipe.stages)
     active().require_trackers(found.get("trackers", ()))
@@ -179,6 +203,7 @@ def _path(field: str, value: str) -> Path | None:
 
 
 def pair(argument: str) -> tuple[str, JSON]:
+    """The key and the value of key=value: text, a list or a mapping; other values as they were typed, until their field is known."""
     key, equals, text = argument.partition("=")
     require(bool(equals) and bool(key), f"{argument!r} is not key=value")
     try:
@@ -188,8 +213,9 @@ def pair(argument: str) -> tuple[str, JSON]:
     except (yaml.YAMLError, ValueError):
         return key, text
     # YAML 1.1 reads 1e-4 as a string; people mean a number
-    written = isinstance(value, str) and re.fullmatch(NUMBER, value)
-    return key, float(value) if written else value
+    if isinstance(value, str) and re.fullmatch(NUMBER, value):
+        value = float(value)
+    return key, value if isinstance(value, str | list | dict) else Text(text, value)
 
 
 def refuse_unknown(
@@ -223,6 +249,7 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
     names = _keys(kind)
     groups = {f: group for f in names if (group := _group(hints[f], tree.get(f))) is not None}
     if key not in names:
+        require(not (called := called_here(key)), f"{dotted}: {called}")
         # groups that stand apart are meant by their path alone
         nested = {
             f: _keys(group)
@@ -238,9 +265,7 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
         path = [inside[0], *path]
         key = path[0]
     if len(path) == 1:
-        if isinstance(value, str) and isinstance(tree.get(key), dict) and "name" in tree[key]:
-            value = _shorthand({"name": value})  # another algorithm or task, with its own defaults
-        tree[key] = value
+        tree[key] = _named(value, hints[key])  # another algorithm or task, with its own defaults
         return
     require(key in groups, f"{dotted}: {key} has no keys of its own")
     if not isinstance(tree.get(key), dict):
@@ -278,14 +303,16 @@ def to_tree(value: Any) -> JSON:
 
 
 def from_tree(tree: JSON, kind: Any, where: str) -> Any:
-    """The inverse of `to_tree`, with every key and type checked; errors name the key and what it accepts."""
+    """The inverse of `to_tree`, with every key and type checked; errors name the key and what it accepts. The name of an algorithm, a
+    task or a reward stands for its settings, and one value for a list of one."""
+    tree = meant(_named(tree, kind), kind)
     if kind in NAMED:
         require(isinstance(tree, dict), f"{where}: give a mapping")
         tag = "stage" if kind is Stage else "name"
-        tree = _shorthand(tree) if kind is Task else tree
         rest = {k: v for k, v in tree.items() if k != tag}
         require(tag in tree, f"{where}: no {tag!r} says which {NAMED[kind]} it is")
-        return from_tree(rest, catalogue.load(NAMED[kind], str(tree[tag]), kind), where)
+        made = catalogue.load(NAMED[kind], str(tree[tag]), kind)
+        return from_tree(_grouped(rest, made, where) if kind is Stage else rest, made, where)
     if dataclasses.is_dataclass(kind):
         if not isinstance(tree, dict | list | bool | None) and hasattr(kind, "shorthand"):
             tree = {kind.shorthand: tree}
@@ -295,23 +322,59 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         values = {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}
         return _construct(kind, values, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple and inner and (dataclasses.is_dataclass(inner[0]) or inner[0] in NAMED):
-        require(isinstance(tree, list), f"{where} takes a list")
-        return tuple(from_tree(item, inner[0], f"{where}[{n}]") for n, item in enumerate(tree))
+    if origin is tuple and inner[1:] == (...,) and tree is not None:
+        items = enumerate(_listed(tree, inner[0]))
+        return tuple(from_tree(item, inner[0], f"{where}[{n}]") for n, item in items)
     optional = [i for i in inner if i in NAMED or dataclasses.is_dataclass(i)]
     if optional and type(None) in inner:
         return None if tree is None else from_tree(tree, optional[0], where)
     return _check(where, kind, tree)
 
 
-def _shorthand(tree: Mapping[str, JSON]) -> dict[str, JSON]:
-    """`NAME:VALUE` for a task that says which of its settings the value is: reasoning_gym:leg_counting."""
-    name, colon, value = str(tree.get("name", "")).partition(":")
-    if not colon or name.endswith(".py") or name not in catalogue.names("task"):
-        return dict(tree)
-    key = getattr(catalogue.load("task", name, Task), "shorthand", "")
-    require(bool(key), f"{name}:{value}: the task {name} takes no value after its name")
-    return {**tree, "name": name, key: value}
+def _named(tree: JSON, kind: Any) -> JSON:
+    """Settings by the name of an algorithm, a task or a reward alone, or with a value after it: reasoning_gym:leg_counting."""
+    base = next((c for c in (kind, *typing.get_args(kind)) if c in NAMED and c is not Stage), None)
+    if base is None or typing.get_origin(kind) is tuple:
+        return tree
+    if isinstance(tree, str) and tree:
+        return catalogue.short_form(NAMED[base], tree, base)
+    if isinstance(tree, dict) and "name" in tree:
+        return {**tree, **catalogue.short_form(NAMED[base], str(tree["name"]), base)}
+    return tree
+
+
+def _listed(tree: JSON, kind: Any) -> list[JSON]:
+    """The items of a list: one value is a list of one, and text with commas one of several, unless a file is called so."""
+    if isinstance(tree, list | tuple):
+        items = list(tree)
+    elif isinstance(tree, str) and "," in tree and not os.path.exists(tree):
+        items = [part.strip() for part in tree.split(",")]
+    else:
+        items = [tree] if tree != "" else []
+    if kind is not str:
+        return items
+    return [one["file"] if isinstance(one, dict) and [*one] == ["file"] else one for one in items]
+
+
+def _grouped(tree: dict[str, JSON], kind: Any, where: str) -> dict[str, JSON]:
+    """The settings of a stage with keys of its groups that stand in the stage itself (`lr`) put where they belong (optimizer.lr), as
+    the command line does."""
+    loose = [key for key in tree if key not in _keys(kind) and not called_here(key)]
+    if not loose:
+        return tree
+    own = {key: value for key, value in tree.items() if key not in loose}
+    hints = typing.get_type_hints(kind)
+    whole = {
+        f.name: to_tree(f.default_factory())
+        for f in dataclasses.fields(kind)
+        if f.default_factory is not dataclasses.MISSING and f.name not in own
+    }
+    whole |= {
+        key: _named(value, hints[key]) if key in hints else value for key, value in own.items()
+    }
+    for key in loose:
+        _assign(whole, kind, [str(key)], tree[key], f"{where}.{key}")
+    return {key: value for key, value in whole.items() if key in own or isinstance(value, dict)}
 
 
 def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
@@ -326,14 +389,21 @@ def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
 
 
 def _check(where: str, kind: Any, value: JSON) -> Any:
-    """One plain value against its type."""
+    """One plain value against its type. 1,000 is a number, and a number where text is wanted is text."""
+    value, number = meant(value, kind), {int, float} & {kind, *typing.get_args(kind)}
+    if number and isinstance(value, str) and re.fullmatch(THOUSANDS, value):
+        value = value.replace(",", "")
+    if kind is str and isinstance(value, bool | int | float):
+        value = str(value).lower() if isinstance(value, bool) else str(value)
     try:
         return pydantic.TypeAdapter(kind).validate_python(value)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         inside = "".join(f"[{part!r}]" for part in first["loc"])
         reason = f"{first['msg'][0].lower()}{first['msg'][1:]}"
-        raise UserError(f"{where}{inside}: {reason}, not {first['input']!r}") from None
+        several = bool(number) and isinstance(value, str) and "," in value
+        more = f"; for a run with each of them: --sweep {where}={value}" if several else ""
+        raise UserError(f"{where}{inside}: {reason}, not {first['input']!r}{more}") from None
 
 
 def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:

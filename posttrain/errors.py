@@ -67,6 +67,80 @@ RENAMED = {
     "rl.alarms": "monitor; its alarms.quiet is monitor.repeat_after, alarms.patience is monitor.trend_patience",
 }
 
+# Names of TRL and transformers that people type here, and what they are called here; a text with a space explains it.
+BATCH = "batch here (examples an optimizer step) or, in an rl stage, prompts (problems a step, with `group` samples of each)"
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "lr_scheduler_type": "schedule",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup here, a number of steps",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "optimizer.epsilon",
+    "max_grad_norm": "clip_norm",
+    "max_steps": "steps",
+    "num_train_epochs": "steps here, which are optimizer steps",
+    "batch_size": BATCH,
+    "train_batch_size": BATCH,
+    "per_device_train_batch_size": BATCH,
+    "gradient_accumulation_steps": "left out here: a step takes its whole batch, token_budget tokens in memory at once",
+    "num_generations": "group",
+    "max_completion_length": "max_new_tokens",
+    "response_length": "max_new_tokens",
+    "max_seq_length": "max_length",
+    "max_prompt_length": "left out here: a prompt is never cut",
+    "epsilon": "clip_low and clip_high here (clip of ppo), and Adam's is optimizer.epsilon",
+    "epsilon_high": "clip_high",
+    "cliprange": "clip here (clip_low and clip_high of grpo)",
+    "kl_coef": "beta",
+    "init_kl_coef": "beta",
+    "vf_coef": "left out here: the critic has an optimizer of its own, critic_optimizer",
+    "num_ppo_epochs": "epochs",
+    "ppo_epochs": "epochs",
+    "num_iterations": "epochs",
+    "num_mini_batches": "mini_batches",
+    "scale_rewards": "scale",
+    "mask_truncated_completions": "truncated=mask here",
+    "reward_funcs": "reward",
+    "reward_weights": "weights",
+    "rpo_alpha": "alpha",
+    "desirable_weight": "desirable",
+    "undesirable_weight": "undesirable",
+    "ref_model": "reference",
+    "model_name_or_path": "model",
+    "train_dataset": "data",
+    "eval_dataset": "held_out_data",
+    "dataset_name": "data",
+    "processing_class": "tokenizer",
+    "peft_config": "lora",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_target_modules": "lora.targets",
+    "eval_steps": "evaluate_every",
+    "save_steps": "checkpoint_every",
+    "save_total_limit": "checkpoint_keep",
+    "gradient_checkpointing": "checkpointing",
+    "output_dir": "out",
+    "report_to": "trackers",
+    "bf16": "left out here: weights are bfloat16 on a GPU and float32 on a CPU",
+    "fp16": "left out here: weights are bfloat16 on a GPU and float32 on a CPU",
+    "use_vllm": "left out here: the engine samples in the same process",
+}
+
+
+def called_here(name: str) -> str:
+    """What TRL's name is called here, as a sentence; "" where it is none of TRL's.
+
+    >>> called_here("learning_rate"), called_here("lr")
+    ('learning_rate is called lr here', '')
+    """
+    new = ELSEWHERE.get(name, "")
+    if not new:
+        return ""
+    if new.startswith("left out"):
+        return f"{name} is {new}"
+    return f"{name} is called {new}" + ("" if " here" in new else " here")
+
 
 def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = ()) -> UserError:
     """An error for a name that is not among `known`, with the nearest ones; or, where one of its `owners` had it in an earlier version,
@@ -81,6 +155,8 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
     if renamed:
         return UserError(f"unknown {kind} {name!r}; an earlier version had it, use {renamed[0]}")
     choices = sorted(set(known))
+    if (called := called_here(name)) and name not in choices:
+        return UserError(f"unknown {kind} {name!r}; {called}")
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f"known: {', '.join(choices)}" if choices else "none exist here"
     if near:
@@ -144,7 +220,7 @@ def check_fields(settings: Any, where: str = "") -> None:
     """Refuse a dataclass with a value outside of its field's type: a `Range`, or the choices of a `Literal`, also inside an optional
     field or a tuple. `where` stands before the field's name."""
     kind: type = type(settings)
-    for name, hint in _checked_fields(kind):
+    for name, hint in field_types(kind):
         value = getattr(settings, name)
         accepted = _accepted(hint, value)
         require(not accepted, f"{where}{name} must be {accepted}, not {value!r}")
@@ -162,7 +238,8 @@ class Checked:
 
 
 @cache
-def _checked_fields(kind: type) -> tuple[tuple[str, Any], ...]:
+def field_types(kind: type) -> tuple[tuple[str, Any], ...]:
+    """The fields of a dataclass with their types."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple((f.name, hints[f.name]) for f in fields(kind))
 

@@ -21,7 +21,7 @@ from posttrain.commands.probe import Report
 from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
 from posttrain.errors import require
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, as_recipe
 from posttrain.rewards._functions import PREFIX
 from posttrain.rewards.base import check, resolve
 from posttrain.rewards.compose import Reward
@@ -192,8 +192,8 @@ def run(
     """Run a recipe by its name or file, with the settings of the command line: run("quickstart", seed=1, **{"rl.lr": 1e-4}); or stages
     one after the other, of which those after the first may name the ones before."""
     if not isinstance(recipe, str):
-        made = recipe if isinstance(recipe, Recipe) else Recipe(tuple(recipe))
-        return _begun(made, _files(out, "run"), callback, settings).train()
+        made = recipe() if callable(recipe) else recipe
+        return _begun(as_recipe(made, "run"), _files(out, "run"), callback, settings).train()
     whole = config.parse(recipe, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     files = _files(out, whole.name)
     return Run(files.directory, replace(whole, out=str(files.directory)), files, callback).train()

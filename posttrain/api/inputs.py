@@ -14,7 +14,7 @@ from typing import Any
 from posttrain import config
 from posttrain.api.run import Model, Run
 from posttrain.data.records import load_hub
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import UserError, called_here, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
 from posttrain.runs.layout import CONFIG
@@ -63,6 +63,8 @@ class Files:
     def paths(self, data: Any, what: str) -> tuple[str, ...]:
         """The files of one source, or of a list of paths."""
         several = isinstance(data, list | tuple) and bool(data)
+        if several and all(isinstance(item, Mapping) and [*item] == ["file"] for item in data):
+            data = [item["file"] for item in data]
         if several and all(isinstance(item, str | Path) for item in data):
             return tuple(self.path(item, what) for item in data)
         return (self.path(data, what),)
@@ -296,6 +298,8 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
     for key, value in settings.items():
         head, dot, rest = key.partition(".")
         inside = [head] if dot and head in groups else [name for name in free if key in known[name]]
+        called = "" if key in hints or dot else called_here(key)
+        require(not called, f"{where}: {called}")
         if key in hints:
             values[key] = _value(value, hints[key], f"{where}: {key}")
         elif len(inside) == 1:

@@ -113,9 +113,8 @@ class Answer:
 
 
 def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options:
-    """The options of a kind, taken out of the settings and checked. A name may be a number."""
-    taken = {field: pairs.pop(field.name) for field in fields(kind) if field.name in pairs}
-    tree = {f.name: str(value) if f.type == "str" else value for f, value in taken.items()}
+    """The options of a kind, taken out of the settings and checked."""
+    tree = {field.name: pairs.pop(field.name) for field in fields(kind) if field.name in pairs}
     made: Options = config.from_tree(tree, kind, where)
     return made
 

@@ -382,7 +382,8 @@ def lines(report: Report) -> list[str]:
 def probe_named(reward: str | None, task: str, settings: Sequence[str]) -> Report:
     """`probe` from words: task.KEY and reward.KEY are settings of the task and options of the reward; problems, split and examples are
     those of the probe."""
-    pairs = dict(config.pair(argument) for argument in settings)
+    typed = dict(config.pair(argument) for argument in settings)
+    pairs = {key: config.meant(value) for key, value in typed.items()}
     inner = {
         key.removeprefix("task."): pairs.pop(key) for key in [*pairs] if key.startswith("task.")
     }

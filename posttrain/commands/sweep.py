@@ -1,6 +1,6 @@
 """Sweeps: one run for every combination of settings and seeds, one after another, and a table of what they say together.
 
-    posttrain run quickstart seeds=0,1,2 rl.lr=1e-4,3e-4
+    posttrain run quickstart seeds=0,1,2 --sweep rl.lr=1e-4,3e-4
 
 A sweep is a directory with one run directory a member and the aggregate as sweep.json and sweep.md. The same command with the same
 `out=`, or 'posttrain resume DIR', goes on where it stopped. A member that fails is reported and does not stop the others.
@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import stdev
 
 from posttrain import config, pipeline
+from posttrain.config import PASSING
 from posttrain.errors import Interrupted, require
 from posttrain.evals.statistics import mean_interval
 from posttrain.events import printable
@@ -31,8 +32,6 @@ from posttrain.system.files import atomic_write
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
-WHOLE = ("out", "only", "trackers", "checkpoint_hook")  # keys whose commas are their own
-VALUE = re.compile(r"[A-Za-z0-9_.:/+-]+")
 CLOCKS = ("seconds", "attempts", "train_seconds")
 
 
@@ -69,27 +68,46 @@ class Member:
         return [*self.setting, *([] if self.seed is None else [f"seed={self.seed}"])]
 
 
-def axes(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(plain arguments, the values of each key that has several). A value in quotes or brackets, or with spaces, is one value.
+def axes(
+    arguments: Sequence[str], swept: Sequence[str] = ()
+) -> tuple[list[str], dict[str, list[str]]]:
+    """(plain arguments, the values of each key that has several): `seeds=0,1`, and what stood behind --sweep. Values in brackets or
+    quotes may have commas of their own.
 
-    >>> axes(["seeds=0,1", "rl.lr=1e-6,3e-6", "only=rl,after", "rl.levels=[1,2]", "x=a, b"])
-    (['only=rl,after', 'rl.levels=[1,2]', 'x=a, b'], {'seed': ['0', '1'], 'rl.lr': ['1e-6', '3e-6']})
+    >>> axes(["seeds=0,1", "rl.levels=1,2"], ["rl.lr=1e-6,3e-6", "x=[1,2],[3]"])
+    (['rl.levels=1,2'], {'seed': ['0', '1'], 'rl.lr': ['1e-6', '3e-6'], 'x': ['[1,2]', '[3]']})
     """
-    plain: list[str] = []
+    plain = [argument for argument in arguments if not argument.startswith("seeds=")]
+    seeds = [argument for argument in arguments if argument.startswith("seeds=")]
     found: dict[str, list[str]] = {}
-    for argument in arguments:
+    for argument in (*seeds, *swept):
         key, _, text = argument.partition("=")
-        values = text.split(",")
-        several = len(values) > 1 and key not in WHOLE and all(map(VALUE.fullmatch, values))
-        if key == "seeds" or several:
-            key = "seed" if key == "seeds" else key
-            require(all(values) and bool(text), f"{argument!r}: give values with commas between")
-            require(len(set(values)) == len(values), f"{argument!r} names a value twice")
-            require(key not in found, f"{key} is given twice")
-            found[key] = values
-        else:
-            plain.append(argument)
+        values = _split(text)
+        key = "seed" if key == "seeds" else key
+        whole = bool(key) and all(values)
+        require(whole, f"{argument!r}: give KEY=VALUE,VALUE with commas between the values")
+        require(len(set(values)) == len(values), f"{argument!r} names a value twice")
+        twice = key in found or any(a.partition("=")[0] == key for a in plain)
+        require(not twice, f"{key} is given twice")
+        require(key not in PASSING, f"{key} belongs to the whole sweep, and has one value")
+        found[key] = values
     return plain, found
+
+
+def _split(text: str) -> list[str]:
+    """The values between commas that stand in no bracket and no quotes."""
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if sign == quote:
+            quote = ""
+        elif not quote and sign in "\"'":
+            quote = sign
+        depth += 0 if quote else (sign in "[{") - (sign in "]}")
+        if sign == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts]
 
 
 def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]:
@@ -107,10 +125,16 @@ def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]
     return made
 
 
-def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source: str = "") -> int:
+def run(
+    recipe: str,
+    arguments: Sequence[str],
+    swept: Sequence[str] = (),
+    allow_code: bool = False,
+    source: str = "",
+) -> int:
     """Run a sweep, or go on with one; the number of members that failed. `source` is the file that the settings come from, where they
     were not typed."""
-    plain, found = axes(arguments)
+    plain, found = axes(arguments, swept)
     common = [argument for argument in plain if not argument.startswith("out=")]
     settings = config.parse(recipe, common, allow_code, source)
     whole = not settings.only and not settings.again
@@ -121,8 +145,8 @@ def run(recipe: str, arguments: Sequence[str], allow_code: bool = False, source:
     planned = members(directory, found)
     for member in planned:  # every mistake in a setting is found before the first run
         config.parse(recipe, [*common, *member.arguments], allow_code, source)
-    several = [a for a in arguments if a.partition("=")[0] in ("seeds", *found)]
-    record = Record(recipe, [*common, *several])
+    seeds = [argument for argument in arguments if argument.startswith("seeds=")]
+    record = Record(recipe, [*common, *seeds], list(swept))
     _check_same(directory, record)
     done: list[Member] = []
     _write(directory, record, planned)
@@ -143,7 +167,8 @@ def resume(directory: Path, allow_code: bool = False) -> int:
     """Go on with a sweep."""
     path = directory / RECORD
     record = Record.read(path)
-    return run(record.recipe, [*record.arguments, f"out={directory}"], allow_code, str(path))
+    arguments = [*record.arguments, f"out={directory}"]
+    return run(record.recipe, arguments, record.sweep, allow_code, str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,27 +177,31 @@ class Record:
 
     recipe: str
     arguments: list[str]
+    sweep: list[str]  # what stood behind --sweep
 
     @classmethod
     def read(cls, path: Path) -> Record:
         try:
             tree = json.loads(path.read_text("utf-8"))
-            record = cls(tree["recipe"], tree["arguments"])
-            words = [record.recipe, *record.arguments]
-            whole = type(record.arguments) is list and all(type(word) is str for word in words)
+            record = cls(tree["recipe"], tree["arguments"], tree.get("sweep", []))
+            words = [record.recipe, *record.arguments, *record.sweep]
+            listed = type(record.arguments) is type(record.sweep) is list
+            whole = listed and all(type(word) is str for word in words)
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             whole = False
         require(whole, f"{path} is damaged: no recipe and arguments in it")
         return record
 
     def __str__(self) -> str:
-        return " ".join([self.recipe, *self.arguments])
+        return " ".join([self.recipe, *self.arguments, *(f"--sweep {s}" for s in self.sweep)])
 
 
 def _check_same(directory: Path, record: Record) -> None:
     if (directory / RECORD).is_file():
         before = Record.read(directory / RECORD)
-        words, before_words = ([r.recipe, *sorted(r.arguments)] for r in (record, before))
+        words, before_words = (
+            [r.recipe, sorted(r.arguments), sorted(r.sweep)] for r in (record, before)
+        )
         same = words == before_words
         other = f"{directory} holds another sweep ({before}); continue that with 'posttrain resume"
         require(same, f"{other} {directory}', or choose another out=")

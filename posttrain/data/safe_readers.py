@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 import time
@@ -165,6 +166,19 @@ def probe(render: Callable[[], object], seconds: float) -> str | None:
     return None if status == 0 else f"it took over {TEMPLATE_BYTES >> 20} MB of memory"
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.2's words: true and false alone are truths, so that a directory may be called "no"; a date is text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, known) for tag, known in found if not tag.endswith((":bool", ":timestamp"))]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF")
+)
+
+
 def read_yaml(text: str, where: str) -> Any:
     """The plain data in a YAML text. Tags that make objects, keys that are given twice, and text that stands for more than it could
     say itself are refused, each with a line.
@@ -181,7 +195,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 def read_values(text: str, where: str) -> Any:
     """The same, where the text may be none of YAML (yaml.YAMLError, ValueError)."""
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -38,6 +38,20 @@ class Recipe:
         for key, name in (("before", self.before), ("after", self.after)):
             if name and name not in known:
                 raise unknown(f"evaluate stage in {key}:", name, known)
+
+
+def as_recipe(made: Any, name: str) -> Recipe:
+    """What a recipe's function returned: a Recipe, stages, or a single one."""
+    if isinstance(made, Recipe):
+        return made
+    stages = [made] if isinstance(made, Stage) else made
+    listed = (
+        list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else [made]
+    )
+    for stage in listed:
+        what = f"{name}: a recipe returns a Recipe, a stage or a list of stages"
+        require(isinstance(stage, Stage), f"{what}, not {type(stage).__name__} {str(stage)[:40]!r}")
+    return Recipe(tuple(listed))
 
 
 def repeat(

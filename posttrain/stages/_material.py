@@ -38,6 +38,7 @@ class Data(Checked):
     """
 
     where: ClassVar[str] = "data: "
+    shorthand: ClassVar[str] = "file"  # a name alone is a file
 
     file: str = ""
     task: Task | None = None

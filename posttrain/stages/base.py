@@ -10,11 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
+from posttrain import catalogue
+from posttrain.algorithms.base import Algorithm
 from posttrain.engine.engine import Engine
-from posttrain.errors import Checked, UserError, check_fields, require, unknown
+from posttrain.errors import Checked, UserError, check_fields, field_types, require, unknown
 from posttrain.events import Events, Level
 from posttrain.loop import Interrupt, OnStep
 from posttrain.models import given
@@ -152,6 +155,8 @@ class Stage(Checked, ABC):
     name: str
 
     def __post_init__(self) -> None:
+        for name, hint in field_types(type(self)):
+            object.__setattr__(self, name, in_full(getattr(self, name), hint))
         check_fields(self, f"{self.name}: ")
         for mistake in self.mistakes():
             raise UserError(f"{self.name}: {mistake}")
@@ -213,6 +218,23 @@ class Stage(Checked, ABC):
     def dry_run(self) -> DryRun:
         """The stage cut down, to measure how long the whole one takes."""
         return DryRun(self)
+
+
+def in_full(value: Any, hint: Any) -> Any:
+    """What a field holds, from what may stand for it: the name of an algorithm or a task, one value for a list of one, a file for
+    its settings, and settings for the file."""
+    inner = get_args(hint)
+    if get_origin(hint) is tuple and inner[1:] == (...,):
+        several = value if isinstance(value, tuple | list) else [value]
+        return tuple(in_full(one, inner[0]) for one in several)
+    if hint is str and isinstance(value, Mapping) and [*value] == ["file"]:
+        return value["file"]
+    if isinstance(value, str) and hint in (Algorithm, Task):
+        return catalogue.make("task" if hint is Task else "algorithm", value, hint)
+    if isinstance(value, str) and hasattr(hint, "shorthand"):
+        return hint(**{hint.shorthand: value})
+    grouped = isinstance(value, Mapping) and isinstance(hint, type) and is_dataclass(hint)
+    return hint(**value) if grouped else value
 
 
 def run_stages(

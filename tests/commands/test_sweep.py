@@ -44,13 +44,19 @@ def test_examples() -> None:
     assert (result.failed, result.attempted) == (0, 3)
 
 
-def test_what_has_commas_of_its_own_is_no_sweep() -> None:
-    for argument in ("trackers=jsonl,wandb", "only=a,b", "out=a,b", "x={a: 1, b: 2}", "x='a,b'", "rl.note=one, two", "x=1"):
+def test_a_comma_is_a_sweep_in_seeds_and_behind_sweep_alone() -> None:
+    for argument in ("rl.lr=1e-4,3e-4", "rl.steps=1,000", "trackers=jsonl,wandb", "only=a,b", "out=a,b", "x={a: 1, b: 2}", "x=1"):
         assert axes([argument]) == ([argument], {}), argument
     assert axes(["seeds=4"])[1] == {"seed": ["4"]}, "seeds is a sweep, also of one"
+    assert axes([], ["x='a,b',c"])[1] == {"x": ["'a,b'", "c"]}
     for bad in ("seeds=", "seeds=1,,2", "seeds=1,1"):
         with pytest.raises(UserError):
             axes([bad])
+    for bad in ("lr", "lr=", "=1,2", "out=a,b"):
+        with pytest.raises(UserError):
+            axes([], [bad])
+    with pytest.raises(UserError, match="twice"):
+        axes(["rl.lr=1"], ["rl.lr=1,2"])
     with pytest.raises(UserError, match="whole numbers"):
         members(Path("s"), {"seed": ["1", "x"]})
 
@@ -87,7 +93,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "mine.py").write_text(RECIPE)
     monkeypatch.setenv("DRAW_LOG", str(tmp_path / "log"))
     out = tmp_path / "sweep"
-    return ["run", f"{tmp_path}/mine.py:draws", "threads=1", "seeds=1,2,6", "draw.scale=1.0,10.0", "device=cpu", f"out={out}"]
+    return ["run", f"{tmp_path}/mine.py:draws", "threads=1", "seeds=1,2,6", "--sweep=draw.scale=1.0,10.0", "device=cpu", f"out={out}"]
 
 
 def test_a_sweep_runs_and_says_what_came_out(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +148,7 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path, command: list[str], capsys: pyt
 def test_a_mistake_is_found_before_the_first_run(
     tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*command[:4], "draw.scale=1.0,big", *command[5:]]) == 2
+    assert cli.main([*command[:4], "--sweep=draw.scale=1.0,big", *command[5:]]) == 2
     assert "draw.scale" in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
     assert cli.main([*command, "only=draw"]) == 2
