@@ -30,7 +30,7 @@ KINDS = {
     "command": "cli",
     "reward_source": "stages/reward_sources.py",
 }
-NOT_ENTRIES = ("base", "reward_sources")
+NOT_ENTRIES = ("base", "reward_sources", "train")
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
     for name in catalogue.names("command"):
         module = importlib.import_module(f"posttrain.cli.{name}")
         about, example = module.__doc__, f"example: {module.EXAMPLE}"
-        made = commands.add_parser(name, help=about, description=about, epilog=example)
+        made = commands.add_parser(
+            name, help=about, description=about, epilog=example, conflict_handler="resolve"
+        )
         module.add_arguments(made)
         made.set_defaults(call=module.call)
     return top

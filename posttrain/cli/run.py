@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
-from posttrain.cli.base import add_allow_code, add_settings, report_sweep
+from posttrain.cli.base import add_allow_code, add_settings, print_lines, report_sweep
+from posttrain.errors import UserError
 
 EXAMPLE = "posttrain run quickstart seed=1 rl.lr=1e-4"
 
 
+class Help(argparse.Action):
+    """`run --help`, and after a recipe every key that it takes."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
+    ) -> None:
+        if recipe := getattr(namespace, "recipe", None):
+            print_lines(_keys(recipe))
+        else:
+            parser.print_help()
+        parser.exit()
+
+
+def _keys(recipe: str) -> Iterator[str]:
+    from posttrain import catalogue, config
+    from posttrain.commands import keys
+    from posttrain.trust import code_place
+
+    try:
+        stages = config.parse(recipe, []).recipe.stages
+    except UserError as error:
+        if not code_place(recipe):
+            raise
+        return iter([*keys.recipe_lines(recipe, {}), f"its stages are not known yet: {error}"])
+    return keys.recipe_lines(recipe, {stage.name: catalogue.name_of(stage) for stage in stages})
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "show this; after a recipe, every key with its type, default and meaning"
+    parser.add_argument("-h", "--help", action=Help, nargs=0, help=text)
     parser.add_argument("recipe")
     more = "only=STAGE,... runs some alone; seeds=0,1,2 runs it with each of them"
     add_settings(parser, f"settings of the recipe and of its stages; {more}")
