@@ -286,6 +286,7 @@ def conclude(settings: Settings, context: Context) -> None:
         f"pass@k:   {folder / 'pass_at_k.png'}": pass_at_k(context, recipe.stages),
         f"model:    {folder / 'export'} (a plain transformers checkpoint)": exported,
         f"rollouts: posttrain show {folder}": written,
+        f"answers:  posttrain sample {folder} PROMPT --stages": exported,
         f"took {console.duration(float((run.summary or {}).get('seconds', 0)))}": True,
         f"try next: {printable(recipe.next_command)}": bool(recipe.next_command),
     }

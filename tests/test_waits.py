@@ -35,6 +35,7 @@ FUNCTIONS = {
 DESCRIPTORS = {"os.read", "os.readv", "os.write", "os.writev"}  # a pipe may be empty, or full, for ever
 # Waits without a limit of their own, and what ends them.
 BOUNDED = {
+    "cli/chat.py: input(prompt if sys.stdin.isatty() else '')": "a person at the terminal, who ends it with Ctrl-C or Ctrl-D",
     "api/run.py: self._go.acquire()": "a thread that stands still between two steps, and ends with the process",
     "rewards/_functions.py: asyncio.run(_awaited(found))": "a function of the user's; one in a file is isolated, with a limit",
     "system/processes.py: os.waitpid(pid, 0)": "after SIGKILL",

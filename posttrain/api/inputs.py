@@ -142,9 +142,7 @@ def as_model(model: Any, tokenizer: Any = None) -> str:
         return model.source
     if isinstance(model, str | Path):
         require(tokenizer is None, "tokenizer is given with a module; a path or a name has its own")
-        place = Path(model).expanduser()
-        is_run = (place / CONFIG).is_file() and (place / "export").is_dir()
-        return str(place / "export") if is_run else str(model)
+        return str(model)
     from posttrain.models.given import give
 
     return give(model, tokenizer)

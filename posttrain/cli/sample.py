@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from posttrain.cli.base import add_settings
 
@@ -14,13 +15,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a run, RUN/stages/NAME/model, a directory, a GGUF file or a name of the hub"
     parser.add_argument("model", help=text)
     parser.add_argument("prompt")
+    text = "of a run: the answers of every stage, one below the other"
+    parser.add_argument("--stages", action="store_true", help=text)
     add_settings(parser, "temperature, max_new_tokens, group, seed, ...")
 
 
 def call(options: argparse.Namespace) -> None:
-    from posttrain.commands.inspect import sample
+    from posttrain.commands.inspect import sample, sample_stages
+    from posttrain.events import printable
     from posttrain.runs.console import write_text
 
+    if options.stages:
+        found = list(sample_stages(Path(options.model), options.prompt, options.settings))
+        width = max(len(stage) for stage, _ in found)
+        for stage, answer in found:
+            write_text(f"{stage:<{width}}  {printable(answer.text)}\n", sys.stdout)
+        return
     for number, answer in enumerate(sample(options.model, options.prompt, options.settings)):
         figures = f"{answer.tokens} tokens, {answer.finish}, mean log-prob {answer.logprob:.3f}"
         write_text(f"[{number}] {answer.text}\n    ({figures})\n", sys.stdout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,12 +28,10 @@ Options = TypeVar("Options", bound="MachineOptions")
 
 
 def open_policy(name: str, device: str = "auto") -> Any:
-    """A model for inference: a run directory stands for its exported model."""
+    """A model for inference."""
     from posttrain.models.load import load
     from posttrain.models.policy import wrap_model
 
-    if (Path(name) / "export").is_dir():
-        name = str(Path(name) / "export")
     device = machine.device(device)
     loaded = load(name, dtype="bfloat16" if device.startswith("cuda") else "float32", device=device)
     return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
@@ -166,17 +164,74 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
     """A model's answers to a prompt: through its chat template, or as plain text where it has none (or `plain=true`)."""
+    options, sampling = sample_options(settings)
+    ask = _asker(model, options, sampling)
+    yield from ask(prompt, options.seed)
+
+
+def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
+    pairs = dict(config.pair(argument) for argument in settings)
+    options = _options(pairs, SampleOptions, "sample")
+    return options, config.from_tree(pairs, Sampling, "sample")
+
+
+def _asker(
+    model: str, options: SampleOptions, sampling: Sampling
+) -> Callable[[str | Sequence[Message], int], list[Answer]]:
+    """A loaded model, to be asked with a prompt or a conversation, and a seed."""
     from posttrain.collect import Prompt
     from posttrain.stages.base import make_sampler
 
-    pairs = dict(config.pair(argument) for argument in settings)
-    options = _options(pairs, SampleOptions, "sample")
-    sampling = config.from_tree(pairs, Sampling, "sample")
     policy = open_policy(model, options.device)
-    tokenizer, asked = policy.tokenizer, prompt_ids(policy.tokenizer, prompt, options.plain)
-    request = Prompt(asked, options.group, options.seed, sampling)
-    for group in answers(make_sampler(policy), tokenizer, [request]):
-        yield from group
+    sampler = make_sampler(policy)
+
+    def ask(prompt: str | Sequence[Message], seed: int) -> list[Answer]:
+        if not isinstance(prompt, str) and (options.plain or not policy.tokenizer.chat_template):
+            prompt = prompt[-1].content  # without a template each message stands alone
+        ids = prompt_ids(policy.tokenizer, prompt, options.plain)
+        [group] = answers(sampler, policy.tokenizer, [Prompt(ids, options.group, seed, sampling)])
+        return group
+
+    return ask
+
+
+def stage_models(directory: Path) -> dict[str, Path]:
+    """The models of a run that can answer, by stage, in the order of the stages; reward models cannot."""
+    stages = [str(stage["name"]) for stage in Run(directory).config.get("stages", [])]
+    folders = {name: directory / "stages" / name / "model" for name in stages}
+    configs = {name: folder / "config.json" for name, folder in folders.items()}
+    found = {
+        name: folders[name]
+        for name, file in configs.items()
+        if file.is_file() and "ForSequenceClassification" not in file.read_text("utf-8")
+    }
+    require(bool(found), f"{directory}: none of its stages has made a model that answers")
+    return found
+
+
+def sample_stages(
+    directory: Path, prompt: str, settings: Sequence[str]
+) -> Iterator[tuple[str, Answer]]:
+    """The answers of every stage of a run to the same prompt, with the same seed."""
+    options, sampling = sample_options(settings)
+    for name, folder in stage_models(directory).items():
+        for answer in _asker(str(folder), options, sampling)(prompt, options.seed):
+            yield name, answer
+
+
+def chat(model: str, said: Iterable[str], settings: Sequence[str]) -> Iterator[Answer]:
+    """The answer to each message of a person, after all that was said before; `/new` begins another conversation."""
+    options, sampling = sample_options(settings)
+    require(options.group == 1, "chat: a message has one answer; leave out group")
+    ask, history = _asker(model, options, sampling), list[Message]()
+    for number, text in enumerate(said):
+        if text.strip() == "/new":
+            history.clear()
+        elif text.strip():
+            history.append(Message("user", text))
+            [answer] = ask(tuple(history), options.seed + number)
+            history.append(Message("assistant", answer.text))
+            yield answer
 
 
 def prompt_ids(

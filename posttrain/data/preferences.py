@@ -194,7 +194,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
             row = _checked(kind, record, where)
         except _Skip:
             continue
-        texts = [_spoken(part) for part in (row.prompt, *row.responses)]
+        texts = [spoken(part) for part in (row.prompt, *row.responses)]
         texts[0] = f"tools: {json.dumps(row.tools)}\n\n{texts[0]}" if row.tools else texts[0]
         if all(text.strip() for text in texts) and texts[1] != texts[2]:
             found.append((texts[0], texts[1], texts[2]))
@@ -202,7 +202,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def _spoken(said: Any) -> str:
+def spoken(said: Any) -> str:
     """Text, or messages as text: a single one as it is, several with their roles."""
     if not isinstance(said, list):
         return str(said)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.data import safe_readers
 from posttrain.errors import UserError, require, unknown
+from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,10 @@ def locate(name: str) -> Path:
     require(bool(name.strip()), f"the model name is empty; {GIVE}")
     path = Path(name).expanduser()
     if path.is_dir():
+        path = model_folder(path)
+        unfinished = (path / "config.yaml").is_file() and not (path / "config.json").is_file()
+        advice = "let it end (posttrain resume), or name one of its stages as RUN/stages/NAME"
+        require(not unfinished, f"{name} is a run that has made no model yet; {advice}")
         return single_gguf(path) or path
     if path.suffix.lower() == ".gguf":
         require(path.is_file(), f"there is no GGUF file {name}; check the path")

@@ -16,6 +16,7 @@ from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
 from posttrain.stages._material import Data
 from posttrain.stages.base import Context, exported
+from posttrain.system.files import model_folder
 from posttrain.tasks.base import Task
 from posttrain.types import JSON
 
@@ -66,7 +67,7 @@ def trained_on(context: Context, model: str) -> frozenset[str]:
 
 def made_by(place: str) -> Path | None:
     """The folder of the stage that made the model at `place`: a run, its export, or a stage's model; None of a model from elsewhere."""
-    path = Path(place).expanduser().resolve()
+    path = model_folder(Path(place).expanduser()).resolve()
     if path.is_dir() and path.parent.parent.name == "stages":
         return path.parent
     for run in (path, path.parent):

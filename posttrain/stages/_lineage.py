@@ -21,6 +21,7 @@ from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.runs.layout import dump_line
 from posttrain.runs.resume_policy import HARMLESS, MEASURED, WHOLE, flatten, short
+from posttrain.system.files import model_folder
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
@@ -103,6 +104,7 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
     }
     for field, word in dict.fromkeys(_words(stage)):
         if word not in folders and (path := place(word, field)) is not None:
+            path = model_folder(path) if field in MODELS else path
             inputs[word] = sha256(path) if path.is_file() else content(path)
     code = _code(stage)
     alike = Counter(path.name for path in code)

@@ -9,6 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def model_folder(path: Path) -> Path:
+    """Where the model is that a directory stands for: that of a run is its export, that of a stage its model."""
+    inside = () if (path / "config.json").is_file() else (path / "export", path / "model")
+    return next((folder for folder in inside if folder.is_dir()), path)
+
+
 def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
     """Write a file (text as UTF-8), so that readers see the old or the new one, never a part. `durable`: it survives a power cut;
     without it, a file that is written at every step does not wait for the disk."""

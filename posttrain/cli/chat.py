@@ -1,0 +1,36 @@
+"""Talk with a model in the terminal. /new begins another conversation; an empty line or Ctrl-D ends it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from posttrain.cli.base import add_settings, print_lines
+
+EXAMPLE = "posttrain chat runs/quickstart-1 temperature=0.7"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "a run, RUN/stages/NAME, a directory, a GGUF file or a name of the hub"
+    parser.add_argument("model", help=text)
+    add_settings(parser, "temperature, max_new_tokens, seed, ...")
+
+
+def call(options: argparse.Namespace) -> None:
+    from posttrain.commands.inspect import chat
+
+    for answer in chat(options.model, typed("> "), options.settings):
+        print_lines(answer.text.splitlines() or [""])
+
+
+def typed(prompt: str) -> Iterator[str]:
+    """Lines from the terminal, or from a pipe, where nothing asks for them; up to an empty one."""
+    while True:
+        try:
+            line = input(prompt if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not line.strip():
+            return
+        yield line

@@ -1,0 +1,122 @@
+"""A run stands for its model; what its stages answer, a conversation, and labels by a person."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import cli
+from posttrain.commands import inspect
+from posttrain.commands.inspect import sample_stages
+from posttrain.commands.label import Labels
+from posttrain.errors import UserError
+from posttrain.models.load import locate
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.runs.layout import CONFIG, FORMAT
+from posttrain.stages._contamination import made_by
+from posttrain.stages._lineage import trace
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.tasks.arithmetic import Arithmetic
+
+TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))))
+SHORT = ["max_new_tokens=3", "device=cpu", "temperature=0"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two stages that answer and one that scores."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    for seed, name in enumerate(("sft", "rl")):
+        save(tiny_model(TOKENIZER, "nano", seed), TOKENIZER, folder / "stages" / name / "model")
+    scorer = folder / "stages" / "judge" / "model"
+    scorer.mkdir(parents=True)
+    (scorer / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    shutil.copytree(folder / "stages" / "rl" / "model", folder / "export")
+    stages = [{"stage": "sft", "name": name} for name in ("sft", "judge", "rl")]
+    (folder / CONFIG).write_text(json.dumps({"format": FORMAT, "stages": stages}))
+    return folder
+
+
+def test_a_run_and_a_stage_stand_for_their_models(run: Path) -> None:
+    assert locate(str(run)) == run / "export"
+    assert locate(str(run / "stages" / "sft")) == run / "stages" / "sft" / "model"
+    assert locate(str(run / "export")) == run / "export"
+    assert made_by(str(run / "stages" / "sft")) == (run / "stages" / "sft").resolve()
+
+
+def test_a_run_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("stages: []")
+    with pytest.raises(UserError, match="is a run that has made no model yet; let it end"):
+        locate(str(tmp_path))
+
+
+def test_of_a_run_only_its_model_is_an_input(run: Path) -> None:
+    stage = EvaluateStage(name="e", model=str(run), task=Arithmetic())
+    before = trace(stage, 0, {}).inputs
+    (run / "notes.txt").write_text("more")
+    assert trace(stage, 0, {}).inputs == before and str(run) in before
+
+
+def test_every_stage_answers_the_same_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [stage for stage, _ in sample_stages(run, "1+1=", [*SHORT, "group=2"])] == ["sft", "sft", "rl", "rl"]
+    assert cli.main(["sample", str(run), "1+1=", "--stages", *SHORT]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["sft", "rl"]
+    assert cli.main(["sample", str(run / "export"), "1+1=", "--stages"]) == 2
+
+
+def test_a_conversation_goes_on_until_it_is_begun_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def prompt_ids(tokenizer: Any, prompt: Any, plain: bool) -> tuple[int, ...]:
+        asked.append(" ".join(message.role for message in prompt))
+        return inspected(tokenizer, prompt, plain)
+
+    inspected = inspect.prompt_ids
+    monkeypatch.setattr(inspect, "prompt_ids", prompt_ids)
+    assert len(list(inspect.chat(str(run), ["Hello", "Hello", "/new", "Hello"], SHORT))) == 3
+    assert asked == ["user", "user assistant user", "user"]
+    with pytest.raises(UserError, match="one answer"):
+        next(inspect.chat(str(run), ["Hello"], ["group=2"]))
+
+
+def test_chat_reads_the_terminal(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert cli.main(["chat", str(run), *SHORT]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_labels_are_kept_at_once_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "asked.jsonl", tmp_path / "asked.labels.jsonl"
+    rows = [{"prompt": "a", "responses": ["x", "y"]}, {"prompt": "b", "chosen": "u", "rejected": "v"}]
+    rows += [{"prompt": "c", "completions": ["1", "2", "3"]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("sys.stdin", io.StringIO("7\n2\nq\n"))
+    assert cli.main(["label", str(file)]) == 0
+    text = capsys.readouterr().out.splitlines()
+    shown = text[2].removeprefix("[2] ")
+    assert text[0] == "prompt: a" and text[-1] == f"1 rows are labelled in {out}"
+    labels = Labels.read(str(file))
+    assert [row.prompt for row in labels.open_rows()] == ["b", "c"]
+    for row in labels.open_rows():
+        assert labels.ask(row, iter(["1"]))
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert found[0]["chosen"] == shown and {found[1]["chosen"], found[1]["rejected"]} == {"u", "v"}
+    assert found[2]["scores"] == [1.0, 0.0, 0.0] and not list(Labels.read(str(file)).open_rows())
+
+
+@pytest.mark.parametrize(
+    ("row", "text"), [({"prompt": "a"}, "line 1: give responses"), ({"responses": ["a", "b"]}, "line 1: no prompt")]
+)
+def test_what_cannot_be_labelled_is_refused_with_its_line(row: dict[str, object], text: str, tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=text):
+        Labels.read(str(file))
