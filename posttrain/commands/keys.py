@@ -59,7 +59,6 @@ COMPOSE = (  # its options are plain settings, read in rewards/base.py
     Key("threshold", "float", "1.0", "what passes a gate"),
     Key("otherwise", "float", "0.0", "what is paid where the gate is not passed"),
 )
-INSIDE = ("usage", "trouble", "refused")  # of an Endpoint: not settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +249,7 @@ def keys_of(kind: str, name: str) -> list[Key]:
     if kind == "reward" and name == "compose":
         return list(COMPOSE)
     if kind == "reward" and name == "judge":
-        options = [key for key in source.keys("Endpoint").values() if key.name not in INSIDE]
+        options = source.keys("EndpointSettings").values()
         return [*options, *(_parameters(source, "check_options") or ())]
     if (parameters := _parameters(source, wanted)) is not None:
         return [key for key in parameters if kind != "reward" or key.name not in TEXTS]

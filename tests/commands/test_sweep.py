@@ -45,7 +45,15 @@ def test_examples() -> None:
 
 
 def test_a_comma_is_a_sweep_in_seeds_and_behind_sweep_alone() -> None:
-    for argument in ("rl.lr=1e-4,3e-4", "rl.steps=1,000", "trackers=jsonl,wandb", "only=a,b", "out=a,b", "x={a: 1, b: 2}", "x=1"):
+    for argument in (
+        "rl.lr=1e-4,3e-4",
+        "rl.steps=1,000",
+        "trackers=jsonl,wandb",
+        "only=a,b",
+        "out=a,b",
+        "x={a: 1, b: 2}",
+        "x=1",
+    ):
         assert axes([argument]) == ([argument], {}), argument
     assert axes(["seeds=4"])[1] == {"seed": ["4"]}, "seeds is a sweep, also of one"
     assert axes([], ["x='a,b',c"])[1] == {"x": ["'a,b'", "c"]}
@@ -93,7 +101,15 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "mine.py").write_text(RECIPE)
     monkeypatch.setenv("DRAW_LOG", str(tmp_path / "log"))
     out = tmp_path / "sweep"
-    return ["run", f"{tmp_path}/mine.py:draws", "threads=1", "seeds=1,2,6", "--sweep=draw.scale=1.0,10.0", "device=cpu", f"out={out}"]
+    return [
+        "run",
+        f"{tmp_path}/mine.py:draws",
+        "threads=1",
+        "seeds=1,2,6",
+        "--sweep=draw.scale=1.0,10.0",
+        "device=cpu",
+        f"out={out}",
+    ]
 
 
 def test_a_sweep_runs_and_says_what_came_out(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
