@@ -1,12 +1,14 @@
-"""Writes the generated pages: algorithms.md from the classes, advise.md from posttrain/commands/advise.py, laws.md from the tests.
+"""Writes the generated pages: algorithms.md from the classes, advise.md from posttrain/commands/advise.py, data-formats.md from
+posttrain/data/formats.py, laws.md from the tests.
 
-python docs/make_tables.py            # writes all three; tests/test_tables.py fails where a committed page is another one
+python docs/make_tables.py            # writes all of them; tests/test_tables.py fails where a committed page is another one
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.commands import advise
+from posttrain.data.formats import DEMONSTRATIONS, PREFERENCES
 from posttrain.errors import UserError
 
 HERE = Path(__file__).parent
@@ -352,8 +355,46 @@ def laws_page(proofs: Sequence[Proof]) -> str:
     return "\n".join(lines + [f"{number}. {reason[1:-1]}" for number, reason in enumerate(reasons, 1)]) + "\n"
 
 
+# --- data-formats.md -------------------------------------------------------------------------------------------------------------
+
+FORMATS_TEXT = """
+Rows in JSONL, a JSON list, CSV, TSV or parquet (all but the last also packed by gzip), or given in Python as a list of dicts, a
+`datasets.Dataset` or a table of pandas. `posttrain list formats` prints this table; with `--json` for programs. A row is
+recognised by its columns. Rows to imitate may be of different formats in one file; preferences of one file have one format. A
+row of no known format is refused before the first step with the file, its number, its columns and the nearest format:
+
+    chats.jsonl line 1: a row of question, answer has no format that is read here; nearest is prompt_completion, with prompt and
+    completion: rename question to prompt, answer to completion; see 'posttrain list formats'
+
+Columns that are not read are named in the report of the data. Those that a model would be shown elsewhere (`images`,
+`functions`, `history`, `weight`, ...) are refused while they hold something: the model would learn to answer without them. Null
+values count as absent.
+"""
+
+
+def formats_page() -> str:
+    lines = [GENERATED, "# Data formats", FORMATS_TEXT]
+    for title, formats in (
+        ("To imitate: sft, pretrain", DEMONSTRATIONS),
+        ("Preferences: preference, reward_model", PREFERENCES),
+    ):
+        lines += [f"## {title}", ""]
+        for one in formats.values():
+            more = [name for name in one.optional if name not in one.example]
+            optional = f" Optional: {', '.join(f'`{name}`' for name in more)}." if more else ""
+            about = f"`{one.name}`: {one.title}, for {one.stages}. {one.note}".strip()
+            lines += [f"{about}{optional}", "", "```json", json.dumps(one.example, ensure_ascii=False), "```", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
-    for name, text in (("algorithms", algorithms_page()), ("advise", advise_page()), ("laws", laws_page(collected()))):
+    pages = {
+        "algorithms": algorithms_page(),
+        "advise": advise_page(),
+        "data-formats": formats_page(),
+        "laws": laws_page(collected()),
+    }
+    for name, text in pages.items():
         (HERE / f"{name}.md").write_text(text)
         sys.stdout.write(f"wrote docs/{name}.md\n")
 

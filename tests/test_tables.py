@@ -45,6 +45,10 @@ def test_the_advise_page_is_generated(make: ModuleType) -> None:
     assert committed("advise") == make.advise_page(), STALE.format("advise")
 
 
+def test_the_page_of_data_formats_is_generated(make: ModuleType) -> None:
+    assert committed("data-formats") == make.formats_page(), STALE.format("data-formats")
+
+
 def test_the_laws_page_is_generated(make: ModuleType, proofs: list[tuple[str, str]]) -> None:
     assert committed("laws") == make.laws_page(proofs), STALE.format("laws")
 

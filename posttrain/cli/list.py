@@ -1,15 +1,17 @@
-"""List what is shipped: recipes, stages, algorithms, tasks, rewards; with a name, all of its keys."""
+"""List what is shipped: recipes, stages, algorithms, tasks, rewards (with a name, all of its keys), and formats of data, a row of each."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import asdict
 
 from posttrain import catalogue
 from posttrain.cli.base import add_json, print_json, print_lines
+from posttrain.errors import require
 
-KINDS = ("recipes", "stages", "algorithms", "tasks", "rewards")
+KINDS = ("recipes", "stages", "algorithms", "tasks", "rewards", "formats")
 
 EXAMPLE = "posttrain list stages sft"
 
@@ -23,8 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def call(options: argparse.Namespace) -> None:
     from posttrain.commands import keys
+    from posttrain.data.formats import FORMATS
 
     if options.name:
+        require(
+            options.kind != "formats", f"list formats shows every format; leave {options.name} out"
+        )
         found = keys.keys_of(options.kind.removesuffix("s"), options.name)
         if options.json:
             print_json([asdict(key) for key in found])
@@ -32,9 +38,12 @@ def call(options: argparse.Namespace) -> None:
             print_lines(line for key in found for line in key.lines())
         return
     kinds = [options.kind] if options.kind else KINDS
-    entries = {kind: catalogue.describe(kind.removesuffix("s")) for kind in kinds}
+    entries = {k: catalogue.describe(k.removesuffix("s")) for k in kinds if k != "formats"}
+    formats = FORMATS if "formats" in kinds else ()
     if options.json:
-        print_json({kind: [asdict(entry) for entry in found] for kind, found in entries.items()})
+        found = {kind: [asdict(entry) for entry in listed] for kind, listed in entries.items()}
+        rows = {"formats": [asdict(one) for one in formats]} if formats else {}
+        print_json({**found, **rows})
         return
     for kind, listed in entries.items():
         sys.stdout.write(f"{kind}\n")
@@ -44,3 +53,9 @@ def call(options: argparse.Namespace) -> None:
             sys.stdout.write(f"  {entry.name:<{width}} {entry.summary}{paper}\n")
             if options.kind == "stages":
                 print_lines(keys.lines("stage", entry.name, nested=False))
+    if formats:
+        sys.stdout.write("formats\n")
+    for one in formats:
+        row = json.dumps(one.example, ensure_ascii=False)
+        sys.stdout.write(f"  {one.name}: {one.title}, for {one.stages}\n    {row}\n")
+        sys.stdout.write(f"    {one.note}\n" if one.note else "")

@@ -1,18 +1,11 @@
 """Examples to imitate, from a task's own demonstrations or from JSONL files, and a report of which were kept.
 
-A line of a file is one of
-    {"messages": [{"role": "user", "content": ...}, ...]}     loss on every assistant turn
-    {"prompt": text or messages, "completion": text or messages}     loss on the completion alone
-    {"text": ...}     loss on every token, for pretraining; taken as it is, so control tokens written in it count as such
-A message may have more than role and content (tool_calls, name, reasoning_content, ...), and a line may have "tools": the chat
-template is given them, and what it does not show is refused. Columns that are not read are named in the report.
-A prompt and completion that are plain text become a user and an assistant turn where the tokenizer has a chat template, and are
-laid end to end, closed by the end-of-sequence token, where it has none.
+What a line of a file may hold is in formats.py. Columns that are not read are named in the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,15 +13,40 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.data.chat import Tokenizer, render_example
+from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
 
-COLUMNS = frozenset({"messages", "prompt", "completion", "text", "tools"})
 # of other conventions: the model would learn to answer without what they hold
 _MEDIA = {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
-NEEDED = _MEDIA | {"system", "functions", "function_call", "weight", "chat_template_kwargs"}
+NEEDED = _MEDIA | {
+    "system",
+    "functions",
+    "function_call",
+    "weight",
+    "chat_template_kwargs",
+    "history",
+}
+# who speaks in a ShareGPT conversation, by the role of ours
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+# what Stanford's Alpaca wrote around an instruction, for models without a chat template
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:\n"
+)
 
 
 class Teaching(Protocol):
@@ -80,10 +98,14 @@ def from_file(
     the line."""
     examples = []
     for where, record in read_rows(path):
-        extra = unread(record, COLUMNS, where)
+        kind = revealed(record, DEMONSTRATIONS.values())
+        if kind is None:
+            raise unrecognised(record, where, DEMONSTRATIONS)
+        extra = unread(record, kind.columns, where)
         if unused is not None:
             unused |= extra
-        examples.append(_example(record, tokenizer, where))
+        tools = parse_tools(record.get("tools"), where)
+        examples.append(READERS[kind.name](record, tokenizer, where, tools))
     return examples
 
 
@@ -96,21 +118,61 @@ def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set
     return extra
 
 
-def _example(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:
-    tools = parse_tools(record.get("tools"), where)
-    if "messages" in record:
-        messages = parse_messages(record["messages"], f"{where}: messages")
-        return render_example(tokenizer, messages, where, tools=tools)
-    if "prompt" in record and "completion" in record:
-        return completion_example(record["prompt"], record["completion"], tokenizer, where, tools)
-    if "text" in record:
-        require(not tools, f"{where}: tools with a plain text would be dropped; give messages")
-        require(isinstance(record["text"], str), f"{where}: text is not a string")
-        return plain_example(list(tokenizer(record["text"])["input_ids"]), 0, tokenizer)
-    require("prompt" not in record, f"{where}: prompt without completion")
-    require("completion" not in record, f"{where}: completion without prompt")
-    names = ", ".join(sorted(record)) or "nothing"
-    raise UserError(f"{where}: expected messages, prompt with completion, or text; found {names}")
+def _messages(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+    messages = parse_messages(row["messages"], f"{where}: messages")
+    return render_example(tokenizer, messages, where, tools=tools)
+
+
+def _sharegpt(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+    turns = row["conversations"]
+    fine = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    require(fine, f"{where}: conversations: expected a list of turns with from and value")
+    said: list[dict[str, Any]] = _system(row)
+    for number, turn in enumerate(turns):
+        who, at = turn.get("from", turn.get("role")), f"{where}: conversations: turn {number}"
+        require(who in SPEAKERS, f"{at} is from {who!r}; expected one of {', '.join(SPEAKERS)}")
+        rest = {k: v for k, v in turn.items() if k not in ("from", "role", "value")}
+        content = {"content": turn["value"]} if "value" in turn else {}
+        said.append({**rest, "role": SPEAKERS[who], **content})
+    messages = parse_messages(said, f"{where}: conversations")
+    return render_example(tokenizer, messages, where, tools=tools)
+
+
+def _completion(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+    return completion_example(row["prompt"], row["completion"], tokenizer, where, tools)
+
+
+def _alpaca(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+    asked, given, said = (row.get(name, "") for name in ("instruction", "input", "output"))
+    for name, text in (("instruction", asked), ("input", given), ("output", said)):
+        require(isinstance(text, str), f"{where}: {name} is not a string")
+    system = _system(row)
+    if tokenizer.chat_template or tools or system:
+        user = {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}
+        return completion_example([*system, user], said, tokenizer, where, tools)
+    pairing = ", paired with an input that provides further context" if given else ""
+    prompt = ALPACA.format(pairing, asked, f"### Input:\n{given}\n\n" if given else "")
+    return completion_example(prompt, said, tokenizer, where)
+
+
+def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The column `system` as the first message."""
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+def _text(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+    require(not tools, f"{where}: tools with a plain text would be dropped; give messages")
+    require(isinstance(row["text"], str), f"{where}: text is not a string")
+    return plain_example(list(tokenizer(row["text"])["input_ids"]), 0, tokenizer)
+
+
+READERS: Mapping[str, Callable[[dict[str, Any], Tokenizer, str, Tools], Example]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "prompt_completion": _completion,
+    "alpaca": _alpaca,
+    "text": _text,
+}
 
 
 def completion_example(

@@ -1,13 +1,5 @@
-"""What people prefer, from JSONL files, in the conventions of TRL and of OpenAI as they are. The first row decides the kind of a file:
-
-    pair      {"prompt": ..., "chosen": ..., "rejected": ...}     text or messages; without a prompt, chosen and rejected are
-              conversations that begin alike (or Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." texts, taken as such)
-              optional: "margin", or "score_chosen" and "score_rejected" ("chosen_score" and "rejected_score" too)
-    openai    {"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}
-    ranking   {"prompt": ..., "responses" or "completions": [...], "scores": [...] or "ranking": [...]}
-              higher scores are better; a ranking gives the place of each response, 1 the best
-    unpaired  {"prompt": ..., "completion": ..., "label": true or false}
-    steps     {"prompt": ..., "completions": [step, ...], "labels": [true, false, ...]}     labels are 0 to 1, one for each step
+"""What people prefer, from JSONL files, in the conventions of TRL and of OpenAI as they are; formats.py has a row of each. The
+first row decides the format of a file.
 
 A row becomes a unit: examples that begin with the same prompt tokens and whose `reward` says what was preferred. A pair has 1 and
 0, its margin and 0, or its two scores; a ranking its scores, or K - 1 for the best down to 0 for the last; an unpaired row 1 or
@@ -25,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +27,7 @@ import numpy as np
 
 from posttrain.data.chat import Tokenizer
 from posttrain.data.demonstrations import completion_example, unread
+from posttrain.data.formats import PREFERENCES, revealed, unrecognised
 from posttrain.data.records import Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
 from posttrain.data.text import Decoder
@@ -77,7 +70,7 @@ class Preferences:
     """A file's units, ready for training: its kind, what was skipped and why."""
 
     path: str
-    kind: str  # pair | openai | ranking | unpaired | steps
+    kind: str  # the name of its format
     units: list[Unit]  # of the rows that were kept
     total: int
     max_length: int
@@ -87,7 +80,7 @@ class Preferences:
 
     def lines(self) -> list[str]:
         """A report for the console."""
-        kind, kept = KINDS[self.kind].title, len(self.units)
+        kind, kept = PREFERENCES[self.kind].title, len(self.units)
         examples = [example for unit in self.units for example in unit]
         tokens, loss = (sum(len(e.ids) for e in examples), sum(int(e.mask.sum()) for e in examples))
         longest = max(len(e.ids) for e in examples)
@@ -115,24 +108,6 @@ class _Row:
     labels: list[float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    title: str
-    fields: tuple[str, ...]  # "a|b" is one of the two
-    read: Callable[[dict[str, Any]], _Row]
-    optional: tuple[str, ...] = ("prompt",)
-    revealing: tuple[str, ...] = ()
-
-    @property
-    def reveals(self) -> set[str]:
-        """A first row with all of these keys is of this kind."""
-        return set(self.revealing) or set(self.fields) - {"input", "prompt"}
-
-    @property
-    def choices(self) -> list[str]:
-        return [choice for field in self.fields for choice in field.split("|")]
-
-
 class _Skip(Exception):
     """A row that is left out and counted, for the reason it carries."""
 
@@ -151,8 +126,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
         kind = kind or _detect(record, where)
         try:
             row = _checked(kind, record, where)
-            known = {"tools", *KINDS[kind].optional, *KINDS[kind].choices}
-            unused |= unread(record, known, where)
+            unused |= unread(record, PREFERENCES[kind].columns, where)
             units.append(_unit(row, tokenizer, decoder, max_length, where))
             margins |= row.margins
         except _Skip as skip:
@@ -189,7 +163,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
     for where, record in read_rows(path):
         kind = _detect(record, where)
         pair = kind in ("pair", "openai")
-        require(pair, f"{where}: a row of {KINDS[kind].title}; pairs are needed")
+        require(pair, f"{where}: a row of {PREFERENCES[kind].title}; pairs are needed")
         try:
             row = _checked(kind, record, where)
         except _Skip:
@@ -220,35 +194,26 @@ def _words(message: dict[str, Any]) -> str:
 
 
 def _detect(record: dict[str, Any], where: str) -> str:
-    # where none is whole: the kind that it has a key of, whose reader says what is missing
-    shared, keys = {"prompt", "completions", "completion"}, record.keys()
-    partial = [name for name, kind in KINDS.items() if (set(kind.choices) - shared) & keys]
-    found = [*(name for name, kind in KINDS.items() if kind.reveals <= keys), *partial]
-    if found:
-        return found[0]
-    hint = "train on them with an sft stage, or add a label"
-    demonstration = "completion" in record or "messages" in record
-    require(not demonstration, f"{where}: demonstrations without a preference; {hint}")
-    names = ", ".join(sorted(record)) or "nothing"
-    raise UserError(
-        f"{where}: expected chosen with rejected, preferred_output with non_preferred_output, responses with scores or ranking, "
-        f"completion with label, or completions with labels; found {names}"
-    )
+    # where none is whole: the format that it has a column of, whose reader says what is missing
+    shared = {"prompt", "completions", "completion", "input"}
+    partial = (f for f in PREFERENCES.values() if (set(f.choices) - shared) & record.keys())
+    found = revealed(record, PREFERENCES.values()) or next(partial, None)
+    if found is None:
+        raise unrecognised(record, where, PREFERENCES)
+    return found.name
 
 
 def _checked(name: str, record: dict[str, Any], where: str) -> _Row:
-    """Read a row of the file's kind; a missing field is named, and so is a row that is of another kind."""
-    kind, others = KINDS[name], [k for n, k in KINDS.items() if n != name]
-    for field in kind.fields:
-        if not any(choice in record for choice in field.split("|")):
-            like = [other.title for other in others if other.reveals <= record.keys()]
-            hint = f"; it looks like a row of {like[0]}, and a file holds one kind" if like else ""
-            missing = field.replace("|", " or ")
-            raise UserError(f"{where}: no {missing} in a row of {kind.title}{hint}")
+    """Read a row of the file's format; a missing field is named, and so is a row of another format."""
+    if missing := PREFERENCES[name].missing(record):
+        like = revealed(record, (f for f in PREFERENCES.values() if f.name != name))
+        hint = f"; it looks like a row of {like.title}, and a file holds one kind" if like else ""
+        field = missing[0].replace("|", " or ")
+        raise UserError(f"{where}: no {field} in a row of {PREFERENCES[name].title}{hint}")
     given = record.get("input")
     tools = record.get("tools") or (given.get("tools") if isinstance(given, dict) else None)
     try:
-        row = kind.read(record)
+        row = READERS[name](record)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(row, tools=parse_tools(tools, where))
@@ -424,16 +389,12 @@ def _text(response: Any) -> str:
     return response if isinstance(response, str) else repr(response)
 
 
-SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score")
-RANKED = ("prompt", "responses|completions", "scores|ranking")
-OPENAI = ("input", "preferred_output", "non_preferred_output")
-LABELLED = ("prompt", "completion", "label")
-KINDS: dict[str, _Kind] = {
-    "pair": _Kind("pairs", ("chosen", "rejected"), _read_pair, ("prompt", "margin", *SCORES)),
-    "openai": _Kind("pairs (OpenAI)", OPENAI, _read_openai),
-    "steps": _Kind("labelled steps", ("prompt", "completions", "labels"), _read_steps),
-    "ranking": _Kind("rankings", RANKED, _read_ranking, revealing=("prompt", "scores")),
-    "unpaired": _Kind("single responses with a label", LABELLED, _read_unpaired),
+READERS: Mapping[str, Callable[[dict[str, Any]], _Row]] = {
+    "pair": _read_pair,
+    "openai": _read_openai,
+    "steps": _read_steps,
+    "ranking": _read_ranking,
+    "unpaired": _read_unpaired,
 }
 
 

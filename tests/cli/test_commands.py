@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain import catalogue, cli, pipeline
+from posttrain.data.formats import FORMATS
 from posttrain.errors import Interrupted
 
 COMMANDS = catalogue.names("command")
@@ -78,8 +79,17 @@ def test_an_interrupted_sweep_says_once_how_to_go_on(
         assert capsys.readouterr().err == f"posttrain: stopped after step 3 of rl; continue with: posttrain resume {out}\n"
 
 
+def test_list_shows_a_row_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "formats", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["formats"]
+    assert [one["name"] for one in found] == [f.name for f in FORMATS]
+    assert cli.main(["list", "formats"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"    {json.dumps(one['example'])}\n" in text and one["note"] in text for one in found)
+
+
 def test_list_has_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["recipes", "stages", "algorithms", "tasks", "rewards"]
+    assert list(found) == ["recipes", "stages", "algorithms", "tasks", "rewards", "formats"]
     assert {"sft", "rl", "evaluate"} <= {entry["name"] for entry in found["stages"]}

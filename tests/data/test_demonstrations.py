@@ -19,6 +19,7 @@ from tokenizers_for_tests import (
 
 from posttrain.data import chat
 from posttrain.data.demonstrations import from_file, from_task
+from posttrain.data.formats import DEMONSTRATIONS, Format
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import Arithmetic
 
@@ -80,6 +81,60 @@ def test_each_convention(tmp_path: Path) -> None:
     assert examples[0].ids.tolist() == examples[1].ids.tolist()
 
 
+def test_the_same_conversation_in_every_format_gives_the_same_tokens(tmp_path: Path) -> None:
+    """A file may mix the formats: each row is recognised by its own columns."""
+    tokenizer = byte_level(CHATML_BLOCKS)
+    system, user, said = ({"role": r, "content": c} for r, c in (("system", "s"), ("user", "do\n\nit"), ("assistant", "b")))
+    path = write(
+        tmp_path,
+        {"messages": [system, user, said], "prompt": "not read"},
+        {"prompt": [system, user], "completion": "b"},
+        {"instruction": "do", "input": "it", "output": "b", "system": "s", "text": "not read"},
+        {"instruction": "do\n\nit", "input": "", "output": "b", "system": "s", "history": []},
+        {"conversations": [{"from": "human", "value": "do\n\nit"}, {"from": "gpt", "value": "b"}], "system": "s"},
+        {"conversations": [{"from": "system", "value": "s"}, user, said]},
+    )
+    unused: set[str] = set()
+    first, *others = from_file(path, tokenizer, unused)
+    assert all(e.ids.tolist() == first.ids.tolist() and e.mask.tolist() == first.mask.tolist() for e in others)
+    assert unused == {"prompt", "text", "history"} and tokenizer.decode(first.ids[first.mask]) == "b<|im_end|>"
+
+
+@pytest.mark.parametrize("format", DEMONSTRATIONS.values(), ids=list(DEMONSTRATIONS))
+@pytest.mark.parametrize("template", [CHATML_BLOCKS, None])
+def test_every_example_of_the_table_is_read(tmp_path: Path, format: Format, template: str | None) -> None:
+    if template is None and format.name in ("messages", "sharegpt"):
+        return  # conversations need a template
+    tokenizer, unused = byte_level(template), set[str]()
+    (example,) = from_file(write(tmp_path, format.example), tokenizer, unused)
+    assert "3" in tokenizer.decode(example.ids[example.mask]) and not unused
+
+
+def test_an_instruction_without_a_template_has_the_prompt_of_alpaca(tmp_path: Path) -> None:
+    tokenizer = byte_level(None)
+    rows = [{"instruction": "Add.", "input": given, "output": "3"} for given in ("1 and 2", "")]
+    first, second = (tokenizer.decode(e.ids) for e in from_file(write(tmp_path, *rows), tokenizer))
+    assert (
+        first.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n3<|im_end|>")
+        and "paired with an input" in first
+    )
+    assert second.endswith("### Instruction:\nAdd.\n\n### Response:\n3<|im_end|>") and "paired" not in second
+
+
+def test_tool_calls_of_a_sharegpt_conversation_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = byte_level(CHATML_TOOLS)
+    turns = [
+        {"from": "human", "value": "1+2"},
+        {"from": "gpt", "value": "", "tool_calls": [CALL]},
+        {"from": "tool", "value": "3"},
+        {"from": "gpt", "value": "it is 3"},
+    ]
+    one, same = from_file(
+        write(tmp_path, {"conversations": turns, "tools": TOOLS}, {"messages": CALLED, "tools": TOOLS}), tokenizer
+    )
+    assert one.ids.tolist() == same.ids.tolist() and one.mask.tolist() == same.mask.tolist()
+
+
 def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     tokenizer = byte_level(None)
     (example,) = from_file(write(tmp_path, {"prompt": "12+34=", "completion": "46"}), tokenizer)
@@ -96,10 +151,33 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
         (b"[1]", "line 2: expected a JSON object, not list"),
         (b"[" * 100_000, "line 2: not JSON"),
         (b'{"a": ' + b"1" * 5000 + b"}", "line 2: not JSON: a number of too many digits"),
-        (b"{}", "line 2: expected messages, prompt with completion, or text; found nothing"),
-        (b'{"question": "a"}', "line 2: expected messages.*found question"),
-        (b'{"prompt": "a"}', "line 2: prompt without completion"),
-        (b'{"completion": "a"}', "line 2: completion without prompt"),
+        (
+            b"{}",
+            r"line 2: a row of no columns has no format that is read here: messages \(messages\), .* text \(text\); see 'posttrain",
+        ),
+        (
+            b'{"question": "a"}',
+            "line 2: a row of question has no.* nearest is prompt_completion, .*: rename question to prompt and add comp",
+        ),
+        (
+            b'{"prompt": "a"}',
+            "line 2: a row of prompt has no.* nearest is prompt_completion, with prompt and completion: add completion",
+        ),
+        (b'{"completion": "a"}', "line 2: .* nearest is prompt_completion, .*: add prompt"),
+        (
+            b'{"mesages": [], "id": 1}',
+            "line 2: a row of mesages, id has no.* nearest is messages, with messages: rename mesages to messages",
+        ),
+        (b'{"Instruction": "a", "output": "b"}', "line 2: .* nearest is alpaca, .*: rename Instruction to instruction;"),
+        (b'{"chosen": "a", "rejected": "b"}', "line 2: a row of chosen, rejected is one of pairs; use the stage preference"),
+        (b'{"instruction": 1, "output": "b"}', "line 2: instruction is not a string"),
+        (b'{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "line 2: the column history would be dropped"),
+        (b'{"conversations": "a"}', "line 2: conversations: expected a list of turns"),
+        (
+            b'{"conversations": [{"from": "bot", "value": "a"}]}',
+            "line 2: conversations: turn 0 is from 'bot'; expected one of system, human",
+        ),
+        (b'{"conversations": [{"from": "gpt"}]}', "line 2: conversations: message 0 has no content"),
         (b'{"text": 3}', "line 2: text is not a string"),
         (b'{"messages": []}', "line 2: messages: expected a list of messages"),
         (b'{"messages": [{"role": "user"}]}', "line 2: messages: message 0 has no content"),

@@ -240,9 +240,13 @@ def test_refused_rows_are_counted(tmp_path: Path) -> None:
 
 
 def test_files_of_something_else(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="line 1: demonstrations without a preference; train on them with an sft stage"):
+    with pytest.raises(
+        UserError, match="line 1: a row of prompt, completion is one of prompts with a completion; use the stage sft for it"
+    ):
         read(tmp_path, {"prompt": "a", "completion": "b"})
-    with pytest.raises(UserError, match="line 1: expected chosen with rejected, .* found question"):
+    with pytest.raises(
+        UserError, match="line 1: a row of question has no format that is read here; nearest is .*: rename question to prompt"
+    ):
         read(tmp_path, {"question": "a"})
     with pytest.raises(UserError, match="line 1: no rejected in a row of pairs"):
         read(tmp_path, {"prompt": "a", "chosen": "b"})
