@@ -368,7 +368,13 @@ row of no known format is refused before the first step with the file, its numbe
 
 Columns that are not read are named in the report of the data. Those that a model would be shown elsewhere (`images`,
 `functions`, `history`, `weight`, ...) are refused while they hold something: the model would learn to answer without them. Null
-values count as absent.
+values count as absent. A single row is enough for sft, preference and reward_model; where there is one prompt, nothing is held
+out.
+
+`steps` or `epochs` says how long a stage trains on its data: `sft.epochs=3` is three passes over what is not held out, the
+steps that this takes are shown by `posttrain plan`. With epochs, `batch` is at most the number of rows. `held_out` is the share
+of the prompts that is kept apart (0: none). An sft stage measures the loss there before the first step, every `evaluate_every`
+steps and at the end. A preference or reward_model stage reads rows up to the model's positions, unless `max_length` says less.
 """
 
 

@@ -240,6 +240,11 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
             raise unknown("stage", name, trees)
         for one in meant:
             _assign(trees[one], kinds[one], path, value, dotted)
+            either = getattr(kinds[one], "either", ())
+            # what a recipe says gives way to the other way to say it, unless both are given
+            for other in either if path[0] in either else ():
+                if f"{name}.{other}" not in pairs:
+                    trees[one][other] = None
     return tuple(from_tree(tree, Stage, name) for name, tree in trees.items())
 
 

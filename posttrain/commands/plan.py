@@ -212,7 +212,8 @@ def measure(name: str, dry: DryRun, small: Stage, context: Context) -> Estimate:
     runs = [rows for loop in dry.loops if (rows := Run(context.directory).metrics(loop))]
     if not runs:
         return Estimate(name, dry.factor * seconds, dry.factor * seconds, memory=memory)
-    parts = [loop_seconds(rows, dry.steps, dry.evaluate_every) for rows in runs]
+    steps = dry.steps if dry.counted is None else dry.counted(int(result["trained_on"]))
+    parts = [loop_seconds(rows, steps, dry.evaluate_every) for rows in runs]
     step, evaluation = (statistics.mean(part[n] for part in parts) for n in (1, 2))
     outside = max(0.0, seconds - sum(part[3] for part in parts))  # loading, saving
     total = outside + sum(part[0] for part in parts)

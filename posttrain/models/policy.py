@@ -70,11 +70,17 @@ class Policy(Network):
         softcap = getattr(config, "final_logit_softcapping", None)
         return Head(layer.weight, layer.bias, float(scale), softcap)
 
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model was made for; None where its configuration does not say."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if limit is None else int(limit)
+
     def check_length(
         self, tokens: int, advice: str = "lower max_new_tokens or shorten the prompts"
     ) -> None:
         """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = self.positions
         if limit is not None and tokens > limit:
             has = f"{self.source or 'the model'} has {limit} positions"
             found = f"prompt and response may be {tokens} tokens long, but {has}"

@@ -78,26 +78,40 @@ class Material:
     sets: tuple[list[Example], ...]
     weights: tuple[float, ...]
     reports: tuple[DataReport, ...]
+    held_out: tuple[Unit, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Examples to train on."""
+        return sum(map(len, self.sets))
 
 
 def gather(
-    sources: Sequence[Data], tokenizer: Any, seed: int, max_length: int, all_tokens: bool
+    sources: Sequence[Data],
+    tokenizer: Any,
+    seed: int,
+    max_length: int,
+    all_tokens: bool,
+    share: float = 0.0,
 ) -> Material:
-    """Read every source, drop and count what cannot be trained on, and settle the weights of the mixture."""
+    """Read every source, drop and count what cannot be trained on, hold out a share of each, and settle the weights of the mixture."""
     require(bool(sources), "a supervised stage needs data")
     sets, reports = [], []
+    held_out: list[Unit] = []
     for source in sources:
         unused: set[str] = set()
         examples = source.examples(tokenizer, seed, unused)
         if all_tokens:
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
         kept, report = prepare(examples, max_length)
-        sets.append(kept)
+        train, apart = split_by_prompt([(example,) for example in kept], share, seed)
+        sets.append([unit[0] for unit in train])
+        held_out += apart
         reports.append(replace(report, unused=tuple(sorted(unused))))
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
     weights = (float(d.weight or len(s)) for s, d in zip(sets, sources, strict=True))
-    return Material(tuple(sets), tuple(weights), tuple(reports))
+    return Material(tuple(sets), tuple(weights), tuple(reports), tuple(held_out))
 
 
 def check_lengths(policy: Policy, sets: Iterable[Iterable[Example]], setting: str) -> None:
@@ -127,23 +141,24 @@ def read_units(
 
 
 def numbered_prompts(units: Sequence[Unit]) -> list[int]:
-    """The number of each unit's prompt, the same for units that share one: what was said of those is not independent."""
+    """The number of each unit's prompt, the same for units that share one: what was said of those is not independent. A text without a
+    prompt, all of which carries loss, is one itself."""
     numbers: dict[bytes, int] = {}
-    prompts = (unit[0].ids[: prompt_length(unit[0])].tobytes() for unit in units)
-    return [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+    firsts = [(unit[0].ids, prompt_length(unit[0]), len(unit)) for unit in units]
+    prompts = (ids if begin < 2 and size == 1 else ids[:begin] for ids, begin, size in firsts)
+    return [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
 
 
 def split_by_prompt(
-    units: Sequence[Unit], share: float, seed: int, where: str
+    units: Sequence[Unit], share: float, seed: int
 ) -> tuple[list[Unit], list[Unit]]:
-    """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them."""
+    """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them; none of a single one.
+    At least one is left to train on."""
     if share == 0:
         return list(units), []
     prompts = numbered_prompts(units)
     different = list(dict.fromkeys(prompts))
-    count = max(1, round(share * len(different)))
-    few = f"{where}: {len(different)} different prompts are too few to hold some out; add data, or set held_out=0"
-    require(count < len(different), few)
+    count = min(max(1, round(share * len(different))), len(different) - 1)
     aside = {different[i] for i in permutation(len(different), "held_out", seed)[:count]}
     parts: tuple[list[Unit], list[Unit]] = ([], [])
     for unit, prompt in zip(units, prompts, strict=True):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from posttrain.stages.base import Context, Stage
     from posttrain.stages.rl import RLStage
     from posttrain.stages.sft import SFTStage
-    from posttrain.stages.train import UnitStage
+    from posttrain.stages.train import DataStage, UnitStage
 
 STEPS = 3  # of a dry run; the first one warms up
 ITEMS = 32  # problems, prompts or pairs of a dry run of a stage without steps
@@ -41,6 +41,7 @@ class DryRun:
     stage: Stage
     factor: float = 1.0
     steps: int = 0
+    counted: Callable[[int], int] | None = None  # steps by the examples, where epochs decide them
     evaluate_every: int = 0
     loops: tuple[str, ...] = ()
     limit: int = 0
@@ -67,10 +68,15 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
     monitor = MonitorSettings(off=tuple(set(RULES) - set(ALWAYS)))
     if evaluate_every:
         changes["evaluate_every"] = NEVER  # then before the first step and after the last
+    if stage.steps is None:
+        changes["epochs"] = None
     changes |= {"checkpoint_every": NEVER, "keep": "last", "monitor": monitor}
-    small = replace(stage, steps=min(STEPS, stage.steps), **changes)
+    small = replace(stage, steps=min(STEPS, stage.steps or STEPS), **changes)
     loops = tuple(f"{stage.name}-{n}" if n else stage.name for n in range(members))
-    return DryRun(small, steps=stage.steps, evaluate_every=evaluate_every, loops=loops)
+    counted = None if stage.steps else lambda size: stage.counted(size).steps
+    return DryRun(
+        small, steps=stage.steps or 0, evaluate_every=evaluate_every, loops=loops, counted=counted
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +133,11 @@ def sft_plan(
     later = [f"examples written by {file}: not there yet" for file in files]
     there = tuple(source for source in stage.data if source.file not in before)
     if later and not there:
-        return [f"a step: {stage.batch} examples; {stage.steps} steps", *later]
+        return [f"a step: {stage.batch} examples; {how_long(stage)}", *later]
     material = replace(stage, data=there).material(context, policy.tokenizer)
     lengths = [len(e.ids) for s in material.sets for e in s]
-    total = len(lengths)
+    total, whole = len(lengths), stage
+    stage = stage if later else stage.counted(total)
     reports = [
         f"{source}: {line}" if n == 0 else f"  {line}"
         for source, report in zip(there, material.reports, strict=True)
@@ -138,12 +145,26 @@ def sft_plan(
     ]
     tokens = min(stage.optimizer.token_budget, stage.batch * max(lengths))
     return [
-        f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {stage.steps} steps = "
-        f"{stage.steps * stage.batch / total:.1f} passes over {total:,} examples",
+        f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {how_long(stage, total)} "
+        f"{total:,} examples{f', {len(material.held_out):,} held out' if material.held_out else ''}",
+        *counted_warnings(whole, stage),
         *reports,
         *later,
         training_memory(policy, tokens, stage.optimizer, stage.lora).line(),
     ]
+
+
+def how_long(stage: DataStage, size: int = 0) -> str:
+    """The length of a stage in words, over `size` examples where they are known."""
+    if stage.steps is None:
+        return f"{stage.epochs:g} epochs"
+    steps = f"{stage.steps} steps"
+    return f"{steps} = {stage.steps * stage.batch / size:.1f} passes over" if size else steps
+
+
+def counted_warnings(stage: DataStage, counted: DataStage) -> list[str]:
+    """The warnings that come only with the number of steps that epochs take."""
+    return [] if stage is counted else [f"warning: {text}" for text in counted.warnings()]
 
 
 def preference_plan(
@@ -154,18 +175,19 @@ def preference_plan(
     files = [file for file in stage.data if file in before]
     later = [f"preferences written by {file}: not there yet" for file in files]
     if later:
-        return [f"a step: {stage.batch} units; {stage.steps} steps{times}", *later]
+        return [f"a step: {stage.batch} units; {how_long(stage)}{times}", *later]
     reports: list[str] = []
     with context.events.shown_by(lambda event: reports.append(event.text)):
-        units = stage.read(context, policy.tokenizer, stage.data)
+        train, held_out = stage.limited(policy).split(context, policy.tokenizer)
+    units, whole, stage = [*train, *held_out], stage, stage.counted(len(train))
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
     tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
     others = stage.role_bytes(policy, tokens)
-    passes = stage.steps * stage.batch / len(units) / (1 - stage.held_out)
     average = stage.batch * sum(sizes) // len(units)
     return [
-        f"a step: {stage.batch} of {len(units):,} units, about {average:,} tokens; {stage.steps} steps "
-        f"= {passes:.1f} passes over what is not held out{times}",
+        f"a step: {stage.batch} of {len(units):,} units, about {average:,} tokens; {how_long(stage, len(train))} "
+        f"{len(train):,} that are not held out{times}",
+        *counted_warnings(whole, stage),
         *reports,
         training_memory(policy, tokens, stage.optimizer, stage.lora, others=others).line(),
     ]

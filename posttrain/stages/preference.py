@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
@@ -15,13 +13,11 @@ from posttrain.data.preferences import Unit, as_pairs, as_singles, count_labels,
 from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge
-from posttrain.stages._material import numbered_prompts, split_by_prompt
+from posttrain.stages._held_out import Judge, by_count
 from posttrain.stages.base import Context
 from posttrain.stages.train import ReferenceStage, UnitStage, trained
 from posttrain.train.optimizer import Optimization
-from posttrain.train.pack import micro_batches, pack_examples, with_loss
-from posttrain.train.trainer import Trainer
-from posttrain.types import JSON, Metric
+from posttrain.types import JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +66,18 @@ class PreferenceStage(UnitStage, ReferenceStage):
         units = super().read(context, tokenizer, paths)
         return as_pairs(units) if self.algorithm.learns_from == "pairs" else as_singles(units)
 
+    def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
+        if not self.held_out_data:
+            train, held_out = super().split(context, tokenizer)
+        else:
+            places = (self.data, self.held_out_data)
+            train, held_out = (self.read(context, tokenizer, paths) for paths in places)
+        return train, held_out[: self.evaluate_units]
+
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         """(to train on, held out)."""
-        units, labels = (
-            self.read(context, tokenizer, self.data),
-            self.algorithm.learns_from == "labels",
-        )
-        if self.held_out_data:
-            train, held_out = units, self.read(context, tokenizer, self.held_out_data)
-        else:
-            train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
-        held_out = held_out[: self.evaluate_units]
+        train, held_out = self.split(context, tokenizer)
+        labels = self.algorithm.learns_from == "labels"
         what = "labelled responses" if labels else "pairs"
         said = f"{len(train):,} {what} to train on, {len(held_out):,} held out"
         if not labels:
@@ -97,15 +94,17 @@ class PreferenceStage(UnitStage, ReferenceStage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy = self.load(context)
-        policy.check_length(self.max_length, "lower max_length")
-        train, held_out = self.material(context, policy.tokenizer)
+        limited = self.limited(policy)
+        policy.check_length(limited.max_length, "lower max_length")
+        train, held_out = limited.material(context, policy.tokenizer)
+        stage = limited.begin(context, len(train))
         trainer = self.make_trainer(context, policy, self.make_roles(context, policy))
         judge = Judge(trainer, held_out)
-        loop = self.train(
+        loop = stage.train(
             context,
             trainer,
-            Examples([train], [1.0], self.batch, context.seed, policy.device),
-            self.schedule(self.evaluate_every if held_out else 0),
+            Examples([train], [1.0], stage.batch, context.seed, policy.device),
+            stage.schedule(self.evaluate_every if held_out else 0),
             evaluate=judge.evaluate,
         )
         result = {**trained(loop), "trained_on": len(train)}
@@ -118,47 +117,10 @@ class PreferenceStage(UnitStage, ReferenceStage):
         """What is said of the held-out preferences at the end. The pairs of one ranking share its responses: the interval is over
         prompts."""
         pieces = judge.pieces(by_unit=True)
-        figures, right = merge([metric for _, metrics in pieces for metric in metrics]), []
-        for prompt, metrics in pieces:
-            one = merge(metrics).merged["accuracy"]
-            right += [(float(one.value), prompt)] * round(float(one.count or 0))
+        figures = merge([metric for _, metrics in pieces for metric in metrics])
+        right = by_count(pieces, "accuracy")
         marks, prompts = zip(*right, strict=True)
         accuracy = share_interval(marks, prompts)
         context.announce(self.name, [f"held-out accuracy {accuracy}, loss {figures['loss']:.4f}"])
         named = {name: f for name, f in figures.items() if f == f and name != "accuracy"}
         return {"held_out": len(right), "accuracy": accuracy.row(), "figures": named}
-
-
-class Judge:
-    """The loss and the figures of an algorithm on preferences that it does not learn from."""
-
-    def __init__(self, trainer: Trainer, units: Sequence[Unit]):
-        self.trainer, self.units = trainer, units
-
-    def evaluate(self) -> Mapping[str, float]:
-        """For the loop: every figure by name, as of what is held out; without those that nothing was measured for."""
-        figures = merge([metric for _, metrics in self.pieces() for metric in metrics])
-        return {f"{name}/held_out": value for name, value in figures.items() if value == value}
-
-    def pieces(self, by_unit: bool = False) -> list[tuple[int, list[Metric]]]:
-        """The number of the first prompt and the metrics of each micro-batch, or of each unit: as one step of all units, so that
-        weights and baseline are those of all that is held out."""
-        trainer, algorithm = self.trainer, self.trainer.algorithm
-        flat = [replace(e, unit=number) for number, unit in enumerate(self.units) for e in unit]
-        numbered = zip(numbered_prompts(self.units), self.units, strict=True)
-        prompts = [prompt for prompt, unit in numbered for _ in unit]
-        trainer.policy.model.eval()
-        found = []
-        with torch.no_grad():
-            packed = pack_examples(flat, trainer.policy.device, algorithm.unit != "sequence")
-            packed = packed.replace(group_N=torch.tensor(prompts, device=packed.group_N.device))
-            batch = algorithm.prepare(trainer.fill(packed), algorithm.start())
-            for piece in micro_batches(with_loss(batch), trainer.settings.token_budget):
-                outputs, start = trainer.outputs(piece), 0
-                for part in micro_batches(piece, 1) if by_unit else [piece]:
-                    terms = algorithm.terms(outputs.take(start, start + part.tokens), part)
-                    start += part.tokens
-                    losses = ((term.weight * term.loss).sum() for term in terms.terms)
-                    metrics = [*(Metric("loss", loss, None) for loss in losses), *terms.metrics]
-                    found.append((int(part.group_N[0]), metrics))
-        return found

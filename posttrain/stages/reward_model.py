@@ -19,7 +19,7 @@ from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy, load_scorer
-from posttrain.stages._material import check_lengths, numbered_prompts, split_by_prompt
+from posttrain.stages._material import check_lengths, numbered_prompts
 from posttrain.stages._plan import DryRun
 from posttrain.stages.base import Context
 from posttrain.stages.train import UnitStage
@@ -75,21 +75,23 @@ class RewardModelStage(UnitStage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy = self.load(context)
-        units = self.read(context, policy.tokenizer, self.data)
-        check_lengths(policy, units, "max_length")
-        train, held_out = split_by_prompt(units, self.held_out, context.seed, self.name)
+        train, held_out = self.limited(policy).split(context, policy.tokenizer)
+        check_lengths(policy, [*train, *held_out], "max_length")
+        gate = "min_accuracy is judged on held-out data, and one prompt leaves none; add data"
+        require(bool(held_out) or self.min_accuracy == 0, f"{self.name}: {gate}")
         steps = [unit[0].steps for unit in train if unit[0].steps is not None]
         labels = {float(v) for one in steps for v in one[np.isfinite(one)]}
         same = f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to tell apart"
         require(len(labels) != 1, f"{same}; add steps of the other kind")
         context.announce(self.name, [f"{len(train):,} to train on, {len(held_out):,} held out"])
         verdicts = []
+        stage = self.begin(context, len(train))
         for member in range(self.members):
-            scorer = self.member(context, policy, train, held_out, member)
+            scorer = stage.member(context, policy, train, held_out, member)
             if held_out:
                 verdicts.append(self.judge(scorer, held_out))
                 self.gate(context, verdicts[-1], member)
-        result: dict[str, JSON] = {"steps": self.steps, "members": self.members}
+        result: dict[str, JSON] = {"steps": stage.steps, "members": self.members}
         result["trained_on"] = len(train)
         if verdicts:
             result |= report(verdicts)

@@ -12,31 +12,35 @@ from posttrain.collect import Examples
 from posttrain.errors import Count, require
 from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
+from posttrain.runs.read import Run
 from posttrain.stages._contamination import guard_training
+from posttrain.stages._held_out import Judge
 from posttrain.stages._material import Data, Material, check_lengths, gather, placed
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage
-from posttrain.stages.train import TrainStage, trained
+from posttrain.stages.train import DataStage, trained
 from posttrain.tasks.base import Task
 from posttrain.types import JSON
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTStage(TrainStage):
-    """Train `model` on `data`. `as_long_as` names an earlier stage: train for the time that one took, whatever `steps` says."""
+class SFTStage(DataStage):
+    """Train `model` on `data`, and measure the loss of what is held out before, meanwhile and after. `as_long_as` names an earlier
+    stage: train for the time that one took, whatever `steps` says."""
 
     reads = ("demonstrations",)
     all_tokens: ClassVar[bool] = False
 
     data: tuple[Data, ...] = ()
-    batch: Count = 32  # examples an optimizer step
     max_length: int = 1024
+    evaluate_units: Count = 500  # of the examples that are held out
     algorithm: Algorithm = field(default_factory=SFT)
     as_long_as: str = ""
 
     def material(self, context: Context, tokenizer: object) -> Material:
         data = placed(self.data, context)
-        return gather(data, tokenizer, context.seed, self.max_length, self.all_tokens)
+        given = (context.seed, self.max_length, self.all_tokens, self.held_out)
+        return gather(data, tokenizer, *given)
 
     def tasks(self) -> list[Task | None]:
         return [d.task for d in self.data]
@@ -45,7 +49,7 @@ class SFTStage(TrainStage):
         return sft_plan(self, policy, context, before)
 
     def dry_run(self) -> DryRun:
-        made = few_steps(self, as_long_as="")
+        made = few_steps(self, self.evaluate_every if self.held_out else 0, as_long_as="")
         return replace(made, batch=self.batch, same_time_as=self.as_long_as)
 
     def run(self, context: Context) -> dict[str, JSON]:
@@ -55,15 +59,33 @@ class SFTStage(TrainStage):
         for report in material.reports:
             context.announce(self.name, report.lines())
         check_lengths(policy, material.sets, "max_length")
+        stage, held_out = self.begin(context, material.size), material.held_out
         roles = self.make_roles(context, policy)
-        loop = self.train(
+        trainer = self.make_trainer(context, policy, roles)
+        judge = Judge(trainer, held_out[: self.evaluate_units])
+        loop = stage.train(
             context,
-            self.make_trainer(context, policy, roles),
-            Examples(material.sets, material.weights, self.batch, context.seed, policy.device),
-            self.schedule(seconds=self.seconds(context)),
+            trainer,
+            Examples(material.sets, material.weights, stage.batch, context.seed, policy.device),
+            stage.schedule(self.evaluate_every if held_out else 0, self.seconds(context)),
+            evaluate=judge.evaluate if held_out else None,
         )
+        result = {**trained(loop), "trained_on": material.size}
+        if held_out:
+            result |= self.verdict(context, judge)
         context.save_model(self.name, policy, self.lora)
-        return trained(loop)
+        return result
+
+    def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
+        """The held-out loss after training, with its interval, and before it where it was measured."""
+        first = next(iter(Run(context.directory).metrics(self.name)), None)
+        before = (
+            first.figures.get("loss/held_out") if first is not None and not first.step else None
+        )
+        after = judge.loss()
+        was = "" if before is None else f", {before:.4f} before training"
+        context.announce(self.name, [f"held-out loss {after}{was}"])
+        return {"held_out": len(judge.units), "loss": {"before": before, "after": after.row()}}
 
     def seconds(self, context: Context) -> float:
         if not self.as_long_as:

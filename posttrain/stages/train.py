@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.preferences import Unit
-from posttrain.errors import Count, Interval, require
+from posttrain.errors import Count, Interval, Positive, Range, require
 from posttrain.loop import Loop, LoopSchedule, Source
 from posttrain.models import nf4
 from posttrain.models.load import same_vocabulary
@@ -16,7 +18,7 @@ from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
-from posttrain.stages._material import HeldOut, read_units
+from posttrain.stages._material import HeldOut, read_units, split_by_prompt
 from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
@@ -26,6 +28,8 @@ from posttrain.train.roles.reference import Reference
 from posttrain.train.trainer import Trainer
 from posttrain.types import JSON
 
+DEFAULT_STEPS = 300
+MaxLength = Annotated[int, Range(ge=0, text="0 (the model's positions) or a number of tokens")]
 # what an algorithm learns from, and the stage that reads it
 STAGES = {
     "demonstrations": "an sft stage",
@@ -47,7 +51,7 @@ class TrainStage(Stage):
 
     model: str
     algorithm: Algorithm
-    steps: Count = 300
+    steps: Count | None = DEFAULT_STEPS
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-5, warmup=20, schedule="cosine")
     )
@@ -84,7 +88,8 @@ class TrainStage(Stage):
             self.lora.ready(device)
 
     def warnings(self) -> list[str]:
-        found = self.optimizer.warning(f"{self.name}.optimizer", self.steps)
+        # None: as many as the epochs take, which the data decides
+        found = self.optimizer.warning(f"{self.name}.optimizer", self.steps) if self.steps else ""
         return [found] if found else []
 
     def load(self, context: Context, name: str = "") -> Policy:
@@ -154,6 +159,7 @@ class TrainStage(Stage):
         return loop
 
     def schedule(self, evaluate_every: int = 0, seconds: float = 0.0) -> LoopSchedule:
+        assert self.steps is not None, "begin() settles the steps"
         return LoopSchedule(
             steps=self.steps,
             evaluate_every=evaluate_every,
@@ -209,14 +215,57 @@ class ReferenceStage(TrainStage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitStage(TrainStage):
-    """A stage that learns from the units in the `data` files: pairs, rankings, labelled responses or steps. It is measured every
-    `evaluate_every` steps on a share `held_out` of the prompts, which is kept apart."""
+class DataStage(TrainStage):
+    """A stage that learns from given examples: for a number of `steps` or for `epochs`, passes over what is not held out. It is
+    measured every `evaluate_every` steps on a share `held_out` of the prompts, which is kept apart."""
+
+    either: ClassVar[tuple[str, ...]] = ("steps", "epochs")  # one of the two is given
+
+    steps: Count | None = None  # 300 where there are no epochs
+    epochs: Positive | None = None
+    batch: Count = (
+        32  # examples or units an optimizer step; with epochs, at most as many as there are
+    )
+    evaluate_every: Interval = 50
+    held_out: HeldOut = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", DEFAULT_STEPS)
+        super().__post_init__()
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.steps is not None and self.epochs is not None:
+            yield "give steps or epochs, not both"
+
+    def measures(self) -> bool:
+        return super().measures() and self.held_out > 0
+
+    def counted(self, size: int) -> Self:
+        """The stage with the steps that its epochs take on `size` examples."""
+        if self.epochs is None:
+            return self
+        batch = min(self.batch, size)
+        steps = max(1, math.ceil(round(self.epochs * size / batch, 6)))
+        return replace(self, steps=steps, epochs=None, batch=batch)
+
+    def begin(self, context: Context, size: int) -> Self:
+        """The same, announced."""
+        stage = self.counted(size)
+        if stage is not self:
+            passes = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {size:,} examples"
+            context.announce(self.name, [f"{passes} = {stage.steps} steps of {stage.batch}"])
+            context.announce(self.name, stage.warnings(), "warning")
+        return stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitStage(DataStage):
+    """A stage that learns from the units in the `data` files: pairs, rankings, labelled responses or steps."""
 
     data: tuple[str, ...]
-    batch: Count = 32  # units an optimizer step
-    max_length: int = 1024
-    evaluate_every: Interval = 50
+    max_length: MaxLength = 0
     held_out: HeldOut = 0.1
 
     def mistakes(self) -> Iterator[str]:
@@ -224,20 +273,28 @@ class UnitStage(TrainStage):
         if not self.data:
             yield "give at least one JSONL file of preferences as data"
 
-    def measures(self) -> bool:
-        return super().measures() and self.held_out > 0
-
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, each cut after its response; what became of each row is announced."""
-        learns, units = self.algorithm.learns_from, []
+        learns, limit = self.algorithm.learns_from, self.max_length or sys.maxsize
+        units: list[Unit] = []
         for path in paths:
-            found, report = read_units(context, self.name, path, tokenizer, self.max_length, learns)
+            found, report = read_units(context, self.name, path, tokenizer, limit, learns)
             none = (
                 f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard"
             )
             require(bool(report.margins) or not self.algorithm.needs_scores, none)
             units += found
         return units
+
+    def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
+        """The units of the files: (to train on, held out)."""
+        units = self.read(context, tokenizer, self.data)
+        return split_by_prompt(units, self.held_out, context.seed)
+
+    def limited(self, policy: Policy) -> Self:
+        """The stage with the model's positions as `max_length` where it has none."""
+        limit = self.max_length or policy.positions or sys.maxsize
+        return replace(self, max_length=limit)
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         return preference_plan(self, policy, context, before)

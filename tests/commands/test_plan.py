@@ -65,7 +65,7 @@ def test_stages_that_learn_from_preferences_count_their_data(tmp_path: Path) -> 
         ]
     }  # fmt: skip
     lines = "\n".join(plan.describe(config.from_config(tree, "x")))
-    assert "a step: 4 of 40 units" in lines and "9 steps = 1.0 passes over what is not held out" in lines
+    assert "a step: 4 of 40 units" in lines and "9 steps = 1.0 passes over 36 that are not held out" in lines
     assert "40 of 41" in lines, "the one that is too long is counted"
     assert "reference " in lines
     assert "preferences written by dpo: not there yet" in lines and "steps, 2 times over" in lines

@@ -202,7 +202,11 @@ def test_settings_come_back_from_the_configuration() -> None:
             [{"prompt": "a", "responses": ["b", "c"], "scores": [1, 2]}],
             "holds rows of kind ranking; this algorithm learns",
         ),
-        ("kto", [{"prompt": "a", "completion": c, "label": c == "b"} for c in "bc"], "too few to hold some out"),
+        (
+            "kto",
+            [{"prompt": "a", "completion": c, "label": c == "b"} for c in "bc"],
+            "mismatched examples need at least two different prompts",
+        ),
         (
             "kto",
             [row for row in LABELS if row["label"]],

@@ -1,0 +1,134 @@
+"""Stages that learn from given rows: for steps or epochs, with a held-out share, on files of one row and more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain import cli, config
+from posttrain.commands import plan
+from posttrain.errors import UserError
+from posttrain.models.tiny import MAX_POSITIONS
+from posttrain.runs.read import Run
+from posttrain.stages._material import Data
+from posttrain.stages.preference import PreferenceStage
+from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.sft import SFTStage
+
+
+def write(folder: Path, count: int) -> str:
+    """Rows that every stage reads: sft the completion, the others the pair."""
+    path = folder / f"{count}.jsonl"
+    rows = [{"prompt": f"say {n}", "completion": f"yes {n}", "chosen": f"yes {n}", "rejected": "no"} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def tree(kind: str, file: str, **changes: Any) -> dict[str, Any]:
+    data: Any = [{"file": file}] if kind == "sft" else [file]
+    optimizer = {"lr": 3e-3, "warmup": 0, "schedule": "constant"}
+    return {"stages": [{"stage": kind, "name": "one", "model": "tiny:nano", "data": data, "optimizer": optimizer, **changes}]}
+
+
+def go(folder: Path, what: dict[str, Any], *arguments: str) -> dict[str, Any]:
+    (folder / "mine.yaml").write_text(yaml.safe_dump(what))
+    assert cli.main(["run", str(folder / "mine.yaml"), f"out={folder / 'run'}", "device=cpu", "threads=1", *arguments]) == 0
+    return json.loads((folder / "run" / "stages" / "one" / "result.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["sft", "preference", "reward_model"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_small_files_train_with_the_defaults(kind: str, count: int, tmp_path: Path, capsys: Any) -> None:
+    found = go(tmp_path, tree(kind, write(tmp_path, count), epochs=2))
+    held_out = 0 if kind == "sft" or count == 1 else 1
+    assert (found["steps"], found["trained_on"], found.get("held_out", 0)) == (2, count - held_out, held_out)
+    assert f"2 epochs of {count - held_out} examples = 2 steps of {count - held_out}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("epochs", "size", "batch", "steps"),
+    [(1, 64, 32, 2), (1, 65, 32, 3), (3, 5, 32, 3), (0.5, 64, 32, 1), (0.001, 64, 8, 1), (3, 10, 3, 10)],
+)
+def test_epochs_as_steps(epochs: float, size: int, batch: int, steps: int) -> None:
+    stage = SFTStage(name="one", model="m", data=(Data(file="x"),), epochs=epochs, batch=batch)
+    assert stage.steps is None and stage.counted(size).steps == steps
+
+
+def test_one_epoch_reads_every_row_once(tmp_path: Path) -> None:
+    """As many tokens as there are, in batches that do not divide the rows evenly but for the last."""
+    go(tmp_path, tree("sft", write(tmp_path, 9), epochs=2, batch=3))
+    rows = Run(tmp_path / "run").metrics("one")
+    first, second = (sum(row.figures["trained"] for row in rows[n : n + 3]) for n in (0, 3))
+    assert len(rows) == 6 and first == second
+
+
+@pytest.mark.parametrize("kind", [SFTStage, PreferenceStage, RewardModelStage])
+def test_steps_and_epochs_together_are_refused(kind: Any) -> None:
+    data = (Data(file="x"),) if kind is SFTStage else ("x",)
+    with pytest.raises(UserError, match="^one: give steps or epochs, not both$"):
+        kind(name="one", model="m", data=data, steps=3, epochs=1)
+    assert kind(name="one", model="m", data=data).steps == 300
+
+
+def test_on_the_command_line_one_takes_the_place_of_the_other(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(tree("sft", "x.jsonl", steps=7)))
+    stage: Any = config.parse(str(file), ["one.epochs=2"]).recipe.stages[0]
+    assert (stage.steps, stage.epochs) == (None, 2)
+    file.write_text(yaml.safe_dump(tree("sft", "x.jsonl", epochs=7)))
+    stage = config.parse(str(file), ["one.steps=2"]).recipe.stages[0]
+    assert (stage.steps, stage.epochs) == (2, None)
+    with pytest.raises(UserError, match="one: give steps or epochs, not both"):
+        config.parse(str(file), ["one.steps=2", "one.epochs=1"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("sft", "8 steps = 2.0 passes over 8 examples, 2 held out"), ("preference", "8 steps = 2.0 passes over 8")],
+)
+def test_a_plan_shows_the_steps_and_a_warm_up_that_is_longer(kind: str, expected: str, tmp_path: Path) -> None:
+    optimizer = {"warmup": 20, "schedule": "cosine"}
+    what = tree(kind, write(tmp_path, 10), epochs=2, batch=2, held_out=0.2, optimizer=optimizer)
+    settings = config.from_config(what, "x")
+    lines = "\n".join(plan.describe(settings))
+    assert expected in lines and "one.optimizer.warmup is 20 steps and the stage has 8" in lines
+
+
+def test_a_dry_run_of_epochs_is_that_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    inner = plan.loop_seconds
+    monkeypatch.setattr(plan, "loop_seconds", lambda rows, steps, every: asked.append(steps) or inner(rows, steps, every))
+    settings = config.from_config(tree("sft", write(tmp_path, 10), epochs=20, batch=2), "x")
+    plan.describe(settings, dry=True)
+    assert asked == [100]
+
+
+def test_the_loss_of_held_out_examples_is_measured_before_and_after(tmp_path: Path, capsys: Any) -> None:
+    found = go(tmp_path, tree("sft", write(tmp_path, 20), steps=12, batch=4, held_out=0.25, evaluate_every=5))
+    rows = Run(tmp_path / "run").metrics("one")
+    assert [row.step for row in rows if "loss/held_out" in row.figures] == [0, 5, 10, 12]
+    (after, low, high), before = found["loss"]["after"], found["loss"]["before"]
+    assert found["held_out"] == 5 and found["trained_on"] == 15 and low < after < high and after < before
+    assert before == rows[0].figures["loss/held_out"] and after == pytest.approx(rows[-1].figures["loss/held_out"], rel=1e-5)
+    assert f"held-out loss {after:.3f} [" in capsys.readouterr().out
+    assert found["best_score"]["figure"] == "loss/held_out"
+
+
+def test_texts_without_a_prompt_are_held_out_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} is even"}) + "\n" for n in range(0, 20, 2)))
+    found = go(tmp_path, tree("sft", str(path), steps=1, held_out=0.3))
+    assert (found["trained_on"], found["held_out"]) == (7, 3)
+
+
+def test_the_longest_pair_is_that_of_the_models_positions(tmp_path: Path) -> None:
+    """By default; nothing is said of a number that nobody gave."""
+    path = tmp_path / "long.jsonl"
+    rows = [{"prompt": f"p{n}", "chosen": "a" * long, "rejected": "b"} for n, long in enumerate((1500, MAX_POSITIONS, 2, 3))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = go(tmp_path, tree("preference", str(path), steps=1, batch=1, held_out=0))
+    assert found["trained_on"] == 3, "the one that is longer is left out, and the one of 1500 tokens is not"
