@@ -28,10 +28,11 @@ from posttrain.runs import console
 from posttrain.runs.layout import CONFIG, FORMAT, SUMMARY, dump_line
 from posttrain.runs.plot import draw, draw_pass_at_k
 from posttrain.runs.read import Run
+from posttrain.runs.resume_policy import Changes
 from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
-from posttrain.stages._lineage import RESULT, references
+from posttrain.stages._lineage import RESULT, references, reopen
 from posttrain.stages.base import Context, Stage, check_names, exported, run_stages, worker_pool
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system import machine
@@ -82,7 +83,8 @@ def forget(directory: Path, there: frozenset[Path] | None) -> None:
 
 def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:
     """Continue a run where its last good checkpoint was. `arguments` (key=value) and a config.yaml that was edited since may change how
-    the work is done, and stages that have not begun; what would make it another run is refused."""
+    the work is done, and stages that have not begun; `arguments` may also make a stage longer, of a complete run too. What would make
+    it another run is refused."""
     run = Run(directory)
     check_format(run)
     pairs = dict(config.pair(argument) for argument in arguments)
@@ -90,16 +92,20 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     complete = (
         f"{directory} is complete; see {directory / SUMMARY}, or start another with 'posttrain run'"
     )
-    require(run.summary is None, complete)
     settings.trust.require_links(directory)
     tree = config.to_config(settings)
-    named = changed(run, tree)
+    found = Changes((), ()) if run.summary is not None and not pairs else changed(run, tree)
+    require(run.summary is None or bool(found.extended), complete)
     with RunWriter.resume(directory) as writer:
-        for text in named:
+        for text in found.named:
             console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
         if pairs:
             writer.configure(tree)
-        writer.event("config", {"config": tree, "changed": list(named)})
+        if found.extended:
+            (directory / SUMMARY).unlink(missing_ok=True)
+        for name in found.extended:
+            reopen(directory / "stages" / name)
+        writer.event("config", {"config": tree, "changed": list(found.named)})
         _run(settings, writer)
     return directory
 
@@ -128,13 +134,13 @@ def check_only(settings: Settings, directory: Path) -> None:
             )
 
 
-def changed(run: Run, tree: Mapping[str, JSON]) -> tuple[str, ...]:
+def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     """How the settings differ from those of the last attempt, where that is harmless; an error where it is not."""
     events = run.events()
     earlier = [e.details for e in events if e.kind == "config" and "config" in e.details]
     # none: an attempt that was killed at once, or of an older version of posttrain
     if not earlier or not isinstance(earlier[-1]["config"], dict):
-        return ()
+        return Changes((), ())
     begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
     found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun)
     more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
@@ -143,7 +149,7 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> tuple[str, ...]:
         f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}"
         f"{more}; undo the change, or start a new run",
     )
-    return found.named
+    return found
 
 
 def fresh(root: Path, name: str) -> Path:

@@ -110,6 +110,22 @@ class Run:
             self._stepper.last = True
         return self.train()
 
+    def extend(self, allow_code: bool = False, **settings: Any) -> Run:
+        """Train for longer, as if it had been so from the start: `extend(steps=200)`; of several stages `extend(**{"rl.steps": 200})`.
+        What is trained on the stage's model is done again."""
+        stages = [str(stage["name"]) for stage in self._reader().config["stages"]]
+        bare = [key for key in settings if "." not in key]
+        which = f"extend: say of which stage {', '.join(bare)} is: {', '.join(stages)}"
+        require(not bare or len(stages) == 1, which)
+        given = {
+            key if "." in key else f"{stages[0]}.{key}": value for key, value in settings.items()
+        }
+        pipeline.resume(
+            self.directory, allow_code, [f"{key}={value}" for key, value in given.items()]
+        )
+        self._loaded = None
+        return self
+
     def _report(self, loop: Loop, row: Row) -> bool | None:
         return None if self._callback is None else self._callback(_figures(row))
 

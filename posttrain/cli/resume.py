@@ -1,4 +1,4 @@
-"""Continue a run that was stopped or killed."""
+"""Continue a run that was stopped or killed, or a finished one for more steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLE = "posttrain resume runs/quickstart-1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path)
-    text = "settings of how the work is done, not of what is learned: threads, token_budget, ..."
+    text = "settings of how the work is done, not of what is learned: threads, token_budget, ...; or more steps: rl.steps=200"
     add_settings(parser, text)
     add_allow_code(parser)
 

@@ -137,15 +137,23 @@ class History:
         finding afterwards that this one still stands."""
         last = len(self.order)  # a stage without metrics has not finished its first step
         place = self.order.get(stage, last)
-        whole = re.sub(r"-\d+$", "", stage)  # of reward-1, a member of an ensemble
+        whole = _whole(stage)
         kept = max(self.kept.get(stage, 0), self.kept.get(whole, 0))
         return any(
             step > resumed_step
             if stage == resumed_stage
-            else place > self.order.get(resumed_stage, last) and kept < later
+            else place > self.order.get(resumed_stage, last)
+            and kept < later
+            # another member of the ensemble, which says for itself where it went on
+            and not (whole in self.order and whole == _whole(resumed_stage))
             for later, resumed_stage, resumed_step in self.resumes
             if later > attempt
         )
+
+
+def _whole(stage: str) -> str:
+    """The stage of reward-1, a member of an ensemble."""
+    return re.sub(r"-\d+$", "", stage)
 
 
 def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:

@@ -18,16 +18,19 @@ HARMLESS = frozenset(_HARMLESS.split())
 MEASURED = frozenset({"evaluate_every", "evaluate_problems", "evaluate_units"})
 # of the recipe; a stage may have fields of these names that matter
 SUMMARY = frozenset({"next_command", "before", "after"})
+LENGTHS = ("steps", "epochs")  # of a stage: it may train for longer
 WHOLE = "options"  # a mapping whose keys are a user's own: one more of them is a change, not a setting of a later version
 ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """`named` ones are let through and reported; `refused` ones would make a resumed run neither the old run nor a new one."""
+    """`named` ones are let through and reported; `refused` ones would make a resumed run neither the old run nor a new one. Stages in
+    `extended` train for longer, and are what they would have been if they had been so from the start."""
 
     named: tuple[str, ...]
     refused: tuple[str, ...]
+    extended: tuple[str, ...] = ()
 
 
 def compare(
@@ -38,7 +41,7 @@ def compare(
 
     >>> old, new = ({"seed": 0, "threads": t, "stages": [{"name": "rl", "lr": r}]} for t, r in ((1, 0.1), (2, 0.2)))
     >>> compare(old, new, ["rl"])
-    Changes(named=('threads: 1 -> 2',), refused=('rl.lr: 0.1 -> 0.2',))
+    Changes(named=('threads: 1 -> 2',), refused=('rl.lr: 0.1 -> 0.2',), extended=())
     >>> compare(old, new, []).refused
     ()
     >>> old, new = ({"stages": [{"name": "rl", "task": {"options": o}}]} for o in ({"mark": 1}, {"mark": 1, "case": 0}))
@@ -51,6 +54,7 @@ def compare(
     ours, theirs = flatten(before), flatten(after)
     named: list[str] = []
     refused: list[str] = []
+    extended: list[str] = []
     for key in dict.fromkeys([*ours, *theirs]):
         was, now = ours.get(key, ABSENT), theirs.get(key, ABSENT)
         if was == now:
@@ -63,8 +67,36 @@ def compare(
         passing = not HARMLESS.isdisjoint(parts) and not chooses
         harmless = later or key in SUMMARY or passing
         old, new = ("nothing" if value is ABSENT else short(value) for value in (was, now))
-        (named if harmless else refused).append(f"{key}: {old} -> {new}")
-    return Changes(tuple(named), tuple(refused))
+        text, numbers = f"{key}: {old} -> {new}", isinstance(was, int | float) and now is not None
+        if not harmless and len(rest) == 1 and rest[0] in LENGTHS and numbers:
+            reason = _not_extended(stage, was, now, theirs)
+            text += f" ({reason})" if reason else ""
+            harmless = not reason
+            extended += [stage] if harmless else []
+        (named if harmless else refused).append(text)
+    return Changes(tuple(named), tuple(refused), tuple(extended))
+
+
+def _not_extended(stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON]) -> str:
+    """Why a stage that trains for `now` in place of `was` would not be the same up to there; "" where it is.
+
+    >>> _not_extended("rl", 9, 20, {"rl.optimizer.schedule": "constant"})
+    ''
+    >>> print(_not_extended("rl", 9, 20, {"rl.optimizer.schedule": "cosine"}))
+    optimizer.schedule=cosine ends at the last step, so that a longer run has another learning rate from the start
+    """
+    if now < was:
+        return "a stage that has begun can be made longer, not shorter"
+    if settings.get(f"{stage}.as_long_as"):
+        return "as_long_as decides its length"
+    inside = {
+        k.removeprefix(f"{stage}."): v for k, v in settings.items() if k.startswith(f"{stage}.")
+    }
+    schedules = {key: v for key, v in inside.items() if key.endswith("optimizer.schedule")}
+    falling = [f"{key}={value}" for key, value in schedules.items() if value != "constant"]
+    if falling:
+        return f"{falling[0]} ends at the last step, so that a longer run has another learning rate from the start"
+    return "" if schedules else "it is no stage that trains"
 
 
 def flatten(tree: Mapping[str, JSON]) -> dict[str, JSON]:

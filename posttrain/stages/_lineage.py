@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from abc import ABC
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -76,6 +77,15 @@ def read(folder: Path) -> Lineage | None:
         return None
     tree = json.loads(path.read_text())
     return Lineage(_whole(tree["config"]), tree["inputs"])
+
+
+def reopen(folder: Path) -> None:
+    """Remove what a stage made, to train it further from its newest checkpoint. Its result goes first, and what it was made from stays:
+    inputs that have changed since are refused."""
+    (folder / RESULT).unlink(missing_ok=True)
+    for path in folder.glob("*"):
+        if path.name != RECORD:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _whole(config: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -47,6 +47,39 @@ def test_harmless_changes_are_named(key: str, value: Any, text: str) -> None:
     assert found.named == (text,) and found.refused == ()
 
 
+def lengths(steps: int | None, schedule: str = "constant", **more: Any) -> dict[str, Any]:
+    stage = {"stage": "rl", "name": "rl", "steps": steps, "optimizer": {"schedule": schedule}, "critic_optimizer": None, **more}
+    return {"stages": [stage]}
+
+
+def test_more_steps_are_an_extension_where_the_learning_rate_does_not_depend_on_them() -> None:
+    found = compare(lengths(5), lengths(9), ["rl"])
+    assert (found.named, found.refused, found.extended) == (("rl.steps: 5 -> 9",), (), ("rl",))
+    found = compare(lengths(None, epochs=1.0), lengths(None, epochs=2), ["rl"])
+    assert (found.named, found.extended) == (("rl.epochs: 1.0 -> 2",), ("rl",))
+    assert compare(lengths(5), lengths(9), []).extended == (), "one that has not begun is just another"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (lengths(5), lengths(4), "can be made longer, not shorter"),
+        (lengths(5, "cosine"), lengths(9, "cosine"), "optimizer.schedule=cosine ends at the last step"),
+        (
+            lengths(5, critic_optimizer={"schedule": "linear"}),
+            lengths(9, critic_optimizer={"schedule": "linear"}),
+            "critic_optimizer.schedule",
+        ),
+        (lengths(5, as_long_as="x"), lengths(9, as_long_as="x"), "as_long_as decides its length"),
+        ({"stages": [{"name": "rl", "steps": 5}]}, {"stages": [{"name": "rl", "steps": 9}]}, "no stage that trains"),
+    ],
+)
+def test_why_a_stage_cannot_be_extended_is_said(before: dict[str, Any], after: dict[str, Any], reason: str) -> None:
+    found = compare(before, after, ["rl"])
+    assert found.extended == () and len(found.refused) == 1 and reason in found.refused[0]
+    assert compare(lengths(5), lengths(None, epochs=3.0), ["rl"]).refused == ("rl.steps: 5 -> None",)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
