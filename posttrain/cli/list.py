@@ -1,4 +1,4 @@
-"""List what is shipped: recipes, stages, algorithms, tasks, rewards (with a name, all of its keys), and formats of data, a row of each."""
+"""List what is shipped: recipes, stages, algorithms, tasks, rewards (with a name, its keys), and formats of data, a row of each."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def call(options: argparse.Namespace) -> None:
     entries = {k: catalogue.describe(k.removesuffix("s")) for k in kinds if k != "formats"}
     formats = FORMATS if "formats" in kinds else ()
     if options.json:
-        found = {kind: [asdict(entry) for entry in listed] for kind, listed in entries.items()}
+        shown = {kind: [asdict(entry) for entry in listed] for kind, listed in entries.items()}
         rows = {"formats": [asdict(one) for one in formats]} if formats else {}
-        print_json({**found, **rows})
+        print_json({**shown, **rows})
         return
     for kind, listed in entries.items():
         sys.stdout.write(f"{kind}\n")
