@@ -172,7 +172,8 @@ def preference_plan(
 ) -> list[str]:
     """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
     times = f", {stage.makes()} times over" if stage.makes() > 1 else ""
-    files = [file for file in stage.data if file in before]
+    read = (*stage.data, *getattr(stage, "held_out_data", ()))
+    files = [file for file in read if file in before]
     later = [f"preferences written by {file}: not there yet" for file in files]
     if later:
         return [f"a step: {stage.batch} units; {how_long(stage)}{times}", *later]

@@ -223,9 +223,8 @@ class DataStage(TrainStage):
 
     steps: Count | None = None  # 300 where there are no epochs
     epochs: Positive | None = None
-    batch: Count = (
-        32  # examples or units an optimizer step; with epochs, at most as many as there are
-    )
+    # examples or units an optimizer step; with epochs, at most as many as there are
+    batch: Count = 32
     evaluate_every: Interval = 50
     held_out: HeldOut = 0.0
 

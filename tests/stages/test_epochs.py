@@ -98,6 +98,13 @@ def test_a_plan_shows_the_steps_and_a_warm_up_that_is_longer(kind: str, expected
     assert expected in lines and "one.optimizer.warmup is 20 steps and the stage has 8" in lines
 
 
+def test_a_plan_leaves_out_held_out_data_that_an_earlier_stage_will_write(tmp_path: Path) -> None:
+    what = tree("preference", write(tmp_path, 4), epochs=2, held_out_data=["compare"])
+    compare = {"stage": "comparisons", "name": "compare", "model": "tiny:nano", "task": {"name": "reviews"}}
+    lines = "\n".join(plan.describe(config.from_config({"stages": [compare, *what["stages"]]}, "x")))
+    assert "a step: 32 units; 2 epochs" in lines and "preferences written by compare: not there yet" in lines
+
+
 def test_a_dry_run_of_epochs_is_that_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     inner = plan.loop_seconds
