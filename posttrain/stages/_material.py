@@ -94,22 +94,23 @@ def gather(
     all_tokens: bool,
     share: float = 0.0,
 ) -> Material:
-    """Read every source, drop and count what cannot be trained on, hold out a share of each, and settle the weights of the mixture."""
+    """Read every source, drop and count what cannot be trained on, hold out a share of the prompts, and settle the
+    weights of the mixture."""
     require(bool(sources), "a supervised stage needs data")
-    sets, reports = [], []
-    held_out: list[Unit] = []
+    found: list[list[Unit]] = []
+    reports = []
     for source in sources:
         unused: set[str] = set()
         examples = source.examples(tokenizer, seed, unused)
         if all_tokens:
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
         kept, report = prepare(examples, max_length)
-        train, apart = split_by_prompt([(example,) for example in kept], share, seed)
-        sets.append([unit[0] for unit in train])
-        held_out += apart
+        found.append([(example,) for example in kept])
         reports.append(replace(report, unused=tuple(sorted(unused))))
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
+    parts, held_out = split_sources(found, share, seed)
+    sets = [[unit[0] for unit in part] for part in parts]
     weights = (float(d.weight or len(s)) for s, d in zip(sets, sources, strict=True))
     return Material(tuple(sets), tuple(weights), tuple(reports), tuple(held_out))
 
@@ -152,15 +153,25 @@ def numbered_prompts(units: Sequence[Unit]) -> list[int]:
 def split_by_prompt(
     units: Sequence[Unit], share: float, seed: int
 ) -> tuple[list[Unit], list[Unit]]:
-    """(to train on, held out): `share` of the prompts, at least one, are held out with all that was said of them; none of a single one.
-    At least one is left to train on."""
+    """(to train on, held out), of one source."""
+    (train,), held_out = split_sources([units], share, seed)
+    return train, held_out
+
+
+def split_sources(
+    sources: Sequence[Sequence[Unit]], share: float, seed: int
+) -> tuple[list[list[Unit]], list[Unit]]:
+    """(to train on, by source; held out): `share` of the prompts, at least one, are held out of every source with all that was said of
+    them. Each source keeps one prompt to train on, so that nothing of a single prompt is held out."""
     if share == 0:
-        return list(units), []
-    prompts = numbered_prompts(units)
-    different = list(dict.fromkeys(prompts))
-    count = min(max(1, round(share * len(different))), len(different) - 1)
-    aside = {different[i] for i in permutation(len(different), "held_out", seed)[:count]}
-    parts: tuple[list[Unit], list[Unit]] = ([], [])
-    for unit, prompt in zip(units, prompts, strict=True):
-        parts[prompt in aside].append(unit)
-    return parts
+        return [list(units) for units in sources], []
+    numbers = iter(numbered_prompts([unit for units in sources for unit in units]))
+    numbered = [[(next(numbers), unit) for unit in units] for units in sources]
+    different = len({number for part in numbered for number, _ in part})
+    count = min(max(1, round(share * different)), different - 1)
+    aside = {int(number) for number in permutation(different, "held_out", seed)[:count]}
+    for own in ({number for number, _ in part} for part in numbered):
+        if own and own <= aside:
+            aside.remove(min(own))
+    train = [[unit for number, unit in part if number not in aside] for part in numbered]
+    return train, [unit for part in numbered for number, unit in part if number in aside]

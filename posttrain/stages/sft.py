@@ -58,7 +58,7 @@ class SFTStage(DataStage):
         material = self.material(context, policy.tokenizer)
         for report in material.reports:
             context.announce(self.name, report.lines())
-        check_lengths(policy, material.sets, "max_length")
+        check_lengths(policy, [*material.sets, *material.held_out], "max_length")
         stage, held_out = self.begin(context, material.size), material.held_out
         roles = self.make_roles(context, policy)
         trainer = self.make_trainer(context, policy, roles)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,10 +15,11 @@ from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.tiny import MAX_POSITIONS
 from posttrain.runs.read import Run
-from posttrain.stages._material import Data
+from posttrain.stages._material import Data, split_sources
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.sft import SFTStage
+from posttrain.types import Example
 
 
 def write(folder: Path, count: int) -> str:
@@ -139,3 +141,21 @@ def test_the_longest_pair_is_that_of_the_models_positions(tmp_path: Path) -> Non
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = go(tmp_path, tree("preference", str(path), steps=1, batch=1, held_out=0))
     assert found["trained_on"] == 3, "the one that is longer is left out, and the one of 1500 tokens is not"
+
+
+def sources(*prompts: range) -> list[list[tuple[Example]]]:
+    mask = np.array([False, False, True])
+    return [[(Example(np.array([3, n, place]), mask),) for n in part] for place, part in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prompt_of_two_files_is_held_out_of_both(seed: int) -> None:
+    train, held_out = split_sources(sources(range(10), range(9, -1, -1), range(20, 40)), 0.3, seed)
+    prompts = [{int(unit[0].ids[1]) for unit in units} for units in (*train, held_out)]
+    assert not prompts[3] & (prompts[0] | prompts[1] | prompts[2]) and len(prompts[3]) == 9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_file_keeps_a_prompt_to_train_on(seed: int) -> None:
+    train, held_out = split_sources(sources(range(1), range(1, 3), range(3, 9)), 0.8, seed)
+    assert all(train) and sum(map(len, train)) + len(held_out) == 9
