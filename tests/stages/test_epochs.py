@@ -127,6 +127,14 @@ def test_the_loss_of_held_out_examples_is_measured_before_and_after(tmp_path: Pa
     assert found["best_score"]["figure"] == "loss/held_out"
 
 
+def test_the_step_of_the_lowest_held_out_loss_is_kept(tmp_path: Path) -> None:
+    what = {"steps": 6, "batch": 4, "evaluate_every": 2, "keep": "best"}
+    found = go(tmp_path, tree("sft", write(tmp_path, 8), held_out=0.25, **what))
+    assert found["kept_step"] == found["best_score"]["step"] and found["best_score"]["figure"] == "loss/held_out"
+    with pytest.raises(UserError, match="^one: keep=best needs held-out scores"):
+        config.from_config(tree("sft", "x.jsonl", **what), "x")
+
+
 def test_texts_without_a_prompt_are_held_out_one_by_one(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": f"{n} is even"}) + "\n" for n in range(0, 20, 2)))
