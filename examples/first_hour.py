@@ -19,7 +19,7 @@ from posttrain import cli
 PIPELINE = """
 stages:
   - {stage: sft, name: sft, model: MODEL, data: [{file: chats.jsonl}], lora: {}, steps: STEPS}
-  - {stage: preference, name: dpo, model: sft, algorithm: {name: dpo}, data: [pairs.jsonl], steps: STEPS}
+  - {stage: preference, name: dpo, model: sft, algorithm: {name: dpo}, data: [pairs.jsonl], lora: {}, steps: STEPS}
   - {stage: rl, name: rl, model: dpo, task: {name: prompts, file: prompts.jsonl, reward: "mine.py:right"}, lora: {}, steps: STEPS}
   - {stage: evaluate, name: after, model: rl, task: {name: prompts, file: prompts.jsonl, reward: "mine.py:right"}}
 """
@@ -67,8 +67,8 @@ def main(model, steps, folder):
     # the same in Python, with the reward as a function
     print(pt.probe(right, prompts="prompts.jsonl"))
     tuned = pt.sft(model, data="chats.jsonl", lora={}, steps=steps, out="sft")
-    preferred = pt.dpo(tuned, data="pairs.jsonl", steps=steps, out="dpo")
-    scorer = pt.reward_model(tuned, data="pairs.jsonl", steps=steps, out="scorer")
+    preferred = pt.dpo(tuned, data="pairs.jsonl", lora={}, steps=steps, out="dpo")
+    scorer = pt.reward_model(tuned, data="pairs.jsonl", lora={}, steps=steps, out="scorer")
     print("share of held-out pairs that the reward model orders rightly:", scorer.result["accuracy"])
     run = pt.grpo(preferred, prompts="prompts.jsonl", reward=right, lora={}, steps=steps, out="grpo")
     print(run.sample("What is 3+4?", n=4), run.metrics[-1]["reward"])
