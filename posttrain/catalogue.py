@@ -85,7 +85,11 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
     """
     if (place := code_place(name)) is not None:
         active().require_code(kind, name)
-        return _from_file(kind, *place)
+        found = _from_file(kind, *place)
+        fits = base is None or (isinstance(found, type) and issubclass(found, base))
+        made = getattr(base, "__name__", "")
+        require(fits, f"{name} is no {kind.replace('_', ' ')}: give a class that is a {made}")
+        return found
     if name not in names(kind):
         raise unknown(kind, name, names(kind), [kind])
     if KINDS[kind].endswith(".py"):

@@ -395,7 +395,10 @@ def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
 
 def _check(where: str, kind: Any, value: JSON) -> Any:
     """One plain value against its type. 1,000 is a number, and a number where text is wanted is text."""
-    value, number = meant(value, kind), {int, float} & {kind, *typing.get_args(kind)}
+    kinds = {kind, *typing.get_args(kind)}
+    value, number = meant(value, kind), {int, float} & kinds
+    truth = isinstance(value, bool) and bool(number) and bool not in kinds
+    require(not truth, f"{where}: input should be a number, not {value!r}")
     if number and isinstance(value, str) and re.fullmatch(THOUSANDS, value):
         value = value.replace(",", "")
     if kind is str and isinstance(value, bool | int | float):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Real
@@ -168,6 +169,17 @@ def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds: the one way settings are refused."""
     if not condition:
         raise UserError(message)
+
+
+@contextmanager
+def prefixed(where: str) -> Iterator[None]:
+    """Begins the line of a user's error with the stage or key that it is about, unless it does so already."""
+    try:
+        yield
+    except UserError as error:
+        stage = where.partition(".")[0]
+        named = str(error).startswith((f"{stage}:", f"{stage}."))
+        raise error if named else UserError(f"{where}: {error}") from error.__cause__
 
 
 @dataclass(frozen=True, slots=True)

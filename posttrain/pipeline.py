@@ -23,6 +23,7 @@ from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.events import printable
 from posttrain.loop import Interrupt, OnStep
+from posttrain.models.load import check_device
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
 from posttrain.runs.layout import CONFIG, FORMAT, SUMMARY, dump_line
@@ -32,8 +33,17 @@ from posttrain.runs.resume_policy import Changes
 from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
+from posttrain.stages._check import check_stages
 from posttrain.stages._lineage import RESULT, references, reopen
-from posttrain.stages.base import Context, Stage, check_names, exported, run_stages, worker_pool
+from posttrain.stages.base import (
+    Context,
+    Stage,
+    check_names,
+    exported,
+    run_stages,
+    unfinished,
+    worker_pool,
+)
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder
@@ -54,6 +64,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
         check_format(Run(directory))
     # os.path.isdir says no also where the name is too long
     there = frozenset(directory.iterdir()) if os.path.isdir(directory) else None
+    above = [path for path in directory.absolute().parents if not os.path.exists(path)]
     made = False
     try:
         opened = RunWriter.resume(directory) if continued else RunWriter.create(directory, tree)
@@ -68,6 +79,9 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
     except UserError:
         if made:
             forget(directory, there)
+        for path in above:  # made for it
+            with suppress(OSError):  # it holds something
+                path.rmdir()
         raise
     return directory
 
@@ -181,9 +195,13 @@ def _run_stages(
     from posttrain.train.saving import Saving
     from posttrain.train.torch_settings import use_deterministic_kernels
 
-    device = machine.device(settings.device)
-    missing = device.startswith("cuda") and not torch.cuda.is_available()
-    require(not missing, f"device={device}: torch sees no CUDA device here")
+    device, stages = machine.device(settings.device), settings.recipe.stages
+    check_device(device)
+    shared = writer, settings.seed, device
+    due = unfinished(stages, Context(*shared), settings.only)
+    # what the first one reads at once need not be read twice
+    reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
+    check_stages(stages, settings.seed, device, [stage.name for stage in due], reading)
     if settings.deterministic:
         use_deterministic_kernels(device)
     torch.manual_seed(settings.seed)
@@ -198,9 +216,9 @@ def _run_stages(
             stack.enter_context(closing(trackers))
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         interrupt = stack.enter_context(interrupts(writer.directory))
-        shared = writer, settings.seed, device, interrupt, trackers, settings.threads
-        context = Context(*shared, saving=saving, on_step=on_step, workers=workers)
-        run_stages(settings.recipe.stages, context, settings.only, settings.again)
+        rest = interrupt, trackers, settings.threads
+        context = Context(*shared, *rest, saving=saving, on_step=on_step, workers=workers)
+        run_stages(stages, context, settings.only, settings.again)
     return context
 
 

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from posttrain.errors import require
-from posttrain.models.load import Reader, check_device, same_vocabulary
+from posttrain.errors import prefixed, require
+from posttrain.models.load import check_device
 from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.runs.layout import Row
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages._check import check_stages
 from posttrain.stages._plan import DryRun, size_text
 from posttrain.stages.base import Context, Stage, load_policy, worker_pool
 from posttrain.system import machine
@@ -64,6 +65,8 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
         tempfile.TemporaryDirectory() as folder,
         RunWriter(Path(folder)) as writer,
     ):
+        others = [stage.name for stage in stages if not stage.reads_first]
+        check_stages(stages, settings.seed, device, [stage.name for stage in stages], others)
         seen = estimate(stages, settings.seed, device, settings.threads) if dry else {}
         context = Context(writer, settings.seed, device, say=False)
         policies: dict[str, Policy] = {}
@@ -71,7 +74,8 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
         for stage in stages:
             lines += ["", f"{stage.name} ({type(stage).__name__})"]
             inner = [f"warning: {text}" for text in stage.warnings()]
-            inner += stage_lines(stage, context, policies, before)
+            with prefixed(stage.name):
+                inner += stage_lines(stage, context, policies, before)
             inner += [dry_run_line(seen[stage.name])] if dry else []
             lines += [f"  {line}" for line in inner]
             before[stage.name] = stage
@@ -116,7 +120,6 @@ def stage_lines(
     if model not in policies:
         policies[model] = load_priced(model, context, stage.alphabet())
     policy = policies[stage.name] = policies[model]
-    check_vocabularies(stage, policy, policies)
     dtype = str(policy.dtype).removeprefix("torch.")
     size = f"model {model}: {policy.parameters:,} parameters, {dtype}"
     return [size, *stage.plan(policy, context, before)]
@@ -128,26 +131,6 @@ def load_priced(name: str, context: Context, alphabet: str) -> Policy:
         return load_policy(name, context, alphabet)
     policy = load_policy(name, context, alphabet, place="cpu")
     return Elsewhere(policy.model, policy.tokenizer, policy.stop_ids, policy.source)
-
-
-def check_vocabularies(stage: Stage, policy: Policy, policies: Mapping[str, Policy]) -> None:
-    """Refuse a reference, critic or reward model that the run would refuse for its vocabulary. Of those on the disk only the
-    tokenizer is read, of those on the hub nothing."""
-    for name in dict.fromkeys(stage.reads_ids()):
-        if name in policies or name.startswith("tiny:") or Path(name).expanduser().exists():
-            reader = policies.get(name) or read_reader(name, stage.alphabet())
-            same_vocabulary(stage.name, policy, reader)
-
-
-def read_reader(name: str, alphabet: str) -> Reader:
-    from posttrain.models.load import load, locate, read_tokenizer
-    from posttrain.models.tiny import character_tokenizer
-
-    if name.startswith("tiny:"):
-        return Reader(character_tokenizer(alphabet), name)
-    path = locate(name)
-    packed = path.suffix.lower() == ".gguf"
-    return Reader(load(name).tokenizer if packed else read_tokenizer(path), name)
 
 
 @dataclass(frozen=True, slots=True)

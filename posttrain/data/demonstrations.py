@@ -68,9 +68,8 @@ def from_task(
     small level not always different texts."""
     drawn: list[Problem] = []
     for level, count in sorted(counts.items()):
-        problems = task.problems(split, level)
+        problems = check_count(task, level, count, split)
         size = len(problems)
-        require(count <= size, f"level {level} has {size} {split} problems, not {count}")
         drawn += [problems[i] for i in _distinct(size, count, seed, level)]
     examples = []
     for problem in (drawn[i] for i in permutation(len(drawn), "demonstrations", seed)):
@@ -78,6 +77,15 @@ def from_task(
         where = f"the demonstration of {problem.id}"
         examples.append(render_example(tokenizer, (*prompt, answer), where, given=len(prompt)))
     return examples
+
+
+def check_count(task: Teaching, level: int, count: int, split: str = "train") -> Sequence[Problem]:
+    """The problems of a level, which must be as many as are asked for."""
+    problems = task.problems(split, level)
+    require(
+        count <= len(problems), f"level {level} has {len(problems)} {split} problems, not {count}"
+    )
+    return problems
 
 
 def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:

@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import require
-from posttrain.models.load import Loaded, as_dtype, check_device, check_vocabulary, stop_ids
+from posttrain.models.load import Loaded, Reader, as_dtype, check_device, check_vocabulary, stop_ids
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +37,28 @@ def give(model: Any, tokenizer: Any) -> str:
     return name
 
 
-def copied(
-    name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> Loaded:
-    """A copy of the module, which is never changed itself: a run trains the copy, and a reference is another one."""
+def reader(name: str) -> Reader:
+    """How the module reads."""
+    model, tokenizer = _known(name)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return Reader(tokenizer, name, limit)
+
+
+def _known(name: str) -> tuple[Any, Any]:
     require(
         name in _given,
         f"the model {name.removeprefix(PREFIX)} is a module of another Python process, and no directory holds it: call the "
         "function that began the run again, with its out= and again=True; or save the model and give its path",
     )
+    return _given[name]
+
+
+def copied(
+    name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Loaded:
+    """A copy of the module, which is never changed itself: a run trains the copy, and a reference is another one."""
+    model, tokenizer = _known(name)
     check_device(device)
-    model, tokenizer = _given[name]
     made = copy.deepcopy(model).to(device=device, dtype=as_dtype(dtype))
     for parameter in made.parameters():
         parameter.requires_grad_(True)

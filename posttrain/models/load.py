@@ -41,11 +41,14 @@ REFUSED_SETTINGS = {
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # What is fetched from the hub: no pickles and no Python, so that neither can be read by mistake.
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", *MODEL_FILES]
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", *MODEL_FILES]
+HUB_FILES = ["*.safetensors", *SMALL_FILES]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 RENDER_SECONDS = 5.0
 ONE_FAMILY = "use models of one family"
 COPY_TOKENIZER = "copy the tokenizer files of its base model there"
+FEWER = "lower max_new_tokens or shorten the prompts"
+UNPACKED = "a safetensors directory, not from GGUF"
 GIVE = "give a model directory, a .gguf file or a hub name (org/name)"
 
 
@@ -81,8 +84,9 @@ def load(
     return Loaded(model.to(device).eval(), tokenizer, name, stops)
 
 
-def locate(name: str) -> Path:
-    """The directory or .gguf file that `name` stands for, fetched from the hub when it is `org/name` and nothing is here."""
+def locate(name: str, weights: bool = True) -> Path:
+    """The directory or .gguf file that `name` stands for, fetched from the hub when it is `org/name` and nothing is here, without
+    its `weights` where those are not asked for."""
     require(bool(name.strip()), f"the model name is empty; {GIVE}")
     path = Path(name).expanduser()
     if path.is_dir():
@@ -98,7 +102,7 @@ def locate(name: str) -> Path:
     require(not path.exists(), f"{name} is a file; {advice}")
     advice = "check the path (a model on the hub is named org/name)"
     require(HUB_NAME.fullmatch(name) is not None, f"there is no model directory {name}; {advice}")
-    return fetch(name)
+    return fetch(name, HUB_FILES if weights else SMALL_FILES)
 
 
 def single_gguf(folder: Path) -> Path | None:
@@ -112,14 +116,14 @@ def single_gguf(folder: Path) -> Path | None:
     return files[0]
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, files: list[str] = HUB_FILES) -> Path:
     """A local copy of a model on the hub: safetensors and JSON only. Taken from the cache where the hub cannot be reached."""
     from huggingface_hub import errors, snapshot_download
 
     repository, _, revision = name.partition("@")
     wanted = revision or None
     try:
-        return Path(snapshot_download(repository, revision=wanted, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(repository, revision=wanted, allow_patterns=files))
     except (errors.HfHubHTTPError, OSError, ValueError) as error:  # the first are among the last
         if isinstance(error, errors.GatedRepoError):
             found = f"{name} on the hub is gated; accept its terms on its page and log in with `hf auth login`"
@@ -187,10 +191,51 @@ def check_vocabulary(
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How a model reads: what is asked of one that is not loaded."""
+    """How a model reads: what is asked of one that is not loaded. `tokenizer` None: it is not known before the weights are."""
 
     tokenizer: Any
     source: str
+    positions: int | None = None
+
+    def check_length(self, tokens: int, advice: str = FEWER) -> None:
+        check_positions(self.source, self.positions, tokens, advice)
+
+
+def check_positions(source: str, limit: int | None, tokens: int, advice: str) -> None:
+    """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
+    has = f"{source or 'the model'} has {limit} positions"
+    found = f"prompt and response may be {tokens} tokens long, but {has}"
+    require(limit is None or tokens <= limit, f"{found}; {advice}")
+
+
+def outline(name: str, score: bool = False) -> Reader:
+    """What can be known of the model called `name` before its weights are read. `score`: it must be a reward model. Of one on the hub
+    only the small files are fetched."""
+    path = locate(name, weights=False)
+    if path.suffix.lower() == ".gguf":
+        require(not score, f"{name}: a reward model is read from {UNPACKED}")
+        return Reader(None, name)
+    check_directory(path, weights=Path(name).expanduser().is_dir())
+    with quiet():
+        config = read_config(path)
+        causal = any(str(one).endswith("ForCausalLM") for one in config.architectures or ())
+        advice = "train one with a reward_model stage and name that"
+        require(not (score and causal), f"{name} is a language model, no reward model; {advice}")
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return Reader(read_tokenizer(path), name, limit)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever a malformed file makes transformers raise
+        raise UserError(unreadable(folder, error)) from error
+
+
+def unreadable(folder: Path, error: Exception) -> str:
+    return f"{folder}: the model cannot be read ({first_line(error)}); check config.json"
 
 
 def same_vocabulary(
@@ -290,13 +335,13 @@ def read_directory(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model and tokenizer of a checked directory; `dtype` None keeps the checkpoint's own. `score` asks for a reward model."""
     check_directory(folder)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = read_tokenizer(folder)
     try:
         check_depth(folder)  # before transformers makes something for every layer
-        config = AutoConfig.from_pretrained(folder, **safe)
+        config = read_config(folder)
         kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
         model, report = kind.from_pretrained(
             folder,
@@ -311,8 +356,7 @@ def read_directory(
     except UserError:
         raise
     except Exception as error:
-        detail = f"the model cannot be read ({first_line(error)})"
-        raise UserError(f"{folder}: {detail}; check config.json") from error
+        raise UserError(unreadable(folder, error)) from error
     check_report(str(folder), report)
     return model, tokenizer
 
@@ -348,8 +392,8 @@ def check_report(source: str, report: dict[str, Any]) -> None:
         require(not names, f"{source}: {detail}; copy the model anew")
 
 
-def check_directory(folder: Path) -> None:
-    """Refuse a directory that is incomplete, corrupt, or asks to run code."""
+def check_directory(folder: Path, weights: bool = True) -> None:
+    """Refuse a directory that is incomplete, corrupt, or asks to run code; one without `weights` may lack those."""
     require(folder.is_dir(), f"{folder} is not a directory; {GIVE}")
     adapter, path = folder / "adapter_config.json", folder / "config.json"
     advice = "merge it into its base model and save that"
@@ -362,7 +406,8 @@ def check_directory(folder: Path) -> None:
     for part in ("", "tokenizer_", "generation_", "processor_"):
         if (folder / f"{part}config.json").is_file():
             refuse_code(folder / f"{part}config.json")
-    check_weights(folder)
+    if weights:
+        check_weights(folder)
     found = any((folder / name).is_file() for name in VOCABULARIES)
     absent = f"{folder} has no tokenizer (tokenizer.json or a vocabulary file)"
     require(found, f"{absent}; {COPY_TOKENIZER}")

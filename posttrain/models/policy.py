@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posttrain.errors import UserError
 from posttrain.events import Events
 from posttrain.models.attention import LAYOUT, Packed, install
+from posttrain.models.load import FEWER, check_positions
 from posttrain.ops.logprobs import Head, head_logits
 
 HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
@@ -76,15 +77,8 @@ class Policy(Network):
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if limit is None else int(limit)
 
-    def check_length(
-        self, tokens: int, advice: str = "lower max_new_tokens or shorten the prompts"
-    ) -> None:
-        """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
-        limit = self.positions
-        if limit is not None and tokens > limit:
-            has = f"{self.source or 'the model'} has {limit} positions"
-            found = f"prompt and response may be {tokens} tokens long, but {has}"
-            raise UserError(f"{found}; {advice}")
+    def check_length(self, tokens: int, advice: str = FEWER) -> None:
+        check_positions(self.source, self.positions, tokens, advice)
 
 
 def probe_tokens(model: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:

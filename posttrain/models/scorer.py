@@ -112,8 +112,9 @@ def load_scorer(
     from posttrain.models import load
 
     load.check_device(device)
-    path, kind = load.locate(name), "a safetensors directory, not from GGUF"
-    require(path.suffix.lower() != ".gguf", f"{name}: a reward model is read from {kind}")
+    path = load.locate(name)
+    packed = path.suffix.lower() == ".gguf"
+    require(not packed, f"{name}: a reward model is read from {load.UNPACKED}")
     with load.quiet():
         model, tokenizer = load.read_directory(path, load.as_dtype(dtype), score=True)
     load.check_vocabulary(model, tokenizer, name)

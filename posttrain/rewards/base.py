@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain import catalogue
 from posttrain.errors import UserError, require, unknown
-from posttrain.rewards._functions import PREFIX, Mix, given, of_file
+from posttrain.rewards._functions import PREFIX, Function, Mix, given, of_file
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
 from posttrain.rewards.judge import check_options as check_judge_options
 from posttrain.trust import code_place
@@ -89,10 +89,69 @@ def own_function(name: str, options: Options) -> Mix | None:
     return of_file(resolve(name, options), name) if code_place(name) is not None else None
 
 
-def check_code(name: str, path: Path) -> None:
-    """Refuse FILE.py:NAME where the file is not there or is no Python; nothing in it is run."""
+def check_function(name: str, options: Options, columns: Mapping[str, JSON]) -> None:
+    """Refuse a function of the user's that does not exist, is none, or has parameters that no row of these `columns` can fill. Nothing
+    in its file is run: what the source does not say (a name that is imported or made) is found when it is called."""
+    if name.startswith(PREFIX):
+        for function in given(name).functions:
+            function.check([*columns])
+    elif (place := code_place(name)) is not None:
+        found = check_code(name, *place)
+        if found is not None:
+            for key in options:
+                if key not in found.names and not found.takes_all:
+                    raise unknown(f"option of the reward {name}:", key, found.names)
+            rest = [key for key in found.required if key not in options]
+            replace(found, required=tuple(rest)).check([*columns])
+
+
+def check_code(name: str, path: Path, attribute: str) -> Function | None:
+    """Refuse FILE.py:NAME where the file is not there, is no Python, or has no function of that name; the function as its source says,
+    None where it does not. Nothing in it is run."""
+    tree = _parse(name, path)
+    known: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        known |= dict.fromkeys(_bound(node), node)
+    if "*" in known or any(isinstance(n, ast.Try | ast.If | ast.With | ast.For) for n in tree.body):
+        return None
+    if attribute not in known:
+        public = [word for word, node in known.items() if isinstance(node, FUNCTIONS)]
+        raise unknown(f"name in {path}:", attribute, public or known)
+    node = known[attribute]
+    value = getattr(node, "value", None)
+    plain = isinstance(value, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.JoinedStr)
+    require(not plain, f"reward {name}: {attribute} at {path} line {node.lineno} is no function")
+    if not isinstance(node, FUNCTIONS) or node.decorator_list:
+        return None
+    given, label = node.args, f"{path.name} line {node.lineno}"
+    positional = [one.arg for one in (*given.posonlyargs, *given.args)]
+    first = positional[: len(positional) - len(given.defaults)]
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    keywords = [one.arg for one, default in pairs if default is None]
+    names = (*(one.arg for one in given.args), *(one.arg for one in given.kwonlyargs))
+    parts = (names, (*first, *keywords), tuple(positional), given.kwarg is not None)
+    return Function(_not_run, attribute, label, *parts)
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _not_run(*given: Any, **more: Any) -> Any:
+    raise AssertionError
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    return [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+
+
+def _parse(name: str, path: Path) -> ast.Module:
     try:
-        ast.parse(path.read_bytes())
+        return ast.parse(path.read_bytes())
     except OSError as error:
         raise UserError(f"reward {name}: cannot read {path}: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError) as error:

@@ -30,6 +30,7 @@ from posttrain.types import JSON, Example, Group, Problem, Rollout, Sampling
 BATCH = 256  # problems answered together
 # tokens of a text that are predicted together; fewer where the model has fewer positions
 WINDOW = 4096
+UNLIMITED = sys.maxsize
 BUDGET = 8192  # tokens in one forward pass
 
 
@@ -38,10 +39,17 @@ class AnswerStage(Stage):
     """A stage in which models answer problems of a task; a dry run asks fewer of those that the setting `counts` is the number of."""
 
     counts: ClassVar[str] = "problems"
+    leaves: ClassVar[str | None] = ""
 
     model: str
     task: Task
     sampling: Sampling = field(default_factory=Sampling)
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        return {"model": (self.model,)}
+
+    def splits(self) -> list[tuple[str, int | None]]:
+        return [("test", None)]
 
     def dry_run(self) -> DryRun:
         return fewer(self, self.counts)
@@ -70,10 +78,14 @@ class AskingStage(AnswerStage):
     """A stage that asks a model training problems: `prompts` of them, `samples` answers to each."""
 
     counts = "prompts"
+    leaves = "data"
 
     prompts: Count = 1000
     samples: Count = 4
     skip: Whole = 0  # problems to pass over, so that another round sees new ones
+
+    def splits(self) -> list[tuple[str, int | None]]:
+        return [("train", None)]
 
     def training_problems(self) -> list[Problem]:
         """`prompts` training problems after the first `skip`, from the beginning again where they run out."""
@@ -150,7 +162,7 @@ def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
     token, which the next begins with and the one before predicts."""
     config = policy.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or WINDOW
-    material = gather(sources, policy.tokenizer, seed, sys.maxsize, all_tokens=True)
+    material = gather(sources, policy.tokenizer, seed, UNLIMITED, all_tokens=True)
     texts = [e.ids for examples in material.sets for e in examples]
     pieces = [window for ids in texts for window in windows(ids, min(WINDOW, positions))]
     batch = pack_examples([Example(ids, np.arange(len(ids)) > 0) for ids in pieces], policy.device)

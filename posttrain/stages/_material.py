@@ -3,21 +3,23 @@ are cut where a rollout would end and some prompts are kept apart for judging.""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from posttrain.data.demonstrations import DataReport, from_file, from_task, prepare
+from posttrain.data.demonstrations import DataReport, check_count, from_file, from_task, prepare
 from posttrain.data.preferences import Preferences, Unit, prompt_length, read_preferences
 from posttrain.data.stream import permutation
 from posttrain.errors import Checked, NotNegative, Range, require
+from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages.base import Context, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import Example
 
+FEW = 4  # demonstrations of a task that are rendered before a run
 # a share of the prompts that is kept apart
 HeldOut = Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")]
 # the kinds of rows that a file may hold, by what the algorithm learns from
@@ -51,6 +53,17 @@ class Data(Checked):
         counted = self.task is None or bool(self.counts)
         require(counted, "data: a task needs counts, such as {1: 200, 2: 1000}")
 
+    def few(self) -> Data:
+        """The same with few demonstrations of its task: they are alike, and a task has them without reading. A level that has fewer
+        problems than are asked for is refused."""
+        if self.task is None:
+            return self
+        for level, count in self.counts.items():
+            check_count(self.task, level, count)
+        return replace(
+            self, counts={level: min(count, FEW) for level, count in self.counts.items()}
+        )
+
     def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
         if self.task is None:
             return from_file(self.file, tokenizer, unused)
@@ -61,6 +74,20 @@ class Data(Checked):
             return self.file
         counts = ", ".join(f"{n} of level {k}" for k, n in self.counts.items())
         return f"{type(self.task).__name__} demonstrations, {counts}"
+
+
+def files_of(sources: Sequence[Data]) -> tuple[str, ...]:
+    """The files or stages that sources name."""
+    return tuple(source.file for source in sources if source.file)
+
+
+def check_sources(
+    sources: Sequence[Data], reader: Reader, before: Collection[str], limit: int
+) -> None:
+    """Refuse what reading the sources would refuse; what the stages `before` write is not there yet."""
+    there = [source.few() for source in sources if source.file not in before]
+    if there and reader.tokenizer is not None:
+        gather(there, reader.tokenizer, 0, limit, all_tokens=True)
 
 
 def placed(sources: Sequence[Data], context: Context) -> tuple[Data, ...]:
@@ -115,7 +142,7 @@ def gather(
     return Material(tuple(sets), tuple(weights), tuple(reports), tuple(held_out))
 
 
-def check_lengths(policy: Policy, sets: Iterable[Iterable[Example]], setting: str) -> None:
+def check_lengths(policy: Policy | Reader, sets: Iterable[Iterable[Example]], setting: str) -> None:
     """Refuse examples beyond the positions that the model was made for; `setting` is what leaves them out."""
     longest = max(len(example.ids) for examples in sets for example in examples)
     policy.check_length(longest, f"lower {setting}")

@@ -134,7 +134,7 @@ def sft_plan(
     there = tuple(source for source in stage.data if source.file not in before)
     if later and not there:
         return [f"a step: {stage.batch} examples; {how_long(stage)}", *later]
-    material = replace(stage, data=there).material(context, policy.tokenizer)
+    material = replace(stage, data=there).material(context, policy)
     lengths = [len(e.ids) for s in material.sets for e in s]
     total, whole = len(lengths), stage
     stage = stage if later else stage.counted(total)
@@ -172,7 +172,7 @@ def preference_plan(
 ) -> list[str]:
     """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
     times = f", {stage.makes()} times over" if stage.makes() > 1 else ""
-    read = (*stage.data, *getattr(stage, "held_out_data", ()))
+    read = (file for named in stage.named_files().values() for file in named)
     files = [file for file in read if file in before]
     later = [f"preferences written by {file}: not there yet" for file in files]
     if later:

@@ -11,6 +11,7 @@ from posttrain.data.preferences import read_pairs
 from posttrain.engine.random import derive
 from posttrain.errors import Count, GuardStop, Share, require
 from posttrain.evals.statistics import share_interval
+from posttrain.models.load import Reader
 from posttrain.rewards import judge as judging
 from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
 from posttrain.rewards.judge import Judge, Verdict, read_rubric
@@ -62,10 +63,21 @@ class AgreementStage(Stage):
     stops where agreement ends below `min_agreement`: a policy would learn the judge's errors.
     """
 
+    leaves = ""
+
     data: str
     judge: JudgeSettings
     pairs: Count = 200
     min_agreement: Share = 0.0  # 0: no gate
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        return {} if self.judge.url else {"judge": (self.judge.model,)}
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {"data": (self.data,)}
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        read_pairs(self.data)
 
     def ready(self, names: Collection[str]) -> None:
         self.judge.ready()

@@ -12,16 +12,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.engine.engine import Engine
-from posttrain.errors import Checked, UserError, check_fields, field_types, require, unknown
+from posttrain.errors import (
+    Checked,
+    UserError,
+    check_fields,
+    field_types,
+    prefixed,
+    require,
+    unknown,
+)
 from posttrain.events import Events, Level
 from posttrain.loop import Interrupt, OnStep
 from posttrain.models import given
-from posttrain.models.load import load, stop_ids
+from posttrain.models.load import Reader, load, stop_ids
 from posttrain.models.lora import Lora, merge_adapters, peft_files
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
@@ -152,6 +160,12 @@ class Context:
 class Stage(Checked, ABC):
     """One step of a pipeline, with a name of its own in the run."""
 
+    # what a later stage can use of it by its name: a model or data; "": neither; None: not known
+    leaves: ClassVar[str | None] = None
+    reads_first: ClassVar[bool] = (
+        False  # whether its plan, and its run before all else, reads its data as `check_data` does
+    )
+
     name: str
 
     def __post_init__(self) -> None:
@@ -178,6 +192,30 @@ class Stage(Checked, ABC):
         task = getattr(self, "task", None)
         if isinstance(task, Task):
             task.ready()
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        """The models that it loads, by the key that names them: earlier stages, directories, hub names."""
+        return {"model": (self.starts_from(),)} if self.starts_from() else {}
+
+    def named_scorers(self) -> dict[str, tuple[str, ...]]:
+        """The reward models that it loads, by key; they are not among the others."""
+        return {}
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        """The files that it reads, or the earlier stages that write them, by key; those of its task are the task's."""
+        return {}
+
+    def named_stages(self) -> dict[str, tuple[str, ...]]:
+        """The earlier stages that it needs by name, by key."""
+        return {}
+
+    def splits(self) -> Sequence[tuple[str, int | None]]:
+        """The splits and levels of its task that must have a problem."""
+        return ()
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        """Read the data that is there, as the run will, and refuse what the run would refuse; what the stages `before` it write is
+        not there yet."""
 
     def warnings(self) -> list[str]:
         """What the stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
@@ -248,13 +286,7 @@ def run_stages(
             run_stages(stages, replace(context, workers=workers), only, again)
         return
     names = check_names(stages, only)
-    for stage in stages:
-        stage.check_ready(context.device)
-    wanted = [stage for stage in stages if not only or stage.name in only]
-    due = [stage for stage in wanted if context.result(stage.name) is None]
-    for stage in due:
-        stage.ready(names)
-    for stage in due:
+    for stage in unfinished(stages, context, only):
         context.announce(stage.name, stage.warnings(), "warning")
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
@@ -285,17 +317,31 @@ def run_stages(
         context.begin(stage.name, now)
         context.events.emit("stage", stage=stage.name)
         began = time.perf_counter()
-        with context.events.at(stage.name):
+        with context.events.at(stage.name), prefixed(stage.name):
             result = stage.run(context)
         made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
         seconds = time.perf_counter() - began
         context.finish(stage.name, {"seconds": seconds, **result, "lineage": made})
 
 
+def unfinished(
+    stages: Sequence[Stage], context: Context, only: Collection[str] = ()
+) -> list[Stage]:
+    """The stages that have no result yet; with `only`, of these."""
+    wanted = [stage for stage in stages if not only or stage.name in only]
+    return [stage for stage in wanted if context.result(stage.name) is None]
+
+
 def worker_pool(stages: Iterable[Stage]) -> WorkerPool:
     """Worker processes for the tasks of a run. To be made before anything uses CUDA or starts a thread."""
-    tasks = [getattr(stage, "task", None) for stage in stages]
-    return WorkerPool(task for task in tasks if isinstance(task, Task))
+    tasks = []
+    for stage in stages:
+        task = getattr(stage, "task", None)
+        if isinstance(task, Task) and task.isolated:
+            with prefixed(stage.name):
+                task.ready()
+            tasks.append(task)
+    return WorkerPool(tasks)
 
 
 def check_name(kind: str, name: str) -> None:

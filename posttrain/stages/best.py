@@ -18,10 +18,18 @@ class BestStage(Stage):
     """Keep the model whose `figure` is best: `models[n]` was measured by stage `measured[n]`. A figure may be a path, such as
     parts.format; an interval counts by its estimate. Of equals the first is kept: it has moved least."""
 
+    leaves = "model"
+
     models: tuple[str, ...]
     measured: tuple[str, ...]
     figure: str = "accuracy"
     higher: bool = True  # is better
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        return {"models": self.models}
+
+    def named_stages(self) -> dict[str, tuple[str, ...]]:
+        return {"measured": self.measured}
 
     def mistakes(self) -> Iterator[str]:
         if not len(self.models) == len(self.measured) > 0:

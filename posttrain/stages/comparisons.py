@@ -37,6 +37,12 @@ class ComparisonsStage(AskingStage):
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
 
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        return {**super().named_models(), **({"against": (self.against,)} if self.against else {})}
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {"before": (self.before,)} if self.before else {}
+
     def mistakes(self) -> Iterator[str]:
         if self.sampling.temperature == 0:
             yield "a temperature of 0 gives equal answers"

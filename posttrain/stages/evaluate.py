@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
@@ -13,11 +13,11 @@ from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, UserError, require
 from posttrain.evals.contamination import content_hash, known
 from posttrain.evals.evaluate import Evaluation, prompts
-from posttrain.models.load import same_vocabulary
+from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.policy import Policy
-from posttrain.stages._answers import AnswerStage, kl_known, kl_to, perplexity
+from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity
 from posttrain.stages._contamination import trained_on
-from posttrain.stages._material import Data, placed
+from posttrain.stages._material import Data, check_sources, files_of, placed
 from posttrain.stages.base import Context, Stage, make_sampler
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
@@ -80,6 +80,18 @@ class EvaluateStage(AnswerStage):
 
     def tasks(self) -> list[Task | None]:
         return [self.task, *(d.task for d in self.text)]
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        own = {key: (word,) for key, word in {"reference": self.reference}.items() if word}
+        return {**super().named_models(), **own}
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {"text": files_of(self.text)}
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        few = self.spread and len(self.task.problems("test")) < 2
+        require(not few, f"{self.name}: {ALONE}")
+        check_sources(self.text, reader, before, UNLIMITED)
 
     def reads_ids(self) -> tuple[str, ...]:
         return (self.reference,) if self.reference else ()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated
 
 from posttrain.data.records import read_jsonl
 from posttrain.errors import Count, Range, require
+from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
 from posttrain.stages.base import Context, Stage, data_place
@@ -26,6 +27,13 @@ class MineStage(AskingStage):
     max_solved: Annotated[float, Range(ge=0, lt=1, text="a share of the answers in [0, 1)")] = 0.5
     again: str = ""  # an earlier mine stage, or a file: what it kept is asked once more
     min_problems: Count = 16  # where fewer were failed, the hardest of the others are kept too
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {"again": (self.again,)} if self.again else {}
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        if self.again and self.again not in before:
+            read_problems(self.again)
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         again = f", after those that {self.again} kept" if self.again else ""

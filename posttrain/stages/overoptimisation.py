@@ -48,6 +48,12 @@ class OveroptimisationStage(AnswerStage):
         if self.sampling.temperature == 0:
             yield "best of n needs a temperature above 0"
 
+    def named_scorers(self) -> dict[str, tuple[str, ...]]:
+        return {"reward_models": self.reward_models}
+
+    def named_stages(self) -> dict[str, tuple[str, ...]]:
+        return {"trained": self.trained}
+
     def run(self, context: Context) -> dict[str, JSON]:
         curves = {stage: self.training(context, stage) for stage in self.trained}
         curves |= self.best_of_n(context) if self.reward_models else {}

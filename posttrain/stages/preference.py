@@ -61,6 +61,9 @@ class PreferenceStage(UnitStage, ReferenceStage):
         why += ", or imitate these with an sft stage" if good else ""
         require((good > 0) == (bad > 0), f"{what}, and {why}")
 
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {**super().named_files(), "held_out_data": self.held_out_data}
+
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""
         units = super().read(context, tokenizer, paths)
@@ -95,7 +98,6 @@ class PreferenceStage(UnitStage, ReferenceStage):
     def run(self, context: Context) -> dict[str, JSON]:
         policy = self.load(context)
         limited = self.limited(policy)
-        policy.check_length(limited.max_length, "lower max_length")
         train, held_out = limited.material(context, policy.tokenizer)
         stage = limited.begin(context, len(train))
         trainer = self.make_trainer(context, policy, self.make_roles(context, policy))

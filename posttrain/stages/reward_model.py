@@ -19,7 +19,7 @@ from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy, load_scorer
-from posttrain.stages._material import check_lengths, numbered_prompts
+from posttrain.stages._material import numbered_prompts
 from posttrain.stages._plan import DryRun
 from posttrain.stages.base import Context
 from posttrain.stages.train import UnitStage
@@ -54,6 +54,7 @@ class RewardModelStage(UnitStage):
     ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints.
     """
 
+    leaves = "reward model"
     reads = ("rankings", "step_labels")
     builds = ()
 
@@ -67,6 +68,16 @@ class RewardModelStage(UnitStage):
         if self.min_accuracy > 0 and self.held_out == 0:
             yield "min_accuracy is judged on held-out data; set held_out above 0"
 
+    def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
+        train, held_out = super().split(context, tokenizer)
+        gate = "min_accuracy is judged on held-out data, and one prompt leaves none; add data"
+        require(bool(held_out) or self.min_accuracy == 0, f"{self.name}: {gate}")
+        steps = [unit[0].steps for unit in train if unit[0].steps is not None]
+        labels = {float(v) for one in steps for v in one[np.isfinite(one)]}
+        same = f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to tell apart"
+        require(len(labels) != 1, f"{same}; add steps of the other kind")
+        return train, held_out
+
     def makes(self) -> int:
         return self.members
 
@@ -76,13 +87,6 @@ class RewardModelStage(UnitStage):
     def run(self, context: Context) -> dict[str, JSON]:
         policy = self.load(context)
         train, held_out = self.limited(policy).split(context, policy.tokenizer)
-        check_lengths(policy, [*train, *held_out], "max_length")
-        gate = "min_accuracy is judged on held-out data, and one prompt leaves none; add data"
-        require(bool(held_out) or self.min_accuracy == 0, f"{self.name}: {gate}")
-        steps = [unit[0].steps for unit in train if unit[0].steps is not None]
-        labels = {float(v) for one in steps for v in one[np.isfinite(one)]}
-        same = f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to tell apart"
-        require(len(labels) != 1, f"{same}; add steps of the other kind")
         context.announce(self.name, [f"{len(train):,} to train on, {len(held_out):,} held out"])
         verdicts = []
         stage = self.begin(context, len(train))

@@ -18,8 +18,8 @@ from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating, Scorer
 from posttrain.rewards._asking import EndpointSettings, endpoint
-from posttrain.rewards._functions import Mix, finished
-from posttrain.rewards.base import check, own_function
+from posttrain.rewards._functions import PREFIX, Mix, columns_of, finished
+from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
 from posttrain.rewards.judge import read_rubric
 from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
@@ -27,6 +27,7 @@ from posttrain.tasks.base import Task, no_running_loop
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.train.rating import ImplicitRating, ModelRating, ProcessRating
+from posttrain.trust import code_place
 from posttrain.types import JSON, Rating, Rollout, Score
 
 Device = Literal["same", "cpu"]
@@ -47,6 +48,10 @@ class RewardSource(Checked, ABC):
         """The models that it asks: stages, directories or hub names."""
         return ()
 
+    def scorers(self) -> tuple[str, ...]:
+        """Those of them that are reward models."""
+        return ()
+
     def reads_ids(self) -> tuple[str, ...]:
         """Those of them that are given the policy's tokens, and so must have its vocabulary."""
         return self.loads()
@@ -65,6 +70,9 @@ class RewardSource(Checked, ABC):
         other = f"{where}: reward.rated is a source of a mixed task that models score, not {self.rated!r}"
         scored = not isinstance(self, TaskReward) and self.rated in known
         require(not self.rated or scored, f"{other}; the task has {', '.join(known) or 'none'}")
+
+    def ready(self, task: Task) -> None:
+        """Refuse what can be known of its files and functions, before the first stage runs."""
 
     def make(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
         """The models, loaded, as a rating of rollouts; None: the task's own score is the reward. `where` names the stage."""
@@ -108,10 +116,14 @@ class FunctionReward(RewardSource):
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
         check(self.reward, self.options)
+        found = code_place(self.reward) is not None or self.reward.startswith(PREFIX)
+        require(found, f"{where}: reward.reward is FILE.py:NAME, not {self.reward!r}")
+
+    def ready(self, task: Task) -> None:
+        check_function(self.reward, self.options, columns_of(task.problems("train")[0]))
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         found = own_function(self.reward, self.options)
-        require(found is not None, f"{where}: reward.reward is FILE.py:NAME, not {self.reward!r}")
         assert found is not None
         return FunctionRating(found)
 
@@ -151,6 +163,9 @@ class _Scorers(RewardSource):
         require(not given or self.combine != "worst", none)
 
     def loads(self) -> tuple[str, ...]:
+        return self.models
+
+    def scorers(self) -> tuple[str, ...]:
         return self.models
 
     def on_device(self) -> tuple[str, ...]:
@@ -261,6 +276,9 @@ class JudgeReward(EndpointSettings, RewardSource):
         if self.url:
             endpoint(self)
 
+    def ready(self, task: Task) -> None:
+        read_rubric(self.rubric)
+
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         if self.url:
             return JudgeRating(endpoint(self), self.mode, self.rubric)
@@ -303,6 +321,9 @@ class MixedReward(RewardSource):
     def loads(self) -> tuple[str, ...]:
         return tuple(name for part in self.parts for name in part.reward.loads())
 
+    def scorers(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.reward.scorers())
+
     def reads_ids(self) -> tuple[str, ...]:
         return tuple(name for part in self.parts for name in part.reward.reads_ids())
 
@@ -313,6 +334,10 @@ class MixedReward(RewardSource):
         super().check(where, task, group, alone)
         for part in self.parts:
             part.reward.check(where, task, group, alone)
+
+    def ready(self, task: Task) -> None:
+        for part in self.parts:
+            part.reward.ready(task)
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         made = [part.reward.make(context, policy, where, budget) for part in self.parts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,13 +15,20 @@ from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, Whole
 from posttrain.evals import statistics
-from posttrain.models.load import same_vocabulary
+from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import Data, check_lengths, gather, placed
+from posttrain.stages._material import (
+    Data,
+    check_lengths,
+    check_sources,
+    files_of,
+    gather,
+    placed,
+)
 from posttrain.stages._plan import DryRun, few_steps, rl_plan
 from posttrain.stages.base import Context, Stage, data_place, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
@@ -110,6 +117,33 @@ class RLStage(ReferenceStage):
 
     def tasks(self) -> list[Task | None]:
         return [self.task, *(d.task for d in self.pretraining)]
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        scorers = self.reward.scorers()
+        others = tuple(name for name in self.reward.loads() if name not in scorers)
+        return {**super().named_models(), "reward": others}
+
+    def named_scorers(self) -> dict[str, tuple[str, ...]]:
+        critic = {"critic": (self.critic,)} if self.critic else {}
+        return {**critic, "reward": self.reward.scorers()}
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        problems = {"problems": (self.problems,)} if self.problems else {}
+        return {"pretraining": files_of(self.pretraining), **problems}
+
+    def splits(self) -> list[tuple[str, int | None]]:
+        train = [("train", level) for level in self.task.levels] if not self.problems else []
+        return [*train, *([("test", None)] if self.measure_problems else [])]
+
+    def check_ready(self, device: str) -> None:
+        super().check_ready(device)
+        self.task.problems("test")  # or refuse, where it is not fit to measure on
+        self.reward.ready(self.task)
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        if self.problems and self.problems not in before:
+            read_problems(self.problems)
+        check_sources(self.pretraining, reader, before, self.pretraining_length)
 
     def reads_ids(self) -> tuple[str, ...]:
         critic = (self.critic,) if self.critic else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -10,12 +10,13 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Examples
 from posttrain.errors import Count, require
+from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.runs.read import Run
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._held_out import Judge
-from posttrain.stages._material import Data, Material, check_lengths, gather, placed
+from posttrain.stages._material import Data, Material, check_lengths, files_of, gather, placed
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage
 from posttrain.stages.train import DataStage, trained
@@ -30,6 +31,7 @@ class SFTStage(DataStage):
 
     reads = ("demonstrations",)
     all_tokens: ClassVar[bool] = False
+    reads_first = True
 
     data: tuple[Data, ...] = ()
     max_length: int = 1024
@@ -37,10 +39,27 @@ class SFTStage(DataStage):
     algorithm: Algorithm = field(default_factory=SFT)
     as_long_as: str = ""
 
-    def material(self, context: Context, tokenizer: object) -> Material:
-        data = placed(self.data, context)
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if not self.data:
+            yield "a supervised stage needs data"
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {"data": files_of(self.data)}
+
+    def named_stages(self) -> dict[str, tuple[str, ...]]:
+        return {"as_long_as": (self.as_long_as,)} if self.as_long_as else {}
+
+    def material(self, context: Context, reader: Policy | Reader) -> Material:
         given = (context.seed, self.max_length, self.all_tokens, self.held_out)
-        return gather(data, tokenizer, *given)
+        made = gather(placed(self.data, context), reader.tokenizer, *given)
+        check_lengths(reader, [*made.sets, *made.held_out], f"{self.name}.max_length")
+        return made
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        there = tuple(source.few() for source in self.data if source.file not in before)
+        if there and reader.tokenizer is not None:
+            replace(self, data=there).material(context, reader)
 
     def tasks(self) -> list[Task | None]:
         return [d.task for d in self.data]
@@ -55,10 +74,9 @@ class SFTStage(DataStage):
     def run(self, context: Context) -> dict[str, JSON]:
         guard_training(context, self.name, self.model, (), placed(self.data, context))
         policy = self.load(context)
-        material = self.material(context, policy.tokenizer)
+        material = self.material(context, policy)
         for report in material.reports:
             context.announce(self.name, report.lines())
-        check_lengths(policy, [*material.sets, *material.held_out], "max_length")
         stage, held_out = self.begin(context, material.size), material.held_out
         roles = self.make_roles(context, policy)
         trainer = self.make_trainer(context, policy, roles)

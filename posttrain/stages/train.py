@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,7 +13,7 @@ from posttrain.data.preferences import Unit
 from posttrain.errors import Count, Interval, Positive, Range, require
 from posttrain.loop import Loop, LoopSchedule, Source
 from posttrain.models import nf4
-from posttrain.models.load import same_vocabulary
+from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
@@ -46,6 +46,7 @@ class TrainStage(Stage):
     """Trains `model` by `algorithm`. A stage says what its algorithm may learn from, which roles it can build, and where the
     material comes from."""
 
+    leaves: ClassVar[str | None] = "model"
     reads: ClassVar[tuple[str, ...]] = ()
     builds: ClassVar[tuple[str, ...]] = ("proximal",)
 
@@ -75,6 +76,9 @@ class TrainStage(Stage):
     def measures(self) -> bool:
         """Whether its settings have something held out measured while it trains."""
         return int(getattr(self, "evaluate_every", 0)) > 0
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        return {"model": (self.model,)}
 
     def optimizers(self) -> dict[str, Optimization]:
         """The settings of its optimizers, by their key."""
@@ -187,6 +191,10 @@ class ReferenceStage(TrainStage):
         """Whether a reference would be the policy's own frozen weights: the policy without its adapters."""
         return self.lora is not None and not self.reference
 
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        own = {"reference": (self.reference,)} if self.reference else {}
+        return {**super().named_models(), **own}
+
     def reads_ids(self) -> tuple[str, ...]:
         return (self.reference,) if self.reference else ()
 
@@ -263,6 +271,8 @@ class DataStage(TrainStage):
 class UnitStage(DataStage):
     """A stage that learns from the units in the `data` files: pairs, rankings, labelled responses or steps."""
 
+    reads_first = True
+
     data: tuple[str, ...]
     max_length: MaxLength = 0
     held_out: HeldOut = 0.1
@@ -271,6 +281,20 @@ class UnitStage(DataStage):
         yield from super().mistakes()
         if not self.data:
             yield "give at least one JSONL file of preferences as data"
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {"data": self.data}
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        if reader.tokenizer is None:
+            return
+        limited = self.limited(reader)
+        files = [path for paths in self.named_files().values() for path in paths]
+        there = [path for path in files if path not in before]
+        if len(there) < len(files):  # what is held out is not known
+            limited.read(context, reader.tokenizer, there)
+        else:
+            limited.split(context, reader.tokenizer)
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, each cut after its response; what became of each row is announced."""
@@ -290,9 +314,10 @@ class UnitStage(DataStage):
         units = self.read(context, tokenizer, self.data)
         return split_by_prompt(units, self.held_out, context.seed)
 
-    def limited(self, policy: Policy) -> Self:
-        """The stage with the model's positions as `max_length` where it has none."""
-        limit = self.max_length or policy.positions or sys.maxsize
+    def limited(self, reader: Policy | Reader) -> Self:
+        """The stage with the model's positions as `max_length` where it has none; more than those are refused."""
+        reader.check_length(self.max_length, f"lower {self.name}.max_length")
+        limit = self.max_length or reader.positions or sys.maxsize
         return replace(self, max_length=limit)
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:

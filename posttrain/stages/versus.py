@@ -14,14 +14,22 @@ from posttrain.errors import Range, require
 from posttrain.evals import statistics
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Interval
+from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.rules import ADVICE, SYMPTOMS
 from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import SHARES, Verdict
 from posttrain.runs.metrics import group_metrics, merge
-from posttrain.stages._answers import AnswerStage, kl_known, kl_to, perplexity, rated_by
-from posttrain.stages._material import Data, placed
+from posttrain.stages._answers import (
+    UNLIMITED,
+    AnswerStage,
+    kl_known,
+    kl_to,
+    perplexity,
+    rated_by,
+)
+from posttrain.stages._material import Data, check_sources, files_of, placed
 from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context
 from posttrain.types import JSON, Group
@@ -48,6 +56,20 @@ class VersusStage(AnswerStage):
     def mistakes(self) -> Iterator[str]:
         if self.judge and self.reward_model:
             yield "a judge or a reward_model decides, not both"
+
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        local = self.judge is not None and not self.judge.url
+        judge = {"judge": (self.judge.model,)} if self.judge is not None and local else {}
+        return {**super().named_models(), "against": (self.against,), **judge}
+
+    def named_scorers(self) -> dict[str, tuple[str, ...]]:
+        return {"reward_model": (self.reward_model,)} if self.reward_model else {}
+
+    def named_files(self) -> dict[str, tuple[str, ...]]:
+        return {"text": files_of(self.text)}
+
+    def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
+        check_sources(self.text, reader, before, UNLIMITED)
 
     def ready(self, names: Collection[str]) -> None:
         if self.judge is not None:

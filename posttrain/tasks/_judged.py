@@ -10,9 +10,9 @@ from inspect import isawaitable
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require
-from posttrain.rewards._functions import PREFIX, finished, given
+from posttrain.rewards._functions import PREFIX, columns_of, finished, given
 from posttrain.rewards.answer import MARKER, after_marker
-from posttrain.rewards.base import Options, check, check_code, own_function, parts_of, resolve
+from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
 from posttrain.rewards.compose import as_score
 from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import MathReward, final_answer
@@ -169,8 +169,8 @@ class Judged(Questions):
         the user's own must at least parse: in the workers a mistake is found with the first answer."""
         lines = []
         for name, options in self.rewards():
-            if (place := code_place(name)) is not None:
-                check_code(name, place[0])
+            if code_place(name) is not None or name.startswith(PREFIX):
+                check_function(name, options, columns_of(self.pool("train")[0]))
             elif name == "judge":
                 check_judge(**options)
             elif name == "code":

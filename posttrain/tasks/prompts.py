@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from posttrain.errors import require
-from posttrain.rewards._functions import PREFIX, columns_of, given
 from posttrain.rewards.base import check
 from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks._questions import Pool, make_problem, normalised
@@ -79,9 +78,6 @@ class Prompts(Jsonl):
 
     def ready(self) -> tuple[str, ...]:
         problems = self.pool("train")
-        if self.reward.startswith(PREFIX):
-            for function in given(self.reward).functions:
-                function.check([*columns_of(problems[0])])
         count = len(self.pool("test"))
         kept = f"{count:,} held out" if count else "none held out: nothing is measured on others"
         return (f"{len(problems):,} prompts to train on, {kept}", *super().ready())

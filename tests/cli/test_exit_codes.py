@@ -162,7 +162,7 @@ def test_what_is_refused_at_the_start_leaves_nothing(
 
 def test_what_was_learned_is_not_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "small.yaml"
-    second = "- {stage: sft, name: sft, model: nobody, data: [{file: none.jsonl}], steps: 1}"
+    second = "- {stage: sample, name: none, model: rl, task: {name: arithmetic}, prompts: 2, samples: 1, min_score: 2}"
     recipe.write_text(f"{SMALL}{second}\n")
     assert cli.main(["run", str(recipe), f"out={tmp_path / 'run'}"]) == 2
     assert len(Run(tmp_path / "run").metrics("rl")) == 5

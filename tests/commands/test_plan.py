@@ -15,7 +15,9 @@ from posttrain import cli, config
 from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora
+from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
+from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.stages._plan import size_text
 from posttrain.stages.rl import RLStage
@@ -25,12 +27,11 @@ from posttrain.train.memory import activation_bytes
 LAYERS = 2 * (9 * 16 + 4 * 24 + 2 * 2 * 4) + 4 * (16 + 24)  # as in tests/stages/test_plan.py
 
 
-def test_the_plan_of_a_recipe_names_everyone() -> None:
-    lines = "\n".join(
-        plan.describe(
-            config.parse("quickstart", ["rl.algorithm=ppo", "rl.reward=models", "rl.reward.models=[sft]", "sft.lora.rank=2"])
-        )
-    )
+def test_the_plan_of_a_recipe_names_everyone(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(Arithmetic().alphabet)
+    scorer = other_model(tmp_path / "scorer", tokenizer, scores=True)
+    settings = ["rl.algorithm=ppo", "rl.reward=models", f"rl.reward.models=[{scorer}]", "sft.lora.rank=2"]
+    lines = "\n".join(plan.describe(config.parse("quickstart", settings)))
     assert (
         "critic " in lines and "reward models " in lines and "to save memory on a GPU: rl.reference_device=cpu saves" in lines
     )
@@ -61,19 +62,22 @@ def test_stages_that_learn_from_preferences_count_their_data(tmp_path: Path) -> 
         "stages": [
             {"stage": "preference", "name": "dpo", "model": "tiny:nano", "data": [str(tmp_path / "pairs.jsonl")], "steps": 9,
              "batch": 4, "held_out": 0.1},
-            {"stage": "reward_model", "name": "reward", "model": "tiny:nano", "data": ["dpo"], "members": 2},
+            {"stage": "comparisons", "name": "compared", "model": "dpo", "task": {"name": "arithmetic"}},
+            {"stage": "reward_model", "name": "reward", "model": "tiny:nano", "data": ["compared"], "members": 2},
         ]
     }  # fmt: skip
     lines = "\n".join(plan.describe(config.from_config(tree, "x")))
     assert "a step: 4 of 40 units" in lines and "9 steps = 1.0 passes over 36 that are not held out" in lines
     assert "40 of 41" in lines, "the one that is too long is counted"
     assert "reference " in lines
-    assert "preferences written by dpo: not there yet" in lines and "steps, 2 times over" in lines
+    assert "preferences written by compared: not there yet" in lines and "steps, 2 times over" in lines
 
 
-def other_model(folder: Path) -> str:
-    tokenizer = character_tokenizer("0123456789abc")
-    return str(save(tiny_model(tokenizer, "nano", 0), tokenizer, folder))
+def other_model(folder: Path, tokenizer: Any = None, scores: bool = False) -> str:
+    tokenizer = tokenizer or character_tokenizer("0123456789abc")
+    model = tiny_model(tokenizer, "nano", 0)
+    made = from_policy(wrap_model(model, tokenizer, ())).model if scores else model
+    return str(save(made, tokenizer, folder))
 
 
 @pytest.mark.parametrize(
@@ -89,9 +93,11 @@ def other_model(folder: Path) -> str:
 )
 def test_a_model_with_another_vocabulary_is_refused_before_the_run(stage: dict[str, Any], tmp_path: Path) -> None:
     """As the run itself would, but perhaps hours earlier."""
-    tree = json.loads(
-        json.dumps({"name": "one", "model": "tiny:nano", **stage}).replace("OTHER", other_model(tmp_path / "other"))
-    )
+    other = other_model(tmp_path / "other", scores="critic" in stage or "reward" in stage)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
+    text = json.dumps({"name": "one", "model": "tiny:nano", **stage})
+    tree = json.loads(text.replace("OTHER", other).replace("pairs.jsonl", str(pairs)))
     with pytest.raises(UserError, match=r"one: .*other has another vocabulary than tiny:nano .* use models of one family"):
         plan.describe(config.from_config({"stages": [tree]}, "test"))
 

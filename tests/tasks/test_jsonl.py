@@ -235,7 +235,7 @@ def test_a_reward_file_that_is_missing_or_no_python_is_told_before_a_run(file: s
     path.write_text("x = 1\ndef good(problem, response:\n")
     with pytest.raises(UserError, match=r"own.py line 2 is not Python: '\(' was never closed"):
         task.ready()
-    path.write_text("raise SystemExit\ndef good(problem, response): return 1.0\n")
+    path.write_text("raise SystemExit\ndef good(prompt, response): return 1.0\n")
     assert task.ready() == (), "nothing in it is run"
 
 

@@ -1,0 +1,186 @@
+"""Everything about a pipeline that can be known before its first stage runs. `plan` and a run call the same function, so that both
+refuse the same things in the same words."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+
+from posttrain.data.chat import render_prompts
+from posttrain.errors import prefixed, require, unknown
+from posttrain.models import given
+from posttrain.models.load import GIVE, Reader, outline, same_vocabulary
+from posttrain.models.tiny import MAX_POSITIONS, SIZES, character_tokenizer
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context, Stage, check_names
+from posttrain.tasks.base import Task
+
+PROMPTS = 256  # whose lengths are compared with the positions of the model
+Readers = dict[tuple[str, str, bool], Reader]  # by name, alphabet of a tiny model, kind
+
+
+def check_stages(
+    stages: Sequence[Stage],
+    seed: int,
+    device: str,
+    due: Collection[str],
+    read: Collection[str] = (),
+) -> None:
+    """Refuse what the stages that are `due` name and lack, and what they could never do. The data of those in `read` is read whole; a
+    stage that runs at once, or that a plan reads, does so itself."""
+    names = check_names(stages)
+    for place, stage in enumerate(stages):
+        if stage.name in due:
+            check_named(stage, stages[:place], names[place:])
+    before: dict[str, Stage] = {}
+    readers: Readers = {}
+    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
+        context = Context(writer, seed, device, say=False)
+        for stage in stages:
+            if stage.name in due:
+                with prefixed(stage.name):
+                    stage.check_ready(device)
+                    stage.ready(names)
+                reader = check_models(stage, before, readers)
+                check_problems(stage, reader)
+                if stage.name in read:
+                    with prefixed(stage.name):
+                        stage.check_data(reader, context, before)
+            before[stage.name] = stage
+
+
+def check_named(stage: Stage, before: Sequence[Stage], later: Collection[str]) -> None:
+    """Refuse names of stages that come later, or that leave nothing of the kind asked for; and files that are not there."""
+    for key, words in stage.named_stages().items():
+        for word in words:
+            check_stage(f"{stage.name}.{key}", word, before, later)
+    kinds = {"reward model": stage.named_scorers(), "data": stage.named_files()}
+    for what, named in {"model": stage.named_models(), **kinds}.items():
+        for key, words in named.items():
+            for word in words:
+                check_word(f"{stage.name}.{key}", word, what, before, later)
+
+
+def check_word(
+    where: str, word: str, what: str, before: Sequence[Stage], later: Collection[str]
+) -> None:
+    """Refuse a word that is neither a stage which leaves `what` is asked for, nor a file or a model."""
+    fitting = [one for one in before if one.leaves is None or one.leaves.endswith(what)]
+    found = next((one for one in before if one.name == word), None)
+    if found is not None:
+        names = [one.name for one in fitting if one.leaves is not None]
+        hint = f"name {' or '.join(names)}" if names else "name a file or a directory"
+        require(found in fitting, f"{where}: the stage {word!r} leaves no {what}; {hint}")
+        return
+    if word in later and not Path(word).expanduser().exists():
+        check_stage(where, word, before, later)
+    there = file_there if what == "data" else model_there
+    there(where, word, [one.name for one in fitting])
+
+
+def check_stage(where: str, word: str, before: Sequence[Stage], later: Collection[str]) -> None:
+    """Refuse a name that is not that of a stage before this one."""
+    names = [stage.name for stage in before]
+    known = f"those before it are {', '.join(names)}" if names else "there is none before it"
+    order = f"{where}: {word!r} runs at the same time or later, and has made nothing yet"
+    require(word not in later, f"{order}; {known}")
+    require(word in names, f"{where}: no stage is called {word!r}{nearest(word, names)}; {known}")
+
+
+def nearest(word: str, names: Sequence[str]) -> str:
+    near = get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def model_there(where: str, word: str, stages: Sequence[str]) -> None:
+    """Refuse a plain word that is neither a stage nor a directory: the rest is said when the model is looked at."""
+    require(bool(word.strip()), f"{where}: the model name is empty; {GIVE}")
+    plain = not set(word) & set("/:") and not Path(word).suffix
+    found = not plain or Path(word).expanduser().exists()
+    hint = "give a directory, a .gguf file, a hub name (org/name), tiny:nano, or an earlier stage"
+    nobody = f"{where}: there is no model {word!r}, neither a stage before it nor a directory"
+    require(found, f"{nobody}{nearest(word, stages) or f'; {hint}'}")
+
+
+def file_there(where: str, word: str, stages: Sequence[str]) -> None:
+    path = Path(word).expanduser()
+    folder = f"{where}: {word} is a directory; name a file in it"
+    require(not path.is_dir(), folder)
+    place = "" if path.is_absolute() else f" in {Path.cwd()}"
+    hint = nearest(word, [*stages, *neighbours(path)]) or "; check the path"
+    require(path.is_file(), f"{where}: there is no file {word}{place}{hint}")
+
+
+def neighbours(path: Path) -> list[str]:
+    """Files next to the one that is not there, as a setting would name them."""
+    folder = path.parent
+    return [str(one) for one in sorted(folder.glob("*"))[:1000]] if folder.is_dir() else []
+
+
+def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) -> Reader:
+    """What the model of a stage reads, after all that the stage names were looked at: those that are given its tokens must have its
+    vocabulary. A model of an earlier stage reads as the one that it started from."""
+    for score, named in ((False, stage.named_models()), (True, stage.named_scorers())):
+        for key, words in named.items():
+            for word in words:
+                with prefixed(f"{stage.name}.{key}"):
+                    find_reader(word, stage, score, before, readers)
+    reader = find_reader(stage.starts_from(), stage, False, before, readers)
+    for name in dict.fromkeys(stage.reads_ids()):
+        other = find_reader(name, stage, False, before, readers)
+        if reader.tokenizer is not None and other.tokenizer is not None:
+            same_vocabulary(stage.name, reader, other)
+    return reader
+
+
+def find_reader(
+    name: str, stage: Stage, score: bool, before: Mapping[str, Stage], readers: Readers
+) -> Reader:
+    """How the model called `name` reads; with `score` it must be a reward model, where that is known."""
+    while name in before:
+        stage, name, score = before[name], before[name].starts_from(), False
+    if not name:
+        return Reader(None, name)
+    make: Callable[[], Reader] = partial(outline, name, score)
+    alphabet = ""
+    if name.startswith("tiny:") and not score:
+        alphabet = stage.alphabet()
+        make = partial(tiny_reader, name, alphabet)
+    elif name.startswith(given.PREFIX):
+        make = partial(given.reader, name)
+    key = (name, alphabet, score)
+    if key not in readers:
+        readers[key] = make()
+    return readers[key]
+
+
+def tiny_reader(name: str, alphabet: str) -> Reader:
+    size = name.removeprefix("tiny:")
+    if size not in SIZES:
+        raise unknown("tiny model size", size, SIZES)
+    return Reader(character_tokenizer(alphabet), name, MAX_POSITIONS)
+
+
+def check_problems(stage: Stage, reader: Reader) -> None:
+    """Refuse splits without a problem, and prompts that with their responses do not fit the model."""
+    task, sampling = getattr(stage, "task", None), getattr(stage, "sampling", None)
+    if not isinstance(task, Task):
+        return
+    with prefixed(f"{stage.name}.task"):
+        for split, level in stage.splits():
+            problems = task.problems(split, level)
+            held = "held-out" if split == "test" else "training"
+            lacking = (
+                f"the task has no {held} problem{'' if level is None else f' of level {level}'}"
+            )
+            advice = "give a test file, or hold some out" if split == "test" else "give others"
+            require(len(problems) > 0, f"{lacking}; {advice}")
+            if reader.tokenizer is None or sampling is None:
+                continue
+            first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
+            asked = ((f"problem {p.id}", task.prompt(p)) for p in first)
+            longest = max(map(len, render_prompts(reader.tokenizer, asked)))
+            reader.check_length(longest + sampling.max_new_tokens)
