@@ -196,6 +196,8 @@ def _run_stages(
     from posttrain.train.torch_settings import use_deterministic_kernels
 
     device, stages = machine.device(settings.device), settings.recipe.stages
+    missing = device.startswith("cuda") and not torch.cuda.is_available()
+    require(not missing, f"device={device}: torch sees no CUDA device here; use device=cpu")
     check_device(device)
     shared = writer, settings.seed, device
     due = unfinished(stages, Context(*shared), settings.only)

@@ -629,7 +629,7 @@ TOP = [
     case("seed-negative", [SFT], "seed is a whole number", settings=["seed=-1"]),
     case("seed-text", [SFT], "seed: input should be a valid integer", settings=["seed=x"]),
     case("device-unknown", [SFT], "device must be auto, cpu, mps, cuda or cuda:0", settings=["device=gpu"]),
-    case("device-absent", [SFT], "device", "use device cpu", settings=["device=cuda"], plan=False),
+    case("device-absent", [SFT], "cuda:99", "use device", settings=["device=cuda:99"], plan=False),
     case("device-mps-absent", [SFT], "device 'mps' cannot be used here", settings=["device=mps"]),
     case("threads-many", [SFT], "threads=9999 is more than", settings=["threads=9999"]),
     case("threads-negative", [SFT], "threads must be a number of threads", settings=["threads=-1"]),

@@ -40,6 +40,10 @@ class JudgeSettings(EndpointSettings):
             endpoint(self)
         read_rubric(self.rubric)
 
+    def named_models(self) -> dict[str, tuple[str, ...]]:
+        """The model that it loads into this process, by the key of a stage."""
+        return {} if self.url else {"judge": (self.model,)}
+
     def open(self, context: Context) -> tuple[Judge, Usage]:
         """The judge, after it has passed the canaries, and what asking it takes."""
         if self.url:
@@ -71,7 +75,7 @@ class AgreementStage(Stage):
     min_agreement: Share = 0.0  # 0: no gate
 
     def named_models(self) -> dict[str, tuple[str, ...]]:
-        return {} if self.judge.url else {"judge": (self.judge.model,)}
+        return self.judge.named_models()
 
     def named_files(self) -> dict[str, tuple[str, ...]]:
         return {"data": (self.data,)}

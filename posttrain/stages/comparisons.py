@@ -38,7 +38,9 @@ class ComparisonsStage(AskingStage):
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
 
     def named_models(self) -> dict[str, tuple[str, ...]]:
-        return {**super().named_models(), **({"against": (self.against,)} if self.against else {})}
+        judge = self.judge.named_models() if self.judge is not None else {}
+        against = {"against": (self.against,)} if self.against else {}
+        return {**super().named_models(), **against, **judge}
 
     def named_files(self) -> dict[str, tuple[str, ...]]:
         return {"before": (self.before,)} if self.before else {}

@@ -276,9 +276,6 @@ class JudgeReward(EndpointSettings, RewardSource):
         if self.url:
             endpoint(self)
 
-    def ready(self, task: Task) -> None:
-        read_rubric(self.rubric)
-
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         if self.url:
             return JudgeRating(endpoint(self), self.mode, self.rubric)

@@ -13,7 +13,7 @@ from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Interval, Whole
+from posttrain.errors import Count, Interval, Whole, prefixed
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters
@@ -82,7 +82,8 @@ class RLStage(ReferenceStage):
     def __post_init__(self) -> None:
         super().__post_init__()
         rated_alone = self.measure_problems > 0
-        self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
+        with prefixed(self.name):
+            self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()

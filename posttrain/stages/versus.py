@@ -58,8 +58,7 @@ class VersusStage(AnswerStage):
             yield "a judge or a reward_model decides, not both"
 
     def named_models(self) -> dict[str, tuple[str, ...]]:
-        local = self.judge is not None and not self.judge.url
-        judge = {"judge": (self.judge.model,)} if self.judge is not None and local else {}
+        judge = self.judge.named_models() if self.judge is not None else {}
         return {**super().named_models(), "against": (self.against,), **judge}
 
     def named_scorers(self) -> dict[str, tuple[str, ...]]:

@@ -28,7 +28,8 @@ LAYERS = 2 * (9 * 16 + 4 * 24 + 2 * 2 * 4) + 4 * (16 + 24)  # as in tests/stages
 
 
 def test_the_plan_of_a_recipe_names_everyone(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer(Arithmetic().alphabet)
+    first = config.parse("quickstart", []).recipe.stages[0]
+    tokenizer = character_tokenizer(first.alphabet())
     scorer = other_model(tmp_path / "scorer", tokenizer, scores=True)
     settings = ["rl.algorithm=ppo", "rl.reward=models", f"rl.reward.models=[{scorer}]", "sft.lora.rank=2"]
     lines = "\n".join(plan.describe(config.parse("quickstart", settings)))
