@@ -324,10 +324,9 @@ def arguments(**defaults: Any) -> dict[str, Any]:
     found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in defaults.items()}
     for key, value in map(config.pair, words):
         head, dot, rest = key.partition(".")
-        if dot and isinstance(found.get(head), dict):
-            found[head][rest] = value
-        else:
-            found[key] = value
+        inner = bool(dot) and isinstance(found.get(head), dict)
+        place, name = (found[head], rest) if inner else (found, key)
+        place[name] = config.meant(value, str if isinstance(place.get(name), str) else Any)
     return found
 
 

@@ -67,9 +67,7 @@ def test_a_reward_model_is_trained_and_evaluated_and_ppo_uses_it_with_three_othe
         pt.evaluate(pt.load("start"), data="others.jsonl")
     run = script("ppo", "prompts=prompts.jsonl", *SMALL, "model=start")["run"]
     stage = run._reader().config["stages"][0]
-    assert (
-        stage["critic"] == "runs/reward_model-1/export" == stage["reward"]["models"][0] and stage["reference"] == "start/export"
-    )
+    assert stage["critic"] == "runs/reward_model-1" == stage["reward"]["models"][0] and stage["reference"] == "start"
     assert [row["step"] for row in run.metrics][-2:] == [1, 2] and run.metrics[-1]["loss/value"] > 0
     printed = capsys.readouterr().out
     assert "'loss/policy': " in printed and "None" not in printed
@@ -111,7 +109,7 @@ def test_rounds_go_on_from_the_model_of_the_last(script: Script) -> None:
     found = script("rounds", TASK, "model=start", "rounds=2", *small, "test.problems=2", "test.max_new_tokens=4")
     assert len(found["scores"]) == 3
     stages = [pt.load(f"runs/rounds/{n}")._reader().config["stages"][0]["model"] for n in (1, 2)]
-    assert stages == ["start/export", "runs/rounds/1/export"] and not Path("runs/rounds/3").exists()
+    assert stages == ["start", "runs/rounds/1/export"] and not Path("runs/rounds/3").exists()
 
 
 def test_the_first_hour(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,10 +125,10 @@ def test_the_first_hour(script: Script, tmp_path: Path, capsys: pytest.CaptureFi
 def test_settings_of_a_script_are_words_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["mine.py", "lr=1e-4", "train.steps=3", "name=x", "algorithm.group=4"])
-    defaults = {"steps": 5, "train": {"steps": 1, "batch": 2}}
+    monkeypatch.setattr(sys, "argv", ["mine.py", "lr=1e-4", "train.steps=3", "name=x", "algorithm.group=4", "out=no"])
+    defaults = {"steps": 5, "out": "", "train": {"steps": 1, "batch": 2}}
     found = pt.arguments(**defaults)
-    assert found == {"steps": 5, "lr": 1e-4, "train": {"steps": 3, "batch": 2}, "name": "x", "algorithm.group": 4}
+    assert found == {"steps": 5, "lr": 1e-4, "train": {"steps": 3, "batch": 2}, "name": "x", "algorithm.group": 4, "out": "no"}
     assert defaults["train"]["steps"] == 1, "the defaults are not changed"
     monkeypatch.setattr(sys, "argv", ["mine.py", "steps"])
     with pytest.raises(pt.UserError, match="'steps' is not key=value"):
