@@ -104,7 +104,7 @@ def data_cases(kind: str, stage: dict[str, Any], file: str, row: dict[str, Any])
         of(
             "wrong-fields",
             f"{at} line 2",
-            {"sft": "found", "dpo": "no chosen", "prompts": "it has"}[kind],
+            {"sft": "has no format that is read here", "dpo": "no chosen", "prompts": "it has"}[kind],
             **{key: good + '{"colour": "red"}\n'},
         ),
     ]
@@ -117,8 +117,8 @@ SFT_ROWS = [
     ("messages-text", {"messages": "hi"}, "expected a list of messages"),
     ("messages-empty", {"messages": []}, "expected a list of messages"),
     ("message-is-text", {"messages": ["hi"]}, "message 0 is not an object"),
-    ("prompt-alone", {"prompt": "hi"}, "prompt without completion"),
-    ("completion-alone", {"completion": "hi"}, "completion without prompt"),
+    ("prompt-alone", {"prompt": "hi"}, "nearest is prompt_completion", "add completion"),
+    ("completion-alone", {"completion": "hi"}, "nearest is prompt_completion", "add prompt"),
     ("text-number", {"text": 5}, "text is not a string"),
     ("control-token", {"prompt": "<|end|>", "completion": "x"}, "control token '<|end|>'", "rewrite it"),
     ("image", {"messages": CHAT["messages"], "image": "x.png"}, "the column image would be dropped"),
@@ -131,7 +131,7 @@ PAIR_ROWS = [
     ("empty-prompt", {"prompt": "", "chosen": "ho", "rejected": "no"}, "no prompt, or an empty one"),
     ("margin-text", PAIR | {"margin": "big"}, "margin must be a finite number"),
     ("margin-nan", PAIR | {"margin": float("nan")}, "margin must be a finite number"),
-    ("demonstration", {"prompt": "hi", "completion": "ho"}, "demonstrations without a preference", "sft stage"),
+    ("demonstration", {"prompt": "hi", "completion": "ho"}, "use the stage sft for it"),
 ]
 
 DATA = [
@@ -184,7 +184,6 @@ DATA = [
         "equal",
         pairs_jsonl=lines(PAIR | {"rejected": "ho"}),
     ),
-    case("dpo-one-prompt", [DPO], "dpo: 1 different prompts are too few", "held_out=0", pairs_jsonl=lines(PAIR, PAIR)),
     case(
         "dpo-unpaired", [DPO | {"data": ["labels.jsonl"]}], "dpo: labels.jsonl holds rows of kind unpaired", "learns from pair"
     ),
@@ -206,14 +205,23 @@ DATA = [
         "rm: pairs.jsonl holds rows of kind pair",
         "learns from steps",
     ),
-    case("rm-one-prompt", [RM], "rm: 1 different prompts", pairs_jsonl=lines(PAIR)),
+    case(
+        "rm-one-prompt",
+        [RM | {"min_accuracy": 0.5}],
+        "rm: min_accuracy is judged on held-out data, and one prompt leaves none",
+        pairs_jsonl=lines(PAIR),
+    ),
     case("agreement-rows", [AGREE | {"data": "labels.jsonl"}], "labels.jsonl line 1", "pairs are needed"),
     case(
         "held-out-rows",
         [DPO | {"held_out_data": ["rows.jsonl"]}],
-        "dpo: rows.jsonl line 1: demonstrations without a preference",
+        "dpo: rows.jsonl line 1: a row of messages is one of conversations; use the stage sft",
     ),
-    case("evaluate-text", [EVAL | {"text": [{"file": "pairs.jsonl"}]}], "eval: pairs.jsonl line 1: prompt without completion"),
+    case(
+        "evaluate-text",
+        [EVAL | {"text": [{"file": "pairs.jsonl"}]}],
+        "eval: pairs.jsonl line 1: a row of prompt, chosen, rejected is one of pairs; use the stage preference",
+    ),
     case(
         "pretraining",
         [RL | {"algorithm": {"name": "ppo", "ptx": 1.0}, "pretraining": [{"file": "pairs.jsonl"}]}],
@@ -417,7 +425,7 @@ STAGES = [
 
 KEYS = [
     case("top-key", "stges: []\n", "unknown key in p.yaml: 'stges'; did you mean 'stages'"),
-    case("stage-key", [SFT | {"stps": 3}], "unknown key in stages[0]: 'stps'; did you mean 'steps'"),
+    case("stage-key", [SFT | {"stps": 3}], "unknown key 'stages[0].stps': no 'stps'; did you mean 'steps'"),
     case("optimizer-key", [SFT | {"optimizer": {"lrr": 1}}], "unknown key in stages[0].optimizer: 'lrr'; did you mean 'lr'"),
     case(
         "sampling-key", [RL | {"sampling": {"temprature": 1}}], "stages[0].sampling: 'temprature'; did you mean 'temperature'"
@@ -568,16 +576,16 @@ BAD_NUMBERS: list[tuple[dict[str, Any], str, Any, str]] = [
     (SFT, "steps", -5, "sft: steps must be at least 1, not -5"),
     (SFT, "steps", "many", "stages[0].steps"),
     (SFT, "steps", 1.5, "stages[0].steps"),
-    (SFT, "steps", None, "stages[0].steps"),
+    (RL, "steps", None, "stages[0].steps"),
     (SFT, "steps", float("nan"), "stages[0].steps"),
     (SFT, "steps", float("inf"), "stages[0].steps"),
     (SFT, "steps", [3], "stages[0].steps"),
     (SFT, "steps", True, "stages[0].steps"),
     (SFT, "batch", 0, "sft: batch must be at least 1"),
     (SFT, "max_length", 1, "max_length must be at least 2"),
-    (DPO, "max_length", -1, "dpo: max_length must be 0 (as the model) or a number of tokens"),
+    (DPO, "max_length", -1, "dpo: max_length must be 0 (the model's positions) or a number of tokens"),
     (DPO, "max_length", 1, "max_length must be at least 2"),
-    (SFT, "data", "x", "stages[0].data"),
+    (SFT, "data", "x", "sft.data: there is no file x"),
     (SFT, "data", [{"file": "rows.jsonl", "weight": -1}], "weight must be at least 0"),
     (SFT, "data", [{"file": "rows.jsonl", "weight": 1}, {"file": "rows.jsonl"}], "give every source a weight, or none"),
     (SFT, "data", [{}], "give either a file or a task"),
@@ -665,7 +673,11 @@ LATE = [
         "sft: other.jsonl line 2: not JSON",
         other_jsonl=lines(CHAT) + "{\n",
     ),
-    late("bad-field", DPO | {"data": ["rows.jsonl"]}, "dpo: rows.jsonl line 1: demonstrations without a preference"),
+    late(
+        "bad-field",
+        DPO | {"data": ["rows.jsonl"]},
+        "dpo: rows.jsonl line 1: a row of messages is one of conversations; use the stage sft",
+    ),
     late("too-long", DPO | {"model": "first", "max_length": 5000}, "2048 positions; lower dpo.max_length"),
     late("no-model", RL | {"model": "frist"}, "rl.model: there is no model 'frist'", "did you mean 'first'?"),
     late(
@@ -687,7 +699,12 @@ LATE = [
         RL | {"model": "first", "reward": {"name": "implicit", "model": "./letters", "reference": "./letters"}},
         "rl: ./letters has another vocabulary",
     ),
-    late("one-prompt", RM, "rm: 1 different prompts", pairs_jsonl=lines(PAIR)),
+    late(
+        "one-prompt",
+        RM | {"min_accuracy": 0.5},
+        "rm: min_accuracy is judged on held-out data, and one prompt leaves none",
+        pairs_jsonl=lines(PAIR),
+    ),
     late(
         "labels",
         KTO,
