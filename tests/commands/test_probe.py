@@ -183,7 +183,7 @@ def test_a_file_of_the_users_is_scored_in_a_process_with_a_time_limit(folder: Pa
         "    if 'spañol' in response:\n        import time; time.sleep(60)\n"
         "    return float(response.endswith('#### ' + answer))\n"
     )
-    report = probe(f"{file}:exact", jsonl(folder, score_seconds=0.3), problems=2)
+    report = probe(f"{file}:exact", jsonl(folder, score_seconds=1.5), problems=2)
     assert verdicts(report)["another language"] == "fails" and verdicts(report)["gold answer"] == "ok"
     assert any("time" in failure or "s" in failure for failure in report.failures)
 
