@@ -351,12 +351,12 @@ def _policy(model: Any, tokenizer: Any) -> Any:
     return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, name)
 
 
-def _algorithm(algorithm: Algorithm | str) -> Algorithm:
-    if isinstance(algorithm, Algorithm):
-        return algorithm
-    fine = isinstance(algorithm, str)
-    require(fine, f"algorithm: a name or an instance such as GRPO(group=8), not {algorithm!r}")
-    made: Algorithm = catalogue.load("algorithm", algorithm, Algorithm)()
+def _algorithm(given: Algorithm | str) -> Algorithm:
+    if isinstance(given, Algorithm):
+        return given
+    fine = isinstance(given, str)
+    require(fine, f"algorithm: a name or an instance such as GRPO(group=8), not {given!r}")
+    made: Algorithm = catalogue.load("algorithm", given, Algorithm)()
     return made
 
 

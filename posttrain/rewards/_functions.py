@@ -119,7 +119,7 @@ class Function:
     def _single(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         problem, columns = problems[0], columns_of(problems[0])
         texts = {"prompt": problem.question, "response": responses[0], "completion": responses[0]}
-        values = {"answer": problem.answer, **columns, **texts}
+        values = {**columns, "answer": answer_of(problem), **texts}
         if self.in_order(values):
             count = len(self.positional)
             order = TEXTS[:count] if count > 1 else ("response",)
@@ -130,7 +130,7 @@ class Function:
         return self.call(**{name: values[name] for name in sorted(wanted)})
 
     def _listed(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
-        rows = [{"answer": p.answer, **columns_of(p)} for p in problems]
+        rows = [{**columns_of(p), "answer": answer_of(p)} for p in problems]
         names = {name for row in rows for name in row} - {"prompt"}
         lists: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
         chats = [p.facts.get("messages") for p in problems]
@@ -230,6 +230,12 @@ def columns_of(problem: Problem) -> Mapping[str, JSON]:
     """The row that a problem was made of."""
     columns: Mapping[str, JSON] = problem.facts.get(COLUMNS, {})
     return columns
+
+
+def answer_of(problem: Problem) -> JSON:
+    """The answer as the task reads it, which may be a part of the column; a column that is not text as it stands."""
+    column = columns_of(problem).get("answer")
+    return problem.answer if column is None or isinstance(column, str) else column
 
 
 def give(mix: Mix) -> str:
