@@ -9,6 +9,7 @@ import re
 import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -250,7 +251,7 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
 
 def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dotted: str) -> None:
     """Put `value` into the tree of a `kind` at `path`."""
-    key, hints = path[0], typing.get_type_hints(kind)
+    key, hints = path[0], _hints(kind)
     names = _keys(kind)
     groups = {f: group for f in names if (group := _group(hints[f], tree.get(f))) is not None}
     if key not in names:
@@ -322,7 +323,7 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         if not isinstance(tree, dict | list | bool | None) and hasattr(kind, "shorthand"):
             tree = {kind.shorthand: tree}
         require(isinstance(tree, dict), f"{where} takes keys, not {tree!r}")
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         refuse_unknown(f"key in {where}:", tree, _keys(kind), [catalogue.name_of(kind)])
         values = {k: from_tree(v, hints[k], f"{where}.{k}") for k, v in tree.items()}
         return _construct(kind, values, where)
@@ -368,7 +369,7 @@ def _grouped(tree: dict[str, JSON], kind: Any, where: str) -> dict[str, JSON]:
     if not loose:
         return tree
     own = {key: value for key, value in tree.items() if key not in loose}
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     whole = {
         f.name: to_tree(f.default_factory())
         for f in dataclasses.fields(kind)
@@ -393,6 +394,17 @@ def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
         raise error if issubclass(kind, Stage) else UserError(f"{where}: {error}") from None
 
 
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    return typing.get_type_hints(kind)
+
+
+@cache
+def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(kind)
+
+
 def _check(where: str, kind: Any, value: JSON) -> Any:
     """One plain value against its type. 1,000 is a number, and a number where text is wanted is text."""
     kinds = {kind, *typing.get_args(kind)}
@@ -404,7 +416,7 @@ def _check(where: str, kind: Any, value: JSON) -> Any:
     if kind is str and isinstance(value, bool | int | float):
         value = str(value).lower() if isinstance(value, bool) else str(value)
     try:
-        return pydantic.TypeAdapter(kind).validate_python(value)
+        return _adapter(kind).validate_python(value)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         inside = "".join(f"[{part!r}]" for part in first["loc"])

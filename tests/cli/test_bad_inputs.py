@@ -3,6 +3,9 @@ its row and says what to do. The exit code is 2, and nothing is left behind. The
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,49 +42,66 @@ from posttrain.stages.base import PRINTABLE
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved models: one as it should be, one whose tokenizer has no chat template, one with another alphabet."""
-    folder = tmp_path_factory.mktemp("models")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The good files, and saved models: one as it should be, one whose tokenizer has no chat template, one with another alphabet."""
+    made = tmp_path_factory.mktemp("work")
     for name, alphabet in (("model", PRINTABLE), ("plain", PRINTABLE), ("letters", "abc")):
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, "nano", 0)
         if name == "plain":
             tokenizer.chat_template = None
-        save(model, tokenizer, folder / name)
-    return folder
-
-
-def contents(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+        save(model, tokenizer, made / name)
+    for name, text in GOOD.items():
+        write(made / name, text)
+    return made
 
 
 @pytest.fixture
-def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the good files and models, in which no stage may train."""
+def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, in which no stage may train; what a test wrote is taken back after it."""
 
     def trained(self: Loop) -> None:
         raise AssertionError("a stage has run")
 
     monkeypatch.setattr(Loop, "run", trained)
     monkeypatch.setattr("posttrain.engine.engine.Engine.submit", trained)
+    # for speed: one parser for all, and no process of its own for the templates of these models
+    monkeypatch.setattr(cli, "parser", PARSER)
+    monkeypatch.setattr("posttrain.data.safe_readers.probe", lambda *_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    for name in ("model", "plain", "letters"):
-        (tmp_path / name).symlink_to(models / name)
-    for name, text in GOOD.items():
-        (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
-    return tmp_path
+    monkeypatch.chdir(folder)
+    before = contents(folder)
+    yield folder
+    for name in contents(folder).keys() - before.keys():
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
+    after = contents(folder)
+    for name in GOOD:
+        if after[name] != before[name]:
+            write(folder / name, GOOD[name])
+
+
+PARSER = cache(cli.parser)
+
+
+def write(path: Path, text: str | bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file with what it holds, but for those of the models."""
+    found = (p for p in folder.rglob("*") if p.relative_to(folder).parts[0] not in ("model", "plain", "letters"))
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in found}
 
 
 def written(one: Case, place: Path) -> list[str]:
     """Write the files of a case; the words of its command."""
     for name, text in one.files.items():
-        (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_bytes(text.encode() if isinstance(text, str) else text)
+        write(place / name, text)
     if isinstance(one.of, str) and one.of.startswith("posttrain "):
         return one.of.split()[1:]
     text = one.of if isinstance(one.of, str) else yaml.safe_dump({"stages": one.of})
-    (place / "p.yaml").write_text(text)
+    write(place / "p.yaml", text)
     return ["run", "p.yaml", "threads=1", *one.settings, "--allow-code"]
 
 

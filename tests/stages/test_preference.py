@@ -14,7 +14,6 @@ from posttrain import cli, config
 from posttrain.algorithms.ipo import IPO
 from posttrain.errors import UserError
 from posttrain.evals.statistics import share_interval
-from posttrain.models.load import Reader
 from posttrain.runs.read import Run
 from posttrain.stages import base
 from posttrain.stages.base import Stage
@@ -273,9 +272,3 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path, capsys: 
     path.write_text(yaml.safe_dump(settings([write(tmp_path, PAIRS)], reference=str(tmp_path / "other"))))
     assert cli.main(["run", str(path), f"out={tmp_path / 'run'}", "device=cpu"]) == 2
     assert "has another vocabulary than" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("positions", "limit"), [(None, 1024), (300, 300), (4096, 1024)])
-def test_the_longest_sequence_follows_the_model(positions: int | None, limit: int) -> None:
-    made = PreferenceStage(name="dpo", model="m", data=("pairs.jsonl",))
-    assert made.limit(Reader(None, "m", positions)) == limit
