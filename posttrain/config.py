@@ -394,10 +394,8 @@ def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
         raise error if issubclass(kind, Stage) else UserError(f"{where}: {error}") from None
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields."""
-    return typing.get_type_hints(kind)
+# the types of a dataclass's fields, by their names
+_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
 
 
 @cache
