@@ -170,7 +170,9 @@ class Judged(Questions):
         lines = []
         for name, options in self.rewards():
             if code_place(name) is not None or name.startswith(PREFIX):
-                check_function(name, options, columns_of(self.pool("train")[0]))
+                problems = self.problems("train")
+                columns = columns_of(problems[0]) if len(problems) else {}
+                check_function(name, options, columns)
             elif name == "judge":
                 check_judge(**options)
             elif name == "code":
