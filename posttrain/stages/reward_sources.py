@@ -120,7 +120,8 @@ class FunctionReward(RewardSource):
         require(found, f"{where}: reward.reward is FILE.py:NAME, not {self.reward!r}")
 
     def ready(self, task: Task) -> None:
-        check_function(self.reward, self.options, columns_of(task.problems("train")[0]))
+        for problem in task.problems("train")[:1]:
+            check_function(self.reward, self.options, columns_of(problem))
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         found = own_function(self.reward, self.options)

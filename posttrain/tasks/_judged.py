@@ -170,9 +170,8 @@ class Judged(Questions):
         lines = []
         for name, options in self.rewards():
             if code_place(name) is not None or name.startswith(PREFIX):
-                problems = self.problems("train")
-                columns = columns_of(problems[0]) if len(problems) else {}
-                check_function(name, options, columns)
+                for problem in self.problems("train")[:1]:
+                    check_function(name, options, columns_of(problem))
             elif name == "judge":
                 check_judge(**options)
             elif name == "code":

@@ -19,7 +19,6 @@ from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.evals.calibration import pair_accuracy
 from posttrain.evals.statistics import wilson
 from posttrain.loop import Loop
-from posttrain.models.load import Reader
 from posttrain.models.lora import Lora
 from posttrain.models.save import save
 from posttrain.models.scorer import load_scorer
@@ -250,7 +249,7 @@ def test_every_sequence_ends_where_a_rollout_would(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("sayxz 0123456789\n")
     tokenizer.chat_template = tokenizer.chat_template.replace("{% endgeneration %}", "{% endgeneration %}\n")
     one = stage(write(tmp_path / "pairs.jsonl", [{"prompt": "say", "chosen": "zz", "rejected": "xx"}]))
-    units = one.read(context(tmp_path / "run"), Reader(tokenizer, ""), one.data)
+    units = one.read(context(tmp_path / "run"), tokenizer, one.data)
     assert [int(e.ids[-1]) for unit in units for e in unit] == [tokenizer.eos_token_id] * 2
 
 

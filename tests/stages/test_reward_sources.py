@@ -175,5 +175,5 @@ def test_a_key_of_an_earlier_version_is_refused_with_the_new_one(key: str) -> No
     with pytest.raises(UserError, match=rf"^unknown key 'rl.{key}': no '{key}'; {said}"):
         config.parse("quickstart", [f"rl.{key}=1"])
     tree = {"stage": "rl", "name": "rl", "model": "tiny:nano", "task": {"name": "arithmetic"}, key: 1}
-    with pytest.raises(UserError, match=rf"^unknown key in stages\[0\]: '{key}'; {said}"):
+    with pytest.raises(UserError, match=rf"^unknown key 'stages\[0\].{key}': no '{key}'; {said}"):
         config.from_config({"stages": [tree]}, "config.yaml")

@@ -49,5 +49,5 @@ def test_examples_beyond_the_models_positions_are_refused(stage: type[Stage], tm
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data: tuple[object, ...] = (Data(file=str(file)),) if stage is SFTStage else (str(file),)
     one = stage(name="one", model="tiny:nano", data=data, steps=1, batch=1, max_length=2 * MAX_POSITIONS)  # type: ignore[call-arg]
-    with pytest.raises(UserError, match=rf"but tiny:nano has {MAX_POSITIONS} positions; lower max_length"):
+    with pytest.raises(UserError, match=rf"but tiny:nano has {MAX_POSITIONS} positions; lower one.max_length"):
         pipeline.start(config.Settings(Recipe((one,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))
