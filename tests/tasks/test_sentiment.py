@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from lexicon_for_tests import WordLexicon
 
 from posttrain.errors import UserError
-from posttrain.runs.write import RunWriter
-from posttrain.stages.base import Context, run_stages
+from posttrain.stages._check import check_stages
 from posttrain.stages.sample import SampleStage
 from posttrain.tasks import sentiment
 from posttrain.tasks.arithmetic import Arithmetic
@@ -125,7 +123,7 @@ def test_the_real_lexicon() -> None:
     assert modest is not None and modest > 0.8
 
 
-def test_a_missing_lexicon_is_told_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_lexicon_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that cannot be scored is only counted: without this, a run would go on with nothing."""
 
     def missing() -> None:
@@ -133,8 +131,8 @@ def test_a_missing_lexicon_is_told_before_anything_is_loaded(tmp_path: Path, mon
 
     monkeypatch.setattr("posttrain.tasks.sentiment.lexicon", missing)
     stages = (
-        SampleStage(name="first", model="nowhere", task=Arithmetic()),
-        SampleStage(name="second", model="m", task=Sentiment()),
+        SampleStage(name="first", model="tiny:nano", task=Arithmetic()),
+        SampleStage(name="second", model="tiny:nano", task=Sentiment()),
     )
-    with RunWriter.create(tmp_path / "run", {}) as writer, pytest.raises(UserError, match="needs the VADER lexicon"):
-        run_stages(stages, Context(writer, seed=0, say=False))
+    with pytest.raises(UserError, match="^second.*needs the VADER lexicon"):
+        check_stages(stages, 0, "cpu", due={"first", "second"})
