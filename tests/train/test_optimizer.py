@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -386,6 +387,8 @@ def test_a_warm_up_longer_than_its_stage_is_said_before_the_first_stage(
 ) -> None:
     """Of the second stage, before the first has done anything, and in the plan; as many steps as the stage has are enough."""
     monkeypatch.chdir(tmp_path)
+    rows = ({"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in range(8))
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first = {**STAGES["sft"], "name": "begin", "model": "tiny:nano", "steps": 3, "optimizer": {"warmup": 3}}
     second = {**STAGES[kind], "name": "two", "model": "begin", "steps": 4, "optimizer": {"lr": 1e-4, "warmup": 5}}
     settings = config.from_config({"stages": [first, second]}, "test")
