@@ -599,3 +599,17 @@ def test_keys_in_the_environment_are_not_written_anywhere(
     assert len(files) > 10 and [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
     said = capsys.readouterr()
     assert SECRET not in said.out + said.err
+
+
+def test_templates_are_limited_by_the_clock_where_a_threads_time_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untrusted, "THREAD_CLOCK", False)
+    monkeypatch.delattr(time, "clock_gettime")
+
+    def endless() -> str:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            pass
+        return "never ended"
+
+    with pytest.raises(untrusted.TemplateLimit, match="over 0.2 s"):
+        untrusted.limited(endless, 0.2)

@@ -102,8 +102,10 @@ class _Watch(threading.Thread):
                     self.begun.clear()
 
     def look(self, one: _Rendering) -> None:
-        clock = time.pthread_getcpuclockid(one.thread) if THREAD_CLOCK else time.CLOCK_MONOTONIC
-        if time.clock_gettime(clock) - one.began > one.seconds:
+        now = time.monotonic()
+        if THREAD_CLOCK:
+            now = time.clock_gettime(time.pthread_getcpuclockid(one.thread))
+        if now - one.began > one.seconds:
             one.over = f"it took over {one.seconds:g} s"
         if resident() - one.memory > TEMPLATE_BYTES:
             one.over = f"it took over {TEMPLATE_BYTES >> 20} MB of memory"
