@@ -12,9 +12,10 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from traceback import extract_tb
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from posttrain.errors import UserError, require, unknown
@@ -145,11 +146,19 @@ def _from_file(kind: str, path: Path, attribute: str) -> Any:
     return getattr(module, attribute)
 
 
+class _SourceOnly(SourceFileLoader):
+    """Compiles what the file says now: bytecode is neither read (it may be of an older text) nor left in its folder."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 @lru_cache(maxsize=64)
 def _module(path: Path, changed: int, size: int) -> ModuleType:
     """The only place that runs a user's file: once in a process, and again where it was edited since."""
     module_name = f"posttrain_user_{path.stem}_{abs(hash(str(path))) % 10**8}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    loader = _SourceOnly(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is not Python")
     module = importlib.util.module_from_spec(spec)
