@@ -17,7 +17,7 @@ from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.episodes import EPISODE_FAILED, Seconds, rollout_groups
 from posttrain.events import Events
-from posttrain.runs.metrics import failure_kind, group_metrics
+from posttrain.runs.metrics import failure_kind
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
@@ -42,7 +42,7 @@ MAX_SECONDS = 1800.0  # a step that has sampled for so long does not ask again
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """The material of one step."""
+    """The material of one step. `metrics` are those of collecting; the loop measures the groups while the device trains."""
 
     batch: Batch
     groups: tuple[Group, ...] = ()
@@ -162,7 +162,6 @@ class Rollouts:
         )
         metrics = (
             *selection.metrics,
-            *group_metrics(groups),
             *seconds.metrics(),
             Metric("level", self.curriculum_state.level, 1),
         )

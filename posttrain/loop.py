@@ -22,7 +22,7 @@ from posttrain.monitor.monitor import StageMonitor
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.runs.console import Console
 from posttrain.runs.layout import Row, TokenArrays
-from posttrain.runs.metrics import Best, best_score, merge
+from posttrain.runs.metrics import Best, best_score, group_metrics, merge
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.train import checkpoint
@@ -184,6 +184,8 @@ class Loop:
         arrays: list[TrainedArrays] = []
         # done here, while the device is busy with the first update
         work: list[Callable[[], object]] = [lambda: figures.update(monitor.monitor.measure(groups))]
+        if groups:
+            work.insert(0, lambda: metrics.extend(group_metrics(groups)))
         write = shown and bool(groups)
         if write and algorithm.reuse.once:  # then the first update has everything that is written
             work.append(lambda: self.write_rollouts(step, groups, arrays))

@@ -198,8 +198,11 @@ def test_without_its_fork_server_a_run_ends_with_one_line() -> None:
     with WorkerPool([Obedient()], 1) as pool:
         scores(pool, of(["one"]))
         assert pool._server is not None
+        worker = pool.workers[0].pid
         os.kill(pool._server._pid, signal.SIGKILL)
-        time.sleep(0.2)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and Path(f"/proc/{worker}").exists():
+            time.sleep(0.01)  # it ends with the fork server
         with pytest.raises(UserError, match="the process that starts reward workers died; resume the run"):
             scores(pool, of(["two"]))
 
