@@ -195,6 +195,8 @@ def advise_page() -> str:
         "# Which method for my goal",
         "",
         "`posttrain advise GOAL --have DATA --compute WHERE` says the same, with a recipe; `--config` prints the recipe alone.",
+        "The recipe plans and runs as it is printed: shipped tasks and a tiny model stand for what is yours, and its first lines",
+        "say how to put in your own.",
     ]
     lines += ["", "Data at hand:", ""] + [f"- **{kind}**: {text}" for kind, text in advise.DATA.items()]
     for name, goal in advise.GOALS.items():
@@ -204,6 +206,9 @@ def advise_page() -> str:
             "",
         ]
         lines += table(["at hand", *(machine.title for machine in advise.COMPUTE.values())], advice_rows(name))
+        book = goal.textbook
+        lines += ["", f"Textbooks say ({book.needs} at hand): {book.says}. Where another method is advised:", ""]
+        lines += [f"- {method}: {reason}" for method, reason in book.differs.items()]
         lines += ["", "Pitfalls:", ""] + [f"- {pitfall}" for pitfall in goal.pitfalls]
     lines += ["", "## The methods", ""]
     rows = [

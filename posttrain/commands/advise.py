@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import require, unknown
 from posttrain.types import JSON
 
 TRAINED = ("policy", "critic")  # these have gradients and moments; the others are frozen
@@ -20,12 +20,11 @@ TRAINED = ("policy", "critic")  # these have gradients and moments; the others a
 START = """\
 a small recipe like it, on a CPU: posttrain run {}
 
-start: save this as advice.yaml (add --config to print it alone), put in your model and files, then
+start: save this as advice.yaml (--config prints it alone). It plans and runs as it is; its first lines say how to put in what is yours
 
   {}
   {}
 """
-TASK = "my_task.py is yours: problems(), and score(), {} (posttrain/tasks/countdown.py is an example)\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,29 @@ class Method:
     pitfalls: Sequence[str]
     settings: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
     sft_first: bool = True
+    lengths: Mapping[str, float] = field(default_factory=dict)  # shares of the new tokens
     example: str = "quickstart"
+
+
+@dataclass(frozen=True, slots=True)
+class Textbook:
+    """What textbooks advise for a goal: from which data, which methods of ours that is, and why another one is chosen."""
+
+    says: str
+    needs: str
+    methods: Sequence[str]
+    differs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """A shipped task in place of the user's; `ordinary` are its settings for what the first model learns."""
+
+    task: Mapping[str, JSON]
+    ordinary: Mapping[str, JSON]
+    counts: Mapping[int, int]
+    tokens: int
+    goals: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +80,7 @@ class Goal:
     signals: Sequence[str]
     reason: str
     pitfalls: Sequence[str]
+    textbook: Textbook
     picks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -66,7 +88,14 @@ _TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 DATA: Mapping[str, str] = _TABLES["data"]
 COMPUTE: Mapping[str, Compute] = {name: Compute(**row) for name, row in _TABLES["compute"].items()}
 METHODS: Mapping[str, Method] = {name: Method(**row) for name, row in _TABLES["methods"].items()}
-GOALS: Mapping[str, Goal] = {name: Goal(**row) for name, row in _TABLES["goals"].items()}
+GOALS: Mapping[str, Goal] = {
+    name: Goal(**row | {"textbook": Textbook(**row["textbook"])})
+    for name, row in _TABLES["goals"].items()
+}
+STAND_INS: Mapping[str, StandIn] = {
+    goal: StandIn(**row) for row in _TABLES["stand_ins"].values() for goal in row["goals"]
+}
+REPLACEMENTS: Mapping[str, str] = _TABLES["replacements"]
 PICKS: Mapping[str, Sequence[str]] = _TABLES["picks"]
 FIRST_STEPS: Mapping[str, str] = _TABLES["first_steps"]
 
@@ -79,14 +108,16 @@ class Advice:
     compute: str
     reasons: Sequence[str]
     pitfalls: Sequence[str]
-    command: str
+    recipe: dict[str, JSON]
+    replace: Sequence[str]  # how to put in what is the user's
+    textbook: str
+    command: str = "posttrain run advice.yaml"
     have: Sequence[str] = ()
     signal: str = ""  # what the method learns from; "" where there is nothing yet
     method: str = ""
     chain: Sequence[tuple[str, str]] = ()  # (stage, algorithm)
     models: Sequence[str] = ()
     bytes_a_parameter: int = 0
-    recipe: dict[str, JSON] | None = None
     example: str = "quickstart"  # a shipped recipe to try first
 
 
@@ -129,7 +160,8 @@ def advise(goal: str, have: Sequence[str] = (), compute: str = "gpu") -> Advice:
     signals += ["demonstrations"] if "demonstrations" in given else []
     if not signals:
         reasons = (FIRST_STEPS.get(name, FIRST_STEPS["default"]), wanted.reason)
-        return Advice(name, compute, reasons, wanted.pitfalls, "posttrain run quickstart")
+        recipe, replaced = _recipe(name, [], None, compute, ())
+        return Advice(name, compute, reasons, wanted.pitfalls, recipe, replaced, textbook(name))
     signal = signals[0]
     chosen = {**PICKS, **wanted.picks}[signal][list(COMPUTE).index(compute)]
     if chosen == "simpo" and "demonstrations" not in given:
@@ -153,57 +185,113 @@ def _compose(name: str, given: tuple[str, ...], compute: str, signal: str, chose
         reasons.append(f"not used: {', '.join(unused)}; keep them to judge the result")
     trained = sum(model in TRAINED for model in method.models)
     frozen = len(method.models) - trained
-    code = " --allow-code" if any(stage == "rl" for stage, _ in chain) else ""
+    recipe, replaced = _recipe(name, chain, method, compute, given)
     return Advice(
         goal=name,
         compute=compute,
         reasons=reasons,
         pitfalls=pitfalls,
-        command=f"posttrain run advice.yaml{code}",
+        recipe=recipe,
+        replace=replaced,
+        textbook=textbook(name, given, chosen),
         have=given,
         signal=signal,
         method=chosen,
         chain=tuple(chain),
         models=method.models,
         bytes_a_parameter=machine.trained_bytes * trained + machine.frozen_bytes * frozen,
-        recipe=_recipe(name, chain, method, compute),
         example=method.example,
     )
 
 
+def textbook(name: str, given: Sequence[str] = (), chosen: str = "") -> str:
+    """What textbooks advise for a goal, and why what was chosen differs where it does.
+
+    >>> textbook("math", ["verifier"], "grpo")
+    'GRPO with rewards by rule: cheap, and the answers can be verified. The same here'
+    """
+    book = GOALS[name].textbook
+    if chosen in book.methods:
+        return f"{book.says}. The same here"
+    if book.needs not in given:
+        return f"{book.says}. That needs another signal: {book.needs}"
+    return f"{book.says}. Here {chosen}: {book.differs[chosen]}"
+
+
 def _recipe(
-    name: str, chain: Sequence[tuple[str, str]], method: Method, compute: str
-) -> dict[str, JSON]:
-    """The chain as a recipe file: every stage begins with the policy that the last one left. Files and the task are the user's."""
+    name: str,
+    chain: Sequence[tuple[str, str]],
+    method: Method | None,
+    compute: str,
+    given: Sequence[str],
+) -> tuple[dict[str, JSON], list[str]]:
+    """The chain as a recipe that runs as it is, and how to put in the user's own. Shipped tasks and a tiny model stand for what is the
+    user's. Every stage begins with the policy that the last one left."""
+    own, kinds, model = STAND_INS[name], [stage for stage, _ in chain], "tiny:nano"
+    sampling: dict[str, JSON] = {"max_new_tokens": own.tokens}
     stages: list[dict[str, JSON]] = []
-    kinds, model = [stage for stage, _ in chain], "path/to/model"
+    replaced = ["training"] if chain else []
+
+    def add(stage: str, label: str, **settings: JSON) -> None:
+        training = _TABLES["training"].get(stage, {})
+        steps = {"steps": training["steps"]} if training else {}
+        rate = {"optimizer": {"lr": training["lr"]}} if training else {}
+        stages.append({"stage": stage, "name": label, "model": model, **settings, **steps, **rate})
+
+    def stand_in(stage: str, label: str, **settings: JSON) -> str:
+        replaced.append(label)
+        add(stage, label, **settings)
+        return label
+
+    if "sft" not in kinds:
+        ordinary = {"task": {**own.task, **own.ordinary}, "counts": {**own.counts}}
+        model = stand_in("sft", "start", data=[ordinary])
+    if method is None:
+        add("evaluate", "now", task={**own.task}, samples=8, problems=100, sampling=sampling)
+        return {"name": f"advice-{name}", "stages": stages}, _replacements([*replaced, "nothing"])
     for stage, algorithm in chain:
         label = stage if kinds.count(stage) == 1 else algorithm
-        tree: dict[str, JSON] = {"stage": stage, "name": label, "model": model}
-        if stage == "rl":
-            tree |= {"task": {"name": "my_task.py:MyTask"}, "prompts": COMPUTE[compute].prompts}
-            tree |= {"algorithm": {"name": algorithm}}
-            offload = {"device": "cpu"} if compute != "cluster" and len(method.models) > 2 else {}
-            if "reward_model" in kinds:
-                tree |= {"reward": {"name": "models", "models": ["reward_model"], **offload}}
-            tree |= {"reference_device": "cpu"} if offload else {}
-        elif stage == "sft":
-            tree |= {"data": [{"file": "demonstrations.jsonl"}]}
+        if stage == "sft":
+            replaced.append("demonstrations")
+            add(stage, label, data=[{"task": {**own.task}, "counts": {**own.counts}}])
+        elif stage == "rl":
+            rl = _rl_settings(algorithm, method, compute, own, "reward_model" in kinds)
+            add(stage, label, task={**own.task}, **rl, sampling=sampling)
+            ask = [kind for kind in ("verifier", "judge") if kind in given]
+            replaced.append("prompts" if "reward_model" in kinds else ask[0])
         else:
-            file = "feedback.jsonl" if algorithm == "kto" else "comparisons.jsonl"
-            tree |= {"data": [file], "algorithm": {"name": algorithm}}
+            data = "feedback" if algorithm == "kto" else "comparisons"
+            stand_in("comparisons", data, task={**own.task}, sampling=sampling)
+            add(stage, label, data=[data], algorithm={"name": algorithm})
+        tree = stages[-1]
         for key, value in method.settings.get(label, {}).items():
             tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
-        stages.append(tree)
         model = label if stage != "reward_model" else model
-    return {"name": f"advice-{name}", "stages": stages}
+    return {"name": f"advice-{name}", "stages": stages}, _replacements(replaced)
+
+
+def _replacements(names: Sequence[str]) -> list[str]:
+    return [text for name, text in REPLACEMENTS.items() if name in names]
+
+
+def _rl_settings(
+    algorithm: str, method: Method, compute: str, own: StandIn, by_model: bool
+) -> dict[str, JSON]:
+    """The settings of an rl stage besides its task; models that wait are kept in host memory where there is one GPU or none."""
+    offload = {"device": "cpu"} if compute != "cluster" and len(method.models) > 2 else {}
+    lengths = {key: int(share * own.tokens) for key, share in method.lengths.items()}
+    settings: dict[str, JSON] = {"prompts": COMPUTE[compute].prompts}
+    settings["algorithm"] = {"name": algorithm, **(lengths if algorithm == "dapo" else {})}
+    if by_model:
+        settings["reward"] = {"name": "models", "models": ["reward_model"], **offload}
+    return settings | ({"reference_device": "cpu"} if offload else {})
 
 
 def recipe_text(advice: Advice) -> str:
-    """The recipe as YAML, to be saved as advice.yaml and edited."""
-    if advice.recipe is None:
-        raise UserError(f"there is no recipe yet: {advice.reasons[0]}")
-    return str(yaml.safe_dump(advice.recipe, sort_keys=False, default_flow_style=None, width=120))
+    """The recipe as YAML, after comments that say how to put in what is the user's."""
+    text = yaml.safe_dump(advice.recipe, sort_keys=False, default_flow_style=None, width=120)
+    comments = ["shipped tasks and a tiny model stand for what is yours", *advice.replace]
+    return "".join(f"# {line}\n" for line in comments) + str(text)
 
 
 def lines(advice: Advice) -> list[str]:
@@ -213,18 +301,13 @@ def lines(advice: Advice) -> list[str]:
     if advice.chain:
         text += ["do:  " + " -> ".join(s if s == a else f"{s} ({a})" for s, a in advice.chain), ""]
     text += ["because", *(f"  - {reason}" for reason in advice.reasons), ""]
+    text += [f"textbooks say: {advice.textbook}", ""]
     if advice.models:
         count = f"{len(advice.models)} model{'s' if len(advice.models) > 1 else ''}"
         size = f"about {advice.bytes_a_parameter} bytes a parameter before activations"
         names = ", ".join(advice.models)
         text += [f"{count} in memory ({names}): {size}, if all are of one size", ""]
     text += ["pitfalls", *(f"  - {pitfall}" for pitfall in advice.pitfalls), ""]
-    if advice.recipe is None:
-        return [*text, f"to see a whole run meanwhile: {advice.command}"]
     text += [START.format(advice.example, advice.command.replace("run", "plan", 1), advice.command)]
-    if "--allow-code" in advice.command:
-        by_model = "reported; the reward model decides"
-        scored = by_model if "reward" in advice.models else f"the {advice.signal}'s verdict"
-        text += [TASK.format(scored)]
     text += [f"  {line}" for line in recipe_text(advice).splitlines()]
     return "\n".join(text).split("\n")
