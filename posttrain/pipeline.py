@@ -35,6 +35,7 @@ from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._check import check_stages
 from posttrain.stages._lineage import RESULT, references, reopen
+from posttrain.stages._side_by_side import stage_answers
 from posttrain.stages.base import (
     Context,
     Stage,
@@ -183,6 +184,10 @@ def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -
         console.write_text(f"not run yet: {', '.join(left)}; {go_on}\n", sys.stdout)
         return
     _export(context, settings)
+    with trusting(settings.trust):
+        answers = stage_answers(context, settings.recipe.stages)
+    if answers:
+        writer.answers(answers)
     writer.summary(_summary(context, settings, time.perf_counter() - began))
     conclude(settings, context)
 
@@ -290,13 +295,15 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
 
 
 def conclude(settings: Settings, context: Context) -> None:
-    """What a person sees at the end: the table, three problems with both answers, where the plot is, what to try next."""
+    """What a person sees at the end: tables, answers of the stages, where the plot is, what to try next."""
     run, recipe, folder = Run(context.directory), settings.recipe, context.directory
     drawn = bool(run.metrics())  # a pipeline of evaluations alone has no curves
     if drawn:
         draw(run, folder / "plot.png")
     if recipe.before and recipe.after:
         compare_before_after(context, recipe.before, recipe.after)
+    if rows := run.answers():
+        console.show(console.answers_table(rows))
     bests = {
         stage.name: (context.result(stage.name) or {}).get("best_score") for stage in recipe.stages
     }

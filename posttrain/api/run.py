@@ -170,6 +170,11 @@ class Run:
         return [asdict(row) for row in reader.rollouts(stage, wanted)]
 
     @property
+    def answers(self) -> list[dict[str, Any]]:
+        """What each trained stage answers to the same prompts, at the end of a run that trained several models: answers.jsonl."""
+        return [asdict(row) for row in self._reader().answers()]
+
+    @property
     def summary(self) -> Mapping[str, JSON]:
         """Results, versions and lineage: summary.json."""
         found = self._reader().summary

@@ -196,15 +196,11 @@ def _asker(
 
 
 def stage_models(directory: Path) -> dict[str, Path]:
-    """The models of a run that can answer, by stage, in the order of the stages; reward models cannot."""
+    """The models of a run that can answer, by stage; an error where there is none."""
+    from posttrain.stages._side_by_side import answering_models
+
     stages = [str(stage["name"]) for stage in Run(directory).config.get("stages", [])]
-    folders = {name: directory / "stages" / name / "model" for name in stages}
-    configs = {name: folder / "config.json" for name, folder in folders.items()}
-    found = {
-        name: folders[name]
-        for name, file in configs.items()
-        if file.is_file() and "ForSequenceClassification" not in file.read_text("utf-8")
-    }
+    found = answering_models(directory, stages)
     require(bool(found), f"{directory}: none of its stages has made a model that answers")
     return found
 

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.events import Event, printable
+from posttrain.runs.layout import AnswerRow
 from posttrain.types import JSON
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -340,6 +341,22 @@ def side_by_side(problems: Sequence[Answers]) -> Table:
         before = _answer(problem.before, problem.before_correct)
         table.add_row(before, _answer(problem.after, problem.after_correct))
         table.add_section()
+    return table
+
+
+def answers_table(rows: Sequence[AnswerRow]) -> Table:
+    """What every stage answers to the same prompts, stage by stage; long answers are cut, and say so."""
+    table = Table(title=Text("What the stages answer", style="bold"), box=SIMPLE_HEAD)
+    for heading in ("stage", "answer"):
+        table.add_column(heading, overflow="fold")
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is None or before.prompt != row.prompt:
+            table.add_section()
+            kind = "held out" if row.held_out else "trained on"
+            expected = f"; expected: {printable(row.answer)}" if row.answer else ""
+            asked = printable(row.prompt.strip(), lines=True)[:LIMIT]
+            table.add_row("", Text.assemble((asked, "cyan"), (f"  ({kind}{expected})", "dim")))
+        table.add_row(row.stage, _answer(row.response, None))
     return table
 
 

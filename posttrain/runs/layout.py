@@ -7,6 +7,7 @@ rollouts/STAGE/step-000123.jsonl   one rollout a line
 rollouts/STAGE/step-000123.safetensors   per-token arrays, flat, with `starts`; only some steps are kept
 alarms/                            what a monitor kept: a batch that could not be trained on, stacks of a step that hung
 checkpoints/  export/              written by others
+answers.jsonl                      what each trained stage answers to the same prompts, written when the run has ended
 summary.json                       results, written when the run has ended
 lock, lock.holder                  held by the process that writes, and its name
 """
@@ -27,7 +28,7 @@ from posttrain.errors import require
 from posttrain.types import JSON
 
 CONFIG, METRICS, EVENTS, SUMMARY = "config.yaml", "metrics.jsonl", "events.jsonl", "summary.json"
-LOCK, ROLLOUTS, ALARMS = "lock", "rollouts", "alarms"
+LOCK, ROLLOUTS, ALARMS, ANSWERS = "lock", "rollouts", "alarms", "answers.jsonl"
 FORMAT = 2  # of what a run directory holds, in its configuration; the first edition wrote none
 ROW_KEYS = ("step", "stage", "attempt", "time")
 EVENT_KEYS = ("kind", "time", "attempt")
@@ -74,6 +75,18 @@ class RolloutRow:
     version: int  # the oldest policy version that sampled a token of it
     attempt: int
     advantage: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRow:
+    """What the model of one stage says to a prompt; `answer` is the right one where it is known."""
+
+    prompt: str
+    answer: str
+    held_out: bool  # or trained on
+    stage: str
+    response: str
+    finish: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import UserError, require
 from posttrain.runs import layout
-from posttrain.runs.layout import EpisodeRow, EventRow, RolloutRow, Row, TokenArrays
+from posttrain.runs.layout import AnswerRow, EpisodeRow, EventRow, RolloutRow, Row, TokenArrays
 from posttrain.types import JSON
 
 
@@ -54,6 +54,12 @@ class Run:
             return None
         except ValueError:
             raise UserError(f"{path} is not valid JSON") from None
+
+    def answers(self) -> list[AnswerRow]:
+        """What each trained stage answers to the same prompts; empty where the run has not ended or trained one model alone."""
+        records = layout.json_lines(self.directory / layout.ANSWERS)
+        names = {f.name for f in fields(AnswerRow)}
+        return [AnswerRow(**record) for record in records if record and record.keys() == names]
 
     def events(self) -> list[EventRow]:
         """All events of all attempts, in the order they were written."""

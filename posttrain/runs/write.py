@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ import yaml
 from posttrain.errors import UserError, require
 from posttrain.events import Event, Events
 from posttrain.runs import layout
-from posttrain.runs.layout import Row, TokenArrays
+from posttrain.runs.layout import AnswerRow, Row, TokenArrays
 from posttrain.runs.lock import Lock
 from posttrain.system.files import atomic_write
 from posttrain.system.processes import write_all
@@ -188,6 +189,12 @@ class RunWriter:
             superseded = layout.rollout_file(self.directory, stage, old, ".safetensors")
             with suppress(OSError):  # a file that cannot be removed costs space, not the run
                 superseded.unlink(missing_ok=True)
+
+    def answers(self, rows: Sequence[AnswerRow]) -> None:
+        """Write what the stages answer, replacing an earlier file whole."""
+        with _explained(self.directory):
+            lines = b"".join(layout.dump_line(asdict(row)) for row in rows)
+            atomic_write(self.directory / layout.ANSWERS, lines)
 
     def summary(self, summary: Mapping[str, JSON]) -> None:
         """Write the summary, replacing an earlier one whole. Non-finite numbers become strings, as everywhere."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage
 from posttrain.stages.train import DataStage, trained
 from posttrain.tasks.base import Task
-from posttrain.types import JSON
+from posttrain.types import JSON, Example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,12 @@ class SFTStage(DataStage):
         made = gather(placed(self.data, context), reader.tokenizer, *given)
         check_lengths(reader, [*made.sets, *made.held_out], f"{self.name}.max_length")
         return made
+
+    def examples(
+        self, context: Context, policy: Policy
+    ) -> tuple[Sequence[Example], Sequence[Example]]:
+        made = self.material(context, policy)
+        return [e for one in made.sets for e in one], [unit[0] for unit in made.held_out]
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         there = tuple(source.few() for source in self.data if source.file not in before)

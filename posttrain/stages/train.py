@@ -26,7 +26,7 @@ from posttrain.train.roles.base import Role
 from posttrain.train.roles.proximal import Proximal
 from posttrain.train.roles.reference import Reference
 from posttrain.train.trainer import Trainer
-from posttrain.types import JSON
+from posttrain.types import JSON, Example
 
 DEFAULT_STEPS = 300
 MaxLength = Annotated[int, Range(ge=0, text="0 (the model's positions) or a number of tokens")]
@@ -257,6 +257,12 @@ class DataStage(TrainStage):
         steps = max(1, math.ceil(round(self.epochs * size / batch, 6)))
         return replace(self, steps=steps, epochs=None, batch=batch)
 
+    def examples(
+        self, context: Context, policy: Policy
+    ) -> tuple[Sequence[Example], Sequence[Example]]:
+        """(to train on, held out), the first example of each unit."""
+        return (), ()
+
     def begin(self, context: Context, size: int) -> Self:
         """The same, announced."""
         stage = self.counted(size)
@@ -313,6 +319,12 @@ class UnitStage(DataStage):
         """The units of the files: (to train on, held out)."""
         units = self.read(context, tokenizer, self.data)
         return split_by_prompt(units, self.held_out, context.seed)
+
+    def examples(
+        self, context: Context, policy: Policy
+    ) -> tuple[Sequence[Example], Sequence[Example]]:
+        train, held_out = self.limited(policy).split(context, policy.tokenizer)
+        return [unit[0] for unit in train], [unit[0] for unit in held_out]
 
     def limited(self, reader: Policy | Reader) -> Self:
         """The stage with the model's positions as `max_length` where it has none; more than those are refused."""

@@ -1,0 +1,118 @@
+"""What the stages of a run answer to the same held-out prompts: a run of several trained models ends with it."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.collect import Prompt, generate_groups
+from posttrain.data.chat import render_prompt
+from posttrain.data.preferences import prompt_length
+from posttrain.data.text import Decoder
+from posttrain.models.policy import Policy
+from posttrain.runs.layout import AnswerRow
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.train import DataStage
+from posttrain.tasks.base import Task
+from posttrain.types import Message, Sampling
+
+PROMPTS = 2
+TOKENS = 64  # of an answer
+# bytes of models and of files that are read for this; beyond them it would take longer than a second or two
+MAX_MODELS = {"cpu": 1 << 30, "cuda": 1 << 34}
+MAX_FILES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, as turns of a task or as ids of a file, with its text and the answer where one is known."""
+
+    text: str
+    turns: tuple[Message, ...] = ()
+    ids: tuple[int, ...] = ()
+    answer: str = ""
+    held_out: bool = True
+
+
+def answering_models(directory: Path, stages: Iterable[str]) -> dict[str, Path]:
+    """The models of a run that can answer, by stage, in the order of the stages; reward models cannot."""
+    folders = {name: directory / "stages" / name / "model" for name in stages}
+    configs = {name: folder / "config.json" for name, folder in folders.items()}
+    return {
+        name: folders[name]
+        for name, file in configs.items()
+        if file.is_file() and "ForSequenceClassification" not in file.read_text("utf-8")
+    }
+
+
+def stage_answers(context: Context, stages: Sequence[Stage]) -> list[AnswerRow]:
+    """The answers of every trained stage to one or two held-out prompts, greedy and short. None where one stage alone has made a model,
+    or where loading the models, or finding a prompt, would take long."""
+    models = answering_models(context.directory, (stage.name for stage in stages))
+    size = sum(file.stat().st_size for folder in models.values() for file in folder.glob("*.safe*"))
+    if len(models) < 2 or size > MAX_MODELS[context.device.partition(":")[0]]:
+        return []
+    rows: list[AnswerRow] = []
+    asked: list[Asked] = []
+    for name in models:
+        policy = load_policy(name, context)
+        asked = asked or find_prompts(context, stages, policy)
+        rows += answers_of(context, name, policy, asked)
+    return sorted(rows, key=lambda row: [one.text for one in asked].index(row.prompt))
+
+
+def answers_of(
+    context: Context, stage: str, policy: Policy, asked: Sequence[Asked]
+) -> list[AnswerRow]:
+    """What one model says to each prompt."""
+    ids = [one.ids or tuple(render_prompt(policy.tokenizer, one.turns)) for one in asked]
+    room = (policy.positions or sys.maxsize) - max(map(len, ids), default=0)
+    if room < 1:
+        return []
+    sampling = Sampling(min(TOKENS, room), temperature=0.0)
+    drawn = [Prompt(prompt, 1, context.seed, sampling) for prompt in ids]
+    decoder, sampler = Decoder(policy.tokenizer), context.sampler(policy)
+    return [
+        AnswerRow(
+            one.text, one.answer, one.held_out, stage, decoder.decode(said.ids)[0], said.finish
+        )
+        for one, (said,) in zip(asked, generate_groups(sampler, drawn), strict=True)
+    ]
+
+
+def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> list[Asked]:
+    """Held-out problems of the last stage that has a task, or else prompts that the last stage with files of its own has held out; what
+    was trained on, where nothing was held out."""
+    for stage in reversed(stages):
+        task = getattr(stage, "task", None)
+        if isinstance(task, Task):
+            held_out = task.problems("test")
+            problems = held_out if len(held_out) else task.problems("train")
+            first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
+            known = len(held_out) > 0
+            return [Asked(p.question, tuple(task.prompt(p)), (), p.answer, known) for p in first]
+    for stage in reversed(stages):
+        files = [Path(path) for paths in stage.named_files().values() for path in paths]
+        there = bool(files) and all(path.is_file() for path in files)
+        if (
+            isinstance(stage, DataStage)
+            and there
+            and sum(p.stat().st_size for p in files) < MAX_FILES
+        ):
+            return from_files(context, stage, policy)
+    return []
+
+
+def from_files(context: Context, stage: DataStage, policy: Policy) -> list[Asked]:
+    """Prompts of the files of a stage, read again without a word."""
+    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
+        quiet = Context(writer, context.seed, context.device, say=False)
+        train, held_out = stage.examples(quiet, policy)
+    decoder = Decoder(policy.tokenizer)
+    prompts = [e.ids[: prompt_length(e)].tolist() for e in held_out or train]
+    different = list(dict.fromkeys(tuple(ids) for ids in prompts if ids))[:PROMPTS]
+    return [Asked(decoder.decode(ids)[0], (), ids, "", bool(held_out)) for ids in different]
