@@ -291,7 +291,10 @@ def rate_groups(
                 parts = {} if gold.value is None else {"task": gold.value}
                 merged = {**score.parts, **parts}
                 outcome = score.outcome or gold.outcome
-                rollout = replace(rollout, score=replace(score, parts=merged, outcome=outcome))
+                # what turns were paid is a part of every return
+                value = None if score.value is None else score.value + rollout.paid
+                score = replace(score, value=value, parts=merged, outcome=outcome)
+                rollout = replace(rollout, score=score)
             members.append(rollout)
         found.append(replace(group, rollouts=tuple(members)))
     if seconds is not None:

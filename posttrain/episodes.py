@@ -8,22 +8,36 @@ where the task is isolated.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
-from itertools import count
+from itertools import count, starmap
 from typing import Any, TypeVar
 
 import numpy as np
 
-from posttrain.data.chat import render_prompt, render_prompts, render_turn
+from posttrain.data.chat import check_continues, render_prompt, render_prompts, render_turn
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
 from posttrain.system.workers import WorkerPool
-from posttrain.tasks.base import STOPS, Given, Task, failed, no_running_loop, score_group
+from posttrain.tasks.base import (
+    STOPS,
+    ContextFull,
+    EpisodeEnd,
+    Given,
+    Limits,
+    Task,
+    failed,
+    no_running_loop,
+    score_group,
+)
 from posttrain.types import (
+    JSON,
     THINK,
+    THINK_END,
     UNSCORED,
     Completion,
     Group,
@@ -36,11 +50,13 @@ from posttrain.types import (
     Sampling,
     Score,
     Segment,
+    as_number,
 )
 
 POLL_SECONDS = 0.02  # that a sampler elsewhere may wait for a completion while others score
 PENDING = Score.pending()
 EPISODE_FAILED = "episode failed"  # the outcome of an episode whose task raised an error
+MAX_GIVEN = 1_000_000  # characters that a task may give at once
 Result = TypeVar("Result")
 
 
@@ -112,10 +128,6 @@ def _run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
     return found[0]
 
 
-class ContextFull(Exception):
-    """A later turn would not fit into the positions of the model. An episode that does not catch it ends there and is scored."""
-
-
 @dataclass(slots=True, eq=False)
 class Episode:
     """One conversation of an episode with the policy: what `Task.run` calls `generate`; see tasks/base.py."""
@@ -125,10 +137,11 @@ class Episode:
     sample: int
     number: int  # unique among all conversations: the sampler's session
     seed: int
+    limits: Limits
     role: str = ""
     siblings: list[Episode] = field(default_factory=list)  # all conversations of the episode
     segments: list[Segment] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)  # as far as they are known
+    counts: dict[str, float] = field(default_factory=dict)
     kept: bool = False  # the sampler keeps the cache for another turn
 
     def __post_init__(self) -> None:
@@ -139,20 +152,35 @@ class Episode:
         return self.episodes.problems[self.draw]
 
     @property
+    def template(self) -> str:
+        return str(self.episodes.decoder.tokenizer.chat_template or "")
+
+    @property
     def turn(self) -> int:
         return sum(s.sampled for s in self.segments)
 
-    async def __call__(self, given: Given | None = None, last: bool = False) -> Segment:
+    @property
+    def length(self) -> int:
+        return sum(len(s.ids) for s in self.segments if s.sampled)
+
+    async def __call__(
+        self,
+        given: Given | None = None,
+        last: bool = False,
+        *,
+        tools: Sequence[JSON] | None = None,
+        max_new_tokens: int = 0,
+    ) -> Segment:
         episodes, turn = self.episodes, self.turn
-        segment, messages = episodes.given(self, given)
+        sampling = self.sampling(max_new_tokens)
+        segment = episodes.given(self, given, tools)
         shared = given is None and not turn  # one tuple for all samples: compared by identity
         ids = episodes.prompt_ids[self.draw] if shared else tuple(segment.ids.tolist())
         # first turns with the same prompt are prefilled once
         groups = episodes.groups
         group = -1 if turn else groups.setdefault((self.draw, ids), len(groups))
         seed = derive(self.seed, turn) if turn else self.seed
-        number, sampling = self.number, episodes.sampling
-        request = Request(ids, seed, sampling, number, turn, group, keep=not last)
+        request = Request(ids, seed, sampling, self.number, turn, group, keep=not last)
         completion = await episodes.ask(self, request)
         self.kept = not last
         text, offsets = episodes.decoder.decode(completion.ids)
@@ -166,21 +194,73 @@ class Episode:
             completion.finish,
         )
         self.segments += [segment, reply]
-        self.messages += [*messages, Message("assistant", text)]
+        self.check_limits(reply)
         return reply
 
-    def rollout(self, score: Score | None = None, outcome: str = "") -> Rollout:
+    def sampling(self, max_new_tokens: int) -> Sampling:
+        """How the next turn is sampled; an end where the turns or the tokens are used up."""
+        sampling, limits = self.episodes.sampling, self.limits
+        if limits.turns and self.turn >= limits.turns:
+            raise EpisodeEnd("turn limit")
+        wanted = [sampling.max_new_tokens, *([max_new_tokens] if max_new_tokens else [])]
+        if limits.tokens:
+            wanted.append(limits.tokens - self.length)
+        if (most := min(wanted)) <= 0:
+            raise EpisodeEnd("token limit")
+        if most == sampling.max_new_tokens:
+            return sampling
+        min_new_tokens = min(sampling.min_new_tokens, most)
+        return replace(sampling, max_new_tokens=most, min_new_tokens=min_new_tokens)
+
+    def check_limits(self, reply: Segment) -> None:
+        """End the episode where the turn that was just sampled has used up its tokens."""
+        limits = self.limits
+        pairs = zip(self.segments[::2], self.segments[1::2], strict=True)
+        if limits.thinking and sum(starmap(_thinking, pairs)) > limits.thinking:
+            raise EpisodeEnd("thinking limit")
+        if limits.tokens and reply.finish == "length" and self.length >= limits.tokens:
+            raise EpisodeEnd("token limit")
+
+    def reward(self, value: float) -> None:
+        if not self.segments:
+            raise ValueError("a reward is paid to a turn that the policy has sampled")
+        last, value = self.segments[-1], as_number(value, "a turn's reward")
+        if not math.isfinite(value):
+            raise ValueError(f"a turn's reward must be finite, not {value}")
+        self.segments[-1] = replace(last, reward=last.reward + value)
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + as_number(amount, f"the count {name}")
+
+    def rollout(
+        self, score: Score | None = None, outcome: str = "", answer: str | None = None
+    ) -> Rollout:
         if not self.segments:
             raise ValueError("a rollout needs a turn that the policy has sampled")
-        found = (Score.pending(outcome) if outcome else PENDING) if score is None else score
-        return Rollout(self.problem, self.sample, tuple(self.segments), found, self.role)
+        found = Score.pending(outcome) if outcome else PENDING
+        counts = dict(self.counts)
+        parts = (tuple(self.segments), found, self.role, answer, counts)
+        made = Rollout(self.problem, self.sample, *parts)
+        return made if score is None else _with_score(made, score)
 
     def session(self, role: str) -> Episode:
-        seed, number = (
-            derive(self.siblings[0].seed, 0, len(self.siblings)),
-            next(self.episodes.sessions),
-        )
-        return Episode(self.episodes, self.draw, self.sample, number, seed, role, self.siblings)
+        seed = derive(self.siblings[0].seed, 0, len(self.siblings))
+        place = (self.episodes, self.draw, self.sample, next(self.episodes.sessions))
+        return Episode(*place, seed, self.limits, role, self.siblings)
+
+
+def _thinking(given: Segment, reply: Segment) -> int:
+    """Tokens of a turn in blocks of reasoning, of which the chat template may have opened the first."""
+    text, offsets, count = reply.text, reply.offsets, 0
+    assert offsets is not None
+    place = -len(THINK) if given.text.rstrip().endswith(THINK) else text.find(THINK)
+    while place != -1:
+        begin, end = place + len(THINK), text.find(THINK_END, max(0, place))
+        inside = (begin, end if end >= 0 else len(text))
+        first, last = np.searchsorted(offsets, inside, side="right")
+        count += int(last - first)
+        place = text.find(THINK, end) if end >= 0 else -1
+    return count
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +289,9 @@ class _Episodes:
     ordered: bool
 
     def __post_init__(self) -> None:
-        self.prompts: dict[int, tuple[Segment, tuple[Message, ...]]] = {}  # by the problem's place
+        self.prompts: dict[int, Segment] = {}  # by the problem's place
+        # other first turns that were rendered, by the place of the problem, messages and tools
+        self.openings: dict[tuple[int, tuple[Message, ...], str], Segment] = {}
         self.prompt_ids: dict[int, tuple[int, ...]] = {}
         self.sessions = count()
         self.groups: dict[
@@ -277,7 +359,8 @@ class _Episodes:
         """Let the sampler go on for a burst; deliver what is finished, in the order of the requests where that counts."""
         now = time.perf_counter()
         for request, completion in self.sampler.poll(POLL_SECONDS):
-            self.completed[request.session, request.turn] = completion
+            if (request.session, request.turn) in self.submitted:  # else it was withdrawn
+                self.completed[request.session, request.turn] = completion
         self.polls, self.polled = self.polls + 1, time.perf_counter()
         self.seconds.generate += self.polled - now
         for key in list(self.submitted if self.ordered else self.completed):
@@ -309,47 +392,76 @@ class _Episodes:
         )
         self.asked.append(turn)
         self.rest()
-        return await turn.completion
+        try:
+            return await turn.completion
+        except asyncio.CancelledError:
+            self.withdraw(turn)
+            raise
+
+    def withdraw(self, turn: _Turn) -> None:
+        """Give up a turn whose episode has ended before it was there."""
+        key = turn.request.session, turn.request.turn
+        if turn in self.asked:
+            self.asked.remove(turn)
+        elif self.submitted.get(key) is turn:
+            del self.submitted[key]
+            self.completed.pop(key, None)
+            self.sampler.cancel({turn.request.session})
+        else:  # delivered
+            return
+        self.running += 1
 
     def rest(self) -> None:
         """An episode awaits a turn or has ended."""
         self.running -= 1
         self.changed.set()
 
-    def given(self, episode: Episode, given: Given | None) -> tuple[Segment, tuple[Message, ...]]:
-        """What the policy reads before a turn, as ids that are appended to the history, and as messages where it is any."""
+    def given(
+        self, episode: Episode, given: Given | None, tools: Sequence[JSON] | None = None
+    ) -> Segment:
+        """What the policy reads before a turn, as ids that are appended to the history."""
         where, first = f"problem {episode.problem.id}", not episode.segments
         tokenizer = self.decoder.tokenizer
+        if tools is not None and not first:
+            raise TypeError("generate takes tools with the first turn")
         if given is None and first:
-            return self.prompt(episode.draw)
-        if isinstance(given, str):
-            return self.segment(tokenizer(given, add_special_tokens=first)["input_ids"]), ()
+            if tools is None:
+                return self.prompt(episode.draw)
+            given = self.task.prompt(episode.problem)
         items = () if given is None else tuple(given)
+        messages = tuple(item for item in items if isinstance(item, Message))
+        size = len(given) if isinstance(given, str) else sum(len(m.content) for m in messages)
+        if size > MAX_GIVEN:
+            raise ValueError(f"the task gives {size:,} characters at once, more than {MAX_GIVEN:,}")
+        if isinstance(given, str):
+            return self.segment(tokenizer(given, add_special_tokens=first)["input_ids"])
         ids = [int(item) for item in items if isinstance(item, int | np.integer)]
         if items and len(ids) == len(items):
-            return self.segment(ids), ()
-        messages = tuple(item for item in items if isinstance(item, Message))
+            return self.segment(ids)
         if not messages or len(messages) < len(items):
             raise TypeError("generate takes messages, text or ids")
         if first:
-            return self.segment(render_prompt(tokenizer, messages, where)), messages
+            key = episode.draw, messages, json.dumps(tools)
+            if key not in self.openings:
+                rendered = render_prompt(tokenizer, messages, where, list(tools) if tools else None)
+                self.openings[key] = self.segment(rendered)
+            return self.openings[key]
+        check_continues(tokenizer, sorted({m.role for m in messages}))
         last = episode.segments[-1]
         stop = int(last.ids[-1]) if last.finish == "stop" else None
-        rendered = render_turn(tokenizer, episode.messages[:-1], messages, stop, where)
-        return self.segment(rendered), messages
+        return self.segment(render_turn(tokenizer, messages, stop, where))
 
-    def prompt(self, draw: int) -> tuple[Segment, tuple[Message, ...]]:
+    def prompt(self, draw: int) -> Segment:
         """The task's prompt, rendered once for all episodes of a problem; where every episode asks for it, at once with all others."""
         if draw not in self.prompts:
             now = time.perf_counter()
             every = type(self.task).run is Task.run
             draws = range(len(self.problems)) if every else (draw,)
             problems = [self.problems[n] for n in draws]
-            given = [tuple(self.task.prompt(problem)) for problem in problems]
-            named = zip((f"problem {problem.id}" for problem in problems), given, strict=True)
-            rendered = render_prompts(self.decoder.tokenizer, named)
-            for n, ids, messages in zip(draws, rendered, given, strict=True):
-                self.prompts[n], self.prompt_ids[n] = (self.segment(ids), messages), ids
+            given = ((f"problem {p.id}", tuple(self.task.prompt(p))) for p in problems)
+            rendered = render_prompts(self.decoder.tokenizer, given)
+            for n, ids in zip(draws, rendered, strict=True):
+                self.prompts[n], self.prompt_ids[n] = self.segment(ids), ids
             self.seconds.generate += time.perf_counter() - now
         return self.prompts[draw]
 
@@ -372,18 +484,22 @@ class _Episodes:
     async def episode(self, draw: int, sample: int) -> list[Rollout]:
         """One episode to its end. What the task's code raises is a named failure of what was sampled so far."""
         seed = derive(derive(self.seed, draw), sample)
-        generate = Episode(self, draw, sample, next(self.sessions), seed)
         problem = self.problems[draw]
+        limits = self.task.limits(problem)
+        generate = Episode(self, draw, sample, next(self.sessions), seed, limits)
         try:
-            rollouts = _as_rollouts(await self.task.run(problem, generate))
+            rollouts = _as_rollouts(await _timed(self.task.run(problem, generate), limits.seconds))
         except STOPS:
             raise
-        except ContextFull:
-            rollouts = [e.rollout(outcome="context full") for e in generate.siblings if e.segments]
+        except EpisodeEnd as end:
+            began = [e for e in generate.siblings if e.segments]
+            rollouts = [e.rollout(end.score, end.outcome) for e in began] or [
+                Rollout(problem, sample, (self.prompt(draw),), Score.pending(end.outcome))
+            ]
         except (Exception, SystemExit) as error:
             score = replace(failed(error), outcome=EPISODE_FAILED)
             rollouts = [e.rollout(score) for e in generate.siblings if e.segments] or [
-                Rollout(problem, sample, (self.prompt(draw)[0],), score)
+                Rollout(problem, sample, (self.prompt(draw),), score)
             ]
         finally:
             self.ended |= {e.number for e in generate.siblings if e.kept}
@@ -423,19 +539,41 @@ class _Episodes:
         return _with_score(rollout, score)
 
 
+async def _timed(run: Awaitable[Result], seconds: float) -> Result:
+    """What an episode returns; a named end where its time is over."""
+    try:
+        async with asyncio.timeout(seconds or None) as limit:
+            return await run
+    except TimeoutError:
+        if limit.expired():
+            raise EpisodeEnd("time limit") from None
+        raise
+
+
 def _with_score(rollout: Rollout, score: Score) -> Rollout:
-    """The rollout with its score, whose outcome is the one that the episode named and whose steps end at characters of the response."""
-    named = rollout.score.outcome
-    if score.steps and (openings := rollout.openings):
+    """The rollout with its score, whose value has what was paid by turn in it, whose outcome is the one that the episode named, and
+    whose steps end at characters of the response."""
+    named, paid = rollout.score.outcome, rollout.paid
+    if score.steps and rollout.answer is not None:
+        place = rollout.response.rfind(rollout.answer)
+        ends = [p + place if place >= 0 else len(rollout.response) for p, _ in score.steps]
+        steps = zip(ends, (v for _, v in score.steps), strict=True)
+        score = replace(score, steps=tuple(steps))
+    elif score.steps and (openings := rollout.openings):
         starts = [place + n * len(THINK) for n, place in enumerate(openings)]
         moved = [(p - len(THINK) * sum(s < p for s in starts), v) for p, v in score.steps]
         score = replace(score, steps=tuple((max(0, p), v) for p, v in moved))
+    if paid and score.value is not None:
+        score = replace(score, value=score.value + paid, parts={**score.parts, "turns": paid})
     score = replace(score, outcome=named) if named else score
-    return Rollout(rollout.problem, rollout.sample, rollout.segments, score, rollout.role)
+    return replace(rollout, score=score)
 
 
-def _as_rollouts(made: Rollout | Sequence[Rollout]) -> list[Rollout]:
-    rollouts = [made] if isinstance(made, Rollout) else list(made)
-    if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
-        raise TypeError("run must return rollouts, as generate.rollout() makes them")
-    return rollouts
+def _as_rollouts(made: object) -> list[Rollout]:
+    several = isinstance(made, list | tuple) and bool(made)
+    rollouts = list(made) if isinstance(made, list | tuple) and several else [made]
+    found = [rollout for rollout in rollouts if isinstance(rollout, Rollout)]
+    if len(found) < len(rollouts):
+        kind = type(made).__name__
+        raise TypeError(f"run must return rollouts, as generate.rollout() makes them, not {kind}")
+    return found

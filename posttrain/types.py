@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 UNSCORED = "unscored"
-THINK = "<think>"  # what opens a block of reasoning
+THINK, THINK_END = "<think>", "</think>"  # around a block of reasoning
+# outcomes of episodes that were ended by a limit
+ENDINGS = ("turn limit", "token limit", "thinking limit", "time limit", "context full")
 JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
 
 
@@ -248,17 +250,23 @@ class Segment:
     # int32 [T], when sampled: the weights that sampled each token
     versions: np.ndarray | None = None
     finish: str = ""
+    reward: float = 0.0  # of a turn, where the task pays by turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One conversation of an episode: segments in the order they happened, and its score."""
+    """One conversation of an episode: segments in the order they happened, and its score, whose value is the whole return: what was
+    paid by turn included."""
 
     problem: Problem
     sample: int  # the number of the episode among those of its problem
     segments: tuple[Segment, ...]
     score: Score
     role: str = ""  # who the policy was in it, where an episode has several
+    answer: str | None = None  # what the task scores; None: the text of all turns
+    counts: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what happened in it: tool/calls, ...
 
     @property
     def ids(self) -> np.ndarray:
@@ -289,6 +297,8 @@ class Rollout:
     def judged(self) -> str:
         """The response as a reward reads it: with the `<think>` that the chat template wrote for the policy. Without it, what stands in
         a block of reasoning that never ends would pass for an answer."""
+        if self.answer is not None:
+            return self.answer
         text = self.response
         for place in reversed(self.openings):
             text = text[:place] + THINK + text[place:]
@@ -297,6 +307,11 @@ class Rollout:
     @property
     def length(self) -> int:
         return sum(len(s.ids) for s in self.segments if s.sampled)
+
+    @property
+    def paid(self) -> float:
+        """What was paid by turn."""
+        return sum(s.reward for s in self.segments)
 
     @property
     def turns(self) -> int:
@@ -382,6 +397,7 @@ class Batch(_Columns):
     version_T    int32: the version of the weights that sampled the token; -1 where not sampled
     baseline_N   what a sequence's own figure is compared with
     vote_N       float32: its share of the vote of its episode, where one has several sequences in a group
+    paid_T       float32: what a turn was paid, at its last token; a part of reward_N, there only where turns were paid
     """
 
     ids_T: Tensor  # int64

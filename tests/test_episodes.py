@@ -26,7 +26,7 @@ from posttrain.models.tiny import character_tokenizer
 from posttrain.rewards.math import grade
 from posttrain.runs.metrics import group_metrics
 from posttrain.system.workers import WorkerPool
-from posttrain.tasks.base import Generate, Task
+from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
 from posttrain.train.pack import pack_groups
 from posttrain.types import Completion, Group, Message, Problem, Request, Rollout, Sampling, Score
 
@@ -52,6 +52,10 @@ class Scripted(Task):
     episode: Run | None = None
     score_of: Callable[[Problem, str], Any] = field(default=lambda problem, response: Score(1.0))
     seconds: float = 10.0  # type: ignore[assignment]
+    limit: Limits = field(default_factory=Limits)
+
+    def limits(self, problem: Problem) -> Limits:
+        return self.limit
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         return [Problem(f"p{n}", f"q{n}") for n in range(3)]
@@ -242,6 +246,176 @@ def test_a_turn_beyond_the_context_ends_the_episode_which_is_scored() -> None:
             Scripted(run), Small(lambda r: says("x")), DECODER, Scripted().problems("train"), 1, SAMPLING, 5
         )
         assert group.rollouts[0].score == score and group.rollouts[0].response == "x"
+
+
+async def talks(problem: Problem, generate: Generate) -> Rollout:
+    await generate()
+    while True:
+        await generate([Message("user", "go on")])
+
+
+def one_group(task: Task, reply: Callable[[Request], Completion], **more: Any) -> tuple[Rollout, ScriptedSampler]:
+    sampler = ScriptedSampler(reply)
+    (group,) = rollout_groups(task, sampler, DECODER, task.problems("train")[:1], 1, SAMPLING, 5, **more)
+    return group.rollouts[0], sampler
+
+
+THOUGHT = "<think>aaaa</think>b"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reply", "outcome", "turns"),
+    [
+        (Limits(turns=3), "x", "turn limit", 3),
+        (Limits(tokens=5), "x", "token limit", 3),  # of 2 tokens each; the third turn may have one
+        (Limits(thinking=7), THOUGHT, "thinking limit", 2),
+    ],
+)
+def test_each_limit_is_a_named_ending_of_an_episode_that_is_scored(
+    limits: Limits, reply: str, outcome: str, turns: int
+) -> None:
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .<|>/")
+    ids = [*tokenizer(reply)["input_ids"], END]
+    task = Scripted(talks, limit=limits)
+    sampler = ScriptedSampler(
+        lambda r: completion(
+            ids[: r.sampling.max_new_tokens], finish="stop" if r.sampling.max_new_tokens >= len(ids) else "length"
+        )
+    )
+    (group,) = rollout_groups(task, sampler, Decoder(tokenizer), task.problems("train")[:1], 1, Sampling(99), 5)
+    (rollout,) = group.rollouts
+    assert rollout.score == Score(1.0, outcome=outcome) and rollout.turns == turns and not rollout.score.solved
+    if limits.tokens:
+        assert rollout.length == limits.tokens and rollout.finish == "length"
+    metrics = {m.name: m.value for m in group_metrics([group])}
+    assert metrics[f"ended/{outcome.replace(' ', '_')}"] == 1.0
+
+
+def test_a_turn_may_be_shorter_than_the_stage_says() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate(max_new_tokens=3)
+        return generate.rollout()
+
+    _, sampler = one_group(Scripted(run), lambda r: says("x"))
+    assert sampler.requests[0].sampling == replace(SAMPLING, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("where", ["in a tool", "before a turn is submitted", "while it is decoded"])
+def test_an_episode_whose_time_is_over_ends_alone_and_is_scored(where: str, ordered: bool) -> None:
+    """One of three; the others go on to their ends, and what it had asked for is withdrawn."""
+    cancelled: list[int] = []
+
+    class Slow(ScriptedSampler):
+        def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+            time.sleep(0.01)
+            if where == "while it is decoded" and len(self.waiting) == 1 and self.waiting[0].turn:
+                return []
+            return super().poll(timeout)
+
+        def cancel(self, sessions: Any) -> None:
+            cancelled.extend(sessions)
+            super().cancel(sessions)
+
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        if where == "in a tool" and problem.id == "p1":
+            await asyncio.sleep(60)
+        if where == "before a turn is submitted" and problem.id != "p1":
+            await asyncio.sleep(0.35 if problem.id == "p0" else 0.01)
+        await generate([Message("user", "go on")], last=True)
+        return generate.rollout()
+
+    @dataclass(frozen=True)
+    class Hurried(Scripted):
+        def limits(self, problem: Problem) -> Limits:
+            return Limits(seconds=0.2 if problem.id == ("p2" if where == "while it is decoded" else "p1") else 0.0)
+
+    sampler = Slow(lambda r: says("x"))
+    task = Hurried(run)
+    found = rollout_groups(task, sampler, DECODER, task.problems("train"), 1, SAMPLING, 5, ordered=ordered)
+    outcomes = [g.rollouts[0].score.outcome for g in found]
+    late = 2 if where == "while it is decoded" else 1
+    if where == "before a turn is submitted" and not ordered:
+        assert outcomes == ["", "", ""], "nobody waits for the others"
+    else:
+        assert outcomes == ["time limit" if n == late else "" for n in range(3)] and found[late].rollouts[0].turns == 1
+        assert [g.rollouts[0].turns for n, g in enumerate(found) if n != late] == [2, 2] and late in cancelled
+
+
+def test_a_task_ends_an_episode_that_the_policy_spoiled_with_a_name() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        raise EpisodeEnd("illegal move", Score(-1.0) if problem.id == "p0" else None)
+
+    found, _ = groups(Scripted(run), lambda r: says("x"), samples=1)
+    assert [g.rollouts[0].score for g in found] == [Score(v, outcome="illegal move") for v in (-1.0, 1.0, 1.0)]
+
+
+def test_what_turns_were_paid_is_a_part_of_the_return() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        generate.reward(0.25)
+        generate.reward(0.25)
+        generate.count("moves", 2)
+        await generate([Message("user", "go on")])
+        return generate.rollout() if problem.id != "p0" else generate.rollout(Score(2.0))
+
+    found, _ = groups(Scripted(run), lambda r: says("x"), samples=1)
+    assert [g.rollouts[0].score for g in found] == [Score(v, {"turns": 0.5}) for v in (2.5, 1.5, 1.5)]
+    assert [s.reward for s in found[0].rollouts[0].segments] == [0.0, 0.5, 0.0, 0.0]
+    batch = pack_groups(found, 1.0)
+    first = len(found[0].rollouts[0].segments[0].ids)
+    assert batch.paid_T.nonzero()[0].item() == first + 1 and batch.paid_T.sum() == 1.5, "at the token that ends the turn"
+    assert {m.name: m.value for m in group_metrics(found)}["moves"] == 2.0
+    assert "paid_T" not in pack_groups(groups(Scripted(), lambda r: says("x"))[0], 1.0).columns
+
+    class Rates:
+        def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
+            return [Score(0.1)] * len(rollouts)
+
+    assert rate_groups(Rates(), found)[0].rollouts[0].score.value == 0.6, "also where a model scores the whole"
+
+
+def test_an_answer_is_scored_in_place_of_all_turns() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        reply = await generate([Message("user", "go on")])
+        return generate.rollout(answer=reply.text)
+
+    def score(problem: Problem, response: str) -> Score:
+        return Score(float(len(response)), steps=((1, 0.5),))
+
+    rollout, _ = one_group(Scripted(run, score), lambda r: says("abc" if r.turn == 0 else "xy"))
+    assert rollout.score.value == 2.0 and rollout.response == "abcxy" and rollout.score.steps == ((4, 0.5),)
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        ("x" * 1_000_001, "ValueError: the task gives 1,000,001 characters at once"),
+        ({"a": 1}, "TypeError: generate takes messages, text or ids"),
+        (None, "TypeError: generate takes messages, text or ids"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: str) -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        await generate(given)
+        return generate.rollout()
+
+    rollout, _ = one_group(Scripted(run), lambda r: says("x"))
+    assert str(rollout.score.failure).startswith(failure) and rollout.score.outcome == "episode failed"
+
+
+@pytest.mark.parametrize("made", [None, 3, "text", [], [None]])
+def test_what_run_returns_must_be_rollouts(made: Any) -> None:
+    async def run(problem: Problem, generate: Generate) -> Any:
+        await generate()
+        return made
+
+    rollout, _ = one_group(Scripted(run), lambda r: says("x"))
+    assert str(rollout.score.failure).startswith("TypeError: run must return rollouts, as generate.rollout() makes them, not")
 
 
 def test_rollouts_may_come_scored_and_outcomes_are_kept() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop, step_kl
 from posttrain.algorithms.base import Algorithm, Reuse, State
 from posttrain.errors import Count, NotNegative, Positive, Range
-from posttrain.ops.advantages import group_advantages, process_advantages
+from posttrain.ops.advantages import group_advantages, process_advantages, turn_advantages
 from posttrain.ops.kl import KINDS, kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_sums
@@ -102,6 +102,10 @@ class PolicyGradient(Algorithm):
 
     def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
         return (sampling,) * self.group
+
+    @property
+    def compares_episodes(self) -> bool:
+        return self.min_group > 1
 
     @property
     def kl_in_loss(self) -> bool:
@@ -197,12 +201,15 @@ class PolicyGradient(Algorithm):
     def group_relative(
         self, step: Batch, mask_T: Tensor, supervision: str = "outcome", **scaling: Any
     ) -> Tensor:
-        """[T]: A = (r - mean of the group) / (std of the group + epsilon): of whole responses, or of their steps. `scaling` is that
-        of ops/advantages.py."""
+        """[T]: A = (r - mean of the group) / (std of the group + epsilon): of whole responses, of what is paid from a turn on where a
+        task pays by turn, or of steps. `scaling` is that of ops/advantages.py."""
         if supervision == "outcome":
             reward_N, vote_N = self.rewards(step, mask_T), step.columns.get("vote_N")
-            given = (reward_N, step.valid_N, step.group_N)
-            return group_advantages(*given, vote_N=vote_N, **scaling)[step.sequence_T]
+            if "paid_T" in step.columns:
+                given = (reward_N, step.paid_T, step.valid_N, mask_T, step.sequence_T, step.group_N)
+                return turn_advantages(*given, vote_N=vote_N, **scaling)
+            whole = (reward_N, step.valid_N, step.group_N)
+            return group_advantages(*whole, vote_N=vote_N, **scaling)[step.sequence_T]
         step_T = self.step_values(step, supervision)
         return process_advantages(step_T, mask_T, step.sequence_T, step.group_N, **scaling)
 

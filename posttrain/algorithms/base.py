@@ -104,6 +104,11 @@ class Algorithm(Checked):
         return len(self.samples(Sampling()))
 
     @property
+    def compares_episodes(self) -> bool:
+        """Whether it compares the responses to one prompt with each other, so that they must begin in the same state."""
+        return self.learns_from == "rollouts" and self.group_size > 1
+
+    @property
     def reuse(self) -> Reuse:
         """How often a frozen rollout is reused."""
         return Reuse()

@@ -12,10 +12,15 @@ from torch import Tensor
 from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop, step_kl
 from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
 from posttrain.errors import Count, NotNegative, Positive, Range, Share, Whole
-from posttrain.ops.advantages import generalised_advantages, last_tokens, whiten
+from posttrain.ops.advantages import (
+    generalised_advantages,
+    last_tokens,
+    turn_generalised_advantages,
+    whiten,
+)
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
-from posttrain.ops.weights import reduction
+from posttrain.ops.weights import reduction, sequence_sums
 from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
 
 STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this share of its target
@@ -40,6 +45,10 @@ class PPO(Algorithm):
     Ziegler et al. The critic is a model of its own with an optimizer of its own, so its loss has no coefficient: Adam undoes any. How
     fast it learns is the stage's `critic_optimizer.lr`. For `critic_warmup` steps it alone learns. What could not be scored is out of
     the loss and of every figure. A response that was cut off ends there: nothing is bootstrapped.
+
+    Where a task pays by turn, p_k comes with the last token of turn k, and s is the rest. `credit = "turn"` makes a whole turn one
+    action: V is that of its first token, its tokens' rewards are summed, and all of them have its advantage. What a tool or an
+    environment says between two turns is no action.
 
     `supervision = "outcome"` leaves the v_j out. `"process"` has them in place of s, which a process reward model makes of the same
     values: to add both would count them twice. `"both"` is for a reward whose score and steps are about different things.
@@ -74,6 +83,8 @@ class PPO(Algorithm):
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     # what the reward is made of
     supervision: Literal["outcome", "process", "both"] = "outcome"
+    # what an action is where advantages are estimated: a token, or a whole turn of an episode
+    credit: Literal["token", "turn"] = "token"
     correction: Correction = "none"
     cap: Positive = DEFAULT_CAP
     drop: Drop = "none"
@@ -113,6 +124,10 @@ class PPO(Algorithm):
         return (sampling,) * self.group
 
     @property
+    def compares_episodes(self) -> bool:
+        return False  # the critic is the baseline
+
+    @property
     def additions(self) -> Mapping[str, float]:
         return {"pretraining": self.ptx}
 
@@ -130,7 +145,8 @@ class PPO(Algorithm):
         reward_T = self.rewards(step, mask_T, state.get("beta", self.beta))
         if self.whiten_rewards:
             reward_T = whiten(reward_T, mask_T, shift=False)
-        advantage_T, return_T = generalised_advantages(
+        over = turn_generalised_advantages if self.credit == "turn" else generalised_advantages
+        advantage_T, return_T = over(
             reward_T, step.value_T, mask_T, step.sequence_T, step.sequences, self.gamma, self.lam
         )
         if self.whiten_advantages:
@@ -155,6 +171,11 @@ class PPO(Algorithm):
             reward_T = reward_T + step_T.where(mask_T, 0.0).to(reward_T.dtype)
         scored = self.supervision != "process"
         score_N = step.reward_N if scored else torch.zeros_like(step.reward_N)
+        if scored and "paid_T" in step.columns:  # turns have their part of the return already
+            paid_T = step.paid_T.where(mask_T, 0.0)
+            given = (paid_T.double(), mask_T, step.sequence_T, step.sequences)
+            score_N = score_N - sequence_sums(*given).to(score_N.dtype)
+            reward_T = reward_T + paid_T
         score_N = score_N - self.missing_eos * step.truncated_N.to(score_N.dtype)
         where, whose = last_tokens(mask_T, step.sequence_T, step.sequences)
         return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))

@@ -58,28 +58,66 @@ def render_prompts(
 
 
 def render_turn(
-    tokenizer: Tokenizer,
-    history: Sequence[Message],
-    given: Sequence[Message],
-    stop: int | None,
-    where: str = "a turn",
+    tokenizer: Tokenizer, given: Sequence[Message], stop: int | None, where: str = "a turn"
 ) -> tuple[int, ...]:
-    """The ids between the assistant's turn that follows `history` and its next one, as the template continues the conversation: what
-    closes the turn after the control token `stop` that was sampled (None: it was cut off), the given messages, the generation prompt.
+    """The ids between a turn of the assistant and its next one, as the template continues a conversation: what closes the turn after
+    the control token `stop` that was sampled (None: it was cut off), the given messages, the generation prompt.
 
-    The history itself is not rendered anew: what a template writes of earlier turns (without their thinking, say) never replaces the
-    ids that were sampled. Text in the given messages that spells a control token is broken up: a tool must not be able to end a turn.
+    They are taken from a conversation that stands for the history, which is not rendered anew: what a template writes of earlier
+    turns (without their thinking, say) never replaces the ids that were sampled, and a turn costs what it adds. Text in the given
+    messages that spells a control token is broken up: a tool must not be able to end a turn.
     """
     given = [replace(m, content=_broken_up(tokenizer, m.content)) for m in given]
-    before = history or [Message("user", ".")]
-    whole = [*before, Message("assistant", REPLY), *given]
-    _, *after = _Template(tokenizer, where, None).render(whole, generation_prompt=True).split(REPLY)
+    template = _Template(tokenizer, where, None)
+    whole = template.render([*_turn(REPLY), *given], generation_prompt=True)
+    _, found, after = whole.partition(REPLY)
     unlike = (
         "the chat template does not show an assistant's turn as it is, so it cannot be continued"
     )
-    require(len(after) == 1, f"{where}: {unlike}")
-    ids = tuple(tokenizer(after[0], add_special_tokens=False)["input_ids"])
+    require(bool(found), f"{where}: {unlike}")
+    ids = tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
     return ids[1:] if ids[:1] == (stop,) else ids
+
+
+def _turn(reply: str) -> list[Message]:
+    """A conversation that ends with an assistant's turn."""
+    return [Message("user", "."), Message("assistant", reply)]
+
+
+def check_continues(tokenizer: Tokenizer, roles: Iterable[str]) -> None:
+    """Refuse a chat template that shows an earlier turn of the assistant otherwise than it was sampled once a message of these roles
+    follows: training goes on from the ids that were sampled, and a server that renders the conversation would show others."""
+    for role in roles:
+        problem = _not_continued(tokenizer, len(tokenizer), str(tokenizer.chat_template), role)
+        require(not problem, problem)
+
+
+@lru_cache(maxsize=32)
+def _not_continued(tokenizer: Tokenizer, size: int, text: str, role: str) -> str:
+    """Why a conversation cannot go on with a message of `role`, and what to use instead; "" where it can."""
+    instead = 'give later turns as text or ids (generate("...")), or a copy of the model whose chat_template.jinja '
+    template = _Template(tokenizer, f"a {role} message after a turn", None)
+    try:
+        prompt = template.render(_turn("")[:1], generation_prompt=True)
+        thought = f"<think>\n{REPLY}1\n</think>\n\n{REPLY}2"
+        whole = template.render([*_turn(thought), Message(role, "seen0marker")])
+        plain = template.render([*_turn(REPLY), Message(role, "seen0marker")])
+    except UserError as error:
+        other = "user" if role != "user" else "tool"
+        return f"{error}; give it as a message of the role {other}, or {instead}takes it"
+    if "seen0marker" not in plain or REPLY not in plain:
+        return f"the chat template does not show {role} messages after a turn of the assistant; {instead}does"
+    if f"{REPLY}1" not in whole:
+        after = (
+            "" if role == "tool" else ", or messages of the role tool where it keeps it for those"
+        )
+        return (
+            f"the chat template drops the reasoning of earlier turns once a {role} message follows, so a later turn would be "
+            f"trained on a history that nobody is shown; {instead}keeps it{after}"
+        )
+    if not plain.startswith(prompt) and not whole.startswith(prompt):
+        return f"the chat template rewrites an earlier turn once a {role} message follows; {instead}does not"
+    return ""
 
 
 def _broken_up(tokenizer: Tokenizer, text: str) -> str:

@@ -3,10 +3,12 @@ and token by token from a critic's values, where only tokens that carry loss exi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from posttrain.ops.weights import loss_token_rows
+from posttrain.ops.weights import loss_token_rows, sequence_sums
 
 
 def group_advantages(
@@ -104,6 +106,48 @@ def process_advantages(
     return sums_to_go(normal_T, mask_T, sequence_T, len(group_N))
 
 
+def turn_starts(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """bool [T]: the first token of each turn. What a policy is given stands between its turns, so a turn is a run of loss tokens."""
+    again_T = mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1])
+    return mask_T & ~torch.nn.functional.pad(again_T, (1, 0))
+
+
+def turn_advantages(
+    reward_N: Tensor,
+    paid_T: Tensor,
+    valid_N: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    group_N: Tensor,
+    **scaling: Any,
+) -> Tensor:
+    """[T]: credit by turn within groups. With r_i the whole return of episode i and p_ij what its turn j was paid,
+
+        G_ik = r_i - sum_{j < k} p_ij,    A_ik = (G_ik - mean_i(G_ik)) / (std_i(G_ik) + epsilon)
+
+    for all tokens of turn k: a turn answers for what was paid for it and after it. Baselines count episodes: at every k each of the
+    group has one vote, with the return of its last turn where it has fewer turns. So where all is paid at the end, every turn has the
+    advantage of the whole episode. `scaling` is that of `group_advantages`.
+    """
+    starts_T, sequences = turn_starts(mask_T, sequence_T), len(group_N)
+    at = starts_T.nonzero()[:, 0]
+    if not len(at):
+        return torch.zeros_like(paid_T)
+    whose_M = sequence_T[at]
+    turn_M = torch.arange(len(at), device=at.device) - torch.searchsorted(whose_M, whose_M)
+    turns = torch.arange(int(turn_M.max()) + 1, device=at.device)
+    total_N = sequence_sums(paid_T.double(), mask_T, sequence_T, sequences).to(paid_T.dtype)
+    left_M = sums_to_go(paid_T, mask_T, sequence_T, sequences)[at]
+    return_NK = reward_N[:, None].expand(-1, len(turns)).clone()
+    return_NK[whose_M, turn_M] -= total_N[whose_M] - left_M
+    last_N = (torch.bincount(whose_M, minlength=sequences) - 1).clamp(min=0)
+    return_NK = return_NK.gather(1, torch.minimum(turns, last_N[:, None]))
+    columns = [group_advantages(g_N, valid_N, group_N, **scaling) for g_N in return_NK.T]
+    advantage_M = torch.stack(columns, 1)[whose_M, turn_M]
+    number_T = (starts_T.long().cumsum(0) - 1).clamp(min=0)
+    return torch.where(mask_T, advantage_M[number_T], 0.0)
+
+
 def overlong_punishment(length_N: Tensor, l_max: float, l_cache: float) -> Tensor:
     """DAPO's soft overlong punishment (section 3.4): 0 up to l_max - l_cache tokens, -1 from l_max on, linear in between:
 
@@ -148,6 +192,33 @@ def generalised_advantages(
     return_M = advantage_M + value_NL[row, column]
     advantage_M, return_M = advantage_M.to(value_T.dtype), return_M.to(value_T.dtype)
     return empty_T.index_copy(0, at, advantage_M), empty_T.index_copy(0, at, return_M)
+
+
+def turn_generalised_advantages(
+    reward_T: Tensor,
+    value_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    sequences: int,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """The same over turns: each is one action, which is paid the sum of its tokens' rewards, in the state before its first token:
+
+        delta_k = r_k + gamma V_k+1 - V_k,    A_k = delta_k + gamma lam A_k+1,    R_k = A_k + V_k
+
+    Every token of turn k has A_k, and the critic learns R_k at each of them.
+    """
+    starts_T = turn_starts(mask_T, sequence_T)
+    at, number_T = starts_T.nonzero()[:, 0], (starts_T.long().cumsum(0) - 1).clamp(min=0)
+    reward_M = torch.zeros(len(at), dtype=torch.float64, device=at.device)
+    if not len(at):
+        return torch.zeros_like(value_T), torch.zeros_like(value_T)
+    reward_M = reward_M.index_add(0, number_T, reward_T.where(mask_T, 0.0).double())
+    turns = (value_T[at], torch.ones_like(at, dtype=torch.bool), sequence_T[at])
+    made = generalised_advantages(reward_M, *turns, sequences, gamma, lam)
+    advantage_T, return_T = (column[number_T].where(mask_T, 0.0) for column in made)
+    return advantage_T, return_T
 
 
 def last_tokens(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.types import Group, Metric, Rollout, Score
+from posttrain.types import ENDINGS, Group, Metric, Rollout, Score
 
 # words by which a model questions what it wrote: R1-Zero's "aha"
 REFLECTION = re.compile(
@@ -107,7 +107,8 @@ def reflects(response: str) -> bool:
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
-    """Metrics over all rollouts; where tasks have roles, the reward of each, and where they have several turns, their number."""
+    """Metrics over all rollouts; where tasks have roles, the reward of each, and where they have several turns, their number. What an
+    episode counted is a mean over all rollouts, by the name that it gave; `ended/NAME` is the share that came to that end."""
     rollouts = [r for g in groups for r in g.rollouts]
     scored = [r for r in rollouts if r.score.valid]
     count, tokens = len(rollouts), sum(r.length for r in rollouts)
@@ -125,6 +126,10 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
         metrics.append(Metric("turns", sum(r.turns for r in rollouts), count))
     kinds = Counter(failure_kind(r.score) for r in rollouts if not r.score.valid)
     metrics += [Metric(f"failed/{kind}", number, count) for kind, number in sorted(kinds.items())]
+    ends = Counter(r.score.outcome for r in rollouts if r.score.outcome in ENDINGS)
+    metrics += [Metric(f"ended/{'_'.join(end.split())}", ends[end], count) for end in sorted(ends)]
+    for name in sorted({name for r in rollouts for name in r.counts}):
+        metrics.append(Metric(name, sum(r.counts.get(name, 0.0) for r in rollouts), count))
     for part in sorted({name for r in scored for name in r.score.parts}):
         values = [r.score.parts[part] for r in scored if part in r.score.parts]
         metrics.append(Metric(f"reward/{part}", sum(values), len(values)))

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from posttrain.data.chat import render_prompts
+from posttrain.data.chat import check_continues, render_prompts
 from posttrain.errors import prefixed, require, unknown
 from posttrain.models import given
 from posttrain.models.load import GIVE, Reader, outline, same_vocabulary
@@ -170,6 +170,9 @@ def check_problems(stage: Stage, reader: Reader) -> None:
     if not isinstance(task, Task):
         return
     with prefixed(f"{stage.name}.task"):
+        if reader.tokenizer is not None:
+            template = str(reader.tokenizer.chat_template or "")
+            check_continues(reader.tokenizer, task.observation_roles(template))
         for split, level in stage.splits():
             problems = task.problems(split, level)
             held = "held-out" if split == "test" else "training"

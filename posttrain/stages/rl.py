@@ -109,6 +109,9 @@ class RLStage(ReferenceStage):
         if self.measure_problems and not (reward.loads() and near):
             needs = "give a reward that loads models, and a beta above 0 or watch_kl"
             yield f"measure_problems compares reward models with the task's score at a KL; {needs}"
+        if self.algorithm.compares_episodes and not self.task.resettable:
+            why = "cannot be reset to the same start, so its episodes cannot be compared with each other"
+            yield f"this task {why}; use ppo, whose baseline is a critic, or reinforce, whose baseline is the batch"
         if self.algorithm.learns_steps and not reward.gives_steps and not reward.rated:
             none = f"learns from the values of steps, and the reward {reward.name!r} gives none"
             yield f"supervision=process {none}; use reward=process, or supervision=outcome"

@@ -6,12 +6,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import isawaitable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from posttrain.errors import GuardStop, UserError
+from posttrain.errors import Checked, GuardStop, NotNegative, UserError, Whole
 from posttrain.rewards.compose import as_score
-from posttrain.types import Message, Problem, Rollout, Score, Segment
+from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
 MAX_FAILURE = 500  # characters of an error in reward code that are kept
 # errors that end the run: a missing option, a judge that prefers a canary
@@ -20,19 +21,74 @@ STOPS = (UserError, GuardStop)
 Given = Sequence[Message] | str | Sequence[int]  # what the policy reads before a turn
 
 
+class EpisodeEnd(Exception):
+    """The policy has brought its episode to an end that has a name: a limit, an illegal move. An episode that does not catch it ends
+    there, and what was sampled is scored by the task, or has `score`; the name is its outcome."""
+
+    def __init__(self, outcome: str, score: Score | None = None) -> None:
+        super().__init__(outcome)
+        self.outcome, self.score = outcome, score
+
+
+class ContextFull(EpisodeEnd):
+    """A later turn would not fit into the positions of the model."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("context full")
+        self.args = (text,)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits(Checked):
+    """Where an episode ends that does not end by itself; 0 is no limit. Turns and tokens are those of one conversation. Each limit is
+    an ending with a name of its own: `turn limit`, `token limit`, `thinking limit`, `time limit`."""
+
+    where: ClassVar[str] = "a limit of an episode: "
+
+    turns: Whole = 0
+    tokens: Whole = 0  # sampled in all turns; the last of them may be cut off
+    thinking: Whole = 0  # of these, in blocks of reasoning
+    seconds: NotNegative = 0.0  # since the episode began; it ends also in the middle of a turn
+
+
 class Generate(Protocol):
     """What a task's `run` is given: one conversation with the policy. Awaiting it samples a turn."""
 
-    async def __call__(self, given: Given | None = None, last: bool = False) -> Segment:
+    @property
+    def template(self) -> str:
+        """The chat template of the policy's tokenizer; "" where it has none."""
+        ...
+
+    async def __call__(
+        self,
+        given: Given | None = None,
+        last: bool = False,
+        *,
+        tools: Sequence[JSON] | None = None,
+        max_new_tokens: int = 0,
+    ) -> Segment:
         """Append what is given, which carries no loss, and return the turn that the policy samples after it.
 
         Messages are rendered with the chat template, after the first turn as the template continues a conversation; text and ids are
-        appended as they are. None is the task's own prompt. `last` says that no turn follows: nothing is kept for one.
+        appended as they are. None is the task's own prompt. `last` says that no turn follows: nothing is kept for one. `tools` are
+        JSON schemas that the template shows with the messages of the first turn. A turn has at most `max_new_tokens`, or as many as
+        the stage's sampling says.
         """
         ...
 
-    def rollout(self, score: Score | None = None, outcome: str = "") -> Rollout:
-        """The conversation so far as a rollout. Without a score the task's `score` or `score_group` gives it one, named `outcome`."""
+    def reward(self, value: float) -> None:
+        """Pay the last turn: credit by turn. Payments of one turn add up; the score of the whole comes on top."""
+        ...
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Count something that happened: its mean over all rollouts is a metric."""
+        ...
+
+    def rollout(
+        self, score: Score | None = None, outcome: str = "", answer: str | None = None
+    ) -> Rollout:
+        """The conversation so far as a rollout. Without a score the task's `score` or `score_group` gives it one, named `outcome`, for
+        the text of all turns or for `answer`."""
         ...
 
     def session(self, role: str) -> Generate:
@@ -59,9 +115,23 @@ class Task(ABC):
     async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
         """One episode; several are run at once. A task of several turns, with tools or with several roles writes its own. What it
         raises is a named failure: not scored and counted. An episode that the policy brought to its end (a limit of turns, a malformed
-        call) is scored, with an outcome that says so."""
+        call) is scored, with an outcome that says so: `EpisodeEnd`."""
         await generate(last=True)
         return generate.rollout()
+
+    def limits(self, problem: Problem) -> Limits:
+        """Where an episode of this problem ends that does not end by itself."""
+        return Limits()
+
+    def observation_roles(self, template: str) -> tuple[str, ...]:
+        """Roles of the messages that `run` gives after the first turn, to a policy with this chat template: one that cannot go on with
+        them is refused before the first stage."""
+        return () if type(self).run is Task.run else ("user",)
+
+    @property
+    def resettable(self) -> bool:
+        """Whether several episodes of a problem begin in the same state. Those of another kind cannot be compared with each other."""
+        return True
 
     @abstractmethod
     def score(self, problem: Problem, response: str) -> Score:

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.errors import UserError, require
 from posttrain.rewards.compose import as_score
 from posttrain.tasks._procedural import Procedural, require_split
-from posttrain.tasks.base import Generate, Task
+from posttrain.tasks.base import Generate, Limits, Task
 from posttrain.types import Message, Problem, Rollout, Score
 
 
@@ -107,6 +107,18 @@ class Mixed(Task):
 
     def ready(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(line for source in self.sources for line in source.task.ready()))
+
+    def limits(self, problem: Problem) -> Limits:
+        source, own = self.source(problem)
+        return source.task.limits(own)
+
+    def observation_roles(self, template: str) -> tuple[str, ...]:
+        roles = (role for s in self.sources for role in s.task.observation_roles(template))
+        return tuple(dict.fromkeys(roles))
+
+    @property
+    def resettable(self) -> bool:
+        return all(source.task.resettable for source in self.sources)
 
     @property
     def isolated(self) -> bool:

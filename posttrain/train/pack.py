@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.stream import permutation
-from posttrain.types import Batch, Example, Group, Rollout
+from posttrain.types import Batch, Example, Group, Rollout, Segment
 
 # the tensors among the fields of a batch, which are cut alike; `sequence_T` is numbered anew
 NAMES = [f.name for f in fields(Batch) if f.name.endswith(("_T", "_N"))]
@@ -60,7 +60,20 @@ def pack_groups(
         rollout_N=torch.arange(len(rollouts), device=device),
         version_T=torch.from_numpy(_joined(versions, np.int32)).to(device),
         vote_N=torch.tensor(votes, device=device) if len(rows) < len(episodes) else None,
+        paid_T=torch.from_numpy(_paid(sized)).to(device)
+        if any(s.reward for s in segments)
+        else None,
     )
+
+
+def _paid(sized: Sequence[tuple[Segment, int]]) -> np.ndarray:
+    """What each turn was paid, at its last token."""
+    paid_T = np.zeros(sum(size for _, size in sized), np.float32)
+    ends = np.cumsum([size for _, size in sized])
+    for (segment, size), end in zip(sized, ends.tolist(), strict=True):
+        if size:
+            paid_T[end - 1] = segment.reward
+    return paid_T
 
 
 def pack_examples(

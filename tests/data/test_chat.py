@@ -58,19 +58,19 @@ def test_a_later_turn_continues_the_ids_that_were_sampled(template: str) -> None
     end = tokenizer.eos_token_id
     prompt, reply = render_prompt(tokenizer, TALK[:2]), "<think>x</think>hello world"
     sampled = [*tokenizer(reply, add_special_tokens=False)["input_ids"], end]
-    text = tokenizer.decode([*prompt, *sampled, *render_turn(tokenizer, TALK[:2], TALK[3:4], end)])
+    text = tokenizer.decode([*prompt, *sampled, *render_turn(tokenizer, TALK[3:4], end)])
     written = (
         f"<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>"
     )
     assert text == f"{written}\n<|im_start|>user\n你好 🙂<|im_end|>\n<|im_start|>assistant\n"
-    cut = render_turn(tokenizer, TALK[:2], TALK[3:4], None)
-    assert cut == (end, *render_turn(tokenizer, TALK[:2], TALK[3:4], end)), "a turn that was cut off is closed"
+    cut = render_turn(tokenizer, TALK[3:4], None)
+    assert cut == (end, *render_turn(tokenizer, TALK[3:4], end)), "a turn that was cut off is closed"
 
 
 def test_a_template_that_hides_the_last_turn_cannot_be_continued() -> None:
     tokenizer = byte_level(CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else '...' }}"))
     with pytest.raises(UserError, match="cannot be continued"):
-        render_turn(tokenizer, TALK[:2], TALK[3:4], None)
+        render_turn(tokenizer, TALK[3:4], None)
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS])
