@@ -25,13 +25,14 @@ HOME = Path(__file__).parent
 KINDS = {
     "algorithm": "algorithms",
     "task": "tasks",
+    "tool": "tasks/tools",
     "recipe": "recipes",
     "reward": "rewards",
     "stage": "stages",
     "command": "cli",
     "reward_source": "stages/reward_sources.py",
 }
-NOT_ENTRIES = ("base", "reward_sources", "train")
+NOT_ENTRIES = ("base", "reward_sources", "toolbox", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
     if KINDS[kind].endswith(".py"):
         module = importlib.import_module(f"posttrain.{KINDS[kind][:-3].replace('/', '.')}")
         return next(c for c in vars(module).values() if name == getattr(c, "name", None))
-    module = importlib.import_module(f"posttrain.{KINDS[kind]}.{name}")
+    module = importlib.import_module(f"posttrain.{KINDS[kind].replace('/', '.')}.{name}")
     if base is None:
         return getattr(module, name)
     classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base)]
@@ -109,6 +110,8 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
 def short_form(kind: str, text: str, base: type) -> dict[str, Any]:
     """What a name stands for as settings: `NAME`, or `NAME:VALUE` of one that says which of its settings the value is
     (reasoning_gym:leg_counting)."""
+    if kind == "tool" and code_place(text) is not None:  # a function, or a class
+        return {"name": "function", "function": text}
     name, colon, value = text.partition(":")
     if not colon or name.endswith(".py") or name not in names(kind):
         return {"name": text}

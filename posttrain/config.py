@@ -28,6 +28,7 @@ from posttrain.stages.base import Stage, check_name, check_names
 from posttrain.stages.reward_sources import RewardSource
 from posttrain.system.machine import check_threads, requested_threads
 from posttrain.tasks.base import Task
+from posttrain.tasks.tools.base import Tool
 from posttrain.trust import EVERYTHING, TRUST_IT, Trust, active, trusting
 from posttrain.types import JSON
 
@@ -35,6 +36,7 @@ from posttrain.types import JSON
 NAMED: dict[type, str] = {
     Algorithm: "algorithm",
     Task: "task",
+    Tool: "tool",
     Stage: "stage",
     RewardSource: "reward_source",
 }

@@ -15,7 +15,16 @@ from weakref import WeakSet
 
 from posttrain import catalogue, config
 from posttrain.algorithms.base import Algorithm
-from posttrain.api.inputs import Files, as_judge, as_model, as_probed, as_rewards, as_task, built
+from posttrain.api.inputs import (
+    Files,
+    as_judge,
+    as_model,
+    as_probed,
+    as_rewards,
+    as_task,
+    built,
+    with_tools,
+)
 from posttrain.api.run import Callback, Model, Run
 from posttrain.commands.probe import Report
 from posttrain.commands.probe import probe as probe_task
@@ -48,6 +57,7 @@ def rl(
     *,
     algorithm: Algorithm | str = "grpo",
     task: Any = None,
+    tools: Any = (),
     weights: Any = None,
     reward_models: Any = (),
     tokenizer: Any = None,
@@ -62,7 +72,8 @@ def rl(
     a dict, which `weights` adds up. `reward_models` are runs or paths whose mean is taken, by `weights` where there is no `reward`.
     Settings are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr, max_new_tokens, held_out, ...;
     `batch` prompts a step), and of the run (seed, device, again, ...). KL is measured from `reference`, the model itself unless another
-    is named; PPO's critic begins as `critic`, a reward model, if given.
+    is named; PPO's critic begins as `critic`, a reward model, if given. `tools` are functions with type hints and a docstring, names of
+    shipped tools or settings, which the policy may call before it answers.
     """
     require((prompts is None) != (task is None), "rl: give either prompts or a task")
     chosen = _algorithm(algorithm)
@@ -70,6 +81,7 @@ def rl(
     file = "" if prompts is None else files.path(prompts, "prompts")
     own = None if task is None else as_task(task)
     scored, source = as_rewards(reward, weights, reward_models, own, file)
+    scored = with_tools(scored, tools, settings) if tools else scored
     if "batch" in settings:  # `prompts` of the stage, a number
         settings["prompts"] = settings.pop("batch")
     settings |= {k: as_model(settings[k]) for k in ("reference", "critic") if settings.get(k)}
@@ -240,6 +252,7 @@ def evaluate(
     reward: Any = None,
     weights: Any = None,
     data: Any = None,
+    tools: Any = (),
     seed: int = 0,
     tokenizer: Any = None,
     **settings: Any,
@@ -261,6 +274,7 @@ def evaluate(
                 reward is None, "evaluate: a task has its own reward; give prompts with this one"
             )
             given = as_task(task)
+        given = with_tools(given, tools, settings) if tools else given
         given_stage = {"name": "eval", "model": "model", "task": given}
         stage = built(EvaluateStage, given_stage, settings, "evaluate")
         with files, worker_pool([stage]) as workers:

@@ -29,6 +29,9 @@ from posttrain.stages.reward_sources import (
 )
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
+from posttrain.tasks.tool_use import ToolUse
+from posttrain.tasks.tools.base import Tool
+from posttrain.tasks.tools.function import give as give_tool
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -159,6 +162,22 @@ def as_task(task: Any) -> Task:
     tree = {"name": task} if isinstance(task, str) else dict(task)
     made: Task = config.from_tree(tree, Task, "task")
     return made
+
+
+def with_tools(task: Task, tools: Any, settings: dict[str, Any]) -> Task:
+    """The task with tools that its policy may call; settings of the task itself are taken out of `settings`."""
+    several = tools if isinstance(tools, list | tuple) else [tools]
+    made = tuple(
+        give_tool(one)
+        if callable(one) or isinstance(one, Tool)
+        else config.from_tree(one, Tool, "tools")
+        for one in several
+    )
+    names: list[str] = [f.name for f in fields(task) if f.init] if is_dataclass(task) else []
+    own = {name: settings.pop(name) for name in names if name in settings}
+    values = {name: getattr(task, name) for name in names}
+    inner = built(type(task), values, own, "task") if own else task
+    return ToolUse(task=inner, tools=made)
 
 
 def as_rewards(

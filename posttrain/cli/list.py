@@ -1,4 +1,4 @@
-"""List what is shipped: recipes, stages, algorithms, tasks, rewards (with a name, its keys), and formats of data, a row of each."""
+"""List what is shipped: recipes, stages, algorithms, tasks, tools, rewards (with a name, its keys), and formats of data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain import catalogue
 from posttrain.cli.base import add_json, print_json, print_lines
 from posttrain.errors import require
 
-KINDS = ("recipes", "stages", "algorithms", "tasks", "rewards", "formats")
+KINDS = ("recipes", "stages", "algorithms", "tasks", "tools", "rewards", "formats")
 
 EXAMPLE = "posttrain list stages sft"
 

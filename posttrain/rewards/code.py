@@ -159,6 +159,48 @@ def grade(
     return Score.failed("infrastructure", outcome="infrastructure")
 
 
+# Runs in the sandbox. An error of a cell is printed, as in a notebook.
+CELLS = """
+import ast, io, sys
+
+space = {"__name__": "__main__"}
+
+def cell(source):
+    printed = sys.stdout = io.StringIO()
+    try:
+        tree = ast.parse(source)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "cell", "exec"), space)
+        value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), space)
+        if value is not None:
+            print(repr(value))
+    except BaseException as error:
+        if isinstance(error, MemoryError):
+            raise
+        print(f"{type(error).__name__}: {error}")
+    return printed.getvalue()
+"""
+
+
+def run_cells(cells: Sequence[str], limits: Limits = DEFAULT, sandbox: str = "auto") -> str:
+    """What the last of these programs prints, with the value of its last expression, after the others ran in the same interpreter.
+    `Ended` where it exceeds a limit or ends the interpreter; our own failures are tried again once and then raised."""
+    mechanism = isolation.choose(sandbox).mechanism
+    if sum(map(len, cells)) > limits.source:
+        raise Ended("source")
+    for attempt in (1, 2):
+        try:
+            with pool.shared().take(mechanism, limits) as session:
+                session.begin("calls", CELLS)
+                _expect(session.receive(), "loaded")
+                printed = [_call(session, "cell", [cell])[1] for cell in cells]
+                return str(printed[-1])
+        except (Infrastructure, OSError):
+            if attempt == 2:
+                raise
+    raise AssertionError
+
+
 def _score(outcomes: Sequence[str], count: int, partial: bool) -> Score:
     passed = sum(outcome == "pass" for outcome in outcomes)
     first_bad = next((outcome for outcome in outcomes if outcome != "pass"), "pass")

@@ -1,0 +1,94 @@
+"""Any single-turn task with tools: the policy calls them as often as it wants to, then answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.errors import Count, NotNegative, Whole, check_fields, require
+from posttrain.tasks.base import Generate, Limits, Task
+from posttrain.tasks.tools._formats import Format, format_of, shows_tools
+from posttrain.tasks.tools.base import Tool
+from posttrain.tasks.tools.toolbox import MAX_OUTPUT, Toolbox
+from posttrain.types import Message, Problem, Rollout, Score
+
+
+@dataclass(frozen=True)
+class ToolUse(Task):
+    """Problems, prompts and scores are those of `task`. What is scored is the final answer: the argument of the tool `answer`, else the
+    first turn without a call. `format` is how calls are written, `auto` as the chat template teaches (tasks/tools/_formats.py)."""
+
+    task: Task
+    tools: tuple[Tool, ...]
+    format: Literal["auto", "hermes", "llama3", "tag", "call"] = "auto"
+    max_turns: Count = 8
+    max_tokens: Whole = 0  # sampled in all turns of an episode; 0: as many as fit
+    max_thinking: Whole = 0  # of these, in blocks of reasoning
+    max_seconds: NotNegative = 0.0  # of an episode; 0: any
+    max_output: Count = MAX_OUTPUT  # characters of a result that the model reads
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tool_use: ")
+        require(bool(self.tools), "tool_use: give at least one tool, such as calculator")
+        own = type(self.task).run is not Task.run
+        require(not own, "tool_use: the task has episodes of its own; give one of a single turn")
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout:
+        form: Format | None = None if self.format == "auto" else self.format
+        box = Toolbox(self.tools, generate, form, self.max_output)
+        reply = await generate(box.prompt(self.task.prompt(problem)), tools=box.schemas)
+        while said := await box.answer(reply.text):
+            reply = await generate(said)
+        return generate.rollout(answer=reply.text if box.final is None else box.final)
+
+    def limits(self, problem: Problem) -> Limits:
+        return Limits(self.max_turns, self.max_tokens, self.max_thinking, self.max_seconds)
+
+    def observation_roles(self, template: str) -> tuple[str, ...]:
+        form = format_of(template) if self.format == "auto" else self.format
+        return ("tool",) if shows_tools(form) else ("user",)
+
+    def ready(self) -> tuple[str, ...]:
+        return (*self.task.ready(), *(line for tool in self.tools for line in tool.ready()))
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return self.task.levels
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        return self.task.problems(split, level)
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        return self.task.prompt(problem)
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return self.task.score(problem, response)
+
+    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
+        return self.task.score_group(problem, responses)
+
+    def final(self, response: str) -> str | None:
+        return self.task.final(response)
+
+    def demonstration(self, problem: Problem) -> str:
+        return self.task.demonstration(problem)
+
+    @property
+    def verifiable(self) -> bool:
+        return self.task.verifiable
+
+    @property
+    def scores(self) -> bool:
+        return self.task.scores
+
+    @property
+    def isolated(self) -> bool:
+        return self.task.isolated
+
+    def isolates(self, problem: Problem) -> bool:
+        return self.task.isolates(problem)
+
+    @property
+    def seconds(self) -> float:
+        return self.task.seconds

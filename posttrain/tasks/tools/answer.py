@@ -1,0 +1,27 @@
+"""The final answer: a call ends the episode, and its argument is what the task scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from posttrain.tasks.tools.base import Tool
+
+
+@dataclass(frozen=True)
+class Answer(Tool):
+    """Without it, the first turn that calls no tool is the answer."""
+
+    ends: ClassVar[bool] = True
+
+    def begin(self) -> Callable[..., Any]:
+        def answer(text: str) -> str:
+            """Give the final answer.
+
+            Args:
+                text: the answer alone
+            """
+            return text
+
+        return answer

@@ -1,0 +1,189 @@
+"""What a policy may call: a Python function with type hints and a docstring, of which the model reads a JSON schema."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+
+from posttrain.errors import UserError, require
+from posttrain.types import JSON
+
+KINDS: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+}
+ACCEPTED: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+ARGUMENT = re.compile(r"\s{2,}(\w+)(?: \([^)]*\))?: (.+)")
+
+
+class ToolError(Exception):
+    """What a tool says to the model in place of a result."""
+
+
+class ToolLost(Exception):
+    """The tool itself is out of order. The model did not cause it, so its episode is not scored, and is counted."""
+
+
+class Malformed(Exception):
+    """A call that cannot be made as it is written."""
+
+
+class Tool(ABC):
+    """A frozen dataclass whose fields are its settings; every episode begins one of its own."""
+
+    ends: ClassVar[bool] = False  # a call ends the episode: what it returns is the answer
+    blocks: ClassVar[bool] = False  # it may take long: it is called in a thread of its own
+
+    @abstractmethod
+    def begin(self) -> Callable[..., Any]:
+        """The function that an episode calls, by its name, with type hints and a docstring. It may remember what it was called with.
+        A `ToolError` is what the model reads instead of a result."""
+
+    @property
+    def seconds(self) -> float:
+        """The time limit of one call."""
+        return 30.0
+
+    def ready(self) -> tuple[str, ...]:
+        """Prepare what calls need, or refuse in words; returns lines to show."""
+        Signature.of(self.begin())
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a model is told about a function, and how its arguments are read."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, JSON]  # JSON schemas
+    required: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Signature:
+        """The signature of a function; one without a docstring, or with a parameter that JSON has no type for, is refused.
+
+        >>> def add(a: int, b: int = 0) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: the first
+        ...     '''
+        >>> Signature.of(add).parameters["a"]
+        {'type': 'integer', 'description': 'the first'}
+        """
+        name = getattr(function, "__name__", type(function).__name__)
+        text = inspect.getdoc(function) or ""
+        where = f"tool {name}"
+        require(bool(text.strip()), f"{where}: the model reads its docstring; give it one")
+        parsed = inspect.signature(function).parameters.values()
+        try:
+            hints = typing.get_type_hints(function)
+        except Exception as error:  # a name that is not defined
+            raise UserError(f"{where}: its type hints cannot be read: {error}") from None
+        described = {m[1]: m[2].strip() for m in map(ARGUMENT.match, text.splitlines()) if m}
+        parameters: dict[str, JSON] = {}
+        for one in parsed:
+            plain = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+            require(
+                plain, f"{where}: *args, **kwargs and positional-only parameters cannot be called"
+            )
+            require(one.name in hints, f"{where}: the parameter {one.name} needs a type hint")
+            schema = _schema(hints[one.name], f"{where}: the parameter {one.name}")
+            more = {"description": described[one.name]} if one.name in described else {}
+            parameters[one.name] = {**schema, **more}
+        required = tuple(one.name for one in parsed if one.default is one.empty)
+        summary = re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):", text)[0].strip()
+        return cls(name, summary, parameters, required)
+
+    @property
+    def schema(self) -> dict[str, JSON]:
+        """As chat templates and OpenAI's interface have it."""
+        properties = dict(self.parameters)
+        whole = {"type": "object", "properties": properties, "required": [*self.required]}
+        about = {"name": self.name, "description": self.description, "parameters": whole}
+        return {"type": "function", "function": about}
+
+    def __str__(self) -> str:
+        """As a line of Python.
+
+        >>> print(Signature("add", "Add.", {"a": {"type": "integer"}}, ("a",)))
+        add(a: integer): Add.
+        """
+        kinds = (f"{name}: {one.get('type', 'any')}" for name, one in self.parameters.items())
+        return f"{self.name}({', '.join(kinds)}): {' '.join(self.description.split())}"
+
+    def bind(self, given: Mapping[str, JSON] | str) -> dict[str, JSON]:
+        """The arguments of a call; text is that of the first parameter. `Malformed` where they do not fit."""
+        if isinstance(given, str):
+            if len(self.required) > 1 or not self.parameters:
+                raise Malformed(f"{self.name} takes {', '.join(self.parameters) or 'nothing'}")
+            first = (*self.required, *self.parameters)[0]
+            given = {first: _read(given, self.parameters[first])}
+        unknown = [name for name in given if name not in self.parameters]
+        missing = [name for name in self.required if name not in given]
+        for problem, names in (("has no argument", unknown), ("needs the argument", missing)):
+            if names:
+                raise Malformed(f"{self.name} {problem} {', '.join(map(str, names))[:80]}")
+        for name, value in given.items():
+            if problem := _unlike(value, self.parameters[name]):
+                raise Malformed(f"{name} of {self.name} must be {problem}")
+        return dict(given)
+
+
+def _schema(hint: Any, where: str) -> dict[str, JSON]:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return (
+            {"type": "string", "enum": [*inner]}
+            if all(isinstance(i, str) for i in inner)
+            else {"enum": [*inner]}
+        )
+    if origin in (Union, UnionType):
+        some = [i for i in inner if i is not NoneType]
+        require(len(some) == 1, f"{where} has several types; give one")
+        return _schema(some[0], where)
+    kind = KINDS.get(origin or hint)
+    known = "str, int, float, bool, list, dict and Literal can be called with JSON"
+    if kind is None:
+        raise UserError(f"{where} is {getattr(hint, '__name__', hint)}; {known}")
+    items = [i for i in inner if i is not ...] if kind == "array" else []
+    return {"type": kind, **({"items": _schema(items[0], where)} if items else {})}
+
+
+def _read(text: str, schema: JSON) -> JSON:
+    """A value that is written as plain text."""
+    kind = schema.get("type")
+    try:
+        return int(text) if kind == "integer" else float(text) if kind == "number" else text
+    except ValueError:
+        return text
+
+
+def _unlike(value: JSON, schema: JSON) -> str:
+    """What a value must be, where it is something else."""
+    if "enum" in schema:
+        return "" if value in schema["enum"] else f"one of {', '.join(map(str, schema['enum']))}"
+    kind = schema["type"]
+    fine = isinstance(value, ACCEPTED[kind]) and (kind == "boolean" or not isinstance(value, bool))
+    if fine and kind == "array" and "items" in schema:
+        return next((f"an array of {p}" for v in value if (p := _unlike(v, schema["items"]))), "")
+    return "" if fine else f"{'an' if kind[0] in 'aio' else 'a'} {kind}"

@@ -1,0 +1,70 @@
+"""A function of yours: FILE.py:NAME, with type hints and a docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from posttrain import catalogue
+from posttrain.errors import Positive, check_fields, require
+from posttrain.tasks.tools.base import Signature, Tool
+from posttrain.trust import code_place
+
+PREFIX = "python:"
+_given: dict[str, Any] = {}  # those of this process, by the name that a setting calls them
+
+
+@dataclass(frozen=True)
+class Function(Tool):
+    """`function` names it, or a `Tool` of yours, which may remember what it was called with in an episode. A plain function is called
+    in a thread of its own, so several calls of it may run at once; a coroutine in the event loop."""
+
+    shorthand: ClassVar[str] = "function"
+    blocks: ClassVar[bool] = True
+
+    function: str
+    limit: Positive = 30.0  # seconds of one call
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        made = self.made
+        if not isinstance(made, Tool):
+            Signature.of(made)
+
+    @property
+    def made(self) -> Any:
+        """The function, or the tool."""
+        if self.function.startswith(PREFIX):
+            elsewhere = f"the tool {self.function.removeprefix(PREFIX)} is a function of another Python process"
+            hint = "put it into a file and name it FILE.py:NAME"
+            require(self.function in _given, f"{elsewhere}, and no directory holds it; {hint}")
+            return _given[self.function]
+        named = code_place(self.function) is not None
+        require(named, f"a tool of yours is FILE.py:NAME, not {self.function!r}")
+        found = catalogue.load("tool", self.function)
+        if isinstance(found, type) and issubclass(found, Tool):
+            return found()
+        require(callable(found), f"tool {self.function}: it is no function")
+        return found
+
+    @property
+    def seconds(self) -> float:
+        return self.limit
+
+    def begin(self) -> Callable[..., Any]:
+        made = self.made
+        begun: Callable[..., Any] = made.begin() if isinstance(made, Tool) else made
+        return begun
+
+
+def give(function: Any) -> Function:
+    """A function, or a tool, of this process as a setting."""
+    require(
+        callable(function) or isinstance(function, Tool), f"a tool is a function, not {function!r}"
+    )
+    place = getattr(function, "__qualname__", type(function).__qualname__)
+    module = getattr(function, "__module__", "")
+    name = f"{PREFIX}{module}.{place}"
+    _given[name] = function
+    return Function(name)

@@ -1,0 +1,60 @@
+"""A Python interpreter in the sandbox of the code reward, whose state is kept between the calls of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from posttrain.errors import Range, check_fields
+from posttrain.rewards.code import blocks, run_cells
+from posttrain.rewards.sandbox import isolation
+from posttrain.rewards.sandbox.limits import Limits
+from posttrain.rewards.sandbox.mechanisms import Infrastructure
+from posttrain.rewards.sandbox.session import Ended
+from posttrain.tasks.tools.base import Tool, ToolError, ToolLost
+
+
+@dataclass(frozen=True)
+class Python(Tool):
+    """An interpreter lives for one call: the earlier cells of the episode are run again before the new one, within `wall` seconds
+    altogether. So nothing is kept alive between turns; what is random or takes its time is so again. A cell that exceeded a limit is
+    left out of what is run again."""
+
+    blocks: ClassVar[bool] = True
+
+    sandbox: str = "auto"  # as in the code reward
+    wall: Annotated[float, Range(gt=0, le=600)] = 5.0  # seconds
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def seconds(self) -> float:
+        return self.wall + 60.0  # an interpreter may have to be started first
+
+    def ready(self) -> tuple[str, ...]:
+        isolation.choose(self.sandbox)
+        return super().ready()
+
+    def begin(self) -> Callable[..., Any]:
+        cells: list[str] = []
+
+        def python(code: str) -> str:
+            """Run Python. Variables are kept. The result is what is printed, and the value of the last line.
+
+            Args:
+                code: the program
+            """
+            fenced = [body for _, body in blocks(code)]
+            cell = fenced[-1] if fenced else code
+            try:
+                printed = run_cells([*cells, cell], Limits(wall=self.wall), self.sandbox)
+            except Ended as ended:
+                raise ToolError(f"the program was ended: {ended.outcome}") from None
+            except (Infrastructure, OSError) as error:
+                raise ToolLost(f"the sandbox failed: {error}") from error
+            cells.append(cell)
+            return printed or "(nothing was printed)"
+
+        return python

@@ -1,0 +1,154 @@
+"""The tools of one episode: reads the calls of a turn, makes them, and says what came back. Nothing that a model writes, and nothing
+that a tool does, ends the episode: it is an observation, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from inspect import isawaitable
+from typing import Any
+
+from posttrain.errors import require
+from posttrain.tasks.base import STOPS, Generate
+from posttrain.tasks.tools._formats import (
+    Call,
+    Format,
+    calls,
+    explained,
+    format_of,
+    observation,
+    shows_tools,
+)
+from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolLost
+from posttrain.types import JSON, Message
+
+MAX_OUTPUT = 2000  # characters of a result that the model reads
+MAX_CALLS = 16  # of one turn
+
+
+class Toolbox:
+    """Tools of one episode, called as the chat template of its policy teaches, or as `form` says.
+
+    counts  tool/calls, and of these tool/malformed, tool/unknown, tool/error, tool/timeout, tool/cut (longer than `max_output`)
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        generate: Generate,
+        form: Format | None = None,
+        max_output: int = MAX_OUTPUT,
+    ):
+        self.generate, self.max_output = generate, max_output
+        self.form: Format = form or format_of(generate.template)
+        self.functions = {f.__name__: (tool, f) for tool in tools for f in (tool.begin(),)}
+        require(len(self.functions) == len(tools), "tools need different names")
+        self.signatures = {name: Signature.of(f) for name, (_, f) in self.functions.items()}
+        self.final: str | None = None  # what was given as the final answer
+
+    @property
+    def schemas(self) -> list[JSON] | None:
+        """What the chat template shows; None where it is not asked to."""
+        every = [one.schema for one in self.signatures.values()]
+        return every if shows_tools(self.form) else None
+
+    def prompt(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, with what the model must know to call the tools where its template does not say so."""
+        return explained(self.form, messages, list(self.signatures.values()))
+
+    async def answer(self, text: str) -> list[Message]:
+        """What the tools say to a turn, in the order of its calls; nothing where it has none or gives the final answer."""
+        found = calls(self.form, text, self.functions)
+        said = [await self.call(call) for call in found[:MAX_CALLS]]
+        if self.final is not None:
+            return []
+        if len(found) > MAX_CALLS:
+            said[-1] += f"\n(the other {len(found) - MAX_CALLS} calls of this turn were not made)"
+        return [observation(self.form, one) for one in said]
+
+    async def call(self, call: Call) -> str:
+        """What a call returns, in at most `max_output` characters."""
+        self.generate.count("tool/calls")
+        try:
+            if call.problem:
+                raise Malformed(call.problem)
+            if call.name not in self.functions:
+                self.generate.count("tool/unknown")
+                known = ", ".join(self.functions)
+                return f"error: there is no tool {call.name[:40]}; there are {known}"
+            tool, function = self.functions[call.name]
+            arguments = self.signatures[call.name].bind(call.arguments)
+        except Malformed as problem:
+            self.generate.count("tool/malformed")
+            return f"error: {problem}"
+        text = await self.result(tool, function, arguments)
+        if tool.ends:
+            self.final = text
+        if len(text) <= self.max_output:
+            return text
+        self.generate.count("tool/cut")
+        left = len(text) - self.max_output
+        return f"{text[: self.max_output]}\n... ({left:,} more characters were left out)"
+
+    async def result(self, tool: Tool, function: Callable[..., Any], arguments: JSON) -> str:
+        try:
+            async with asyncio.timeout(tool.seconds) as limit:
+                call = _in_thread if tool.blocks else _here
+                found = call(function, arguments)
+                return _as_text(await found if isawaitable(found) else found)
+        except (*STOPS, ToolLost):
+            raise
+        except ToolError as error:
+            self.generate.count("tool/error")
+            return f"error: {error}"
+        except TimeoutError as error:
+            kind = "timeout" if limit.expired() else "error"
+            self.generate.count(f"tool/{kind}")
+            return (
+                f"error: no result within {tool.seconds:g} s" if limit.expired() else _named(error)
+            )
+        except Exception as error:  # a tool is not ours
+            self.generate.count("tool/error")
+            return _named(error)
+
+
+def _named(error: Exception) -> str:
+    with suppress(Exception):  # its text is the user's code too
+        return f"error: {type(error).__name__}: {error}"
+    return f"error: {type(error).__name__}"
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _here(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    return function(**arguments)
+
+
+async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a function returns that is called in a thread, which ends with the process: one that never returns keeps nobody waiting."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(found: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(found) if error is None else done.set_exception(error)
+
+    def work() -> None:
+        found, error = None, None
+        try:
+            found = context.run(function, **arguments)
+        except BaseException as raised:  # of a thread nobody would see it
+            error = raised if isinstance(raised, Exception) else ToolError(type(raised).__name__)
+        with suppress(RuntimeError):  # the step is over
+            loop.call_soon_threadsafe(deliver, found, error)
+
+    threading.Thread(target=work, daemon=True, name="tool").start()
+    found = await done
+    return await found if isawaitable(found) else found
