@@ -1,5 +1,5 @@
-"""Writes the generated pages: algorithms.md from the classes, advise.md from posttrain/commands/advise.py, data-formats.md from
-posttrain/data/formats.py, laws.md from the tests.
+"""Writes the generated pages: algorithms.md from the classes, advise.md from commands/advise.py, trl.md from errors.py,
+data-formats.md from posttrain/data/formats.py, laws.md from the tests.
 
 python docs/make_tables.py            # writes all of them; tests/test_tables.py fails where a committed page is another one
 """
@@ -20,7 +20,7 @@ from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.commands import advise
 from posttrain.data.formats import DEMONSTRATIONS, PREFERENCES
-from posttrain.errors import UserError
+from posttrain.errors import ELSEWHERE, UserError, called_here
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -237,6 +237,43 @@ def advice_rows(goal: str) -> list[list[str]]:
     return rows
 
 
+# --- trl.md ----------------------------------------------------------------------------------------------------------------------
+
+TRAINERS = {
+    "SFTTrainer": "pt.sft(model=..., data=...)",
+    "RewardTrainer": "pt.reward_model(model=..., data=...)",
+    "DPOTrainer": "pt.dpo(model=..., data=...)",
+    "KTOTrainer": 'pt.preference(algorithm="kto", model=..., data=...).train()',
+    "ORPOTrainer": 'pt.preference(algorithm="orpo", model=..., data=...).train()',
+    "GRPOTrainer": "pt.grpo(model=..., prompts=..., reward=...)",
+    "RLOOTrainer": 'pt.rl(algorithm="rloo", model=..., prompts=..., reward=...).train()',
+    "PPOTrainer": "pt.ppo(model=..., prompts=..., reward=...)",
+    "OnlineDPOTrainer": 'pt.rl(algorithm="online_dpo", model=..., prompts=..., reward=...).train()',
+}
+
+
+def trl_page() -> str:
+    lines = [
+        GENERATED,
+        "# Coming from TRL",
+        "",
+        "A trainer with its config is one call, or one stage of a recipe ([python.md](python.md)). Data in TRL's formats is read",
+        "as it is ([data-formats.md](data-formats.md)), and a reward function of lists works unchanged.",
+        "",
+    ]
+    lines += table(["TRL", "here"], [[f"`{trainer}`", f"`{call}`"] for trainer, call in TRAINERS.items()])
+    lines += ["", "What the arguments are called. One of TRL's names as a key is refused, with the same words.", ""]
+    rows = [[f"`{name}`", called.removeprefix(f"{name} is ").removeprefix("called ").removesuffix(" here")]
+            for name in ELSEWHERE if (called := called_here(name))]  # fmt: skip
+    lines += table(["TRL", "here"], rows)
+    lines += [
+        "",
+        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults are not TRL's: `posttrain list stages rl` and",
+        "`posttrain list algorithms grpo` have every key with its default and meaning.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 # --- laws.md ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +440,7 @@ def main() -> None:
         "algorithms": algorithms_page(),
         "advise": advise_page(),
         "data-formats": formats_page(),
+        "trl": trl_page(),
         "laws": laws_page(collected()),
     }
     for name, text in pages.items():

@@ -80,7 +80,7 @@ ELSEWHERE = {
     "adam_epsilon": "optimizer.epsilon",
     "max_grad_norm": "clip_norm",
     "max_steps": "steps",
-    "num_train_epochs": "steps here, which are optimizer steps",
+    "num_train_epochs": "epochs here, in stages that learn from files; rl counts optimizer steps",
     "batch_size": BATCH,
     "train_batch_size": BATCH,
     "per_device_train_batch_size": BATCH,

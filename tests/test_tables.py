@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +12,9 @@ import pytest
 from material_for_tests import algorithm_class
 from scripts_for_tests import load_script
 
-from posttrain import catalogue, cli
+import posttrain
+from posttrain import catalogue, cli, config, errors
+from posttrain.commands import keys
 from posttrain.errors import UserError
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -39,6 +43,23 @@ STALE = "docs/{}.md is out of date: run python docs/make_tables.py"
 
 def test_the_algorithms_page_is_generated(make: ModuleType) -> None:
     assert committed("algorithms") == make.algorithms_page(), STALE.format("algorithms")
+
+
+def test_the_page_for_users_of_trl_is_generated_and_names_what_exists(make: ModuleType) -> None:
+    assert committed("trl") == make.trl_page(), STALE.format("trl")
+    known = {"tokenizer", "weights", "reward"}  # arguments of pt.rl
+    for kind in ("stage", "algorithm"):
+        for name in catalogue.names(kind):
+            for key in keys.keys_of(kind, name):
+                known |= {key.name, *(f"{key.name}.{inner.name}" for inner in key.keys), *(inner.name for inner in key.keys)}
+    known |= {field.name for field in dataclasses.fields(config.Settings)}
+    for name, new in errors.ELSEWHERE.items():
+        first = re.match(r"[\w.]+", new)
+        assert new.startswith("left out") or (first and first[0] in known), f"{name}: {new}"
+    for call in make.TRAINERS.values():
+        function = re.match(r"pt\.(\w+)", call)
+        assert function and hasattr(posttrain, function[1]), call
+        assert all(name in catalogue.names("algorithm") for name in re.findall(r'algorithm="(\w+)"', call))
 
 
 def test_the_advise_page_is_generated(make: ModuleType) -> None:

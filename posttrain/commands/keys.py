@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import operator
 import re
 import textwrap
 import tokenize
@@ -26,6 +27,7 @@ from posttrain.trust import code_place
 CHOSEN = {"Algorithm": "algorithms", "Task": "tasks", "RewardSource": "rewards"}
 TEXTS = ("prompt", "response", "answer")  # what a reward is called with, not options of it
 WIDTH = 120
+OPERATORS = {ast.Mult: operator.mul, ast.LShift: operator.lshift, ast.FloorDiv: operator.floordiv}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,19 @@ class Source:
             return found[0].keys(ast.unparse(found[1].func))[field].default
         return default
 
+    def whole(self, node: ast.expr | ast.ClassDef) -> int | None:
+        """The number that is written as 512 * MEGABYTE or 1 << 20; None where it is something else."""
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, int) else None
+        if isinstance(node, ast.Name):
+            found = self.find(node.id)
+            return None if found is None else found[0].whole(found[1])
+        how = OPERATORS.get(type(node.op)) if isinstance(node, ast.BinOp) else None
+        if not isinstance(node, ast.BinOp) or how is None:
+            return None
+        left, right = self.whole(node.left), self.whole(node.right)
+        return None if left is None or right is None else int(how(left, right))
+
     def key(self, name: str, kind: ast.expr, value: ast.expr | None, meaning: str) -> Key:
         group, default = "", "" if value is None else ast.unparse(value)
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
@@ -152,7 +167,8 @@ class Source:
             value = factory.body if isinstance(factory, ast.Lambda) else factory
             default = "" if value is None else ast.unparse(value)
             default = {"dict": "{}", "list": "[]"}.get(default, default)
-        default = self.constant(default)
+        whole = self.whole(value) if isinstance(value, ast.BinOp) else None
+        default = self.constant(default) if whole is None else str(whole)
         for word in re.findall(r"[A-Z]\w+", ast.unparse(kind)):
             found = None if hasattr(errors, word) else self.find(word)
             if word in CHOSEN or (found and isinstance(found[1], ast.ClassDef)):

@@ -57,6 +57,8 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     require(not (dry and away), f"{absent}; leave --dry out")
     if not away:
         check_device(device)
+    if not (settings.again or settings.only):
+        RunWriter.check_place(Path(settings.out or "runs/new"))
     names = " -> ".join(stage.name for stage in stages)
     lines = [f"recipe {settings.name}, seed {settings.seed}: {names}"]
     lines += [f"priced for {device}, which this machine does not have"] if away else []

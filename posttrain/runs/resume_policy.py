@@ -82,8 +82,8 @@ def _not_extended(stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON]
 
     >>> _not_extended("rl", 9, 20, {"rl.optimizer.schedule": "constant"})
     ''
-    >>> print(_not_extended("rl", 9, 20, {"rl.optimizer.schedule": "cosine"}))
-    optimizer.schedule=cosine ends at the last step, so that a longer run has another learning rate from the start
+    >>> _not_extended("rl", 9, 20, {"rl.optimizer.schedule": "cosine"}).partition(",")[0]
+    'optimizer.schedule=cosine ends at the last step'
     """
     if now < was:
         return "a stage that has begun can be made longer, not shorter"
@@ -95,7 +95,8 @@ def _not_extended(stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON]
     schedules = {key: v for key, v in inside.items() if key.endswith("optimizer.schedule")}
     falling = [f"{key}={value}" for key, value in schedules.items() if value != "constant"]
     if falling:
-        return f"{falling[0]} ends at the last step, so that a longer run has another learning rate from the start"
+        other = f"{falling[0]} ends at the last step, so that a longer run has another learning rate from the start"
+        return f"{other}; a stage that is to be extended begins with schedule=constant"
     return "" if schedules else "it is no stage that trains"
 
 

@@ -84,6 +84,20 @@ class RunWriter:
             _refuse_used(Path(directory))
         return cls(directory, config)
 
+    @staticmethod
+    def check_place(directory: Path) -> None:
+        """Refuse, without writing, a directory that `create` would refuse, as far as that can be seen."""
+        with _explained(directory):
+            _refuse_used(directory)
+            there = next(
+                path for path in (directory, *directory.absolute().parents) if path.exists()
+            )
+            code = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+            if not there.is_dir():
+                code = errno.EEXIST if there == directory else errno.ENOTDIR
+            if code:
+                raise OSError(code, os.strerror(code))
+
     @classmethod
     def resume(cls, directory: Path) -> RunWriter:
         """Open a run that exists, as its next attempt."""

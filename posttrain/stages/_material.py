@@ -177,6 +177,18 @@ def numbered_prompts(units: Sequence[Unit]) -> list[int]:
     return [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
 
 
+def measured_units(
+    context: Context, stage: str, held_out: Sequence[Unit], count: int
+) -> list[Unit]:
+    """All that is held out, or where that is more a sample of `count`, announced, and the same each time: files are often sorted."""
+    if len(held_out) <= count:
+        return list(held_out)
+    drawn = f"measured on {count:,} of the {len(held_out):,} held out, drawn by the seed"
+    context.announce(stage, [f"{drawn} (evaluate_units)"])
+    chosen = permutation(len(held_out), "measured", context.seed)[:count]
+    return [held_out[n] for n in sorted(chosen.tolist())]
+
+
 def split_by_prompt(
     units: Sequence[Unit], share: float, seed: int
 ) -> tuple[list[Unit], list[Unit]]:

@@ -157,8 +157,8 @@ def sft_plan(
 def how_long(stage: DataStage, size: int = 0) -> str:
     """The length of a stage in words, over `size` examples where they are known."""
     if stage.steps is None:
-        return f"{stage.epochs:g} epochs"
-    steps = f"{stage.steps} steps"
+        return f"{stage.epochs:g} epoch{'s' * (stage.epochs != 1)}"
+    steps = f"{stage.steps} step{'s' * (stage.steps != 1)}"
     return f"{steps} = {stage.steps * stage.batch / size:.1f} passes over" if size else steps
 
 
@@ -212,7 +212,7 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
         f"then {updates} optimizer update(s) of {samples // reuse.mini_batches} responses each; at full length "
         f"{-(-samples * longest // budget)} micro-batch(es) of up to {budget} tokens (this changes memory, never the gradient)",
-        f"{stage.steps} steps = {stage.steps * samples:,} responses and {stage.steps * updates:,} updates",
+        f"{stage.steps} step{'s' * (stage.steps != 1)} = {stage.steps * samples:,} responses and {stage.steps * updates:,} updates",
         f"levels {', '.join(map(str, stage.task.levels))}; held-out accuracy on {stage.evaluate_problems} problems every "
         f"{stage.evaluate_every} steps",
         memory(stage).line(),

@@ -14,6 +14,7 @@ from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge
 from posttrain.stages._held_out import Judge, by_count
+from posttrain.stages._material import measured_units
 from posttrain.stages.base import Context
 from posttrain.stages.train import ReferenceStage, UnitStage, trained
 from posttrain.train.optimizer import Optimization
@@ -38,7 +39,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
         default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
     )
     held_out_data: tuple[str, ...] = ()
-    evaluate_units: Count = 500  # of what is held out
+    evaluate_units: Count = 500  # of what is held out, drawn by the seed where there is more
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
@@ -75,7 +76,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
         else:
             places = (self.data, self.held_out_data)
             train, held_out = (self.read(context, tokenizer, paths) for paths in places)
-        return train, held_out[: self.evaluate_units]
+        return train, held_out
 
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         """(to train on, held out)."""
@@ -83,6 +84,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
         labels = self.algorithm.learns_from == "labels"
         what = "labelled responses" if labels else "pairs"
         said = f"{len(train):,} {what} to train on, {len(held_out):,} held out"
+        held_out = measured_units(context, self.name, held_out, self.evaluate_units)
         if not labels:
             context.announce(self.name, [said])
             return train, held_out

@@ -7,13 +7,16 @@ your own is named as `file.py:MyReward`. Whatever the source, the task's own sco
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import Timer
 from typing import Annotated, Any, ClassVar, Literal
 
 from torch import nn
 
 from posttrain.errors import Checked, NotNegative, Positive, Range, require
+from posttrain.events import Events
 from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating, Scorer
@@ -31,6 +34,7 @@ from posttrain.trust import code_place
 from posttrain.types import JSON, Rating, Rollout, Score
 
 Device = Literal["same", "cpu"]
+SLOW = 30.0  # seconds of one call of a function before a warning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,18 +130,32 @@ class FunctionReward(RewardSource):
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         found = own_function(self.reward, self.options)
         assert found is not None
-        return FunctionRating(found)
+        return FunctionRating(found, context.events)
+
+
+@contextmanager
+def _cancelling(timer: Timer) -> Iterator[None]:
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass(frozen=True)
 class FunctionRating:
-    """The rating of a function."""
+    """The rating of a function. Nothing ends a call in this process: one that takes long is named in a warning while it goes on."""
 
     function: Mix
+    events: Events
     models: tuple[nn.Module, ...] = ()
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        with no_running_loop():
+        labels = ", ".join(function.label for function in self.function.functions)
+        text = f"the reward {labels} has not returned for {len(rollouts)} responses after {SLOW:g} s; nothing ends it in this process"
+        timer = Timer(SLOW, self.events.emit, ("slow_reward", text, "warning"))
+        with no_running_loop(), _cancelling(timer):
             given = [r.problem for r in rollouts], [r.judged for r in rollouts]
             found: list[Score] = finished(self.function.scores(*given))
         return found

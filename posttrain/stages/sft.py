@@ -16,7 +16,15 @@ from posttrain.runs.console import duration
 from posttrain.runs.read import Run
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._held_out import Judge
-from posttrain.stages._material import Data, Material, check_lengths, files_of, gather, placed
+from posttrain.stages._material import (
+    Data,
+    Material,
+    check_lengths,
+    files_of,
+    gather,
+    measured_units,
+    placed,
+)
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage
 from posttrain.stages.train import DataStage, trained
@@ -35,7 +43,9 @@ class SFTStage(DataStage):
 
     data: tuple[Data, ...] = ()
     max_length: int = 1024
-    evaluate_units: Count = 500  # of the examples that are held out
+    evaluate_units: Count = (
+        500  # of the examples that are held out, drawn by the seed where there are more
+    )
     algorithm: Algorithm = field(default_factory=SFT)
     as_long_as: str = ""
 
@@ -84,9 +94,10 @@ class SFTStage(DataStage):
         for report in material.reports:
             context.announce(self.name, report.lines())
         stage, held_out = self.begin(context, material.size), material.held_out
+        measured = measured_units(context, self.name, held_out, self.evaluate_units)
         roles = self.make_roles(context, policy)
         trainer = self.make_trainer(context, policy, roles)
-        judge = Judge(trainer, held_out[: self.evaluate_units])
+        judge = Judge(trainer, measured)
         loop = stage.train(
             context,
             trainer,

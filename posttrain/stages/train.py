@@ -268,7 +268,10 @@ class DataStage(TrainStage):
         stage = self.counted(size)
         if stage is not self:
             passes = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {size:,} examples"
-            context.announce(self.name, [f"{passes} = {stage.steps} steps of {stage.batch}"])
+            context.announce(
+                self.name,
+                [f"{passes} = {stage.steps} step{'s' * (stage.steps != 1)} of {stage.batch}"],
+            )
             context.announce(self.name, stage.warnings(), "warning")
         return stage
 

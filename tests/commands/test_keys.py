@@ -36,6 +36,16 @@ def test_the_keys_are_the_fields_of_the_class(kind: str) -> None:
         assert {key.name for key in keys_of(kind, name)} == {f.name for f in fields if f.init}, name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_side_by_side_have_meanings_of_their_own_and_plain_defaults(kind: str) -> None:
+    for name in catalogue.names(kind):
+        own = keys_of(kind, name)
+        for group in [own, *(key.keys for key in all_of(own) if key.keys)]:
+            said = [key.meaning for key in group]
+            assert [key.name for key in group if said.count(key.meaning) > 1] == [], f"{kind} {name}"
+            assert [key.default for key in group if " * " in key.default or "<<" in key.default] == []
+
+
 def test_one_stage_is_listed_with_the_keys_of_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "stages", "sft"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -184,3 +184,22 @@ def test_the_benchmark_reads_what_the_command_prints(monkeypatch: pytest.MonkeyP
 
 
 SAID = "the whole run: about {}, at most 3m00s where every response reaches its limit, by a dry run on this machine"
+
+
+def test_a_directory_that_a_run_could_not_have_is_refused_by_plan_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "config.yaml").write_text("stages: []")
+    for out, said in (
+        ("file/run", "cannot write the run directory"),
+        ("file", "cannot write the run directory"),
+        ("used", "already holds a run"),
+    ):
+        told = []
+        for command in ("plan", "run"):
+            assert cli.main([command, "quickstart", f"out={tmp_path / out}"]) == 2
+            told.append(capsys.readouterr().err)
+        assert told[0] == told[1] and said in told[0] and told[0].count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "used"}

@@ -15,7 +15,9 @@ from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.tiny import MAX_POSITIONS
 from posttrain.runs.read import Run
-from posttrain.stages._material import Data, split_sources
+from posttrain.runs.write import RunWriter
+from posttrain.stages._material import Data, measured_units, split_sources
+from posttrain.stages.base import Context
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.sft import SFTStage
@@ -167,3 +169,23 @@ def test_a_prompt_of_two_files_is_held_out_of_both(seed: int) -> None:
 def test_every_file_keeps_a_prompt_to_train_on(seed: int) -> None:
     train, held_out = split_sources(sources(range(1), range(1, 3), range(3, 9)), 0.8, seed)
     assert all(train) and sum(map(len, train)) + len(held_out) == 9
+
+
+@pytest.mark.parametrize("kind", ["sft", "preference"])
+def test_more_held_out_than_is_measured_is_sampled_and_said(kind: str, tmp_path: Path, capsys: Any) -> None:
+    found = go(
+        tmp_path, tree(kind, write(tmp_path, 40), epochs=0.1, batch=32, held_out=0.5, evaluate_units=4, evaluate_every=0)
+    )
+    said = capsys.readouterr().out
+    assert found["held_out"] == 4 and "measured on 4 of the 20 held out, drawn by the seed (evaluate_units)" in said
+    assert "= 1 step of " in said
+
+
+def test_the_sample_of_what_is_held_out_is_not_its_beginning(tmp_path: Path) -> None:
+    units = [(Example(np.array([n, n]), np.array([False, True])),) for n in range(1000)]
+    with RunWriter(tmp_path) as writer:
+        drawn = [measured_units(Context(writer, seed, say=False), "one", units, 100) for seed in (0, 0, 1)]
+        assert measured_units(Context(writer, 0, say=False), "one", units, 1000) == units
+    places = [[int(unit[0].ids[0]) for unit in part] for part in drawn]
+    assert places[0] == places[1] != places[2] and places[0] == sorted(places[0])
+    assert 300 < sum(places[0]) / 100 < 700 and len(set(places[0])) == 100

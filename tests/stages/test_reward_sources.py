@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 
 from posttrain import catalogue, config
 from posttrain.errors import RENAMED, UserError
+from posttrain.events import Event, Events
+from posttrain.rewards._functions import Function, Mix
 from posttrain.runs.read import Run
+from posttrain.stages import reward_sources
 from posttrain.stages.reward_sources import (
     FunctionReward,
     ImplicitReward,
@@ -163,6 +167,30 @@ def test_models_are_known_before_they_are_loaded() -> None:
     assert mix.reads_ids() == ("a", "b", "c"), "a judge reads text"
     assert mix.on_device() == ("b", "c", "d"), "a rests on the CPU"
     assert mix.offloaded() is None and RewardModels(models=("a",)).offloaded() == RewardModels(models=("a",), device="cpu")
+
+
+def test_a_function_that_takes_long_is_named_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted: list[Event] = []
+    events = Events()
+    events.subscribe(emitted.append)
+    events.show = lambda event: None
+
+    def sluggish(prompt: str, response: str) -> float:
+        if response == "slow":
+            deadline = time.monotonic() + 20
+            while not emitted and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return 1.0
+
+    rating = reward_sources.FunctionRating(Mix((Function.of(sluggish, "sluggish"),), (1.0,)), events)
+    for response, limit, warned in (("quick", 20.0, 0), ("slow", 0.05, 1)):
+        monkeypatch.setattr(reward_sources, "SLOW", limit)
+        rollout = Rollout(Problem("p", "q", "a"), 0, (Segment(np.array([1]), response, True),), Score(0.0))
+        assert [score.value for score in rating.rate([rollout])] == [1.0]
+        assert len(emitted) == warned
+    assert (
+        emitted[0].level == "warning" and "the reward sluggish has not returned for 1 responses after 0.05 s" in emitted[0].text
+    )
 
 
 MOVED = [key.removeprefix("rl.") for key, new in RENAMED.items() if key.startswith("rl.") and new.startswith("reward")]
