@@ -47,7 +47,10 @@ def __getattr__(name: str) -> Any:
 
         plain = {entry.replace("_", ""): entry for entry in catalogue.names("algorithm")}
         if name.lower() not in plain:
-            raise AttributeError(f"posttrain has no {name}; algorithms are in `posttrain list`")
+            trl = name.endswith(("Trainer", "Config"))
+            hint = "a trainer with its config is one call, such as pt.grpo(...): docs/trl.md"
+            hint = hint if trl else "algorithms are in `posttrain list`"
+            raise AttributeError(f"posttrain has no {name}; {hint}")
         found = getattr(import_module(f"posttrain.algorithms.{plain[name.lower()]}"), name)
     else:
         raise AttributeError(f"posttrain has no {name}")

@@ -125,6 +125,18 @@ ELSEWHERE = {
     "report_to": "trackers",
     "bf16": "left out here: weights are bfloat16 on a GPU and float32 on a CPU",
     "fp16": "left out here: weights are bfloat16 on a GPU and float32 on a CPU",
+    "loss_type": "algorithm here, such as dr_grpo, dapo, ipo or simpo",
+    "load_best_model_at_end": "keep=best here",
+    "logging_steps": "left out here: every step is logged",
+    "eval_strategy": "left out here: evaluate_every alone decides",
+    "save_strategy": "left out here: checkpoint_every alone decides",
+    "packing": "left out here: sequences are always packed, and none sees another",
+    "completion_only_loss": "left out here: only what the assistant says carries loss",
+    "assistant_only_loss": "left out here: only what the assistant says carries loss",
+    "dataset_text_field": "left out here: the columns are those of posttrain list formats",
+    "remove_unused_columns": "left out here: every column of a row is given to the reward",
+    "optim": "left out here: the optimizer is AdamW; optimizer.moments=int8 is its small form",
+    "push_to_hub": "left out here: export is a directory that transformers can push",
     "use_vllm": "left out here: the engine samples in the same process",
 }
 

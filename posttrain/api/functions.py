@@ -29,7 +29,7 @@ from posttrain.api.run import Callback, Model, Run
 from posttrain.commands.probe import Report
 from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
-from posttrain.errors import require
+from posttrain.errors import called_here, require
 from posttrain.recipes.base import Recipe, as_recipe
 from posttrain.rewards._functions import PREFIX
 from posttrain.rewards.base import check, resolve
@@ -99,9 +99,15 @@ def ppo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) ->
     return rl(model, prompts, reward, algorithm="ppo", **settings).train()
 
 
+def _check_data(name: str, data: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse a call without data, in the words for one of TRL's names where that is why."""
+    called = [text for key in settings if (text := called_here(key))]
+    require(data is not None, f"{name}: {called[0] if called else 'give data: rows or a file'}")
+
+
 def sft(
     model: Any,
-    data: Any,
+    data: Any = None,
     *,
     tokenizer: Any = None,
     callback: Callback | None = None,
@@ -109,6 +115,7 @@ def sft(
     **settings: Any,
 ) -> Run:
     """Supervised fine-tuning on demonstrations: rows with messages, or prompt and completion."""
+    _check_data("sft", data, settings)
     files = _files(out, "sft")
     sources = tuple(Data(file=path) for path in files.paths(data, "data"))
     given = {"name": "sft", "model": as_model(model, tokenizer), "data": sources}
@@ -117,7 +124,7 @@ def sft(
 
 def preference(
     model: Any,
-    data: Any,
+    data: Any = None,
     *,
     algorithm: Algorithm | str = "dpo",
     held_out_data: Any = (),
@@ -129,6 +136,7 @@ def preference(
 ) -> Run:
     """Learn from pairs, rankings or labels without sampling: DPO, IPO, KTO, ORPO, SimPO. It begins with `.train()` or `.steps()`."""
     chosen = _algorithm(algorithm)
+    _check_data(chosen.name, data, settings)
     files = _files(out, chosen.name)
     given = {
         "name": chosen.name,
@@ -141,14 +149,14 @@ def preference(
     return _run(PreferenceStage, given, settings, files, callback)
 
 
-def dpo(model: Any, data: Any, **settings: Any) -> Run:
+def dpo(model: Any, data: Any = None, **settings: Any) -> Run:
     """Train with DPO on pairs: `preference(...)`, to its end."""
     return preference(model, data, algorithm="dpo", **settings).train()
 
 
 def reward_model(
     model: Any,
-    data: Any,
+    data: Any = None,
     *,
     algorithm: Algorithm | str = "reward_model",
     tokenizer: Any = None,
@@ -158,6 +166,7 @@ def reward_model(
 ) -> Run:
     """Train a reward model on pairs or rankings (or, with algorithm="process_reward_model", on labelled steps). The run is a reward:
     `ppo(..., reward=run)`; `run.result` has its held-out accuracy."""
+    _check_data("reward_model", data, settings)
     files = _files(out, "reward_model")
     given = {"model": as_model(model, tokenizer), "algorithm": _algorithm(algorithm)}
     given |= {"name": "reward_model", "data": files.paths(data, "data")}

@@ -31,6 +31,13 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     program = "import sys, posttrain as pt; dir(pt); print('torch' in sys.modules, pt.GRPO(group=2).name, pt.DrGRPO.__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["False", "grpo", "DrGRPO"]
+    with pytest.raises(AttributeError, match="no GRPOTrainer; a trainer with its config is one call"):
+        _ = pt.GRPOTrainer
+    for call in (pt.sft, pt.dpo, pt.reward_model):
+        with pytest.raises(UserError, match="train_dataset is called data here"):
+            call(model="tiny:nano", train_dataset=[])
+        with pytest.raises(UserError, match="give data: rows or a file"):
+            call(model="tiny:nano")
     with pytest.raises(AttributeError, match="posttrain has no GRPOO"):
         _ = pt.GRPOO
 
