@@ -205,12 +205,12 @@ class Episode:
         wanted = [sampling.max_new_tokens, *([max_new_tokens] if max_new_tokens else [])]
         if limits.tokens:
             wanted.append(limits.tokens - self.length)
-        if (most := min(wanted)) <= 0:
+        if (limit := min(wanted)) <= 0:
             raise EpisodeEnd("token limit")
-        if most == sampling.max_new_tokens:
+        if limit == sampling.max_new_tokens:
             return sampling
-        min_new_tokens = min(sampling.min_new_tokens, most)
-        return replace(sampling, max_new_tokens=most, min_new_tokens=min_new_tokens)
+        min_new_tokens = min(sampling.min_new_tokens, limit)
+        return replace(sampling, max_new_tokens=limit, min_new_tokens=min_new_tokens)
 
     def check_limits(self, reply: Segment) -> None:
         """End the episode where the turn that was just sampled has used up its tokens."""

@@ -48,6 +48,9 @@ ALLOWED = {
     "turned_down": "of a curve; a key of published results",
     "wall": "seconds of wall-clock time",
     "end_of_turn": "a special token of Gemma",
+    "turn_starts": "turns of an episode",
+    "turn_advantages": "turns of an episode",
+    "turn_generalised_advantages": "turns of an episode",
 }
 DIALOGUE = {"turn"}  # a turn of a dialogue or an episode; among layers of a model it would be a rotation
 # Figures of speech in docstrings, messages and comments.

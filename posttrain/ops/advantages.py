@@ -134,16 +134,16 @@ def turn_advantages(
     if not len(at):
         return torch.zeros_like(paid_T)
     whose_M = sequence_T[at]
-    turn_M = torch.arange(len(at), device=at.device) - torch.searchsorted(whose_M, whose_M)
-    turns = torch.arange(int(turn_M.max()) + 1, device=at.device)
+    place_M = torch.arange(len(at), device=at.device) - torch.searchsorted(whose_M, whose_M)
+    turns = torch.arange(int(place_M.max()) + 1, device=at.device)
     total_N = sequence_sums(paid_T.double(), mask_T, sequence_T, sequences).to(paid_T.dtype)
     left_M = sums_to_go(paid_T, mask_T, sequence_T, sequences)[at]
     return_NK = reward_N[:, None].expand(-1, len(turns)).clone()
-    return_NK[whose_M, turn_M] -= total_N[whose_M] - left_M
+    return_NK[whose_M, place_M] -= total_N[whose_M] - left_M
     last_N = (torch.bincount(whose_M, minlength=sequences) - 1).clamp(min=0)
     return_NK = return_NK.gather(1, torch.minimum(turns, last_N[:, None]))
     columns = [group_advantages(g_N, valid_N, group_N, **scaling) for g_N in return_NK.T]
-    advantage_M = torch.stack(columns, 1)[whose_M, turn_M]
+    advantage_M = torch.stack(columns, 1)[whose_M, place_M]
     number_T = (starts_T.long().cumsum(0) - 1).clamp(min=0)
     return torch.where(mask_T, advantage_M[number_T], 0.0)
 
@@ -189,9 +189,9 @@ def generalised_advantages(
         following_N = delta_NL[:, t] + gamma * lam * following_N
         advantage_NL[:, t] = following_N
     advantage_M = advantage_NL[row, column]
-    return_M = advantage_M + value_NL[row, column]
-    advantage_M, return_M = advantage_M.to(value_T.dtype), return_M.to(value_T.dtype)
-    return empty_T.index_copy(0, at, advantage_M), empty_T.index_copy(0, at, return_M)
+    replace_M = advantage_M + value_NL[row, column]
+    advantage_M, replace_M = advantage_M.to(value_T.dtype), replace_M.to(value_T.dtype)
+    return empty_T.index_copy(0, at, advantage_M), empty_T.index_copy(0, at, replace_M)
 
 
 def turn_generalised_advantages(

@@ -38,7 +38,7 @@ class ToolError(Exception):
     """What a tool says to the model in place of a result."""
 
 
-class ToolLost(Exception):
+class ToolFailure(Exception):
     """The tool itself is out of order. The model did not cause it, so its episode is not scored, and is counted."""
 
 

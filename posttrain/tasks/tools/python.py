@@ -12,7 +12,7 @@ from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.limits import Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.rewards.sandbox.session import Ended
-from posttrain.tasks.tools.base import Tool, ToolError, ToolLost
+from posttrain.tasks.tools.base import Tool, ToolError, ToolFailure
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Python(Tool):
             except Ended as ended:
                 raise ToolError(f"the program was ended: {ended.outcome}") from None
             except (Infrastructure, OSError) as error:
-                raise ToolLost(f"the sandbox failed: {error}") from error
+                raise ToolFailure(f"the sandbox failed: {error}") from error
             cells.append(cell)
             return printed or "(nothing was printed)"
 

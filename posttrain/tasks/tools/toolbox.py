@@ -23,7 +23,7 @@ from posttrain.tasks.tools._formats import (
     observation,
     shows_tools,
 )
-from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolLost
+from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
 from posttrain.types import JSON, Message
 
 MAX_OUTPUT = 2000  # characters of a result that the model reads
@@ -100,7 +100,7 @@ class Toolbox:
                 call = _in_thread if tool.blocks else _here
                 found = call(function, arguments)
                 return _as_text(await found if isawaitable(found) else found)
-        except (*STOPS, ToolLost):
+        except (*STOPS, ToolFailure):
             raise
         except ToolError as error:
             self.generate.count("tool/error")

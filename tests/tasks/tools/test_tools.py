@@ -15,7 +15,7 @@ from posttrain import config
 from posttrain.errors import UserError
 from posttrain.tasks.tools._formats import Call, calls, format_of
 from posttrain.tasks.tools.answer import Answer
-from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolLost
+from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolFailure
 from posttrain.tasks.tools.calculator import Calculator
 from posttrain.tasks.tools.function import Function, give
 from posttrain.tasks.tools.python import Python
@@ -244,7 +244,7 @@ def quits(text: str) -> str:
 
 def lost(text: str) -> str:
     """Be out of order."""
-    raise ToolLost("the server is gone")
+    raise ToolFailure("the server is gone")
 
 
 def structured(text: str) -> dict[str, list[int]]:
@@ -287,7 +287,7 @@ def test_a_turn_with_a_thousand_calls_makes_sixteen() -> None:
 
 
 def test_a_tool_that_is_out_of_order_is_not_the_models_fault() -> None:
-    with pytest.raises(ToolLost, match="the server is gone"):
+    with pytest.raises(ToolFailure, match="the server is gone"):
         said([give(lost)], "<lost>x</lost>")
 
 
