@@ -143,6 +143,7 @@ class Episode:
     segments: list[Segment] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     kept: bool = False  # the sampler keeps the cache for another turn
+    first: int = 0  # the turn with which the sampler's session began
 
     def __post_init__(self) -> None:
         self.siblings.append(self)
@@ -150,6 +151,10 @@ class Episode:
     @property
     def problem(self) -> Problem:
         return self.episodes.problems[self.draw]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.draw, self.sample
 
     @property
     def template(self) -> str:
@@ -176,11 +181,14 @@ class Episode:
         segment = episodes.given(self, given, tools)
         shared = given is None and not turn  # one tuple for all samples: compared by identity
         ids = episodes.prompt_ids[self.draw] if shared else tuple(segment.ids.tolist())
+        if turn == self.first:  # of a session that was given up, all of it again
+            ids = (*(i for s in self.segments for i in s.ids.tolist()), *ids) if turn else ids
         # first turns with the same prompt are prefilled once
         groups = episodes.groups
         group = -1 if turn else groups.setdefault((self.draw, ids), len(groups))
         seed = derive(self.seed, turn) if turn else self.seed
-        request = Request(ids, seed, sampling, self.number, turn, group, keep=not last)
+        number, turn = self.number, turn - self.first
+        request = Request(ids, seed, sampling, number, turn, group, keep=not last)
         completion = await episodes.ask(self, request)
         self.kept = not last
         text, offsets = episodes.decoder.decode(completion.ids)
@@ -196,6 +204,10 @@ class Episode:
         self.segments += [segment, reply]
         self.check_limits(reply)
         return reply
+
+    def restart(self) -> None:
+        """Begin another session with the next turn: the sampler has forgotten this one."""
+        self.first, self.number, self.kept = self.turn, next(self.episodes.sessions), False
 
     def sampling(self, max_new_tokens: int) -> Sampling:
         """How the next turn is sampled; an end where the turns or the tokens are used up."""
@@ -268,8 +280,7 @@ class _Turn:
     """A request whose episode awaits it."""
 
     request: Request
-    draw: int
-    sample: int
+    episode: Episode
     completion: asyncio.Future[Completion]
 
 
@@ -337,7 +348,7 @@ class _Episodes:
         now = time.perf_counter()
         self.sampler.cancel(self.ended)
         self.ended = set()
-        turns = sorted(self.asked, key=lambda t: (t.draw, t.sample, t.request.session))
+        turns = sorted(self.asked, key=lambda t: (*t.episode.place, t.request.session))
         self.asked = []
         first: list[Request] = []
         for turn in turns:
@@ -387,9 +398,7 @@ class _Episodes:
 
     async def ask(self, episode: Episode, request: Request) -> Completion:
         """Wait for a turn of an episode."""
-        turn = _Turn(
-            request, episode.draw, episode.sample, asyncio.get_running_loop().create_future()
-        )
+        turn = _Turn(request, episode, asyncio.get_running_loop().create_future())
         self.asked.append(turn)
         self.rest()
         try:
@@ -407,6 +416,7 @@ class _Episodes:
             del self.submitted[key]
             self.completed.pop(key, None)
             self.sampler.cancel({turn.request.session})
+            turn.episode.restart()
         else:  # delivered
             return
         self.running += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -297,3 +298,13 @@ def test_it_learns_nothing_from_equal_rewards() -> None:
     weights = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     train(policy, GRPO(group=16, beta=0.0), 3, lambda prompt, token: 0.5)
     assert all(torch.equal(p, weights[name]) for name, p in policy.model.named_parameters())
+
+
+def test_a_task_that_pays_by_turn_is_learned_from_by_turn() -> None:
+    """Returns 2 (1 of it paid for the first turn) and 1 (of one turn): A of turn 0 is 0.5, of turn 1 (1 - 1) / std = 0."""
+    first = [segment([5], False), replace(segment([6], True), reward=1.0), segment([8], False), segment([9], True)]
+    other = [segment([5], False), segment([7], True)]
+    step = pack_groups([group([rollout(first, 2.0), rollout(other, 1.0, sample=1)])], 1.0)
+    prepared = GRPO(beta=0.0, scale="none").prepare(step, {})
+    assert prepared.advantage_T.tolist() == [0, 0.5, 0, 0, 0, -0.5]
+    assert GRPO(beta=0.0, scale="none").prepare(step.replace(paid_T=None), {}).advantage_T.tolist() == [0, 0.5, 0, 0.5, 0, -0.5]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -617,3 +617,24 @@ def test_a_high_price_of_kl_holds_the_policy() -> None:
     policy = small_policy(dtype=torch.float32)
     rewards, _ = train(policy, PPO(group=12, epochs=2, beta=20.0), 20, 0)
     assert abs(np.mean(rewards[-5:]) - np.mean(rewards[:5])) < 0.15
+
+
+def paid_by_turn() -> Batch:
+    """A return of 3 in two turns, of which the first was paid 2: prompt, two tokens, observation, two tokens."""
+    turns = [segment([5], False), replace(segment([6, 7], True), reward=2.0), segment([8], False), segment([9, 10], True)]
+    step = pack_groups([group([rollout(turns, 3.0)])], 1.0)
+    return step.replace(value_T=torch.tensor([9.0, 0.5, 0.0, 9.0, 0.25, 0.0]))
+
+
+def test_what_a_turn_was_paid_comes_with_its_last_token_and_the_rest_with_the_last_of_all() -> None:
+    step = paid_by_turn()
+    assert PPO(beta=0.0).rewards(step, step.mask_T, 0.0).tolist() == [0, 0, 2, 0, 0, 1]
+    prepared = PPO(beta=0.0, lam=1.0, whiten_advantages=False).prepare(step, {})
+    assert prepared.advantage_T.tolist() == [0, 2.5, 3, 0, 0.75, 1] and prepared.return_T.tolist() == [0, 3, 3, 0, 1, 1]
+
+
+def test_with_credit_by_turn_all_tokens_of_a_turn_have_its_advantage() -> None:
+    """delta_1 = 1 - 0.25, delta_0 = 2 + 0.25 - 0.5; with lam 0.5 A_0 = 1.75 + 0.5 * 0.75."""
+    prepared = PPO(beta=0.0, lam=0.5, credit="turn", whiten_advantages=False).prepare(paid_by_turn(), {})
+    assert prepared.advantage_T.tolist() == [0, 2.125, 2.125, 0, 0.75, 0.75]
+    assert prepared.return_T.tolist() == [0, 2.625, 2.625, 0, 1, 1]

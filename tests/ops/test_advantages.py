@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.ops.advantages import group_advantages, group_spread, overlong_punishment, process_advantages, sums_to_go
+from posttrain.ops.advantages import (
+    group_advantages,
+    group_spread,
+    overlong_punishment,
+    process_advantages,
+    sums_to_go,
+    turn_advantages,
+    turn_generalised_advantages,
+    turn_starts,
+)
 
 WIDE = torch.float64
 
@@ -137,3 +146,70 @@ def test_process_advantages_by_hand() -> None:
 def test_overlong_punishment_by_hand() -> None:
     lengths = torch.tensor([0.0, 6.0, 7.0, 9.0, 10.0, 99.0])
     assert overlong_punishment(lengths, 10, 4).tolist() == [0, 0, -0.25, -0.75, -1, -1]
+
+
+# Two episodes of a group: prompt, turn of two tokens, observation, turn of one token; and prompt, turn of two tokens.
+TURNS = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1], dtype=torch.bool)
+EPISODE = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1])
+
+
+def by_turn(rewards: list[float], paid: list[float], **options) -> list[float]:
+    one_N = torch.ones(2, dtype=torch.bool)
+    given = (
+        torch.tensor(rewards, dtype=WIDE),
+        torch.tensor(paid, dtype=WIDE),
+        one_N,
+        TURNS,
+        EPISODE,
+        torch.zeros(2, dtype=torch.long),
+    )
+    return turn_advantages(*given, **options).tolist()
+
+
+def test_a_turn_begins_after_what_was_given_and_with_a_sequence() -> None:
+    assert turn_starts(TURNS, EPISODE).tolist() == [False, True, False, False, False, True, False, True, False]
+    neighbours = turn_starts(torch.tensor([True, True, True]), torch.tensor([0, 0, 1]))
+    assert neighbours.tolist() == [True, False, True], "two sequences never share a turn"
+
+
+def test_the_credit_of_turns_is_the_one_worked_on_the_page() -> None:
+    """Episode 1 is paid 1 for its first turn, 0 for its second and scores 1; episode 2 scores 1: docs/environments.md."""
+    root = math.sqrt(0.5)
+    found = by_turn([2.0, 1.0], [0, 0, 1.0, 0, 0, 0, 0, 0, 0], epsilon=0.0)
+    assert found == pytest.approx([0, root, root, 0, 0, 0, 0, -root, -root])
+    found = by_turn([2.0, 1.0], [0, 0, 1.0, 0, 0, 0, 0, 0, 0], scale="none")
+    assert found == pytest.approx([0, 0.5, 0.5, 0, 0, 0, 0, -0.5, -0.5])
+
+
+def test_paid_at_the_end_every_turn_has_the_advantage_of_its_episode() -> None:
+    for options in ({}, {"scale": "none"}, {"scale": "none", "baseline": "leave_one_out"}):
+        whole = advantages([3.0, 1.0], **options)
+        found = by_turn([3.0, 1.0], [0.0] * 9, **options)
+        assert found == [0, whole[0], whole[0], 0, 0, whole[0], 0, whole[1], whole[1]]
+
+
+def test_a_turn_does_not_answer_for_what_was_paid_before_it() -> None:
+    """The second turn's advantage does not change with what the first was paid."""
+    first, second = (by_turn([p + 1.0, 0.5], [0, 0, p, 0, 0, 0, 0, 0, 0], scale="none") for p in (0.0, 7.0))
+    assert first[5] == second[5] == 0.25 and first[1] == 0.25 and second[1] == 3.75
+
+
+def test_sequences_without_a_turn_vote_with_their_score_and_a_batch_without_any_is_fine() -> None:
+    mask_T = torch.tensor([0, 1, 0], dtype=torch.bool)
+    given = (torch.tensor([1.0, 0.0]), torch.zeros(3), torch.ones(2, dtype=torch.bool))
+    found = turn_advantages(*given, mask_T, torch.tensor([0, 0, 1]), torch.zeros(2, dtype=torch.long), scale="none")
+    assert found.tolist() == [0, 0.5, 0]
+    found = turn_advantages(*given, ~mask_T & mask_T, torch.tensor([0, 0, 1]), torch.zeros(2, dtype=torch.long))
+    assert found.tolist() == [0, 0, 0]
+
+
+def test_gae_over_turns_by_hand() -> None:
+    """Turns paid 1 and 1, V = 1.5 and 0.5 before them, as on the page; then gamma 0.9, lam 0.5: A_1 = 1 - 0.5,
+    A_0 = 1 + 0.9 * 0.5 - 1.5 + 0.45 * 0.5. Values within a turn and of observations do not matter."""
+    junk = math.nan
+    value_T = torch.tensor([junk, 1.5, junk, junk, junk, 0.5, junk, 2.0, junk], dtype=WIDE)
+    reward_T = torch.tensor([junk, 0.25, 0.75, junk, junk, 1.0, junk, 0.0, 1.0], dtype=WIDE)
+    for gamma, lam, first, second in ((1.0, 1.0, 0.5, 0.5), (0.9, 0.5, 0.175, 0.5)):
+        found = turn_generalised_advantages(reward_T, value_T, TURNS, EPISODE, 2, gamma, lam)
+        assert found[0].tolist() == pytest.approx([0, first, first, 0, 0, second, 0, -1, -1])
+        assert found[1].tolist() == pytest.approx([0, first + 1.5, first + 1.5, 0, 0, second + 0.5, 0, 1, 1])
