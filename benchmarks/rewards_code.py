@@ -67,7 +67,7 @@ def main() -> None:
         subprocess.run([interpreter(), "-I", "-S", "-c", "pass"], check=True)
 
     rows = [("python", "nothing", timed(bare, options.count, options.parallel))]
-    for name in ("sandlock", "bubblewrap", "unsafe"):
+    for name in ("landlock", "unsafe"):
         begin = time.perf_counter()
         try:
             print(isolation.describe(name))

@@ -21,7 +21,7 @@ PYTHON = ((3, 11), (3, 14))  # from, and before
 NEEDED = {"torch": "2.11", "transformers": "5.16", "safetensors": "0", "numpy": "0", "rich": "0"}
 NEEDED |= {"pyyaml": "0", "pydantic": "2", "jinja2": "3.1.6", "filelock": "4.2"}
 EXTRAS = {"gguf": "GGUF files", "peft": "LoRA", "torchao": "8-bit moments"}
-EXTRAS |= {"datasets": "hub data sets", "openai": "judges", "sandlock": "the sandbox"}
+EXTRAS |= {"datasets": "hub data sets", "openai": "judges"}
 MIN_DISK = 5e9  # bytes; a small model's checkpoints and export
 MIN_MEMORY = 2e9
 

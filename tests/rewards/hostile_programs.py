@@ -124,7 +124,7 @@ GAIN = [
     calls("the source of the tests", "import sys\nfor p in ('/proc/self/cmdline', '/proc/{pid}/environ', '/proc/{pid}/mem', '/proc/{pid}/fd/0', "
           "'{host_file}'):\n    try: sys.stderr.write(open(p).read(100) and 'LEAK')\n    except (OSError, UnicodeError): pass\n"
           "def double(n):\n    return open('{host_file}').read()", "crash"),
-    calls("its own file", "def double(n):\n    return open(__file__).read()", "crash"),
+    calls("its own file", "def double(n):\n    return open(__file__).read()", "fail"),
 ]  # fmt: skip
 
 GREED = [

@@ -1,6 +1,6 @@
 """A container runtime as the wall: what it is asked for, that it is proven before it is used, and that nothing stays behind.
 
-Where there is no runtime, a stand-in for `docker` records what it is asked for and runs the program: behind bubblewrap, or bare.
+Where there is no runtime, a stand-in for `docker` records what it is asked for and runs the program: in our own sandbox, or bare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from posttrain.errors import UserError
 from posttrain.rewards.code import CallTest, StdioTest, grade
 from posttrain.rewards.sandbox import isolation, mechanisms, pool, probes
 from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
-from posttrain.rewards.sandbox.mechanisms import Bubblewrap
 from posttrain.rewards.sandbox.session import Ended
 from posttrain.tasks._code_data import fenced
 
@@ -32,7 +31,7 @@ LIMITS = Limits(wall=0.6, memory=256 * MEGABYTE)
 DOUBLE = [CallTest("double", [n], 2 * n) for n in (3, 10, -4)]
 STAND_IN = """#!{python}
 import json, os, signal, sys
-folder, arguments = {folder!r}, {arguments!r}
+folder, settings = {folder!r}, {settings!r}
 with open(folder + "/asked", "a") as log:
     log.write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1] == "kill":
@@ -43,25 +42,24 @@ with open(folder + "/" + title, "w") as file:
     file.write(str(os.getpid()))
 inside = sys.argv[sys.argv.index("--entrypoint") + 3:]
 inside[inside.index("python3")] = {interpreter!r}
-line = [*arguments, "/usr/bin/env", *inside]
+inside[-1] = json.dumps(json.loads(inside[-1]) | settings)
+line = ["/usr/bin/env", *inside]
 os.execv(line[0], line)
 """
 
 
-def stand_in(folder: Path, arguments: list[str]) -> None:
-    """A `docker` in the folder that puts the program in a sandbox with these arguments."""
+def stand_in(folder: Path, settings: dict[str, Any]) -> None:
+    """A `docker` in the folder that starts the program with these settings."""
     file = folder / "docker"
     interpreter = mechanisms.interpreter()
-    file.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), arguments=arguments, interpreter=interpreter))
+    file.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), settings=settings, interpreter=interpreter))
     file.chmod(0o755)
 
 
-def bubblewrap() -> list[str]:
-    """Walls of another make, with the program that an image must hold, and /proc, as containers have it."""
-    arguments = Bubblewrap(privileged=False).arguments()
-    at = arguments.index("--remount-ro")
-    tools = ["--ro-bind", "/usr/bin/env", "/usr/bin/env", "--proc", "/proc"]
-    return [str(shutil.which("bwrap")), *arguments[:at], "--perms", "0755", "--dir", "/usr/bin", *tools, *arguments[at:], "--"]
+def isolated() -> dict[str, Any]:
+    """What keeps a program of ours from the host's files; root is nobody, as in a container."""
+    line = mechanisms.Landlock(private=True).line(LIMITS)
+    return {name: json.loads(line[-1])[name] for name in ("readable", "links", "pivot_root", "user")}
 
 
 @pytest.fixture
@@ -76,18 +74,18 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
 
 def usable() -> str:
     try:
-        isolation.choose("bubblewrap")
+        isolation.choose("landlock")
     except UserError as error:
         return str(error)
     return ""
 
 
-needs_bubblewrap = pytest.mark.skipif(bool(usable()), reason="the stand-in needs bubblewrap")
+needs_landlock = pytest.mark.skipif(bool(usable()), reason="the stand-in needs Landlock")
 
 
-@needs_bubblewrap
+@needs_landlock
 def test_a_runtime_that_passes_the_self_test_grades(tmp_path: Path, asked: Callable[[], list[list[str]]]) -> None:
-    stand_in(tmp_path, bubblewrap())
+    stand_in(tmp_path, isolated())
     chosen = isolation.choose("docker:python:3.13-slim")
     assert (chosen.name, chosen.mechanism) == ("docker", mechanisms.Container("docker", "python:3.13-slim"))
     assert "docker (a container of python:3.13-slim" in chosen.describe()
@@ -134,7 +132,7 @@ def test_what_a_runtime_is_asked_for() -> None:
         "--security-opt": "no-new-privileges",
         "--hostname": "sandbox",
         "--workdir": "/",
-        "--tmpfs": "/tmp:rw,noexec,nosuid,nodev,size=1m",
+        "--tmpfs": f"/tmp:rw,noexec,nosuid,nodev,mode=1777,size={16 << 20}",
         "--entrypoint": "env",
     }
     assert {"--rm", "--interactive", "--read-only"} <= set(line) and "core=1:1" in line
@@ -147,11 +145,11 @@ def test_what_a_runtime_is_asked_for() -> None:
 
 
 def test_a_runtime_that_walls_nothing_is_refused(tmp_path: Path, asked: Any) -> None:
-    stand_in(tmp_path, [])
+    stand_in(tmp_path, {})
     with pytest.raises(UserError, match="does not stop .*reading host files.*have the image python:3.12-slim") as refused:
         isolation.choose("docker")
     # the filter that the child sets for itself holds even here
-    assert not any(way in str(refused.value) for way in ("socket", "memory of a file", "a process by", "modes and times"))
+    assert not any(way in str(refused.value) for way in ("socket", "memory of a file", "a process by", "locks on host files"))
     assert len([line for line in asked() if line[0] == "run"]) >= 1 + len(probes.ALONE)
 
 
@@ -186,14 +184,14 @@ def test_a_client_that_nobody_listens_to_ends_at_once(tmp_path: Path, caplog: py
 def test_a_container_ends_after_its_hour(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should all else fail; a program that ignores its input and every signal cannot prevent it."""
     monkeypatch.setattr(mechanisms, "LONGEST", 1)
-    stand_in(tmp_path, [])
+    stand_in(tmp_path, {})
     with pool.Pool(spare=0).take(mechanisms.Container("docker"), Limits(wall=50.0)) as session:
         session.begin("stdio", "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(50)")
         assert session.child.finish(10.0) == mechanisms.Exit(code=1)
 
 
 def test_a_container_has_the_exit_code_of_its_program(tmp_path: Path, asked: Any) -> None:
-    stand_in(tmp_path, [])
+    stand_in(tmp_path, {})
     for text, outcome in (("import os\nos._exit(3)", (3, 0)), ("import os\nos.kill(os.getpid(), 9)", (137, 9)), ("", (0, 0))):
         with pool.Pool(spare=0).take(mechanisms.Container("docker"), Limits(wall=50.0)) as session:
             session.begin("stdio", text)
@@ -221,7 +219,7 @@ time.sleep(50)
 def test_a_container_does_not_outlive_a_killed_grader(way: str, tmp_path: Path, asked: Any) -> None:
     """Neither the runtime nor its client notices that the grader is gone, and the program reads no input. A process that the grader
     forked, such as one that loads data, lives a little longer."""
-    stand_in(tmp_path, [])
+    stand_in(tmp_path, {})
     with subprocess.Popen([sys.executable, "-c", GRADER, way], stdout=subprocess.PIPE, text=True) as grader:
         assert grader.stdout is not None
         title, forked = grader.stdout.readline().split()
@@ -247,7 +245,7 @@ def alive(process: Path) -> bool:
 
 
 def test_it_is_used_only_where_it_is_named(tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, [])
+    stand_in(tmp_path, {})
     assert not any(mechanism.name in mechanisms.RUNTIMES for mechanism, _ in mechanisms.candidates())
     monkeypatch.setattr(mechanisms, "candidates", lambda: [])
     with pytest.raises(UserError, match="no sandbox for code works here"):

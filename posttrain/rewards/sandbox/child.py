@@ -7,10 +7,12 @@ never imports it. It is started for every program, so it imports next to nothing
 
 from __future__ import annotations
 
+import builtins
 import os
 import resource
 import sys
 from _json import encode_basestring_ascii, make_scanner
+from _sitebuiltins import Quitter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
 DEPTH, SMALL = 100, 1 << 53
 DEATH_SIGNAL, DUMPABLE, KEEP_CAPS, CAP_READ_SEARCH, CAPABILITY_VERSION = 1, 4, 8, 1 << 2, 0x20080522
 NO_NEW_PRIVILEGES, SECCOMP, SECCOMP_FILTER = 38, 22, 2
+NOBODY, HERE, EMPTY_PATH, RECURSIVE = 65534, -100, 0x1000, 0x8000
+NEW_MOUNTS, NEW_USER, PRIVATE, PLAIN_FILES, DETACH = (
+    0x20000,
+    0x10000000,
+    0x44000,
+    0xE,
+    2,
+)  # nosuid, nodev, noexec
+OPEN_TREE, MOVE_MOUNT, SET_MOUNT, CREATE_RULES, ADD_RULE, APPLY_RULES = 428, 429, 442, 444, 445, 446
+READ_ONLY = bytes([1]) + bytes(31)  # struct mount_attr
+# Landlock's rights: to read files and folders; those that a file can have (write, read, truncate); all of the first five versions
+READ, OF_FILES, RIGHTS = 0xC, 0x4006, (13, 14, 15, 15, 16)
 OWN_PID = bytes.fromhex("17faa17f")  # in the rules: see seccomp.py
 CRASH, OUT_OF_MEMORY, SYNTAX = 1, 77, 78  # exit codes where the program has the streams for itself
 
@@ -54,8 +68,75 @@ def guard(library: Library, settings: dict[str, Any]) -> None:
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
+def own_root(library: Library, settings: dict[str, Any]) -> None:
+    """A file system of its own: what may be read of the host, read-only, and an empty /tmp in memory, which ends with this process.
+    Root makes it by itself; an ordinary user needs a user namespace, in which it is nobody and its threads are counted alone."""
+    user, group, base = os.getuid(), os.getgid(), b"/tmp"
+    library.call("unshare", NEW_MOUNTS | NEW_USER if user else NEW_MOUNTS)
+    maps = {"setgroups": "deny", "uid_map": f"{NOBODY} {user} 1", "gid_map": f"{NOBODY} {group} 1"}
+    for name, text in maps.items() if user else ():
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    os.umask(0o022)
+    library.call("mount", None, b"/", None, PRIVATE, None)
+    trees = [
+        (path, library.system(OPEN_TREE, HERE, path.encode(), RECURSIVE | 1))
+        for path in settings["readable"]
+    ]
+    library.call("mount", b"none", base, b"tmpfs", PLAIN_FILES, b"mode=755,size=1m")
+    os.mkdir(base + b"/tmp")
+    options = f"mode=1777,size={settings['limits']['FSIZE']},nr_inodes=1024"
+    library.call("mount", b"none", base + b"/tmp", b"tmpfs", PLAIN_FILES, options.encode())
+    for path, tree in trees:
+        target = base.decode() + path
+        if os.fstat(tree).st_mode & 0o170000 == 0o040000:
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+        library.system(SET_MOUNT, tree, b"", EMPTY_PATH | RECURSIVE, READ_ONLY, len(READ_ONLY))
+        library.system(MOVE_MOUNT, tree, b"", HERE, target.encode(), 4)
+        os.close(tree)
+    for link, target in settings["links"]:
+        os.symlink(target, base.decode() + link)
+    library.system(SET_MOUNT, HERE, base, 0, READ_ONLY, len(READ_ONLY))
+    os.chdir(base)
+    library.system(settings["pivot_root"], b".", b".")
+    library.call("umount2", b".", DETACH)
+
+
+def allow_files(library: Library, settings: dict[str, Any]) -> None:
+    """Landlock: from here on the kernel refuses to open all files but these. Connecting and signals, where it knows them, are refused
+    as well; the filter of system calls does so everywhere."""
+    version = library.system(CREATE_RULES, None, 0, 1)
+    handled = (1 << RIGHTS[min(version, len(RIGHTS)) - 1]) - 1
+    attributes = b"".join(part.to_bytes(8, sys.byteorder) for part in (handled, 3, 3))
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    rules = library.system(CREATE_RULES, attributes, size, 0)
+    allowed = dict.fromkeys(settings["readable"], READ) | {"/dev/null": READ | 2}
+    for path, rights in (allowed | ({"/tmp": handled} if settings["pivot_root"] else {})).items():
+        place = os.open(path, os.O_PATH)
+        if os.fstat(place).st_mode & 0o170000 != 0o040000:
+            rights &= OF_FILES
+        rule = (rights & handled).to_bytes(8, sys.byteorder) + place.to_bytes(4, sys.byteorder)
+        library.system(ADD_RULE, rules, 1, rule, 0)
+        os.close(place)
+    library.call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    library.system(APPLY_RULES, rules, 0)
+    os.close(rules)
+
+
 def confine(library: Library, settings: dict[str, Any]) -> None:
-    """Limits first, then the user: an ordinary one, with nobody else's processes to count against its limit."""
+    """The files first, then limits, then the user: an ordinary one, with nobody else's processes to count against its limit."""
+    try:  # where the machine's memory runs out, this process ends and not the grader
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass
+    if settings["pivot_root"]:
+        own_root(library, settings)
+    if settings["readable"]:
+        allow_files(library, settings)
     for name, value in settings["limits"].items():
         number = getattr(resource, "RLIMIT_" + name)
         hard = resource.getrlimit(number)[1]
@@ -69,7 +150,9 @@ def confine(library: Library, settings: dict[str, Any]) -> None:
         become(library, user, settings["read_search"])
         if 0 in os.getresuid() or 0 in os.getresgid():
             raise RuntimeError("still root")
-    os.chdir("/")
+    elif settings["pivot_root"]:
+        keep_capabilities(library, 0)
+    os.chdir("/tmp" if settings["limits"]["FSIZE"] else "/")
     os.umask(0o077)
     # to die with the parent (becoming another user takes this back); one that is gone already sends no signal
     library.call("prctl", DEATH_SIGNAL, 9, 0, 0, 0)
@@ -81,7 +164,7 @@ def confine(library: Library, settings: dict[str, Any]) -> None:
 
 class Library:
     """The C library, through the part of `ctypes` written in C: the rest of it takes longer to import than the interpreter to start.
-    Numbers are passed as a C int, bytes as a pointer to them."""
+    Numbers are passed as a C int, bytes as a pointer to them, None as a null pointer."""
 
     def __init__(self) -> None:
         import _ctypes
@@ -94,9 +177,15 @@ class Library:
         )
         self.handle = self.module.dlopen(None, 0)
 
-    def call(self, name: str, *arguments: int | bytes) -> None:
-        if self.function(self.module.dlsym(self.handle, name))(*arguments):
-            raise OSError(self.module.get_errno(), name)
+    def call(self, name: str, *arguments: int | bytes | None) -> int:
+        result: int = self.function(self.module.dlsym(self.handle, name))(*arguments)
+        if result < 0:
+            raise OSError(self.module.get_errno(), f"{name} {arguments[0]!r}")
+        return result
+
+    def system(self, number: int, *arguments: int | bytes | None) -> int:
+        """A system call by its number."""
+        return self.call("syscall", number, *arguments)
 
 
 def restrict(library: Library, rules: bytes) -> None:
@@ -119,9 +208,13 @@ def become(library: Library, user: int, read_search: bool) -> None:
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     if read_search:
-        words = (CAPABILITY_VERSION, 0), (CAP_READ_SEARCH, CAP_READ_SEARCH, 0, 0, 0, 0)
-        parts = (b"".join(word.to_bytes(4, sys.byteorder) for word in part) for part in words)
-        library.call("capset", *parts)
+        keep_capabilities(library, CAP_READ_SEARCH)
+
+
+def keep_capabilities(library: Library, kept: int) -> None:
+    words = (CAPABILITY_VERSION, 0), (kept, kept, 0, 0, 0, 0)
+    parts = (b"".join(word.to_bytes(4, sys.byteorder) for word in part) for part in words)
+    library.call("capset", *parts)
 
 
 def read_exactly(descriptor: int, count: int) -> bytes:
@@ -169,14 +262,40 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
     if isinstance(value, (bytes, bytearray)):
         return f'["b","{value.hex()}"]'
     kind: Any
-    for kind, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
+    for kind, tag in SEQUENCES:
         if isinstance(value, kind):
             items = [text_of(item, depth - 1) for item in kind.__iter__(value)]
             return f'["{tag}",[' + ",".join(items) + "]]"
     if isinstance(value, dict):
         texts = [[text_of(each, depth - 1) for each in pair] for pair in dict.items(value)]
         return '["d",[' + ",".join([f"[{key},{item}]" for key, item in texts]) + "]]"
+    for (
+        place,
+        attributes,
+    ) in NAMED.items():  # a value of such a type has been made, so the module is there
+        name, _, module = place.partition(" ")
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(value, kind):
+            if name == "deque":
+                return '["q",[' + ",".join([text_of(item, depth - 1) for item in value]) + "]]"
+            parts = [getattr(value, attribute) for attribute in attributes.split()]
+            items = [text_of(part() if callable(part) else part, depth - 1) for part in parts]
+            return f'["o",["{name}",' + ",".join(items) + "]]"
     raise TypeError("not plain")
+
+
+SEQUENCES: Any = ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z"))
+SEQUENCES += ((type({}.keys()), "s"), (type({}.items()), "s"))
+# as `wire.TEXTS` and `wire.NUMBERS`: a type and its module, and the attributes that are sent
+NAMED = {"range builtins": "start stop step", "deque collections": ""}
+NAMED |= {"Fraction fractions": "numerator denominator", "Decimal decimal": "__str__"}
+NAMED |= {
+    "datetime datetime": "isoformat",
+    "date datetime": "isoformat",
+    "time datetime": "isoformat",
+}
+NAMED |= {"timedelta datetime": "days seconds microseconds", "UUID uuid": "__str__"}
+PLACES = dict(place.split() for place in NAMED)
 
 
 def plain(tree: Any) -> Any:
@@ -193,6 +312,12 @@ def plain(tree: Any) -> Any:
         return bytes.fromhex(content)
     if tag == "d":
         return {plain(key): plain(item) for key, item in content}
+    if tag == "o":
+        kind = getattr(__import__(PLACES[content[0]]), content[0])
+        make = kind.fromisoformat if hasattr(kind, "fromisoformat") else kind
+        return make(*map(plain, content[1:]))
+    if tag == "q":
+        return __import__("collections").deque(map(plain, content))
     return {"l": list, "t": tuple, "s": set, "z": frozenset}[tag](plain(item) for item in content)
 
 
@@ -216,14 +341,24 @@ class NotAProgramError(Exception):
 
 
 def run(source: str, name: str, names: dict[str, Any]) -> ModuleType:
-    """The program as a module of its own. Its code object is called as a function whose globals are the module's."""
+    """The program as a module of its own. Its code object is called as a function whose globals are the module's. As for a script,
+    there is a file of it where files can be written, and modules are looked for beside it; `exit` and `quit` are there."""
+    path = os.path.join(os.getcwd(), "program.py")
     try:
-        code = compile(source, "program.py", "exec", dont_inherit=True)
+        code = compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
         raise NotAProgramError from error
+    try:
+        with open(path, "w") as file:
+            file.write(source)
+        sys.path.insert(0, os.path.dirname(path))
+    except OSError:
+        pass
+    for word in ("exit", "quit"):
+        setattr(builtins, word, Quitter(word, ""))
     module = type(sys)(name)
     # as every module has: numpy looks there
-    module.__dict__.update(names, __builtins__=__builtins__)
+    module.__dict__.update(names, __builtins__=__builtins__, __file__=path)
     sys.modules[name] = module
     function: Any = type(run)
     function(code, module.__dict__)()

@@ -24,7 +24,7 @@ from posttrain.rewards.sandbox.session import Ended
 from posttrain.trust import active
 
 SECRET = "posttrain-sandbox-self-test"
-NAMES = ("auto", "sandlock", "bubblewrap", *mechanisms.RUNTIMES, "unsafe")
+NAMES = ("auto", "landlock", *mechanisms.RUNTIMES, "unsafe")
 LIMITS = Limits(wall=10.0, memory=256 * MEGABYTE, threads=32)
 
 
@@ -50,6 +50,8 @@ class Isolation:
         user = "root becomes an ordinary user" if os.getuid() == 0 else "ordinary user"
         kind = f"a container of {image} for each run" if image else user
         found = f"{self.tried - len(self.open)} of {self.tried} escapes closed"
+        if not getattr(self.mechanism, "private", True):
+            kind += ", no namespaces: no temporary files, names of host files can be looked up"
         if self.open:
             found += f"; not counted: {', '.join(self.open)} (bounded by memory and time)"
         return f"code sandbox: {self.name} ({kind}); self-test: {found}"
@@ -79,8 +81,8 @@ def probe(mechanism: Mechanism) -> tuple[list[str], str]:
             "written": os.path.join(folder, "written"),
             "pid": os.getpid(),
             "parent": os.getppid(),
-            # names only: the values are what must not get in; the last two are made by bubblewrap and by Python
-            "environment": set(os.environ) - {*ENVIRONMENT, "PWD", "LC_CTYPE"} or {SECRET},
+            # names only: the values are what must not get in; the last is made by Python
+            "environment": set(os.environ) - {*ENVIRONMENT, "LC_CTYPE"} or {SECRET},
             "memory": LIMITS.memory * 2,
             "threads": LIMITS.threads * 2,
         }
@@ -123,7 +125,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def choose(name: str = "auto") -> Isolation:
-    """The isolation for this process: `auto` (sandlock or bubblewrap, the first that passes), either by name, a container runtime
+    """The isolation for this process: `auto` (`landlock`, in the first form that passes), a container runtime
     (`docker`, `podman`, `docker:IMAGE`), which is used only where it is named, or `unsafe` at your own risk.
 
     Tested once. UserError where nothing passes.
@@ -157,7 +159,9 @@ def _choose(name: str) -> Isolation:
     if asked:
         hint = f"Start the runtime, have the image {asked.image} there, or leave the setting out for one that needs no runtime"
         raise UserError(f"the container sandbox does not work here ({tried}). {hint}")
-    hint = "Install one (pip install 'posttrain[sandbox]', or your system's bubblewrap)"
+    hint = (
+        "It needs Linux 5.13 or newer with Landlock; or name a container runtime (sandbox='podman')"
+    )
     unsafe = "accept that programs written by the model run as you, with sandbox='unsafe'"
     raise UserError(f"no sandbox for code works here ({tried}). {hint}, or {unsafe}")
 

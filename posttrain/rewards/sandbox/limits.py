@@ -13,9 +13,8 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits(Checked):
-    """Limits of one run: a whole program for a `StdioTest`, all calls of a program for `CallTest`s.
-
-    A program is one process, so `memory` is the total. Nothing is writable, so there is no limit on disk.
+    """Limits of a program. `wall` is for all of its tests together; the others are for one run: a whole program for a `StdioTest`, all
+    calls of a program for `CallTest`s. A program is one process, so `memory` and `files` are the total.
 
     >>> Limits(wall=1.5).cpu_seconds
     3
@@ -23,13 +22,13 @@ class Limits(Checked):
 
     where: ClassVar[str] = "a limit of the sandbox: "
 
-    wall: Annotated[float, Range(gt=0, le=3600)] = (
-        5.0  # seconds, from the moment the program is handed over
-    )
+    # seconds, from the moment the program is handed over; starting an interpreter does not count
+    wall: Annotated[float, Range(gt=0, le=3600)] = 10.0
     cpu: Positive | None = None  # seconds of processor time; None: the wall limit and a second
     # bytes of address space; an interpreter needs so much at least, and 16 open files
     memory: Annotated[int, Range(ge=64 * MEGABYTE, text="at least 64 MiB")] = 512 * MEGABYTE
     threads: Count = 64  # the first one included
+    files: Count = 16 * MEGABYTE  # bytes of all files in its /tmp, which is in memory
     open_files: Annotated[int, Range(ge=16)] = 64
     output: Count = 4 * MEGABYTE  # bytes of stdout, and of stderr
     result: Count = MEGABYTE  # bytes of one returned value as it is sent

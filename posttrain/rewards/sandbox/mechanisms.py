@@ -1,29 +1,28 @@
 """Ways to put an interpreter into a sandbox. Each starts `child.py` in a fresh process and can end all that came of it.
 
-sandlock    Landlock and seccomp, from a package; no root, no namespaces
-bubblewrap  namespaces and an empty file system
-unsafe      nothing that keeps a program from your files: for programs that you wrote yourself
+landlock  the kernel's Landlock and, where namespaces can be had, a file system of its own; needs neither root nor a package
+unsafe    nothing that keeps a program from your files: for programs that you wrote yourself
 
-docker,     a container runtime, where the user names it: it is never chosen by itself, and is self-tested like the others. The image
-podman      must be there already and hold `env` and `python3`, as python:3.12-slim does
+docker,   a container runtime, where the user names it: it is never chosen by itself, and is self-tested like the others. The image
+podman    must be there already and hold `env` and `python3`, as python:3.12-slim does
 
 In each of them the child sets limits and our filter of system calls (seccomp.py) for itself before it is given a program.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import logging
 import os
+import platform
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
-import warnings
+import zoneinfo
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,18 +30,18 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from posttrain.rewards.sandbox import seccomp
-from posttrain.rewards.sandbox.limits import Limits
+from posttrain.rewards.sandbox.limits import MEGABYTE, Limits
 
 SOURCE = Path(__file__).with_name("child.py").read_text()
-ENVIRONMENT = {"PATH": "/nonexistent", "HOME": "/", "USER": "nobody", "TERM": "dumb"}
+ENVIRONMENT = {"PATH": "/nonexistent", "HOME": "/tmp", "USER": "nobody", "TERM": "dumb"}
 ENVIRONMENT |= {"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 NO_FILTER = "there is no filter of system calls for this machine's architecture"
 NOBODY = 65534
 # a user of its own for each run under root: nobody else's processes count against its limit
 USERS, FIRST_USER = (4000, 61_200)
+STACK = 100 * MEGABYTE  # of the first thread: the kernel leaves room for 128 below it
 OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
 SYNTAX = 78
-PATIENCE = 5.0  # seconds for a process to end once all below it is killed
 RUNTIMES = ("docker", "podman")
 IMAGE = "python:3.12-slim"
 LONGEST = 3600  # seconds that any container may live, waiting included
@@ -114,15 +113,24 @@ def interpreter() -> str:
 
 
 def readable() -> list[str]:
-    """What an interpreter must be able to read: itself, its standard library, and shared libraries."""
-    paths = {interpreter(), "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+    """What an interpreter must be able to read: its standard library, shared libraries, time zones; and two devices."""
+    paths = {
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+        *zoneinfo.TZPATH,
+        "/dev/null",
+        "/dev/urandom",
+    }
     paths.add(sysconfig.get_path("stdlib"))
     paths.add(sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}))
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         folder, name = map(sysconfig.get_config_var, ("LIBDIR", "INSTSONAME"))
         paths.add(os.path.join(str(folder), str(name)))
     # all of the base installation, nothing of a virtual environment; a link is followed to where Landlock sees it
-    return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
+    found = {os.path.realpath(path) for path in paths if os.path.exists(path)}
+    return sorted(path for path in found if not found & set(map(str, Path(path).parents)))
 
 
 def open_to_all(path: str) -> bool:
@@ -132,40 +140,34 @@ def open_to_all(path: str) -> bool:
 
 
 def command(
-    limits: Limits,
-    user: int,
-    count_tasks: bool,
-    read_search: bool = False,
-    program: str = "",
-    parent: int = 0,
-    longest: int = 0,
+    limits: Limits, count_tasks: bool, private: bool, program: str = "", **settings: Any
 ) -> list[str]:
-    """The interpreter's command line. It holds no secret: the job comes through a pipe. `parent` is who must be alive for the child to
-    begin, where they share their process numbers; `longest`, the seconds that it may live where it is the first process."""
+    """The interpreter's command line. It holds no secret: the job comes through a pipe. `private`: it has a file system of its own.
+
+    Of the settings, `parent` is who must be alive for the child to begin, where they share their process numbers; `longest`, the
+    seconds that it may live where it is the first process; `user`, whom to become, with the right to read everything where
+    `read_search`; `readable`, what Landlock lets it open; `pivot_root`, the number of that call, where it makes its own file system.
+    """
     limited = {
         "CORE": 1,  # the kernel starts no crash handler of the host, which it does where it is 0, and a dump of a byte is none
-        "FSIZE": 0,
+        "FSIZE": limits.files if private else 0,
         "MSGQUEUE": 0,
         "MEMLOCK": 0,
         "SIGPENDING": limits.threads,
         "NOFILE": limits.open_files,
         "CPU": limits.cpu_seconds,
         "AS": limits.memory,
+        "STACK": min(STACK, limits.memory // 4),
     }
     if count_tasks:
         limited["NPROC"] = limits.threads
-    settings = {
-        "limits": limited,
-        "user": user,
-        "read_search": read_search,
-        "result": limits.result,
-        "mark": MARK,
-        "parent": parent,
-        "longest": longest,
-        "rules": seccomp.program().hex() if seccomp.supported() else "",
-    }
+    none: dict[str, Any] = {"user": 0, "read_search": False, "parent": 0, "longest": 0}
+    none |= {"readable": [], "links": [], "pivot_root": 0}
+    rules = seccomp.program(private).hex() if seccomp.supported() else ""
+    fixed = {"limits": limited, "result": limits.result, "mark": MARK, "rules": rules}
     flags = ("-I", "-S", "-B", "-X", "utf8")
-    return [program or interpreter(), *flags, "-c", SOURCE, json.dumps(settings)]
+    text = json.dumps(none | fixed | settings)
+    return [program or interpreter(), *flags, "-c", SOURCE, text]
 
 
 def next_user() -> int:
@@ -189,60 +191,6 @@ def close_all(streams: Iterable[IO[bytes] | None]) -> None:
         if stream is not None:
             with suppress(OSError):
                 stream.close()
-
-
-class SandlockChild(Child):
-    def _end(self, patience: float) -> Exit:
-        if patience <= 0:
-            self.process.kill()
-        result = self.process.wait(max(patience, 0.001))
-        self.close_pipes()
-        reason, ended = result.reason.name, patience <= 0
-        number = signal.SIGKILL if reason == "KILLED" and not ended else max(result.signal, 0)
-        return Exit(max(result.exit_code, 0), number, ended=ended or reason == "TIMEOUT")
-
-
-@dataclass(frozen=True, slots=True)
-class Sandlock:
-    """`own_namespace`: a user namespace of its own, in which the kernel counts this run's tasks alone."""
-
-    own_namespace: bool = False
-    name: str = "sandlock"
-
-    def start(self, limits: Limits) -> Child:
-        sandlock = importlib.import_module("sandlock")
-        root = os.getuid() == 0
-        mapped = NOBODY if self.own_namespace and not root else None
-        paths = readable()
-        sandbox = sandlock.Sandbox(
-            fs_readable=[*paths, "/dev/null", "/dev/urandom"],
-            fs_writable=["/dev/null"],
-            clean_env=True,
-            env=ENVIRONMENT,
-            max_processes=1,
-            max_open_files=limits.open_files,
-            uid=mapped,
-            gid=mapped,
-            cwd="/",
-            name=f"sandbox-{secrets.token_hex(8)}",  # no two may bear the same at one time; it says nothing of this process
-        )
-        line = command(
-            limits,
-            user=next_user() if root else 0,
-            count_tasks=root or self.own_namespace,
-            read_search=root and not all(open_to_all(path) for path in paths),
-            parent=os.getpid(),
-        )
-        pipe = sandlock.StdioMode.PIPED
-        # it does have an effect, by way of the user: the child's group is mapped
-        warnings.filterwarnings(
-            "ignore", message="Policy field 'gid' is set but not wired", category=UserWarning
-        )
-        try:
-            process = sandbox.popen(line, stdin=pipe, stdout=pipe, stderr=pipe)
-        except Exception as error:  # whatever the package raises, the program has not been started
-            raise Infrastructure(f"sandlock: {error}") from error
-        return SandlockChild(process)
 
 
 def spawn(
@@ -276,75 +224,41 @@ class PopenChild(Child):
             code = self.process.wait(max(patience, 0))
         except subprocess.TimeoutExpired:
             ended = True
-            with suppress(OSError):
-                self.close_input()
             self.kill()
-            try:
-                code = self.process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                code = self.process.wait()
+            code = self.process.wait()
         if self.whole_group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         close_all(self.streams)
-        # bubblewrap reports a signal as a shell does
+        # a container's client reports a signal as a shell does
         number = -code if code < 0 else max(0, code - 128)
         return Exit(max(code, 0), number, ended)
 
 
-class BubblewrapChild(PopenChild):
-    """bwrap, and below it the first process of the new namespace, with which all others end. That one waits for bwrap before it asks to
-    die with it: were bwrap killed in this moment, it would wait for ever. So it is killed, and bwrap ends by itself; before it exists,
-    bwrap goes on, and the interpreter ends because its input has ended."""
-
-    def kill(self) -> None:
-        try:
-            for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
-        except OSError:  # it has just ended, or this kernel has no such file
-            self.process.kill()
-
-
 @dataclass(frozen=True, slots=True)
-class Bubblewrap:
-    """`privileged`: namespaces made by root itself, which then becomes an ordinary user; else a user namespace."""
+class Landlock:
+    """`private`: with a file system of its own, which an ordinary user makes in a user namespace, and root in one of mounts alone."""
 
-    privileged: bool = False
-    name: str = "bubblewrap"
+    private: bool = True
+    name: str = "landlock"
 
     def start(self, limits: Limits) -> Child:
-        program = shutil.which("bwrap")
-        if program is None:
-            raise Infrastructure("bubblewrap: no bwrap on PATH")
-        user = next_user() if self.privileged else 0
-        line = [program, *self.arguments(), "--", *command(limits, user, count_tasks=True)]
-        return BubblewrapChild(spawn(line, "bubblewrap", env={}))
+        return PopenChild(spawn(self.line(limits), self.name, env=ENVIRONMENT, apart=True))
 
-    def arguments(self) -> list[str]:
-        """What bubblewrap is asked for."""
-        spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
-        if self.privileged:
-            user = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
-        else:
-            user = f"--unshare-user --disable-userns --uid {NOBODY} --gid {NOBODY} --cap-drop ALL"
-        rest = "--die-with-parent --new-session --clearenv --hostname sandbox"
-        line = f"{spaces} {user} {rest}".split()
-        for name, value in ENVIRONMENT.items():
-            line += ["--setenv", name, value]
-        paths = readable()
-        folders = {str(parent) for path in paths for parent in Path(path).parents}
-        for folder in sorted(folders | {"/dev"}):
-            # else closed to others where the host's own is: /root
-            line += ["--perms", "0755", "--dir", folder]
-        for path in paths:
-            line += ["--ro-bind", path, path]
-        for link in ("/lib", "/lib64"):  # the loader is named by them in every program
-            if os.path.islink(link):
-                line += ["--symlink", os.readlink(link), link]
-        for device in ("/dev/null", "/dev/urandom"):
-            line += ["--dev-bind", device, device]
-        return [*line, "--remount-ro", "/", "--chdir", "/"]
+    def line(self, limits: Limits) -> list[str]:
+        root, paths = os.getuid() == 0, readable()
+        links = [(link, os.readlink(link)) for link in ("/lib", "/lib64") if os.path.islink(link)]
+        return command(
+            limits,
+            count_tasks=root or self.private,
+            private=self.private,
+            user=next_user() if root else 0,
+            read_search=root and not self.private and not all(map(open_to_all, paths)),
+            parent=os.getpid(),
+            readable=paths,
+            links=links,
+            pivot_root=seccomp.PIVOT_ROOT[platform.machine()] if self.private else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +269,8 @@ class Unsafe:
     name: str = "unsafe"
 
     def start(self, limits: Limits) -> Child:
-        line = command(limits, user=0, count_tasks=False, parent=os.getpid())
-        process = spawn(line, "no process could be started", env=ENVIRONMENT, apart=True)
+        line = command(limits, count_tasks=False, private=False, parent=os.getpid())
+        process = spawn(line, self.name, env=ENVIRONMENT, apart=True)
         return PopenChild(process, whole_group=True)
 
 
@@ -445,7 +359,9 @@ class Container:
         line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.threads + 1} --cpus 1"
         line += f" --ulimit core=1:1 --ulimit nofile={limits.open_files}:{limits.open_files}"
         line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
-        line += " --tmpfs /tmp:rw,noexec,nosuid,nodev,size=1m --entrypoint env"
+        line += (
+            f" --tmpfs /tmp:rw,noexec,nosuid,nodev,mode=1777,size={limits.files} --entrypoint env"
+        )
         # it would hand the host's variables in
         proxies = ["--http-proxy=false"] if self.name == "podman" else []
         return [*line.split(), *proxies]
@@ -453,14 +369,14 @@ class Container:
     def inside(self, limits: Limits) -> list[str]:
         """An empty environment but for ours, then the interpreter."""
         environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-        child = command(limits, user=0, count_tasks=False, program="python3", longest=LONGEST)
+        child = command(limits, False, private=True, program="python3", longest=LONGEST)
         return ["-i", *(f"{k}={v}" for k, v in environment.items()), *child]
 
 
 def container_named(name: str) -> Container | None:
     """The container that a sandbox's name stands for: `docker`, `podman`, or either with `:IMAGE`; None where it is neither.
 
-    >>> container_named("docker:python:3.13-slim"), container_named("bubblewrap")
+    >>> container_named("docker:python:3.13-slim"), container_named("landlock")
     (Container(name='docker', image='python:3.13-slim'), None)
     """
     runtime, _, image = name.partition(":")
@@ -471,19 +387,5 @@ def candidates() -> list[tuple[Mechanism, str]]:
     """What could be tried here, best first, each with what it needs and lacks ('' where nothing is known to be lacking)."""
     if not sys.platform.startswith("linux"):
         return []
-    root = os.getuid() == 0
-    found: list[tuple[Mechanism, str]] = []
-    no_filter = "" if seccomp.supported() else NO_FILTER
-    try:
-        importlib.import_module("sandlock")
-        lacking = no_filter
-    except Exception as error:  # its native library may refuse in many ways
-        lacking = f"not importable ({type(error).__name__}: {error})"
-    found.append((Sandlock(own_namespace=not root), lacking))
-    if not root:
-        found.append((Sandlock(own_namespace=False), lacking))
-    lacking = no_filter if shutil.which("bwrap") else "bwrap is not on PATH"
-    if root:
-        found.append((Bubblewrap(privileged=True), lacking))
-    found.append((Bubblewrap(privileged=False), lacking))
-    return found
+    lacking = "" if seccomp.supported() else NO_FILTER
+    return [(Landlock(private=True), lacking), (Landlock(private=False), lacking)]

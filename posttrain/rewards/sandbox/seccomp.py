@@ -9,11 +9,13 @@ system. Where a call is needed but some of its arguments are not, the arguments 
 - `prctl` sets names, so that the signal that ends a program with its grader cannot be taken back;
 - `fcntl` and `ioctl` are for plain descriptors: no owner that receives signals, no lease, no lock, no terminal;
 - `futex` is for plain locks: one with priority inheritance names the thread that holds it, of any process, and changes its priority;
-- `open` is for reading or writing: Landlock lets pass what asks for neither (access mode 3), and a file can be made that way;
+- `open` is for reading or writing: Landlock lets pass what asks for neither (access mode 3), and a file can be made that way; its first
+  versions let pass what truncates a file that it opens for reading;
 - `clone` makes threads, and neither it nor `close_range` a second table of open files, which would have a limit of its own.
 
-There are no links to read (EINVAL, as for what is no link): sandlock answers that call itself, with the rights of the grader, and
-would show which files other processes have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit
+A program with a file system of its own may also make, change and remove files and links there (`PRIVATE`). Without one, nothing is
+writable and there are no links to read (EINVAL, as for what is no link): Landlock would show which files the user's other processes
+have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit
 had been reached; clone3 and newer calls do not exist (ENOSYS), so that the C library falls back to those that are listed. A call of
 another architecture (32-bit x86) ends the process; numbers of x32 are too large to be listed.
 """
@@ -57,13 +59,20 @@ ALLOWED = _calls(
     "sched_getaffinity:204:123 sched_getparam:143:121 sched_getscheduler:145:120 sched_get_priority_max:146:125 "
     "sched_get_priority_min:147:126 "
 )
+PRIVATE = _calls(
+    "unlink:87:- unlinkat:263:35 mkdir:83:- mkdirat:258:34 rmdir:84:- rename:82:- renameat:264:38 renameat2:316:276 truncate:76:45 "
+    "ftruncate:77:46 fsync:74:82 fdatasync:75:83 fallocate:285:47 symlink:88:- symlinkat:266:36 link:86:- linkat:265:37 chmod:90:- "
+    "fchmod:91:52 fchmodat:268:53 utime:132:- utimes:235:- utimensat:280:88 listxattr:194:11 llistxattr:195:12 getxattr:191:8 "
+    "lgetxattr:192:9 statfs:137:43 fstatfs:138:44 readlink:89:- readlinkat:267:78 "
+)
 COMPARED = _calls(
     "socketpair:53:199 sendto:44:206 recvfrom:45:207 prlimit64:302:261 kill:62:129 tgkill:234:131 prctl:157:167 fcntl:72:25 "
     "ioctl:16:29 futex:202:98 close_range:436:436 "
 )
 OPEN = _calls("open:2:-")
 OPENAT = _calls("openat:257:56")
-LINKS = _calls("readlink:89:- readlinkat:267:78")
+LINKS = {name: PRIVATE[name] for name in ("readlink", "readlinkat")}
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PROCESSES = _calls("fork:57:- vfork:58:-")
 CLONE = _calls("clone:56:220")
 CLONE3 = _calls("clone3:435:435")
@@ -71,6 +80,7 @@ NEWEST = 450  # a C library of today uses calls above this number only where the
 
 LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+TRUNCATE = 0o1000
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
 # namespaces, and what is about parents, tracers and pidfds
 CLONE_THREAD, CLONE_FILES, CLONE_OTHER = (0x00010000, 0x400, 0x7E02F000)
@@ -122,13 +132,14 @@ def _compare(arguments: Compared) -> list[bytes]:
 
 
 def _opening(flags: int) -> list[bytes]:
-    """Allow but for access mode 3, which has both of the lowest bits."""
-    steps = [_step(LOAD, flags), _step(ANY_BIT, 1, false=1), _step(ANY_BIT, 2, true=1)]
+    """Allow but for access mode 3, which has both of the lowest bits, and O_TRUNC with mode 0, which has neither."""
+    steps = [_step(LOAD, flags), _step(ANY_BIT, 1, false=1), _step(ANY_BIT, 2, true=3, false=2)]
+    steps += [_step(ANY_BIT, 2, true=1), _step(ANY_BIT, TRUNCATE, true=1)]
     return [*steps, _step(RETURN, ALLOW), _step(RETURN, FAIL | errno.EPERM)]
 
 
-def program() -> bytes:
-    """The filter for this machine, as the kernel's struct sock_filter[].
+def program(private: bool = False) -> bytes:
+    """The filter for this machine, as the kernel's struct sock_filter[]; `private`: the program has a file system of its own.
 
     >>> len(program()) % 8
     0
@@ -151,7 +162,10 @@ def program() -> bytes:
         add({name: numbers}, _compare(ARGUMENTS[name]))
     add(OPEN, _opening(_SECOND))
     add(OPENAT, _opening(_THIRD))
-    add(LINKS, [_step(RETURN, FAIL | errno.EINVAL)])
+    if private:
+        add(PRIVATE, [_step(RETURN, ALLOW)])
+    else:
+        add(LINKS, [_step(RETURN, FAIL | errno.EINVAL)])
     thread = [
         _step(LOAD, _FIRST),
         _step(ANY_BIT, CLONE_OTHER, true=3),

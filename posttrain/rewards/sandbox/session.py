@@ -6,6 +6,7 @@ import json
 import os
 import selectors
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from posttrain.rewards.sandbox import wire
@@ -25,6 +26,24 @@ class Ended(Exception):
     def __init__(self, outcome: str) -> None:
         super().__init__(outcome)
         self.outcome = outcome
+
+
+@dataclass(slots=True)
+class Budget:
+    """The seconds that a program has for all of its tests together. They pass from `start`, when a program is handed over, to `stop`:
+    also while a value of the program's is read and compared."""
+
+    left: float
+    since: float | None = None
+
+    def start(self) -> float:
+        """The moment at which they are over."""
+        self.since = time.monotonic() if self.since is None else self.since
+        return self.since + self.left
+
+    def stop(self) -> None:
+        if self.since is not None:
+            self.left, self.since = self.left - (time.monotonic() - self.since), None
 
 
 class Session:
@@ -68,11 +87,17 @@ class Session:
             raise Infrastructure(f"the sandbox did not start: it said {said!r}")
         del self.incoming[: len(word)]
 
-    def begin(self, kind: str, source: str, functions: tuple[str, ...] = ()) -> None:
+    def begin(
+        self,
+        kind: str,
+        source: str,
+        functions: tuple[str, ...] = (),
+        budget: Budget | None = None,
+    ) -> None:
         """Hand over the program. The clock starts when it has arrived; an interpreter may have died while it waited."""
         self.send({"kind": kind, "source": source, "functions": functions})
         self._await(BEGAN)
-        self.deadline = time.monotonic() + self.limits.wall
+        self.deadline = (budget or Budget(self.limits.wall)).start()
 
     def send(self, tree: Any) -> None:
         if self.incoming:

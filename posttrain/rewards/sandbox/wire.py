@@ -1,24 +1,49 @@
 """Plain values as text: what crosses between the grader and a program in its sandbox, in both directions.
 
 A value is null, true, false, a string or an integer below 2^53 as JSON has them; everything else is [tag, content]. Only exact
-builtins come out of `decode`, so no `__eq__` of the program survives; the text is bounded before it is parsed, and whatever is
-not in this form is refused.
+builtins and the plain types of `TEXTS` and `NUMBERS` come out of `decode`, so no `__eq__` of the program survives; the text is bounded
+before it is parsed, and whatever is not in this form is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NoReturn
+from uuid import UUID
 
-Plain = Any  # None, bool, int, float, complex, str, bytes, and list, tuple, set, frozenset and dict of these
+# None, bool, int, float, complex, str, bytes, the types of TEXTS and NUMBERS, and list, tuple, set, frozenset, deque and dict of these
+Plain = Any
 
 DEPTH, NODES, DIGITS, SAME_HASH = 100, 200_000, 100_000, 100
 SMALL = 1 << 53
 HEXADECIMAL = re.compile(r"-?0x[0-9a-f]+")
-TAGS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
+TAGS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z", deque: "q"}
 FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
+
+
+DECIMAL = r"-?(?:[0-9]{1,9999}(?:\.[0-9]{1,9999})?(?:E[+-][0-9]{1,9})?|Infinity|NaN)"
+# ["o", [name, text]], with what the text must look like and what makes the value of it; and ["o", [name, numbers ...]]
+TEXTS: dict[type, tuple[str, Callable[[str], Any]]] = {
+    Decimal: (DECIMAL, Decimal),
+    datetime: (r"[0-9T:.+-]{1,64}", datetime.fromisoformat),
+    date: (r"[0-9-]{10}", date.fromisoformat),
+    time: (r"[0-9:.+-]{1,64}", time.fromisoformat),
+    UUID: (r"[0-9a-f-]{36}", UUID),
+}
+NUMBERS: dict[type, tuple[str, ...]] = {
+    Fraction: ("numerator", "denominator"),
+    range: ("start", "stop", "step"),
+    timedelta: ("days", "seconds", "microseconds"),
+}
+NAMED = {kind.__name__: kind for kind in (*TEXTS, *NUMBERS)}
+LONGEST = 1 << 40_000  # a fraction is reduced when it is made
+Number = int | float | complex | Fraction | Decimal
 
 
 class Malformed(ValueError):
@@ -56,6 +81,13 @@ def tagged(value: Plain, depth: int = DEPTH) -> Any:
         return [TAGS[kind], [tagged(item, depth - 1) for item in value]]
     if kind is dict:
         return ["d", [[tagged(each, depth - 1) for each in pair] for pair in value.items()]]
+    if kind in TEXTS:
+        return [
+            "o",
+            [kind.__name__, value.isoformat() if hasattr(value, "isoformat") else str(value)],
+        ]
+    if kind in NUMBERS:
+        return ["o", [kind.__name__, *(tagged(getattr(value, name)) for name in NUMBERS[kind])]]
     raise Malformed(f"a value of type {kind.__name__} cannot cross into a sandbox")
 
 
@@ -110,8 +142,10 @@ class _Decoder:
         match tree:
             case None | bool() | int() | str():
                 return tree
-            case ["l" | "t" | "s" | "z" | "d" as tag, list(content)]:
+            case ["l" | "t" | "s" | "z" | "q" | "d" as tag, list(content)]:
                 return self.container(tag, content, depth)
+            case ["o", [str(name), *parts]] if name in NAMED:
+                return _named(NAMED[name], [self.value(part, 0) for part in parts])
             case ["i", str(text)] if len(text) <= DIGITS and HEXADECIMAL.fullmatch(text):
                 return int(text, 16)
             case ["f", text]:
@@ -129,8 +163,8 @@ class _Decoder:
             pairs = [tuple(self.value(each, depth - 1) for each in pair) for pair in content]
             return _hashed(dict, pairs)
         items = [self.value(item, depth - 1) for item in content]
-        if tag in ("l", "t"):
-            return items if tag == "l" else tuple(items)
+        if tag in ("l", "t", "q"):
+            return {"l": list, "t": tuple, "q": deque}[tag](items)
         return _hashed(set if tag == "s" else frozenset, items)
 
 
@@ -148,6 +182,21 @@ def _hashed(kind: type, items: list[Any]) -> Any:
     return made
 
 
+def _named(kind: type, parts: list[Any]) -> Any:
+    try:
+        if kind in NUMBERS:
+            [*numbers] = (part for part in parts if type(part) is int and abs(part) < LONGEST)
+            if len(numbers) == len(parts) == len(NUMBERS[kind]):
+                return kind(*numbers)
+        [text] = parts
+        form, make = TEXTS[kind]
+        if isinstance(text, str) and re.fullmatch(form, text):
+            return make(text)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        pass
+    raise Malformed(f"not a {kind.__name__}")
+
+
 def _float(text: Any) -> float:
     if not (isinstance(text, str) and FLOAT.fullmatch(text)):
         raise Malformed("not a float")
@@ -158,17 +207,19 @@ def _float(text: Any) -> float:
 
 
 def same(given: Plain, expected: Plain, exact: bool = False, tolerance: float = 1e-9) -> bool:
-    """Whether a decoded value is the expected one. Both sides hold builtins only.
+    """Whether a decoded value is the expected one. Neither side holds code of the program's.
 
-    Numbers are compared by value, |a - b| <= tolerance * max(1, |b|) where one is a float; nan equals nan; a bool is no number.
-    A list and a tuple are the same sequence unless `exact`. Sets and the keys of dicts are compared as Python does.
+    As `==` has it, but |a - b| <= tolerance * max(1, |b|) for numbers where one is a float, nan equals nan, and a list and a tuple are
+    the same sequence. `exact` distinguishes these, and True from 1.
 
     >>> same(2, 2.0), same((1, 2), [1, 2]), same((1, 2), [1, 2], exact=True), same(True, 1), same(float("nan"), float("nan"))
-    (True, True, False, False, True)
+    (True, True, False, True, True)
     """
-    if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
+    if given is None or expected is None:
         return given is expected
-    if isinstance(given, int | float | complex) and isinstance(expected, int | float | complex):
+    if exact and isinstance(given, bool) is not isinstance(expected, bool):
+        return False
+    if isinstance(given, Number) and isinstance(expected, Number):
         return _same_number(given, expected, tolerance)
     if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         if len(given) != len(expected) or (exact and type(given) is not type(expected)):
@@ -183,13 +234,17 @@ def same(given: Plain, expected: Plain, exact: bool = False, tolerance: float = 
     return type(given) is type(expected) and bool(given == expected)
 
 
-def _same_number(given: complex, expected: complex, tolerance: float) -> bool:
-    if isinstance(given, int) and isinstance(expected, int):
-        return given == expected
-    if given == expected or (given != given and expected != expected):
-        return True
+def _same_number(given: Any, expected: Any, tolerance: float) -> bool:
     try:
+        if given == expected or (given != given and expected != expected):
+            return True
+        if not isinstance(given, float | complex) and not isinstance(expected, float | complex):
+            return False
+        given, expected = (
+            float(value) if isinstance(value, Fraction | Decimal) else value
+            for value in (given, expected)
+        )
         size = abs(expected)
-        return abs(given - expected) <= tolerance * max(1.0, size) and size != float("inf")
-    except OverflowError:  # an integer beyond the floats
+        return bool(abs(given - expected) <= tolerance * max(1.0, size)) and size != float("inf")
+    except ArithmeticError:  # an integer beyond the floats
         return False
