@@ -13,29 +13,38 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import UserError, require
 from posttrain.rewards.sandbox import isolation, pool, wire
 from posttrain.rewards.sandbox.limits import Limits
-from posttrain.rewards.sandbox.mechanisms import Infrastructure
-from posttrain.rewards.sandbox.session import Ended, Session
+from posttrain.rewards.sandbox.mechanisms import Infrastructure, Mechanism
+from posttrain.rewards.sandbox.session import Budget, Ended, Session
 from posttrain.types import JSON, Score
 
-PYTHON = ("python", "python3", "py", "python 3")
-FENCE = re.compile(r"[ ]{0,3}+(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)")  # possessive: linear in the line
+# possessive: linear in the line. A fence may be indented, quoted, or stand in a list
+FENCE = re.compile(
+    r"([ \t]*+(?:>[ \t]?+)*+[ \t]*+(?:(?:[-*+]|[0-9]{1,9}+[.)])[ \t]++)?+)(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)"
+)
+QUOTE = re.compile(r"[ \t]*+>[ \t]?")
+PYTHON = re.compile(r"[{.]*+(?:[ic]?python|py)[ -]?[0-9]*+(?:\.[0-9]++)*+(?![\w.+-])")
+READS = re.compile(r"\binput\s*\(|\bstdin\b(?!\s*=)|\bopen\(0\b|\bfileinput\b")
+DEFINED = re.compile(
+    r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w++)|^(\w++)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
+)
 RESPONSE_LIMIT = 4_000_000  # characters; what is longer is no answer
 REASONING, REASONING_END = "<think>", "</think>"
 DEFAULT = Limits()
+STARTING = 60.0  # seconds for interpreters to start
 FORFEIT = ("timeout", "memory", "output")
 # a program that ends in good order has still not answered
 ENDS = {"stopped": "fail", "syntax": "fail"}
 # all else is a plain failure: exit, syntax, missing, ...
 REFUSALS = {"error": "crash", "memory": "memory", "large": "output"}
 LOG = logging.getLogger(__name__)
-Take = Callable[[], Session]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +101,71 @@ Test = CallTest | StdioTest | CheckTest
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """(label, body) of every complete fenced block, as CommonMark has them: a fence is closed by a line of its own kind alone."""
-    fence, label, body = "", "", list[str]()
+    fence, label, body, quotes, indent = "", "", list[str](), 0, 0
     for line in text.replace("\r\n", "\n").split("\n"):
         if not fence:
             if found := FENCE.fullmatch(line):
-                fence, label, body = found[1], found[2].strip().lower(), []
+                fence, label, body = found[2], found[3].strip().lower(), []
+                quotes = found[1].count(">")
+                indent = len(found[1].rpartition(">")[2].expandtabs(4))
             continue
-        mark = line.strip()
-        if len(mark) >= len(fence) and mark == fence[0] * len(mark) and not line.startswith("    "):
-            yield label, "".join(body)
+        for _ in range(quotes):
+            line = QUOTE.sub("", line, count=1)
+        mark, bare = line.strip(), line.lstrip(" \t")
+        column = len(line[: len(line) - len(bare)].expandtabs(4))
+        if len(mark) >= len(fence) and mark == fence[0] * len(mark) and column < indent + 4:
+            yield label, _straight(body)
             fence = ""
         else:
-            body.append(line + "\n")
+            body.append((" " * (column - indent) + bare if 0 < indent <= column else line) + "\n")
 
 
-def extract(response: str, fenced: bool = True) -> str | None:
-    """The program in a response: after the reasoning, the last complete fenced block that says Python, else the last that says
-    nothing. Where `fenced` is False, a response without a complete block is a program as it stands.
+def _straight(lines: list[str]) -> str:
+    """A program whose first line is indented is indented as a whole."""
+    text = "".join(lines)
+    first = next((line for line in lines if line.strip()), "")
+    return textwrap.dedent(text) if first[:1] in (" ", "\t") else text
+
+
+def extract(response: str, fenced: bool = True, tests: Sequence[Test] = ()) -> str | None:
+    """The program in a response: after the reasoning, the last complete fenced block that has what the tests need, a usage example that
+    follows has not; of several, one that says Python before one that says nothing. Where `fenced` is False, a response without a
+    complete block is a program as it stands.
 
     >>> extract("A sketch:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```\\n")
     'x = 1\\n'
     >>> extract("```python\\nx = 1"), extract("x = 1"), extract("x = 1", fenced=False)
     (None, None, 'x = 1')
+    >>> extract("```py\\ndef f(): return 1\\n```\\nTry:\\n```py\\nprint(f())\\n```", tests=[CallTest("f", [], 1)])
+    'def f(): return 1\\n'
     """
     if len(response) > RESPONSE_LIMIT:
         return None
     text = response.rpartition(REASONING_END)[2]
     if text.lstrip().startswith(REASONING):
         return None  # still thinking
-    found = {label in PYTHON: body for label, body in blocks(text) if not label or label in PYTHON}
+    found = [
+        (_fitting(body, tests), bool(PYTHON.match(label)), number, body)
+        for number, (label, body) in enumerate(blocks(text))
+        if not label or PYTHON.match(label)
+    ]
     if found:
-        return found.get(True, found.get(False))
+        return max(found)[-1]
     return None if fenced else text
+
+
+def _fitting(program: str, tests: Sequence[Test]) -> int:
+    """How many of the names that the tests need a program defines at its top level; where it is run as a script, whether it reads."""
+    names = {
+        name.partition(".")[0]
+        for test in tests
+        if not isinstance(test, StdioTest)
+        for name in ([test.function] if isinstance(test, CallTest) else test.functions)
+    }
+    if not names:
+        reading = any(isinstance(test, StdioTest) and test.stdin.strip() for test in tests)
+        return int(reading and bool(READS.search(program)))
+    return len(names & {name for found in DEFINED.findall(program) for name in found if name})
 
 
 def grade(
@@ -139,21 +181,19 @@ def grade(
     """Run the program of a response against tests.
 
     Calls share one process, in an order that the program cannot foresee; `fresh` gives each its own. A program that exceeds a
-    limit forfeits the tests that are left, so the time is bounded by the limit and not by their number. Our own failures are
-    tried again once and then have no value. `sandbox` is as in `sandbox.isolation.choose`.
+    limit forfeits the tests that are left; the limit on time is one for all of them. Our own failures are tried again once and then
+    have no value. `sandbox` is as in `sandbox.isolation.choose`.
     """
     require(bool(tests), "a program is graded by at least one test: none were given")
     mechanism = isolation.choose(sandbox).mechanism
-    program = extract(response, fenced)
+    program = extract(response, fenced, tests)
     if program is None or not program.strip() or len(program) > limits.source:
         return _score(["fail"], len(tests), partial)
 
-    def take() -> Session:
-        return pool.shared().take(mechanism, limits)
-
     for attempt in (1, 2):
+        run = _Run(program, mechanism, limits, partial, fresh)
         try:
-            return _score(_run(program, tests, take, partial, fresh), len(tests), partial)
+            return _score(run.outcomes(tests), len(tests), partial)
         except (Infrastructure, OSError) as error:
             LOG.warning("the code sandbox failed (attempt %d of 2): %s", attempt, error)
     return Score.failed("infrastructure", outcome="infrastructure")
@@ -209,52 +249,100 @@ def _score(outcomes: Sequence[str], count: int, partial: bool) -> Score:
     return Score(float(passed == count), outcome=first_bad)
 
 
-def _run(program: str, tests: Sequence[Test], take: Take, partial: bool, fresh: bool) -> list[str]:
-    """The outcomes of the tests that were run, in the order they were run: up to the first failure, or all where `partial`."""
-    outcomes: list[str] = []
-    for some in _one_by_one(program, tests, take, partial, fresh):
-        outcomes += some
-        if any(outcome in FORFEIT or (outcome != "pass" and not partial) for outcome in some):
-            break
-    return outcomes
+@dataclass(slots=True)
+class _Run:
+    """One program and its tests, with one budget of time for all of them."""
 
+    program: str
+    mechanism: Mechanism
+    limits: Limits
+    partial: bool
+    fresh: bool
+    budget: Budget = field(init=False)
 
-def _one_by_one(
-    program: str, tests: Sequence[Test], take: Take, partial: bool, fresh: bool
-) -> Iterator[list[str]]:
-    def unforeseeable(test: tuple[int, Test]) -> bytes:
-        # the same for the same program, so that a run can be repeated; another for every other program
-        return hashlib.sha256(f"{test[0]}\n{program}".encode("utf-8", "surrogatepass")).digest()
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.limits.wall)
 
-    ordered = [test for _, test in sorted(enumerate(tests), key=unforeseeable)]
-    calls = [test for test in ordered if isinstance(test, CallTest)]
-    for some in [[call] for call in calls] if fresh else [calls] if calls else []:
-        yield _calls(program, some, take, partial)
-    for test in ordered:
-        if isinstance(test, StdioTest):
-            yield [_stdio(program, test, take)]
-        elif isinstance(test, CheckTest):
-            yield [_check(program, test, take)]
+    def outcomes(self, tests: Sequence[Test]) -> list[str]:
+        """Of the tests that were run, in the order they were run: up to the first failure, or all where `partial`."""
+        outcomes: list[str] = []
+        for some in self._one_by_one(tests):
+            outcomes += some
+            if any(one in FORFEIT or (one != "pass" and not self.partial) for one in some):
+                break
+            self.budget.stop()
+        return outcomes
 
+    def _take(self) -> Session:
+        return pool.shared().take(self.mechanism, self.limits)
 
-def _calls(program: str, tests: Sequence[CallTest], take: Take, partial: bool) -> list[str]:
-    outcomes: list[str] = []
-    with take() as session:
+    def _one_by_one(self, tests: Sequence[Test]) -> Iterator[list[str]]:
+        def unforeseeable(test: tuple[int, Test]) -> bytes:
+            # the same for the same program, so that a run can be repeated; another for every other program
+            text = f"{test[0]}\n{self.program}"
+            return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+        ordered = [test for _, test in sorted(enumerate(tests), key=unforeseeable)]
+        calls = [test for test in ordered if isinstance(test, CallTest)]
+        for some in [[call] for call in calls] if self.fresh else [calls] if calls else []:
+            yield self._calls(some)
+        for test in ordered:
+            if isinstance(test, StdioTest):
+                yield [self._stdio(test)]
+            elif isinstance(test, CheckTest):
+                yield [self._check(test)]
+
+    def _calls(self, tests: Sequence[CallTest]) -> list[str]:
+        outcomes: list[str] = []
+        with self._take() as session:
+            try:
+                session.begin("calls", self.program, budget=self.budget)
+                _expect(session.receive(), "loaded")
+                for test in tests:
+                    try:
+                        kind, value = _call(session, test.function, test.args)
+                        right = wire.same(value, test.expected, test.exact, test.tolerance)
+                        outcomes.append("pass" if right and kind == "value" else "fail")
+                    except _Refused as refused:
+                        outcomes.append(refused.outcome)
+                    if outcomes[-1] != "pass" and not self.partial:
+                        break
+            except Ended as ended:
+                outcomes.append(ENDS.get(ended.outcome, ended.outcome))
+        return outcomes
+
+    def _stdio(self, test: StdioTest) -> str:
+        with self._take() as session:
+            try:
+                session.begin("stdio", self.program, budget=self.budget)
+                session.write(test.stdin.encode("utf-8", "surrogatepass"), last=True)
+                printed = session.read_all()
+            except Ended as ended:
+                return ENDS.get(ended.outcome, ended.outcome)
         try:
-            session.begin("calls", program)
-            _expect(session.receive(), "loaded")
-            for test in tests:
-                try:
-                    kind, value = _call(session, test.function, test.args)
-                    right = wire.same(value, test.expected, test.exact, test.tolerance)
-                    outcomes.append("pass" if right and kind == "value" else "fail")
-                except _Refused as refused:
-                    outcomes.append(refused.outcome)
-                if outcomes[-1] != "pass" and not partial:
-                    break
-        except Ended as ended:
-            outcomes.append(ENDS.get(ended.outcome, ended.outcome))
-    return outcomes
+            return "pass" if _lines(printed.decode()) == _lines(test.stdout) else "fail"
+        except UnicodeDecodeError:
+            return "fail"
+
+    def _check(self, test: CheckTest) -> str:
+        with self._take() as candidate, self._take() as judge:
+            try:
+                candidate.begin("calls", self.program, budget=self.budget)
+                _expect(candidate.receive(), "loaded")
+                judge.begin("check", test.check, test.names, self.budget)
+                stands_for, calls = dict(zip(test.names, test.functions, strict=True)), 0
+                while (message := judge.receive())[0] == "call":
+                    calls += 1
+                    _, name, trees = message
+                    values = [wire.decode(tree) for tree in trees]
+                    kind, value = _call(candidate, stands_for[name], values)
+                    judge.send([kind, wire.tagged(value)])
+                return "pass" if message == ["done"] and calls else "fail"
+            except (wire.Malformed, KeyError, TypeError, ValueError):
+                # a check that does not keep to the form it is given
+                return "fail"
+            except Ended as ended:
+                return ENDS.get(ended.outcome, ended.outcome)
 
 
 class _Refused(Ended):
@@ -280,43 +368,8 @@ def _call(session: Session, function: str, args: Sequence[Any]) -> list[Any]:
         raise _Refused("fail") from None
 
 
-def _stdio(program: str, test: StdioTest, take: Take) -> str:
-    with take() as session:
-        try:
-            session.begin("stdio", program)
-            session.write(test.stdin.encode("utf-8", "surrogatepass"), last=True)
-            printed = session.read_all()
-        except Ended as ended:
-            return ENDS.get(ended.outcome, ended.outcome)
-    try:
-        return "pass" if _lines(printed.decode()) == _lines(test.stdout) else "fail"
-    except UnicodeDecodeError:
-        return "fail"
-
-
 def _lines(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n")).rstrip("\n")
-
-
-def _check(program: str, test: CheckTest, take: Take) -> str:
-    with take() as candidate, take() as judge:
-        try:
-            candidate.begin("calls", program)
-            _expect(candidate.receive(), "loaded")
-            judge.begin("check", test.check, test.names)
-            stands_for, calls = dict(zip(test.names, test.functions, strict=True)), 0
-            while (message := judge.receive())[0] == "call":
-                calls += 1
-                _, name, trees = message
-                values = [wire.decode(tree) for tree in trees]
-                kind, value = _call(candidate, stands_for[name], values)
-                judge.send([kind, wire.tagged(value)])
-            return "pass" if message == ["done"] and calls else "fail"
-        except (wire.Malformed, KeyError, TypeError, ValueError):
-            # a check that does not keep to the form it is given
-            return "fail"
-        except Ended as ended:
-            return ENDS.get(ended.outcome, ended.outcome)
 
 
 def read_tests(text: str) -> list[Test]:
@@ -344,6 +397,17 @@ def _read_test(entry: JSON) -> Test:
             return CheckTest(check, tuple(names), tuple(functions))
     known = "[function, arguments, expected], [stdin, stdout] or {check, names, functions}"
     raise UserError(f"a test is {known}, not {str(entry)[:80]}")
+
+
+def patience(options: Mapping[str, JSON]) -> float:
+    """Seconds without a score after which the grader itself has failed: its two attempts each keep to the budget of the program, so no
+    program can use them up. A worker waits so long for the reward `code`, given its options.
+
+    >>> patience({"wall": 5}), patience({})
+    (70.0, 80.0)
+    """
+    wall = options.get("wall", DEFAULT.wall)
+    return 2 * (wall if isinstance(wall, int | float) else DEFAULT.wall) + STARTING
 
 
 def code(

@@ -13,6 +13,7 @@ from posttrain.errors import UserError, require
 from posttrain.rewards._functions import PREFIX, columns_of, finished, given
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
+from posttrain.rewards.code import patience
 from posttrain.rewards.compose import as_score
 from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import MathReward, final_answer
@@ -210,7 +211,9 @@ class Judged(Questions):
 
     @property
     def seconds(self) -> float:
-        return self.score_seconds
+        """Programs have a budget of their own, `wall`, and are scored when it is over: a worker waits longer than that."""
+        programs = [patience(options) for name, options in self.rewards() if name == "code"]
+        return self.score_seconds + sum(programs)
 
 
 @lru_cache(maxsize=8)
