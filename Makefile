@@ -18,7 +18,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-gpu test-peers lint format docs recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-faults test-security test-gpu test-peers lint format docs recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test: $(READY) ## all tests but the slow ones, those for a GPU, and those agains
 
 test-faults: $(READY) ## kill runs, corrupt files, fill disks; resume must be exact
 	@$(BIN)/python -m pytest -q -m "not gpu and not peers" tests/faults
+
+test-security: $(READY) ## 700 hostile and 100 honest programs, as root and as an ordinary user
+	@$(BIN)/python -m pytest -q -m "not gpu and not peers" tests/security
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu

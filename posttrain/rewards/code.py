@@ -44,6 +44,7 @@ FORFEIT = ("timeout", "memory", "output")
 ENDS = {"stopped": "fail", "syntax": "fail"}
 # all else is a plain failure: exit, syntax, missing, ...
 REFUSALS = {"error": "crash", "memory": "memory", "large": "output"}
+NO_NAMES: Mapping[str, Any] = {}
 LOG = logging.getLogger(__name__)
 
 
@@ -333,9 +334,10 @@ class _Run:
                 stands_for, calls = dict(zip(test.names, test.functions, strict=True)), 0
                 while (message := judge.receive())[0] == "call":
                     calls += 1
-                    _, name, trees = message
+                    _, name, trees, pairs = message
                     values = [wire.decode(tree) for tree in trees]
-                    kind, value = _call(candidate, stands_for[name], values)
+                    named = {str(word): wire.decode(tree) for word, tree in pairs}
+                    kind, value = _call(candidate, stands_for[name], values, named)
                     judge.send([kind, wire.tagged(value)])
                 return "pass" if message == ["done"] and calls else "fail"
             except (wire.Malformed, KeyError, TypeError, ValueError):
@@ -355,9 +357,12 @@ def _expect(message: list[Any], word: str) -> list[Any]:
     return message
 
 
-def _call(session: Session, function: str, args: Sequence[Any]) -> list[Any]:
+def _call(
+    session: Session, function: str, args: Sequence[Any], named: Mapping[str, Any] = NO_NAMES
+) -> list[Any]:
     """The program's reply to a call; one that is not a value in good form is refused."""
-    session.send([function, [wire.tagged(value) for value in args]])
+    pairs = [(name, wire.tagged(value)) for name, value in named.items()]
+    session.send([function, [wire.tagged(value) for value in args], pairs])
     message = session.receive()
     if len(message) == 2 and message[0] == "opaque" and isinstance(message[1], bool):
         return message

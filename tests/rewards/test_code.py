@@ -245,7 +245,7 @@ def accept_answers_in_advance(patch: pytest.MonkeyPatch) -> None:
 
 def believe_any_form(patch: pytest.MonkeyPatch) -> None:
     """What cannot be sent is taken for what was expected."""
-    patch.setattr(code, "_call", lambda session, function, args: ["value", 1])
+    patch.setattr(code, "_call", lambda session, *call: ["value", 1])
 
 
 IN_ADVANCE = """

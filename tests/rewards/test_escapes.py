@@ -50,16 +50,16 @@ os.execv(line[0], line)
 """
 
 
-def command(user: str, *arguments: str) -> list[str]:
-    own = [sys.executable, "-m", "tests.rewards.escapes", *arguments]
+def command(user: str, module: str, *arguments: str) -> list[str]:
+    own = [sys.executable, "-m", module, *arguments]
     return [sys.executable, "-c", BECOME, str(UID), *own] if user == "user" and os.getuid() == 0 else own
 
 
-def grader(user: str, *arguments: str) -> subprocess.Popen[str]:
+def grader(user: str, *arguments: str, module: str = "tests.rewards.escapes") -> subprocess.Popen[str]:
     keep = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "HOME": "/tmp"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command(user, *arguments), cwd=ROOT, env=keep, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        command(user, module, *arguments), cwd=ROOT, env=keep, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
 
 

@@ -382,7 +382,7 @@ def find(module: ModuleType, function: str) -> Any:
     return found
 
 
-def answer(module: ModuleType, function: str, arguments: list[Any]) -> str:
+def answer(module: ModuleType, function: str, arguments: list[Any], named: list[Any]) -> str:
     try:
         found = find(module, function)
     except AttributeError:
@@ -390,7 +390,7 @@ def answer(module: ModuleType, function: str, arguments: list[Any]) -> str:
     except BaseException as error:
         return complaint(error)
     try:
-        value = found(*arguments)
+        value = found(*map(plain, arguments), **{name: plain(item) for name, item in named})
     except BaseException as error:
         return complaint(error)
     try:
@@ -424,8 +424,7 @@ def serve_calls(source: str, limit: int) -> None:
         return
     send(replies, words("loaded"), limit)
     while True:
-        function, arguments = receive(requests)
-        send(replies, answer(module, function, [plain(item) for item in arguments]), limit)
+        send(replies, answer(module, *receive(requests)), limit)
 
 
 def serve_check(source: str, functions: list[str], limit: int) -> None:
@@ -433,9 +432,10 @@ def serve_check(source: str, functions: list[str], limit: int) -> None:
     requests, replies = channels()
 
     def remote(function: str) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             given = ",".join(map(text_of, arguments))
-            send(replies, f'["call","{function}",[{given}]]', limit)
+            pairs = ",".join([f"[{text_of(name)},{text_of(named[name])}]" for name in named])
+            send(replies, f'["call","{function}",[{given}],[{pairs}]]', limit)
             kind, content = receive(requests)
             return plain(content) if kind == "value" else Opaque(content)
 

@@ -248,6 +248,7 @@ class Landlock:
     def line(self, limits: Limits) -> list[str]:
         root, paths = os.getuid() == 0, readable()
         links = [(link, os.readlink(link)) for link in ("/lib", "/lib64") if os.path.islink(link)]
+        links.append(("/dev/shm", "/tmp"))  # where locks of `multiprocessing` are made
         return command(
             limits,
             count_tasks=root or self.private,
