@@ -19,9 +19,9 @@ from typing import Annotated, Literal
 from posttrain.errors import Range
 from posttrain.rewards import _numbers as numbers
 from posttrain.rewards._form import FLIPPED, constants
-from posttrain.rewards._latex import Node, is_integer, negative, node
+from posttrain.rewards._latex import Node, negative, node
 from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
-from posttrain.rewards._words import spelled, unit_of, words
+from posttrain.rewards._words import Unit, spelled, unit_of, words
 
 Names = frozenset[str]  # of symbols
 Point = dict[str, Fraction]  # a number for each symbol
@@ -30,11 +30,13 @@ POINTS = 8  # where expressions are compared
 MIN_POINTS = 3  # points at which both sides must have had a value
 SCALARS = words("number symbol constant add multiply divide negative power root function")
 SCALARS |= words("factorial binomial degrees pm mp")
-ORDERED = {"tuple", "interval", "bracket"}
+ORDERED = {"tuple", "interval", "bracket", "matrix", "cases"}
 UNORDERED = {"list", "set", "union"}
 MEASURED = {"quantity", "percent", "degrees"}
 NAMES = {"symbol", "text", "choice"}
-_CHOICE = re.compile(r"\(?([A-Z])[).:][).:\s]*[^()A-Z]*")
+NO_UNIT = Unit(Fraction(1), "", Fraction(1), True)
+_ROOT = re.compile(r"(.+)_,?[0-9]+")
+_HALF = {"am": "am", "pm": "pm", "noon": "pm", "midnight": "am", "in the morning": "am"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +61,26 @@ class Comparison:
 
     def same(self, gold: Node, given: Node) -> bool:
         self.meter.charge(1)
+        if "option" in (gold.kind, given.kind):
+            return self.same_option(gold, given)
+        if is_named_tuple(given) and (gold.kind == "list" or is_named_tuple(gold)):
+            return self.same(spread(gold), spread(given))
+        if is_named_tuple(gold) and given.kind == "list":
+            return self.same(spread(gold), given)
         if gold.kind == "relation" or given.kind == "relation":
             return self.same_relation(gold, given)
-        if "ratio" in (gold.kind, given.kind, measured(gold)[0].kind, measured(given)[0].kind):
+        if clock(gold)[1] or clock(given)[1]:
+            return self.same_time(gold, given)
+        if "ratio" in (gold.kind, given.kind):
             return self.same_ratio(gold, given)
         if gold.kind in MEASURED or given.kind in MEASURED:
             return self.same_quantity(gold, given)
         if gold.kind in UNORDERED:
             alike = given.kind == gold.kind or {gold.kind, given.kind} == {"list", "set"}
             return alike and self.same_collection(gold, given)
-        if gold.kind in ORDERED or gold.kind == "matrix":
+        if gold.kind in ("domain", "builder", "without"):
+            return gold == given
+        if gold.kind in ORDERED:
             return self.same_sequence(gold, given)
         if gold.kind == "based" or given.kind == "based":
             return self.same_based(gold, given)
@@ -76,11 +88,26 @@ class Comparison:
             return self.same_words(gold, given)
         if gold.kind in SCALARS and given.kind in SCALARS:
             return self.same_scalar(gold, given)
-        return gold.kind == "symbol" and given.kind in NAMES and gold.text == letter(given)
+        return gold.kind == "symbol" and given.kind == "choice" and gold.text == given.text
+
+    def same_option(self, gold: Node, given: Node) -> bool:
+        """(B) 5 is B, and it is 5; where both sides name a letter and say something, both must agree."""
+        letters = [
+            side.text.upper()
+            for side in (gold, given)
+            if side.kind in ("option", "choice", "symbol")
+        ]
+        if len(letters) == 2 and letters[0] != letters[1]:
+            return False
+        if len(letters) == 2 and {gold.kind, given.kind} != {"option"}:
+            return True
+        return self.same_or_not(
+            *(side.nodes[0] if side.kind == "option" else side for side in (gold, given))
+        )
 
     def same_words(self, gold: Node, given: Node) -> bool:
         if gold.kind == "choice":
-            return given.kind in NAMES and gold.text.lower() == letter(given).lower()
+            return given.kind in ("symbol", "choice") and gold.text.lower() == given.text.lower()
         return given.kind == "text" and spelled(gold.text) == spelled(given.text) != ""
 
     def same_sequence(self, gold: Node, given: Node) -> bool:
@@ -95,8 +122,8 @@ class Comparison:
 
     def same_collection(self, gold: Node, given: Node) -> bool:
         """The same members, each as often; a set has each once. What is exact is counted, the rest is matched one by one."""
-        names = [names_of(gold), names_of(given)]
-        if sorted(map(len, names)) == [0, 1]:
+        names = [roots_of(names_of(side)) for side in (gold, given)]
+        if sorted(map(len, names)) in ([0, 1], [1, 1]) and len(names[0] | names[1]) == 1:
             gold, given = unnamed(gold), unnamed(given)  # x=1, x=2 is 1, 2
         measures = any(member.kind in MEASURED for member in (*gold.nodes, *given.nodes))
         sides = [self.members(side, not measures) for side in (gold, given)]
@@ -131,13 +158,19 @@ class Comparison:
         if gold.kind != "relation":
             return names_value(given, gold) and self.same(gold, given.nodes[1])
         if given.kind != "relation":
-            named = is_equation(gold) and is_name(gold.nodes[0])
+            named = is_equation(gold) and (is_name(gold.nodes[0]) or is_named_tuple(gold))
             return named and self.same(gold.nodes[1], given)
         if len(gold.nodes) != len(given.nodes):
             return False
         pairs = zip(gold.nodes, given.nodes, strict=True)
         if gold.text == given.text and all(self.same_or_not(a, b) for a, b in pairs):
             return True
+        if (
+            is_equation(gold)
+            and is_equation(given)
+            and {graph(gold), graph(given)} == {"y", "f(x)"}
+        ):
+            return self.same(gold.nodes[1], given.nodes[1])
         sides = (*gold.nodes, *given.nodes)
         if len(gold.nodes) != 2 or any(side.kind not in SCALARS for side in sides):
             return False
@@ -155,11 +188,6 @@ class Comparison:
             return False
 
     def same_ratio(self, gold: Node, given: Node) -> bool:
-        both = [s for s in (gold, given) if s.kind == "quantity"]
-        halves = {spelled(s.text.replace(".", "")) for s in both} - {""}  # of a day: 7:30 pm
-        gold, given = (s.nodes[0] if s.kind == "quantity" else s for s in (gold, given))
-        if len(halves) == 2:
-            return False
         if gold.kind != "ratio" and given.kind == "ratio":
             return is_fraction(given, gold) and self.same_scalar(gold, quotient(given))
         if gold.kind == "ratio" and given.kind == "ratio":
@@ -172,35 +200,49 @@ class Comparison:
             return all(map(self.same_scalar, *shares))
         return is_fraction(gold, given) and self.same_scalar(quotient(gold), given)
 
+    def same_time(self, gold: Node, given: Node) -> bool:
+        """3:30 pm is 15:30, and 3:30 where one side does not say which half of the day it means."""
+        (wanted, half), (time, other) = clock(gold), clock(given)
+        if not wanted or not time:
+            return False
+        if half == other or (half and other):
+            return half == other and wanted == time
+        whole, twelve, said = (wanted, time, other) if other else (time, wanted, half)
+        if twelve[0] > 12:
+            return False
+        full = (twelve[0] % 12 + 12 * (said == "pm"), *twelve[1:])
+        return whole == full or (whole == twelve and whole[0] != 12)
+
     def same_based(self, gold: Node, given: Node) -> bool:
-        """1011 in base 2. The same digits may leave the base out; another base, or none where the gold has none, is an option."""
+        """1011 in base 2. Another base, or none, is an option."""
         if gold.kind == given.kind:
             if gold.parts[1] == given.parts[1]:
                 return gold.text.lstrip("0").lower() == given.text.lstrip("0").lower()
             return self.conventions.bases and in_base(gold) == in_base(given)
         bases, both = self.conventions.bases, (gold, given)
-        if gold.kind == "based" and is_integer(given) and not bases:
-            return str(given.parts[0]) == gold.text
         sides = [node("number", in_base(s), "integer") if s.kind == "based" else s for s in both]
         return bases and all(s.kind in SCALARS for s in sides) and self.same_scalar(*sides)
 
     def same_quantity(self, gold: Node, given: Node) -> bool:
         given = lettered(given) if gold.kind == "quantity" else given
+        gold = lettered(gold) if given.kind == "quantity" else gold
         (wanted, wanted_unit), (value, unit) = measured(gold), measured(given)
         if "percent" in (wanted_unit, unit):
             return self.same_percent(wanted, wanted_unit, value, unit)
         if wanted.kind not in SCALARS or value.kind not in SCALARS:
             return wanted_unit == unit and wanted.kind not in MEASURED and self.same(wanted, value)
-        measure, other = (unit_of(text) if text else None for text in (wanted_unit, unit))
-        if (unit and other is None) or (wanted_unit and measure is None):
-            return False
-        if other is None and self.conventions.require_units and measure is not None:
-            return False
-        sizes = [m[0] if m else Fraction(1) for m in (measure, other)]
-        if measure and other and measure[1] and other[1]:
-            if measure[1] != other[1]:
+        measure, other = (unit_of(text) if text else NO_UNIT for text in (wanted_unit, unit))
+        if measure is None or other is None:
+            return spelled(wanted_unit) == spelled(unit) and self.same_scalar(wanted, value)
+        sizes = [measure.scale, other.scale]
+        if measure.measures and other.measures:
+            if measure.measures != other.measures:
                 return False
-            sizes = [size * m[2] for size, m in zip(sizes, (measure, other), strict=True)]
+            sizes = [measure.scale * measure.size, other.scale * other.size]
+        elif not (measure.plain and other.plain) or (len(unit) == 1 and unit.isupper()):
+            return False  # a word or letter that may change the number: 5 W, 5 reciprocal
+        elif self.conventions.require_units and measure.measures:
+            return False
         return self.same_scalar(scaled(wanted, sizes[0]), scaled(value, sizes[1]))
 
     def same_percent(self, wanted: Node, wanted_unit: str, value: Node, unit: str) -> bool:
@@ -271,15 +313,6 @@ class Comparison:
         return 1 if numbers.is_positive(first) else -1
 
 
-def letter(value: Node) -> str:
-    """The text of a symbol or choice; that of a choice which is written with its content, `(C) 12 apples`, and no other letter."""
-    if value.kind != "text":
-        return value.text
-    found = _CHOICE.fullmatch(value.text)
-    several = {"or", "and", "not"} & set(value.text.lower().split())
-    return found[1] if found and not several else ""
-
-
 def hidden(wanted: Value, value: Value, gold: Node, given: Node) -> bool:
     """A rational number behind radicals or pi that would cancel. e^(i pi) is written so, and is meant."""
     exact = isinstance(value, Fraction) or not isinstance(wanted, Fraction)
@@ -344,6 +377,13 @@ def is_name(value: Node) -> bool:
     return all(part.kind in known for part in (first, *rest))
 
 
+def graph(equation: Node) -> str:
+    """The two ways to name what a function of x gives: y and f(x)."""
+    name = equation.nodes[0]
+    called = name.kind == "multiply" and [part.text for part in name.nodes] == ["f", "x"]
+    return "f(x)" if called else name.text if name.kind == "symbol" else ""
+
+
 def is_equation(relation: Node) -> bool:
     return len(relation.nodes) == 2 and relation.text == "="
 
@@ -351,6 +391,11 @@ def is_equation(relation: Node) -> bool:
 def names_value(given: Node, gold: Node) -> bool:
     """`x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
     name = given.nodes[0]
+    if is_named_tuple(
+        given
+    ):  # in the order in which names are written: (y, x) = (3, -4) is another pair than (3, -4)
+        names = [(part.text.islower(), len(part.text), part.text) for part in name.nodes]
+        return names == sorted(names)
     known = name.kind == "symbol" and name.text in symbols(gold)
     return is_equation(given) and is_name(name) and not known
 
@@ -388,15 +433,62 @@ def in_base(based: Node) -> Fraction:
 
 def names_of(collection: Node) -> set[str]:
     relations = (member for member in collection.nodes if member.kind == "relation")
-    return {side.nodes[0].text for side in relations if side.nodes[0].kind in NAMES}
+    return {name for side in relations if (name := name_of(side))}
+
+
+def name_of(relation: Node) -> str:
+    """What an equation names: x, or (x,y)."""
+    if relation.kind != "relation" or relation.text != "=":
+        return ""
+    if is_named_tuple(relation):
+        return ",".join(part.text for part in relation.nodes[0].nodes)
+    return relation.nodes[0].text if relation.nodes[0].kind in NAMES else ""
+
+
+def roots_of(names: set[str]) -> set[str]:
+    """The one name that others are made of: x_1 and x_2 are both x."""
+    stems = {found[1] if (found := _ROOT.fullmatch(name)) else name for name in names}
+    return stems if len(stems) == 1 and len(names) > 1 else names
 
 
 def unnamed(collection: Node) -> Node:
-    def bare(n: Node) -> Node:
-        named = n.kind == "relation" and n.text == "=" and n.nodes[0].kind in NAMES
-        return n.nodes[1] if named else n
+    members = (n.nodes[1] if name_of(n) else n for n in collection.nodes)
+    return node(collection.kind, *collection.labels, *members)
 
-    return node(collection.kind, *collection.labels, *map(bare, collection.nodes))
+
+def is_named_tuple(value: Node) -> bool:
+    """(x, y) = (3, -4)."""
+    if value.kind != "relation" or value.text != "=" or len(value.nodes) != 2:
+        return False
+    names, values = value.nodes
+    alike = (
+        names.kind == values.kind
+        and names.labels == values.labels
+        and len(names.nodes) == len(values.nodes)
+    )
+    return alike and names.kind in ORDERED and all(part.kind == "symbol" for part in names.nodes)
+
+
+def spread(value: Node) -> Node:
+    """(x, y) = (3, -4) as x = 3, y = -4."""
+    if not is_named_tuple(value):
+        return value
+    pairs = zip(*(side.nodes for side in value.nodes), strict=True)
+    return node("list", "and", *(node("relation", "=", name, each) for name, each in pairs))
+
+
+def clock(value: Node) -> tuple[tuple[int, ...], str]:
+    """The figures of a time of day, and am, pm or nothing; no figures where it is none."""
+    half = ""
+    if value.kind == "quantity":
+        half = _HALF.get(spelled(value.text.replace(".", "")), "")
+        value = value.nodes[0]
+    pieces = value.text.split(":") if value.kind in ("ratio", "number") else []
+    if not pieces or not all(piece.isdecimal() and len(piece) <= 2 for piece in pieces):
+        return (), half
+    figures = tuple(map(int, pieces))
+    fits = figures[0] <= 24 and all(figure < 60 for figure in figures[1:])
+    return (figures if len(figures) > 1 else (*figures, 0)) if fits else (), half
 
 
 def infinity(value: Node) -> int:

@@ -7,13 +7,13 @@ from fractions import Fraction
 
 from posttrain.rewards._latex import Node, is_integer, negative, node
 from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
+from posttrain.rewards._sets import INFINITY, LINE, common, united, without
 
 SIGNS = ("pm", "mp")  # of both values
 LIMIT = 64  # members that signs may multiply to
 _KINDS_OF_FUNCTIONS = dict.fromkeys(("log", "ln", "lg"), "logarithm")
 _KINDS_OF_FUNCTIONS |= dict.fromkeys(("floor", "ceil"), "rounding")
 _KINDS_OF_FUNCTIONS |= {"exp": "exponential", "abs": "absolute value"}
-INFINITY = node("constant", "inf")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
@@ -30,35 +30,117 @@ def settled(value: Node) -> Node:
         return _settled_relation(value)
     if value.kind in ("list", "set", "union"):
         return _settled_collection(value)
-    if value.kind == "reals":
-        return node("interval", "()", negative(INFINITY), INFINITY)
+    if value.kind in ("domain", "without", "builder", "cases", "option"):
+        return _settled_set(value)
+    if value.kind == "add" and [part.kind for part in value.nodes] == ["domain", "negative"]:
+        return settled(node("without", value.nodes[0], *value.nodes[1].nodes))  # \mathbb{R} - \{0\}
     if value.kind == "negative" and value.nodes[0].kind == "degrees":
         return node("degrees", negative(*value.nodes[0].nodes))
+    if (
+        value.kind == "multiply"
+        and value.nodes[1].kind in ("interval", "tuple")
+        and is_point(value)
+    ):
+        return value.nodes[1]
     return _both_signs(value)
+
+
+def is_point(value: Node) -> bool:
+    """P(3, 4)."""
+    first = value.nodes[0]
+    return len(value.nodes) == 2 and first.kind == "symbol" and first.text in set("ABCDMOPQRS")
+
+
+def _settled_set(value: Node) -> Node:
+    r"""\mathbb{R}, a difference of sets, \{x : x > 2\}; of a function in cases and an option, the parts."""
+    if value.kind == "domain":
+        half = {"R+": ("()", node_zero(), INFINITY), "R-": ("()", negative(INFINITY), node_zero())}
+        return (
+            LINE
+            if value.text == "R"
+            else node("interval", *half[value.text])
+            if value.text in half
+            else value
+        )
+    if value.kind != "builder":
+        parts = (settled(part) if isinstance(part, Node) else part for part in value.parts)
+        made = node(value.kind, *parts)
+        return (without(*made.nodes) or made) if value.kind == "without" else made
+    name, condition, *domain = value.nodes
+    made = settled(condition)
+    if domain and settled(domain[0]) != LINE:
+        return node("builder", name, made, *domain)
+    if made.kind == "interval":
+        return node("interval", *made.parts[:3])
+    if made.kind == "union":
+        return node("union", *(node("interval", *piece.parts[:3]) for piece in made.nodes))
+    return made if made.kind == "domain" else node("builder", name, made)
+
+
+def node_zero() -> Node:
+    return node("number", Fraction(0), "integer")
 
 
 def _settled_collection(value: Node) -> Node:
     members: list[Node] = []
+    if value.kind == "list" and (excluded := _excluded(value)):
+        return excluded
     for member in value.nodes:
         made = settled(member)
-        inner = made.kind == value.kind or (made.kind == "list" and value.kind == "set")
+        inner = made.kind == value.kind != "set" or (made.kind == "list" and value.kind == "set")
         members += made.nodes if inner else (made,)
     if len(members) > LIMIT and len(members) > len(value.nodes):
         raise Undefined("too many members")
-    if value.kind != "list":
-        return node(value.kind, *members)
-    solved = (m.kind in ("interval", "union") and len(m.parts) > 3 for m in members)
-    if value.text == "or" and members and all(solved):
-        return node("union", *members)
+    if value.kind == "union":
+        return united(*members) or node("union", *members)
+    if value.kind == "set":
+        return node("set", *(m.nodes[1] if _is_named(m) else m for m in members))
+    solved = members and all(m.kind in ("interval", "union") and _variable(m) for m in members)
+    if value.text == "or" and solved:
+        return united(*members) or node("union", *members)
+    if value.text == "and" and solved and len(set(map(_variable, members))) == 1:
+        return common(*members) or node("list", "and", *members)
     return node("list", value.text, *members)
+
+
+def _is_named(value: Node) -> bool:
+    return value.kind == "relation" and value.text == "=" and value.nodes[0].kind == "symbol"
+
+
+def _variable(value: Node) -> str:
+    """What a solved inequality is about; "" for an interval as such."""
+    names = {str(piece.labels[-1]) for piece in value.walk() if len(piece.labels) > 1}
+    return min(names, default="")
+
+
+def _excluded(value: Node) -> Node | None:
+    r"""x \ne 1, x \ne 2 and x \ne 1, 2: all numbers without these."""
+    first = value.nodes[0]
+    if first.kind != "relation" or first.text != "!=" or first.nodes[0].kind != "symbol":
+        return None
+    numbers = []
+    for member in value.nodes:
+        again = (
+            member.kind == "relation" and member.text == "!=" and member.nodes[0] == first.nodes[0]
+        )
+        numbers.append(member.nodes[1] if again else member)
+    return _all_but(first.nodes[0], node("set", *numbers))
+
+
+def _all_but(name: Node, excluded: Node) -> Node | None:
+    line = node("interval", *LINE.parts, name.text)
+    return without(line, settled(excluded)) if not excluded.has("symbol", "relation") else None
 
 
 def _settled_relation(value: Node) -> Node:
     signs, sides = value.text.replace("~", "=").split(), value.nodes
     if signs == ["in"]:
         return settled(sides[1])
-    if signs == ["="] and sides[1].kind == "symbol" and not sides[0].has("symbol"):
+    if signs in (["="], ["!="]) and sides[1].kind == "symbol" and not sides[0].has("symbol"):
         sides = sides[::-1]
+    if signs in (["!="], ["notin"]) and sides[0].kind == "symbol":
+        excluded = sides[1] if signs == ["notin"] else node("set", sides[1])
+        return _all_but(sides[0], excluded) or node("relation", *signs, *sides)
     if signs == ["="] and sides[1].has(*SIGNS) and not sides[0].has(*SIGNS):
         values = _both_signs(sides[1])
         return node("list", "or", *(node("relation", "=", sides[0], v) for v in values.nodes))
@@ -122,11 +204,12 @@ def undone(value: Node) -> frozenset[str]:
 
 def _look(value: Node, found: set[str]) -> None:
     kind, parts = value.kind, value.nodes
-    if _is_scientific(value):
+    if _is_scientific(value) or _is_power_of_ten(value):
         return
     if kind == "add":
-        found.add("sum")
-        keys = [_term_key(part) for part in parts]
+        if not value.has("symbol"):
+            found.add("sum")
+        keys = [_term_key(part) for part in _terms(value)]
         if len(set(keys)) < len(keys):
             found.add("like terms")
     elif kind == "multiply":
@@ -174,14 +257,26 @@ def constants(value: Node) -> frozenset[str]:
     return frozenset(place.text for place in value.walk() if place.kind == "constant")
 
 
+def _terms(value: Node) -> list[Node]:
+    """The terms of a sum, out of their brackets."""
+    return [
+        term for part in value.nodes for term in (_terms(part) if part.kind == "add" else [part])
+    ]
+
+
 def _is_scientific(value: Node) -> bool:
-    """a x 10^n with 1 <= a < 10: a literal."""
-    if value.kind != "multiply" or len(value.nodes) != 2:
-        return False
-    mantissa, ten = value.nodes
-    if mantissa.kind != "number" or ten.kind != "power" or not all(map(_is_whole, ten.nodes)):
-        return False
-    return 1 <= mantissa.value < 10 and ten.nodes[0].value == 10
+    """a x 10^n: a literal."""
+    two = value.kind == "multiply" and len(value.nodes) == 2
+    return two and value.nodes[0].kind == "number" and _is_power_of_ten(value.nodes[1])
+
+
+def _is_power_of_ten(value: Node) -> bool:
+    return (
+        value.kind == "power"
+        and value.nodes[0].kind == "number"
+        and value.nodes[0].value == 10
+        and _is_whole(value.nodes[1])
+    )
 
 
 def _is_literal(value: Node) -> bool:
@@ -193,7 +288,9 @@ def _is_literal(value: Node) -> bool:
 
 
 def _is_whole(value: Node) -> bool:
-    return _is_whole(value.nodes[0]) if value.kind == "negative" else is_integer(value)
+    if value.kind == "negative":
+        return _is_whole(value.nodes[0])
+    return is_integer(value) or _is_power_of_ten(value)
 
 
 def _term_key(term: Node) -> frozenset[tuple[Node, int]]:

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from posttrain.rewards._phrases import option, rephrased, spoken
 from posttrain.rewards._tokens import LENGTH, Token, Unevaluated, Unreadable, clean, tokens_of
-from posttrain.rewards._words import number_word, plain_text, words
+from posttrain.rewards._words import TEXT_MACROS, plain_text, unit_of, words
 
 NESTING = 40  # brackets, powers and signs inside one another
 DEPTH = 100  # of the tree
@@ -28,13 +29,31 @@ _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
 _BARRED = words("int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod")
 _BARRED |= words("bmod pmod dots ldots cdots")
 _SAME_RELATION = {"=": "= equiv", "<": "< lt", ">": "> gt", "<=": "<= le leq leqslant"}
-_SAME_RELATION |= {">=": ">= ge geq geqslant", "!=": "!= ne neq", "in": "in", "~": "approx"}
+_SAME_RELATION |= {
+    ">=": ">= ge geq geqslant",
+    "!=": "!= ne neq",
+    "in": "in",
+    "~": "approx",
+    "notin": "notin",
+}
 _RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
 _FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
 _MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
 _LABELS = words("angle triangle overline overrightarrow vec hat bar widehat measuredangle mathcal")
-_LABELS |= words("boxed fbox")
-_NO_FACTORS = words("cup cap pm mp degree cdot times div ast rfloor rceil rvert circ over choose")
+_WRAPPERS = frozenset(TEXT_MACROS.split("|")) | words("boxed fbox")
+_MINUS = ("setminus", "backslash", "smallsetminus")
+_SUCH_THAT = ("|", ":", "mid", "vert")
+_CURRENCIES = {
+    "\\$": "dollars",
+    "euro": "euros",
+    "pounds": "sterling",
+    "rupee": "rupees",
+    "yen": "yen",
+}
+_NO_FACTORS = words(
+    "cup cap pm mp degree cdot times div ast rfloor rceil rvert circ over choose mid vert not"
+)
+_NO_FACTORS |= {*_MINUS, *_CURRENCIES}
 _END = Token("end of text", "")
 _CONSTANTS = {"pi": "pi", "infty": "inf", "i": "i", "e": "e", "imath": "i"}
 
@@ -88,7 +107,7 @@ class Reader:
 
     def __init__(self, tokens: list[Token]):
         self.tokens, self.position, self.nesting = tokens, 0, 0
-        self.bars, self.currency = 0, False
+        self.bars, self.currency = 0, ""
 
     @property
     def next(self) -> Token:
@@ -123,13 +142,19 @@ class Reader:
             while self.next.kind == "separator" or self.sees(",", ";"):
                 token = self.take()
                 joined = token.text if token.kind == "separator" else joined
+            if self.sees("&"):
+                break  # the comma after a case's value
             items.append(self.relation())
         return items[0] if len(items) == 1 else node("list", joined, *items)
 
     def relation(self) -> Node:
         sides, signs = [self.union()], []
-        while self.sees(*_RELATIONS):
-            signs.append(_RELATIONS[self.take().text])
+        while self.sees("not", *_RELATIONS):
+            denied = self.accept("not")
+            sign = _RELATIONS.get(self.take().text, "")
+            if denied and sign not in ("=", "in"):
+                raise Unreadable("a relation denied")
+            signs.append({"=": "!=", "in": "notin"}[sign] if denied else sign)
             sides.append(self.union())
         return node("relation", " ".join(signs), *sides) if signs else sides[0]
 
@@ -137,27 +162,30 @@ class Reader:
         items = [self.quantity()]
         while self.accept("cup"):
             items.append(self.quantity())
-        return items[0] if len(items) == 1 else node("union", *items)
+        value = items[0] if len(items) == 1 else node("union", *items)
+        return node("without", value, self.quantity()) if self.accept(*_MINUS) else value
 
     def quantity(self) -> Node:
         while self.accept("approx"):
             pass
-        self.currency = False
+        self.currency = ""
         value = self.text_value() if self.next.kind == "text" else self.ratio()
         if self.accept("%"):
             value = node("percent", value)
         elif self.next.kind == "text":
-            value = node("quantity", self.unit(), value)
+            value = node("quantity", f"{self.unit()} {self.currency}".strip(), value)
+        elif sign := self.accept(*_CURRENCIES):
+            value = node("quantity", _CURRENCIES[sign.text], value)
         elif self.currency:
-            value = node("quantity", "dollars", value)
+            value = node("quantity", self.currency, value)
         return value
 
     def text_value(self) -> Node:
         words = [self.take().text]
         while self.next.kind == "text":
             words.append(self.take().text)
-        if self.accept("_"):
-            return node("based", words[0], node_integer(self.argument()))
+        if self.sees("_"):
+            return self.based(words[0])
         return text_node(" ".join(words))
 
     def unit(self) -> str:
@@ -166,8 +194,13 @@ class Reader:
             pieces and (self.sees("/", "^") or (pieces[-1] == "/" and self.next.kind == "symbol"))
         ):
             token = self.take()
-            pieces.append(token.text if token.text != "^" else f"^{node_integer(self.argument())}")
+            pieces.append(token.text if token.text != "^" else f"^{self.unit_power()}")
         return " ".join(pieces)
+
+    def unit_power(self) -> int:
+        power = self.argument()
+        sign = -1 if power.kind == "negative" else 1
+        return sign * node_integer(power.nodes[0] if sign < 0 else power)
 
     def ratio(self) -> Node:
         start = self.position
@@ -191,8 +224,8 @@ class Reader:
         signs = [sign.text] if sign else []
         while again := self.accept("+", "-"):
             signs.append(again.text)
-        if self.accept(r"\$"):
-            self.currency = True
+        if currency := self.accept(*_CURRENCIES):
+            self.currency = _CURRENCIES[currency.text]
             signs += [again.text for again in [self.accept("+", "-")] if again]
         value = self.product()
         if signs.count("-") % 2:
@@ -241,7 +274,11 @@ class Reader:
     def factor(self) -> Node:
         value = self.atom()
         while True:
-            if self.accept("^"):
+            if value.kind == "domain" and self.accept("^"):
+                value = node("domain", value.text + self.superscript())
+            elif value.kind == "number" and self.sees("_") and is_integer(value):
+                value = self.based(str(value.value))
+            elif self.accept("^"):
                 self.deeper()
                 power = self.factor_of_power()
                 self.nesting -= 1
@@ -255,6 +292,14 @@ class Reader:
                 value = node("symbol", f"{value.text}'") if symbol else node("prime", value)
             else:
                 return value
+
+    def superscript(self) -> str:
+        """What stands above a set of numbers: + or -, or a number of dimensions."""
+        braced = self.accept("{")
+        text = self.take().text
+        if braced:
+            self.expect("}")
+        return text
 
     def factor_of_power(self) -> Node:
         """What stands after ^: a group, or one atom with its sign; a tower leans to the right."""
@@ -309,10 +354,16 @@ class Reader:
         raise Unreadable(f"unexpected {token.text!r}")
 
     def number(self, token: Token) -> Node:
-        based = token.form == "integer" and self.accept("_")
-        if based and (base := node_integer(self.argument())) != 10:
-            return node("based", token.text, base)
+        if token.form == "integer" and self.sees("_"):
+            return self.based(token.text)
         return node("number", Fraction(token.value), token.form)
+
+    def based(self, digits: str) -> Node:
+        self.expect("_")
+        base = node_integer(self.argument())
+        if base == 10 and digits.isdecimal():
+            return node("number", Fraction(int(digits)), "integer")
+        return node("based", digits, base)
 
     def symbol(self, name: str) -> Node:
         if self.accept("_"):
@@ -338,9 +389,11 @@ class Reader:
             return self.between_bars({"lfloor": "rfloor", "lceil": "rceil", "lvert": "rvert"}[name])
         if name in ("emptyset", "varnothing"):
             return node("set")
-        if name == "reals":
-            return node("reals")
+        if name.startswith("mathbb "):
+            return node("domain", name[7:])
         if name in _LABELS:
+            return labelled(name, self.argument())
+        if name in _WRAPPERS:
             return self.argument()
         raise Unreadable(f"unknown \\{name}")
 
@@ -362,12 +415,12 @@ class Reader:
         if self.sees("{"):
             inner = self.group()
         else:
-            inner = self.factor() if self.sees("(", "[") else self.function_argument()
+            inner = self.atom() if self.sees("(", "[") else self.function_argument()
         self.nesting -= 1
         if power is not None and power.kind == "negative":
             raise Unreadable("an inverse function or a reciprocal")
         value = node("function", name, inner, *([base] if base else []))
-        return node("power", value, power) if power else value
+        return node("power", value, power) if power else value  # sin(x)^2 is raised by the caller
 
     def function_argument(self) -> Node:
         """sin 2x is sin(2x), but sin x cos y is a product."""
@@ -387,7 +440,9 @@ class Reader:
         self.deeper()
         bars, self.bars = self.bars, 0
         closers = (r"\}",) if opening == r"\{" else (")", "]")
-        value = None if self.sees(*closers) else self.answer()
+        value = self.builder() if opening == r"\{" and self.next.kind == "symbol" else None
+        if value is None and not self.sees(*closers):
+            value = self.answer()
         closing = self.accept(*closers)
         if not closing:
             raise Unreadable("a bracket is not closed")
@@ -395,9 +450,34 @@ class Reader:
         self.bars = bars
         return bracketed(opening, closing.text, value)
 
+    def builder(self) -> Node | None:
+        """`x | x > 2` and `x \\in S : x > 2` in braces; None where the braces hold something else."""
+        start, self.bars = self.position, 1
+        name = node("symbol", self.take().text)
+        domain = self.product() if self.accept("in") else None
+        self.bars = 0
+        if self.accept(*_SUCH_THAT):
+            return node("builder", name, self.answer(), *([domain] if domain else []))
+        self.position = start
+        return None
+
     def matrix(self, environment: str) -> Node:
+        if environment in ("cases", "dcases"):
+            return self.cases()
         if environment not in _MATRICES:
             raise Unreadable(f"unknown environment {environment!r}")
+        return node("matrix", *self.rows())
+
+    def cases(self) -> Node:
+        self.tokens = [
+            t
+            for t in self.tokens
+            if t.kind != "text" or t.text.lower().strip(" ,") not in ("if", "for", "when")
+        ]
+        return node("cases", *self.rows())
+
+    def rows(self) -> list[Node | int]:
+        """How many rows, then the entries row by row."""
         self.deeper()
         rows: list[list[Node]] = [[]]
         while self.next.kind != "end":
@@ -411,13 +491,13 @@ class Reader:
         rows = [row for row in rows if row]
         if not rows or len({len(row) for row in rows}) != 1:
             raise Unreadable("a matrix needs rows of one length")
-        return node("matrix", len(rows), *(entry for row in rows for entry in row))
+        return [len(rows), *(entry for row in rows for entry in row)]
 
 
 def bracketed(opening: str, closing: str, value: Node | None) -> Node:
     items = () if value is None else value.nodes if value.kind == "list" else (value,)
     if opening == r"\{":
-        return node("set", *items)
+        return items[0] if items and items[0].kind == "builder" else node("set", *items)
     if len(items) == 1 and (items[0].kind == "matrix" or (opening, closing) == ("(", ")")):
         return items[0]
     if not items:
@@ -435,8 +515,28 @@ def text_node(text: str) -> Node:
     if all(len(letter) == 1 and letter.isalpha() for letter in letters):
         choices = [node("choice", letter) for letter in letters]
         return choices[0] if len(choices) == 1 else node("list", ",", *choices)
-    value = number_word(text)
-    return node("text", text) if value is None else node("number", value, "integer")
+    number = spoken(text)
+    if number is None:
+        return node("text", text)
+    value = node("number", number[0], "integer" if number[0].denominator == 1 else "decimal")
+    if not number[1]:
+        return value
+    unit = unit_of(number[1])
+    percent = number[1] in ("percent", "per cent")
+    return (
+        node("quantity", number[1], value)
+        if percent or (unit and unit.plain)
+        else node("text", text)
+    )
+
+
+def labelled(macro: str, value: Node) -> Node:
+    r"""What stands under a bar, an arrow or a hat: a name. \overline{AB} is AB, but \bar z is not z, and \overline{3+4i} is no name."""
+    names = [place for place in value.walk() if place.kind != "multiply"]
+    if any(place.kind not in ("symbol", "text", "choice", "constant") for place in names):
+        raise Unreadable(f"\\{macro} of what is no name")
+    conjugate = macro in ("overline", "bar") and len(names) == 1
+    return node("symbol", f"bar {names[0].text}") if conjugate else value
 
 
 def node_integer(value: Node) -> int:
@@ -486,6 +586,9 @@ def read(text: str, thousands: bool = True) -> Node:
     text = clean(text)
     if len(text) > LENGTH:
         raise Unreadable(f"longer than {LENGTH} characters")
+    text = rephrased(text)
+    if chosen := option(text):
+        return node("option", chosen[0], option_content(chosen[1], thousands))
     if (plain := plain_text(text)) is not None:
         return text_node(plain)
     tokens = tokens_of(text, thousands)
@@ -496,3 +599,10 @@ def read(text: str, thousands: bool = True) -> Node:
     if reader.next.kind != "end of text":
         raise Unreadable(f"unexpected {reader.next.text!r}")
     return value
+
+
+def option_content(text: str, thousands: bool) -> Node:
+    try:
+        return read(text, thousands)
+    except Unreadable:
+        return node("text", text)

@@ -6,7 +6,14 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from posttrain.rewards._words import FUNCTION_WORDS, SEPARATOR_WORDS, is_unit, is_word, words
+from posttrain.rewards._words import (
+    FUNCTION_WORDS,
+    SEPARATOR_WORDS,
+    TEXT_MACROS,
+    is_unit,
+    is_word,
+    words,
+)
 
 LENGTH = 2_000  # characters of an answer
 
@@ -21,28 +28,35 @@ class Unevaluated(Unreadable):
 
 _SIGNS = r"""
 − - – - × \times ÷ \div · \cdot π \pi ∞ \infty ≤ \le ≥ \ge ≠ \ne ∪ \cup ∩ \cap ± \pm ° ^\circ √ \sqrt ∅ \emptyset ∈ \in
-² ^2 ³ ^3 ½ \frac12 € \text{euros} £ \text{sterling} ≈ \approx
+½ \frac12 ¼ \frac14 ¾ \frac34 ⅓ \frac13 ⅔ \frac23 € \euro £ \pounds ₹ \rupee ¥ \yen ¢ \text{cents} ‰ \text{permille} ≈ \approx
+ℝ \mathbb{R} ℤ \mathbb{Z} ∖ \setminus ∉ \notin ∣ \mid ′ '
 """
 _PAIRS = zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)
 _UNICODE = str.maketrans({sign: f"{written} " for sign, written in _PAIRS})
-_UNICODE |= str.maketrans({"\u200b": "", "\ufeff": "", "\u2060": "", "\xa0": " "})
+_UNICODE |= str.maketrans(
+    {"\u200b": "", "\ufeff": "", "\u2060": "", "\xa0": " ", "\u2009": r"\,", "\u202f": r"\,"}
+)
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
+_LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _GREEK = words(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi
     chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar"""
 )
 _OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
-_GROUPED = r"[0-9]{1,3}(?:(?:\{,\}|,\\!\s?|\\,|,\\,|\\ )[0-9]{3})+(?![0-9])"
+_GROUPED = (
+    r"[0-9]{1,3}(?:(?:\{,\}|,\\!\s?|,?\\[,;:]|,?\\thinspace\s?|\\? |~)[0-9]{3})+(?![0-9]|\s*/)"
+)
 _COMMAS = r"(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
 _NUMBER = (
     r"(?:(?P<whole>[0-9]*)\.(?P<start>[0-9]*)\\(?:overline|bar|dot)\s*\{?(?P<cycle>[0-9]+)\}?"
     r"|(?P<number>(?:{grouped}[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[+-]?[0-9]+))?)"
 )
 _TOKEN = (
-    r"(?P<skip>\s+|\\[,;:! ]|~|\\(?:left|right|[bB]igg?[lr]?|quad|qquad|displaystyle|textstyle|limits|(?:hspace|color)\{[^{}]*\}"
+    r"(?P<skip>\s+|\\[,;:! ]|~|\\(?:left|right|[bB]igg?[lr]?|quad|qquad|limits|thinspace|hspace\{[^{}]*\}"
     r"|phantom\s*(?:\{[^{}]*\}|\S))(?![A-Za-z])\.?)"
     r"|\\(?P<edge>begin|end)\s*\{(?P<environment>[a-zA-Z]+\*?)\}(?:\s*\{[lcr| ]*\})?"
-    r"|\\(?P<style>text|textbf|textrm|textit|textnormal|mbox|hbox|mathrm|mathbf|mathit|mathbb|operatorname\*?)"
-    r"\s*\{(?P<text>[^{}]*)\}"
+    rf"|\\(?P<style>{TEXT_MACROS}|mathbb|operatorname\*?)\s*\{{(?P<text>[^{{}}]*)\}}"
+    r"|(?P<based>[0-9]+[A-Fa-f][0-9A-Fa-f]*(?=_\{?16(?![0-9])))"
     rf"|{_NUMBER}"
     r"|\\(?P<macro>[A-Za-z]+)|\\(?P<escaped>[{}$%|\\])|(?P<word>[A-Za-z]+)"
     r"|(?P<sign>\*\*|<=|>=|!=|[-+*/^_=<>(){}\[\],;:.|!%&'$])"
@@ -54,8 +68,20 @@ _TOKENS = (
 _DEGREES = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z])|\{\s*\\degree\s*\})|\\(?:degree|textdegree)(?![A-Za-z])"
 )
+_DIGIT = re.compile("[0-9]")
 _FIGURES = re.compile(r"[^A-Za-z]*[0-9]|[^=]*=")
 _WRAPPERS = re.compile(r"\\[()\[\]]")
+_DISPLAY = re.compile(
+    r"\\(?:(?:text)?color(?:box)?\s*\{[^{}]*\}|fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|(?:tiny|scriptsize|footnotesize|small|normalsize"
+    r"|large|Large|LARGE|huge|Huge|rm|bf|it|sf|tt|bfseries|itshape|displaystyle|textstyle|scriptstyle|boldmath|boldsymbol|bm|pmb"
+    r"|underline|ensuremath|strut|mathstrut|nobreak|centering)(?![A-Za-z]))"
+)
+_DOMAIN = re.compile(
+    r"\\(?:mathbb|Bbb)\s*\{?\s*([RZNQC])\s*\}?|\\mathbf\s*\{([R])\}|\\([RZNQC])(?![A-Za-z])"
+)
+_TRAILING = re.compile(r"(?:\\[,;:! ]|[,;\s])+$")
+_HALF_OF_DAY = re.compile(r"\b([AaPp])\.\s?[Mm](?![A-Za-z])\.?")
+_OUTWARD = re.compile(r"([\[\]])([^][()]+,[^][()]+)([\[\]])")
 _MATHS_DOLLAR = re.compile(r"(?<!\\)\$")
 
 
@@ -69,11 +95,20 @@ class Token:
 
 def clean(text: str) -> str:
     """The text without the marks of display: dollar signs in pairs, brackets of display mathematics, a full stop at the end."""
-    text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
-    text = _WRAPPERS.sub(" ", _DEGREES.sub(r" \\degree ", text.translate(_UNICODE)))
+    if not text.isascii():
+        text = _RAISED.sub(lambda m: f"^{{{m[0].translate(_LOWERED)}}}", text).translate(_UNICODE)
+    if "\\" in text:
+        text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"\colon", ":")
+        text = _DOMAIN.sub(
+            lambda m: rf" \mathbb{{{m[1] or m[2] or m[3]}}}", _DISPLAY.sub(" ", text)
+        )
+        text = _WRAPPERS.sub(" ", _DEGREES.sub(r" \\degree ", text))
+    text = text.replace("{:}", ":")
     if len(_MATHS_DOLLAR.findall(text)) % 2 == 0:
         text = _MATHS_DOLLAR.sub(" ", text)
-    text = text.strip().rstrip(",; \n")
+    text = _HALF_OF_DAY.sub(r"\1m", _TRAILING.sub("", text.strip()))
+    if text[:1] == "]" or text[-1:] == "[":  # ]1, 2[ is (1, 2)
+        text = _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], text)
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
@@ -87,6 +122,10 @@ def tokens_of(text: str, thousands: bool) -> list[Token]:
             raise Unreadable(f"unexpected {text[position : position + 10]!r}")
         position = match.end()
         if match["skip"] is not None:
+            continue
+        digits = match["style"] and text.startswith("_", position) and _DIGIT.search(match["text"])
+        if digits:  # \text{2E}_{16}
+            found.append(Token("text", match["text"].strip()))
             continue
         if match["style"] and _FIGURES.match(match["text"]):
             found += tokens_of(match["text"], thousands)  # figures in a text macro are figures
@@ -108,6 +147,8 @@ def _token(match: re.Match[str], after_number: bool) -> list[Token]:
         ten = 10 ** len(start)
         rest = Fraction(int(cycle), ten * (10 ** len(cycle) - 1))
         return [Token("number", match[0], Fraction(int(whole + start), ten) + rest, "decimal")]
+    if match["based"]:
+        return [Token("text", match["based"])]
     if match["number"] is not None:
         return [_number(match["number"], match["exponent"])]
     if match["macro"]:
@@ -137,7 +178,7 @@ def _styled(style: str, text: str, after_number: bool) -> list[Token]:
     if letter and style in ("mathrm", "mathbf", "mathit"):
         return [Token("symbol", bare)]
     if style == "mathbb":
-        return [Token("macro", "reals" if bare == "R" else "mathbb")]
+        return [Token("macro", f"mathbb {bare}")]
     lowered = bare.strip(" ,").lower()
     if FUNCTION_WORDS.get(lowered) == "infty":
         return [Token("macro", "infty")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -38,44 +39,84 @@ def sizes(text: str) -> dict[str, Fraction]:
 
 
 NUMBERS = sizes(
-    "zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12"
+    "zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12 thirteen:13 fourteen:14 "
+    "fifteen:15 sixteen:16 seventeen:17 eighteen:18 nineteen:19 twenty:20 thirty:30 forty fourty:40 fifty:50 sixty:60 seventy:70 "
+    "eighty:80 ninety:90"
 )
 # A number before one of these is another number.
-SCALES = sizes("hundred:1e2 thousand:1e3 million:1e6 billion:1e9 trillion:1e12 dozen:12")
-SCALES_BELOW = sizes(
-    "half halve:2 third:3 fourth quarter:4 fifth:5 sixth:6 seventh:7 eighth:8 ninth:9 tenth:10 "
-    "twelfth:12 twentieth:20 hundredth:1e2 thousandth:1e3 millionth:1e6"
+SCALES = sizes(
+    "hundred:1e2 thousand:1e3 lakh lac:1e5 million mn:1e6 crore:1e7 billion bn:1e9 trillion:1e12 quadrillion:1e15 quintillion:1e18 "
+    "dozen:12"
 )
-# Words that make a sentence of an answer: a second answer, a denial, a condition.
+SCALES_BELOW = sizes(
+    "half halve:2 third:3 fourth quarter:4 fifth:5 sixth:6 seventh:7 eighth:8 ninth:9 tenth:10 eleventh:11 twelfth:12 "
+    "fifteenth:15 sixteenth:16 twentieth:20 hundredth:1e2 thousandth permille permil:1e3 millionth ppm:1e6 billionth ppb:1e9 "
+    "trillionth:1e12 bp:1e4"
+)
+# Words that make a sentence of an answer, or another number: a second answer, a denial, a condition, an operation.
 NO_UNITS = words(
-    """not no none never nor neither either if when unless but except minus plus negative times over divided is was are be maybe perhaps
-    wrong false squared cubed factorial mod modulo than least most wait actually root thirteen fifteen twenty thirty forty fifty sixty
-    seventy eighty ninety pct percentage double doubled twice triple tripled halved"""
+    """not no none never nor neither either if when unless but except minus plus negative positive time over divided is was are be maybe
+    perhaps wrong incorrect false squared cubed factorial mod modulo modulu module than least most more less fewer wait actually root
+    pct percent percentage double doubled twice triple tripled quadrupled halved pair couple score gross googol myriad ten fold
+    reciprocal inverse log logarithm exponent conjugate complement negation opposite other greater before after ago short missing
+    away too zillion kilo mega giga both approximately about nearly almost roughly around only"""
 ).union(NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS)
+MONTHS = words("jan feb mar apr may jun jul aug sep oct nov dec")
+# What is counted without an s at its end.
+_COUNTED = words("people men women children mice geese teeth fish sheep unit way person")
 
-# What is measured: its units, each group of names with how many base units it is.
+# What is measured: its units, each group of names with how many base units it is. Symbols stand as they are written: MW is not mW.
 _MEASURES = {
     "length": "mm millimeter millimetre:1 cm centimeter centimetre:10 m meter metre:1000 km kilometer kilometre:1000000"
     " inch in:127/5 foot feet ft:1524/5 yard yd:4572/5 mile mi:1609344",
     "mass": "mg milligram:1 g gram:1000 kg kilogram:1000000",
     "weight": "ounce oz:1 pound lb:16 ton:32000",
-    "time": "second sec s:1 minute min:60 hour hr h:3600 day:86400 week:604800",
+    "time": "s second sec:1 minute min:60 h hour hr:3600 day:86400 week:604800",
+    "calendar": "month:1 year yr:12",
     "money": "cent:1 dollar buck usd:100",
-    "volume": "ml milliliter millilitre:1 liter litre l:1000",
+    "volume": "ml milliliter millilitre:1 l L liter litre:1000",
     "liquid": "teaspoon tsp:1 tablespoon tbsp:3 cup:48 pint:96 quart:192 gallon gal:768",
     "angle": "degree deg:1",
     "turn": "radian rad:1",
+    "euro": "euro eur:1",
+    "sterling": "sterling gbp:1",
+    "rupee": "paisa paise:1 rupee inr:100",
+    "yen": "yen jpy:1",
+    "power": "mW milliwatt:1 W watt:1000 kW kilowatt:1000000 MW megawatt:1000000000",
+    "energy": "J joule:1 kJ kilojoule:1000",
+    "force": "N newton:1 kN kilonewton:1000",
+    "voltage": "V volt:1 kV kilovolt:1000",
+    "current": "mA milliampere:1 A ampere amp:1000",
+    "pressure": "Pa pascal:1 kPa kilopascal:1000",
+    "frequency": "Hz hertz:1 kHz kilohertz:1000 MHz megahertz:1000000",
+    "temperature": "K kelvin:1",
+    "amount": "mol mole:1",
 }
 
 
-MEASURES = {
+MEASURES: dict[str, tuple[str, Fraction]] = {
     name: (dimension, size)
     for dimension, text in _MEASURES.items()
     for name, size in sizes(text).items()
 }
-_TEXT_MACRO = re.compile(
-    r"\\(?:text|textbf|textrm|textit|textnormal|mbox|hbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}"
-)
+TEXT_MACROS = "text|textbf|textrm|textit|textsf|texttt|textsc|textup|textnormal|emph|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt"
+_TEXT_MACRO = re.compile(rf"\\(?:{TEXT_MACROS}|operatorname)\s*\{{([^{{}}]*)\}}")
+# Other spellings of units.
+_REWRITTEN = [
+    (re.compile(pattern, re.IGNORECASE), written)
+    for pattern, written in (
+        (r"\.|(?<=s)'|[(),]", ""),
+        (r"/", " per "),
+        (r"\bper (?=mil|cent)", "per"),
+        (r"\bpermille\b", "permil"),
+        (r"\bbasis points?\b", "bp"),
+        (r"\bmph\b", "mile per hour"),
+        (r"\bkm?ph\b", "km per hour"),
+        (r"(?<=\w) squared\b", " ^2"),
+        (r"(?<=\w) cubed\b", " ^3"),
+        (r"(?<=\w) (?:of|in|to|the|an?)(?= \w)", ""),
+    )
+]
 _SPACES = re.compile(r"\\[,;:! ]|~|\\(?:quad|qquad)(?![A-Za-z])|\s+")
 _PROSE = re.compile(r"\(?[^\W\d_](?:[^\W_]|[ .,'()\-])*")
 _FIRST_WORD = re.compile(r"[^\W\d_]+")
@@ -108,11 +149,8 @@ def plain_text(text: str) -> str | None:
     first = _FIRST_WORD.search(bare)
     if not first or not _PROSE.fullmatch(bare) or first[0] in FUNCTION_WORDS:
         return None
-    return bare if is_word(first[0]) or _TEXT_MACRO.match(text) else None
-
-
-def number_word(text: str) -> Fraction | None:
-    return NUMBERS.get(text.strip().lower())
+    article = first[0].lower() in ("a", "an") and " " in bare  # a dozen
+    return bare if article or is_word(first[0]) or _TEXT_MACRO.match(text) else None
 
 
 def spelled(text: str) -> str:
@@ -122,6 +160,10 @@ def spelled(text: str) -> str:
     ('ellipse', 'east')
     """
     said = re.sub(r"(?:_|[^\w+\-/])+", " ", text.casefold()).split()
+    if any(word[:3] in MONTHS for word in said):  # 4 July, July 4th
+        said = sorted(
+            re.sub(r"(?<=[0-9])(?:st|nd|rd|th)$", "", word) for word in said if word != "of"
+        )
     return " ".join(word for word in said if word not in ("the", "a", "an") or len(said) == 1)
 
 
@@ -133,48 +175,99 @@ def singular(word: str) -> str:
     return word[:-1] if word.endswith("s") and len(word) > 2 and not word.endswith("ss") else word
 
 
-@lru_cache(maxsize=4096)
-def unit_of(text: str) -> tuple[Fraction, str, Fraction] | None:
-    """(scale of the number, what is measured, how many base units), or None where it is no unit.
+@dataclass(frozen=True, slots=True)
+class Unit:
+    scale: Fraction  # of the number before it
+    measures: str  # what is measured or counted; "" for nothing
+    size: Fraction  # in base units
+    plain: bool  # a measure, or a noun in the plural: may be left out. Any other word could change the number
 
-    >>> unit_of("cm ^2")
-    (Fraction(1, 1), 'length^2', Fraction(100, 1))
-    >>> unit_of("million dollars")
-    (Fraction(1000000, 1), 'money^1', Fraction(100, 1))
-    >>> unit_of("or 6") is None
-    True
+
+@lru_cache(maxsize=4096)
+def unit_of(text: str) -> Unit | None:
+    """What stands after a number, or None where it is no unit.
+
+    >>> unit_of("cm ^2").measures, unit_of("million dollars").scale, unit_of("km/h") == unit_of("kilometers per hour")
+    ('length^2', Fraction(1000000, 1), True)
+    >>> unit_of("red marbles").plain, unit_of("foo").plain, unit_of("reciprocal"), unit_of("or 6")
+    (True, False, None, None)
     """
-    lowered = text.lower().replace(".", "").replace("-", " ").replace("/", " per ")
-    power = re.findall(r"\^([0-9]+)", lowered)
-    said = re.sub(r"\^[0-9]+", " ", lowered).split()
-    if not said or len(said) > 6 or not all(re.fullmatch(r"[a-z'\-,()]+", word) for word in said):
+    for pattern, written in _REWRITTEN:
+        text = pattern.sub(written, text)
+    above, *below = (part.split() for part in text.split(" per "))
+    if (scaled := _scaled(above)) is None or sum(map(len, (above, *below))) > 7:
         return None
-    said = [singular(word.strip(",()'")) for word in said]
-    if any(len(word) < 2 and word not in MEASURES for word in said) or NO_UNITS & set(said):
-        return None
-    exponent = int(power[-1]) if power else 1
+    scale, rest = scaled
+    if not rest:
+        return None if below or scale == 1 else Unit(scale, "", Fraction(1), True)
+    factors, size = list[str](), Fraction(1)
+    plain = True
+    for sign, segment in ((1, rest), *((-1, part) for part in below)):
+        if (found := _segment(segment)) is None:
+            return None
+        for name, each, power in found[0]:
+            factors.append(f"{name}^{sign * power}")
+            size *= each ** (sign * power)
+        plain = plain and (found[1] or sign < 0)
+    return Unit(scale, " ".join(sorted(factors)), size, plain)
+
+
+def _scaled(said: list[str]) -> tuple[Fraction, list[str]] | None:
+    """The number that the first words multiply by, and the other words: (million) dollars, (thousandths) inch."""
     scale = Fraction(1)
-    kept = []
-    for word in said:
-        if word in SCALES:
-            scale *= SCALES[word]
-        elif word in SCALES_BELOW:
-            scale /= SCALES_BELOW[word]
-        elif word in ("square", "sq", "cubic", "cu"):
-            exponent = 3 if word.startswith("cu") else 2
-        elif word not in ("of", "the", "a", "an", "in"):
-            kept.append(word)
-    kept = kept or ["inch"] * (said[-1] == "in")
-    measures = [word for word in kept if word in MEASURES]
-    if len(measures) == 1 and "per" not in kept:
-        dimension, size = MEASURES[measures[0]]
-        return scale, f"{dimension}^{exponent}", size ** min(exponent, 9)
-    if "per" in kept:
-        rate = ("".join(map(str, MEASURES[word])) if word in MEASURES else word for word in kept)
-        return scale, " ".join(rate), Fraction(1)
-    return scale, f"count of {kept[-1]}" if kept else "", Fraction(1)
+    for place, word in enumerate(said):
+        *above, below = (singular(part) for part in word.lower().split("-"))
+        if below in SCALES_BELOW and all(part in SCALES or part == "ten" for part in above):
+            for part in above:
+                scale /= SCALES.get(part, 10)
+            # five hundred thousandths may be 500/1000 or 5/100000
+            return (scale / SCALES_BELOW[below], said[place + 1 :]) if not place else None
+        if above or below not in SCALES:
+            return scale, said[place:]
+        scale *= SCALES[below]
+    return scale, []
+
+
+def _segment(said: list[str]) -> tuple[list[tuple[str, Fraction, int]], bool] | None:
+    """The measures (name, size, power) that words name, or what they count; whether they surely are these."""
+    measures: list[tuple[str, Fraction, int]] = []
+    nouns, raised = list[str](), 0
+    for word in " ".join(said).replace("-", " ").replace("^ ", "^-").split():
+        lowered = singular(word.lower())
+        if word[0] == "^":
+            power = max(-9, min(9, int(word[1:])))
+            if measures:
+                measures[-1] = (*measures[-1][:2], power)
+            raised = power
+        elif word.lower() in ("square", "sq", "cubic", "cu"):
+            raised = 3 if lowered.startswith("cu") else 2
+        elif found := measure(word):
+            measures.append((*found, raised if not measures and raised else 1))
+        elif (
+            lowered in NO_UNITS
+            or lowered in SCALES
+            or lowered in SCALES_BELOW
+            or len(word) < 2
+            or not word.isalpha()
+        ):
+            return None
+        else:
+            nouns.append(word.lower())
+    if measures or not nouns:
+        return (measures, True) if measures else None
+    counted = next(filter(is_plural, nouns), nouns[-1])
+    return [(f"count of {singular(counted)}", Fraction(1), raised or 1)], is_plural(counted)
+
+
+def is_plural(word: str) -> bool:
+    return word in _COUNTED or (len(word) > 3 and word[-1] == "s" and word[-2] not in "sui")
+
+
+def measure(word: str) -> tuple[str, Fraction] | None:
+    """What a word measures and its size. A symbol of one letter is taken as it is written."""
+    exact = MEASURES.get(word)
+    return exact or (MEASURES.get(singular(word.lower())) if len(word) > 1 else None)
 
 
 def is_unit(word: str) -> bool:
-    lowered = word.lower()
-    return singular(lowered) in MEASURES or lowered in MEASURES or lowered in ("am", "pm", "sq")
+    return measure(word) is not None or word.lower() in ("am", "pm", "sq")

@@ -27,7 +27,13 @@ CORRECT, WRONG = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong")
 UNPARSEABLE = Score(0.0, outcome="unparseable")
 RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end
 MAX_BOXES = 64  # that are read as one answer
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\s\S]|[{}]")
+_BOX = re.compile(
+    r"\\(?:boxed|fbox)\s*\{"
+    # \boxed 5, \boxed\frac12: a number or a letter, and nothing after it that belongs to it
+    r"|\\boxed(?:\s*(?P<number>-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\\[dt]?frac\s*(?:[0-9]\s*[0-9]|\{[0-9]+\}\s*\{[0-9]+\}))"
+    r"|\s+(?P<letter>[A-Za-z]))(?=\s*(?:$|[$\n;)}\]]|[.,](?![0-9])|\\[)\]]|(?:or|and)\b))"
+    r"|\\[\s\S]|[{}]"
+)
 _HEDGE = re.compile(r"[\s$]*[,;/]?[\s$]*(?:or|and|\\text\s*\{\s*(?:or|and)\s*\})?[\s$]*")
 _LITERAL = re.compile(
     r"(-?)(?:(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}|[0-9]{1,30})(?:\.[0-9]{1,30})?)"
@@ -131,7 +137,7 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
         return _after(reward.phrase, response)
     contents = [response[slice(*boxes[-1])].strip()]
     for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
-        between = response[before[1] + 1 : response.rindex("\\", 0, after[0])]
+        between = response[before[1] : response.rindex("\\", 0, after[0])].removeprefix("}")
         if len(contents) == MAX_BOXES or len(between) > 40:
             break
         if not between.strip("$ \n") or not _HEDGE.fullmatch(between):
@@ -175,7 +181,9 @@ def _boxes(text: str) -> list[tuple[int, int]]:
     opened: list[int] = []  # where each open brace's contents start if it is a box's, else -1
     for match in _BOX.finditer(text):
         token = match[0]
-        if token == "}":
+        if bare := match["number"] or match["letter"]:
+            found.append((match.end() - len(bare), match.end()))
+        elif token == "}":
             start = opened.pop() if opened else -1
             if start >= 0:
                 while found and found[-1][0] >= start:

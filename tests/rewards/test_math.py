@@ -2,6 +2,8 @@ r"""The math reward, case by case: what is right however it is written, and what
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from posttrain.errors import UserError
@@ -52,7 +54,7 @@ RIGHT = [
     (r"864 \mbox{ inches}^2", r"864\text{ sq in}"), (r"\$5", r"500\text{ cents}"),
     ("5000000", r"5\text{ million}"), (r"90^\circ", "90"), (r"-90^\circ", r"-90\text{ degrees}"), (r"50\%", r"50\%"),
     (r"50\%", r"\frac12"), (r"32\%", r"32\text{ percent}"),
-    ("8:34 pm", "8:34"), (r"4\!:\!51 \text{ p.m.}", r"4:51\text{ PM}"), ("1011_2", r"1011_{2}"), ("1011_2", "1011"),
+    ("8:34 pm", "8:34"), (r"4\!:\!51 \text{ p.m.}", r"4:51\text{ PM}"), ("1011_2", r"1011_{2}"),
     ("-37_8", "-37_8"),
     (r"10\text{ m}", "10m"), ("24_{10}", "24"), ("9:16", "9/16"), (r"5\text{ km/h}", r"5\ \mathrm{km}/\mathrm{h}"),
     ("10", r"10\,\mathrm{m}"), ("0.5", r"{1 \over 2}"), (r"\pi", "π"), ("(1,2,3)", r"\langle 1, 2, 3 \rangle"),
@@ -95,7 +97,7 @@ WRONG = [
     (r"10\text{ m}", r"10\text{ cm}"), (r"10\text{ m}", r"10\text{ m}^2"), (r"21\text{ dogs}", r"21\text{ cats}"),
     ("5", r"5\text{ million}"), ("5", r"5\text{ hundredths}"),
     ("5", r"5\text{ is wrong}"), ("5", r"5\text{ thirty}"), ("5", r"5\text{ pi}"), ("5", r"5\text{ x}"), ("5", "5x"),
-    (r"50\%", "50"), ("50", r"50\%"), ("9", "1001_2"), ("1011_2", "11"),
+    (r"50\%", "50"), ("50", r"50\%"), ("9", "1001_2"), ("1011_2", "11"), ("1011_2", "1011"),
     ("12:30", "12:31"), ("12:30", "2:5"), ("8:34 pm", "8:34 am"),
     ("7:20", "0.35"), ("0.35", "7:20"), ("5", r"5\text{ halves}"), ("5", r"5\text{ hundred-thousandths}"), (r"10\text{ m}", "10g"),
     # words
@@ -130,6 +132,27 @@ def test_wrong_however_near(gold: str, answer: str) -> None:
     assert grade(box(answer), gold) == Score(0.0, outcome="wrong")
 
 
+def table() -> dict[str, list[tuple[str, str, str]]]:
+    """(gold, answer, outcome) by class, from math_answers.txt."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    gold, pairs = "", list[tuple[str, str, str]]()
+    for line in (Path(__file__).parent / "math_answers.txt").read_text().splitlines()[1:]:
+        if line.startswith("# "):
+            pairs = found.setdefault(line[2:], [])
+        elif line.startswith(("= ", "! ")):
+            pairs.append((gold, line[2:], "paid" if line[0] == "=" else "not paid"))
+        elif line:
+            gold = line
+    return found
+
+
+@pytest.mark.parametrize(("kind", "pairs"), table().items(), ids=table())
+def test_answers_of_each_class(kind: str, pairs: list[tuple[str, str, str]]) -> None:
+    verdicts = {1.0: "paid", 0.0: "not paid", None: "gold unreadable"}
+    given = [(gold, answer, verdicts[grade(box(answer), gold).value]) for gold, answer, _ in pairs]
+    assert [one for one, right in zip(given, pairs, strict=True) if one != right] == []
+
+
 @pytest.mark.parametrize("gold", ["5", r"2^{10}", "10!", r"\binom{10}{3}", r"x^{x}", r"e^2"])
 @pytest.mark.parametrize("answer", BOMBS)
 def test_numbers_beyond_all_bounds_are_wrong(gold: str, answer: str) -> None:
@@ -144,7 +167,19 @@ def test_what_cannot_be_read(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "response", ["", "5", "I think 1 2 3 4 5", r"\boxed{5", "\\boxed{" * 50_000, "$" * 50_000, r"\boxed 5", r"boxed{5}"]
+    "response",
+    [
+        "",
+        "5",
+        "I think 1 2 3 4 5",
+        r"\boxed{5",
+        "\\boxed{" * 50_000,
+        "$" * 50_000,
+        r"\boxed 5x",
+        r"\boxed 5 million",
+        r"\boxed 5.5x",
+        r"boxed{5}",
+    ],
 )
 def test_no_complete_box(response: str) -> None:
     assert grade(response, "5") == Score(0.0, outcome="unparseable")
@@ -164,6 +199,12 @@ def test_no_complete_box(response: str) -> None:
         (r"{ open \boxed{\frac{1}{2}} } }", r"\frac{1}{2}"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
         (r"\boxed {5}", "5"),
+        (r"$\boxed 5$.", "5"),
+        (r"\boxed 3.5.", "3.5"),
+        (r"$\boxed\frac12$", r"\frac12"),
+        (r"\boxed 5 or \boxed 6", "5, 6"),
+        (r"\boxed{5}, \boxed 6", "5, 6"),
+        (r"the choice is \boxed B", "B"),
         (r"\fbox{5}", "5"),
         (r"<think>\boxed{7}</think> I cannot solve it.", None),
         (r"<think>maybe \boxed{6}</think> so \boxed{7}", "7"),
