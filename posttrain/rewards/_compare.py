@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 from posttrain.errors import Range
 from posttrain.rewards import _numbers as numbers
 from posttrain.rewards._form import FLIPPED, constants
-from posttrain.rewards._latex import Node, negative, node
 from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
+from posttrain.rewards._tree import Node, is_integer, negative, node
 from posttrain.rewards._words import Unit, spelled, unit_of, words
 
 Names = frozenset[str]  # of symbols
@@ -35,6 +35,7 @@ UNORDERED = {"list", "set", "union"}
 MEASURED = {"quantity", "percent", "degrees"}
 NAMES = {"symbol", "text", "choice"}
 NO_UNIT = Unit(Fraction(1), "", Fraction(1), True)
+_CLOCK = re.compile("[0-9]{1,2}(?::[0-9]{2}){0,2}")
 _ROOT = re.compile(r"(.+)_,?[0-9]+")
 _HALF = {"am": "am", "pm": "pm", "noon": "pm", "midnight": "am", "in the morning": "am"}
 
@@ -122,8 +123,9 @@ class Comparison:
 
     def same_collection(self, gold: Node, given: Node) -> bool:
         """The same members, each as often; a set has each once. What is exact is counted, the rest is matched one by one."""
-        names = [roots_of(names_of(side)) for side in (gold, given)]
-        if sorted(map(len, names)) in ([0, 1], [1, 1]) and len(names[0] | names[1]) == 1:
+        both = [names_of(side) for side in (gold, given)]
+        names = [roots_of(side) for side in both]
+        if min(map(len, both)) < 2 and len(names[0] | names[1]) == 1:
             gold, given = unnamed(gold), unnamed(given)  # x=1, x=2 is 1, 2
         measures = any(member.kind in MEASURED for member in (*gold.nodes, *given.nodes))
         sides = [self.members(side, not measures) for side in (gold, given)]
@@ -134,7 +136,7 @@ class Comparison:
             for candidate in left:
                 alike = (member.kind == "relation") == (candidate.kind == "relation")
                 # x=5,y=6 is not said by 5,6
-                if (alike or len(names[0]) < 2) and self.same(member, candidate):
+                if alike and self.same(member, candidate):
                     left.remove(candidate)
                     break
             else:
@@ -203,8 +205,14 @@ class Comparison:
     def same_time(self, gold: Node, given: Node) -> bool:
         """3:30 pm is 15:30, and 3:30 where one side does not say which half of the day it means."""
         (wanted, half), (time, other) = clock(gold), clock(given)
-        if not wanted or not time:
+        if not wanted or not time or gold.kind == "number":
             return False
+        if given.kind == "number":  # 3 pm may leave out pm
+            return (
+                wanted == time
+                and gold.nodes[0].kind == "number"
+                and (wanted[0], half) != (12, "am")
+            )
         if half == other or (half and other):
             return half == other and wanted == time
         whole, twelve, said = (wanted, time, other) if other else (time, wanted, half)
@@ -233,7 +241,8 @@ class Comparison:
             return wanted_unit == unit and wanted.kind not in MEASURED and self.same(wanted, value)
         measure, other = (unit_of(text) if text else NO_UNIT for text in (wanted_unit, unit))
         if measure is None or other is None:
-            return spelled(wanted_unit) == spelled(unit) and self.same_scalar(wanted, value)
+            alike = spelled(wanted_unit) == spelled(unit) != ""
+            return alike and self.same_scalar(wanted, value)
         sizes = [measure.scale, other.scale]
         if measure.measures and other.measures:
             if measure.measures != other.measures:
@@ -357,12 +366,21 @@ def measured(value: Node) -> tuple[Node, str]:
 
 def lettered(value: Node) -> Node:
     """`10 m` without a text macro is a product; where the gold answer has a unit, its last letter is one."""
+    below, written = "", value
+    if value.kind == "divide" and value.nodes[1].kind == "symbol":  # 20 m/s
+        value, below = value.nodes[0], f"/{value.nodes[1].text}"
     if value.kind != "multiply":
-        return value
-    *rest, unit = value.nodes
-    if unit.kind != "symbol" or unit_of(unit.text) is None:
-        return value
-    return node("quantity", unit.text, rest[0] if len(rest) == 1 else node("multiply", *rest))
+        return written
+    *rest, last = value.nodes
+    base, *power = last.nodes if last.kind == "power" else (last,)
+    raised = f" ^{power[0].value}" if power and is_integer(power[0]) else ""
+    if base.kind != "symbol" or unit_of(base.text) is None or bool(power) != bool(raised):
+        return written
+    return node(
+        "quantity",
+        base.text + raised + below,
+        rest[0] if len(rest) == 1 else node("multiply", *rest),
+    )
 
 
 def is_name(value: Node) -> bool:
@@ -409,10 +427,7 @@ def is_fraction(ratio: Node, other: Node) -> bool:
 
 def is_clock(ratio: Node) -> bool:
     """Whether the figures could stand on a clock."""
-    pieces = ratio.text.split(":")
-    if not all(piece.isdigit() and len(piece) <= 2 for piece in pieces) or len(pieces[-1]) != 2:
-        return False
-    return int(pieces[0]) <= 24 and all(int(piece) < 60 for piece in pieces[1:])
+    return bool(clock(ratio)[0])
 
 
 def is_time(ratio: Node) -> bool:
@@ -482,11 +497,10 @@ def clock(value: Node) -> tuple[tuple[int, ...], str]:
     half = ""
     if value.kind == "quantity":
         half = _HALF.get(spelled(value.text.replace(".", "")), "")
-        value = value.nodes[0]
-    pieces = value.text.split(":") if value.kind in ("ratio", "number") else []
-    if not pieces or not all(piece.isdecimal() and len(piece) <= 2 for piece in pieces):
+        value = value.nodes[0] if half else value
+    if value.kind not in ("ratio", "number") or not _CLOCK.fullmatch(value.text):
         return (), half
-    figures = tuple(map(int, pieces))
+    figures = tuple(map(int, value.text.split(":")))
     fits = figures[0] <= 24 and all(figure < 60 for figure in figures[1:])
     return (figures if len(figures) > 1 else (*figures, 0)) if fits else (), half
 

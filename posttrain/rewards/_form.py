@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
-from posttrain.rewards._latex import Node, is_integer, negative, node
 from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
 from posttrain.rewards._sets import INFINITY, LINE, common, united, without
+from posttrain.rewards._tree import Node, is_integer, negative, node
 
 SIGNS = ("pm", "mp")  # of both values
 LIMIT = 64  # members that signs may multiply to
 _KINDS_OF_FUNCTIONS = dict.fromkeys(("log", "ln", "lg"), "logarithm")
 _KINDS_OF_FUNCTIONS |= dict.fromkeys(("floor", "ceil"), "rounding")
 _KINDS_OF_FUNCTIONS |= {"exp": "exponential", "abs": "absolute value"}
+ZERO = node("number", Fraction(0), "integer")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
@@ -54,7 +55,14 @@ def is_point(value: Node) -> bool:
 def _settled_set(value: Node) -> Node:
     r"""\mathbb{R}, a difference of sets, \{x : x > 2\}; of a function in cases and an option, the parts."""
     if value.kind == "domain":
-        half = {"R+": ("()", node_zero(), INFINITY), "R-": ("()", negative(INFINITY), node_zero())}
+        above, below = (ZERO, INFINITY), (negative(INFINITY), ZERO)
+        half = {
+            "R+": ("()", *above),
+            "R>0": ("()", *above),
+            "R>=0": ("[)", *above),
+            "R-": ("()", *below),
+            "R<0": ("()", *below),
+        }
         return (
             LINE
             if value.text == "R"
@@ -65,6 +73,8 @@ def _settled_set(value: Node) -> Node:
     if value.kind != "builder":
         parts = (settled(part) if isinstance(part, Node) else part for part in value.parts)
         made = node(value.kind, *parts)
+        if value.kind == "cases" and all(map(_is_named, made.nodes)):
+            return node("list", "and", *made.nodes)  # a system's solution
         return (without(*made.nodes) or made) if value.kind == "without" else made
     name, condition, *domain = value.nodes
     made = settled(condition)
@@ -77,14 +87,16 @@ def _settled_set(value: Node) -> Node:
     return made if made.kind == "domain" else node("builder", name, made)
 
 
-def node_zero() -> Node:
-    return node("number", Fraction(0), "integer")
-
-
 def _settled_collection(value: Node) -> Node:
     members: list[Node] = []
-    if value.kind == "list" and (excluded := _excluded(value)):
-        return excluded
+    if value.kind == "list":
+        conditions = [
+            m for m in value.nodes if m.kind != "relation" or m.text != "in" or settled(m) != LINE
+        ]
+        if len(conditions) == 1:  # x \in \mathbb{R}, x > 2
+            return settled(conditions[0])
+        if excluded := _excluded(value):
+            return excluded
     for member in value.nodes:
         made = settled(member)
         inner = made.kind == value.kind != "set" or (made.kind == "list" and value.kind == "set")
@@ -99,7 +111,8 @@ def _settled_collection(value: Node) -> Node:
     if value.text == "or" and solved:
         return united(*members) or node("union", *members)
     if value.text == "and" and solved and len(set(map(_variable, members))) == 1:
-        return common(*members) or node("list", "and", *members)
+        met = common(*members)
+        return met if met and met.nodes else node("list", "and", *members)
     return node("list", value.text, *members)
 
 

@@ -14,16 +14,27 @@ Text, nesting and the tree are bounded, so that whatever follows may recurse ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 
-from posttrain.rewards._phrases import option, rephrased, spoken
+from posttrain.rewards._phrases import option, rephrased
 from posttrain.rewards._tokens import LENGTH, Token, Unevaluated, Unreadable, clean, tokens_of
-from posttrain.rewards._words import TEXT_MACROS, plain_text, unit_of, words
+from posttrain.rewards._tree import (
+    Node,
+    bracketed,
+    compound,
+    flat,
+    is_integer,
+    joined,
+    labelled,
+    mixed_number,
+    negative,
+    node,
+    node_integer,
+    text_node,
+)
+from posttrain.rewards._words import TEXT_MACROS, plain_text, words
 
 NESTING = 40  # brackets, powers and signs inside one another
-DEPTH = 100  # of the tree
 
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
 _BARRED = words("int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod")
@@ -56,50 +67,6 @@ _NO_FACTORS = words(
 _NO_FACTORS |= {*_MINUS, *_CURRENCIES}
 _END = Token("end of text", "")
 _CONSTANTS = {"pi": "pi", "infty": "inf", "i": "i", "e": "e", "imath": "i"}
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One place of the tree: `kind` says what `parts` are: nodes, or a leaf's text and numbers."""
-
-    kind: str
-    parts: tuple[Node | str | Fraction | int, ...] = ()
-    depth: int = 1
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        return tuple(part for part in self.parts if isinstance(part, Node))
-
-    @property
-    def labels(self) -> tuple[str | Fraction | int, ...]:
-        """The parts that are no nodes."""
-        return tuple(part for part in self.parts if not isinstance(part, Node))
-
-    @property
-    def text(self) -> str:
-        return str(self.parts[0])
-
-    @property
-    def value(self) -> Fraction:
-        """Of a number."""
-        return Fraction(self.parts[0])  # type: ignore[arg-type]
-
-    def walk(self) -> Iterator[Node]:
-        """This place and all below it, from left to right."""
-        yield self
-        for below in self.nodes:
-            yield from below.walk()
-
-    def has(self, *kinds: str) -> bool:
-        """Whether there is a place of one of these kinds."""
-        return any(place.kind in kinds for place in self.walk())
-
-
-def node(kind: str, *parts: Node | str | Fraction | int) -> Node:
-    depth = 1 + max((part.depth for part in parts if isinstance(part, Node)), default=0)
-    if depth > DEPTH:
-        raise Unreadable("nested too deeply")
-    return Node(kind, parts, depth)
 
 
 class Reader:
@@ -174,6 +141,7 @@ class Reader:
             value = node("percent", value)
         elif self.next.kind == "text":
             value = node("quantity", f"{self.unit()} {self.currency}".strip(), value)
+            value = compound(value, self.quantity()) if self.next.kind == "number" else value
         elif sign := self.accept(*_CURRENCIES):
             value = node("quantity", _CURRENCIES[sign.text], value)
         elif self.currency:
@@ -274,8 +242,8 @@ class Reader:
     def factor(self) -> Node:
         value = self.atom()
         while True:
-            if value.kind == "domain" and self.accept("^"):
-                value = node("domain", value.text + self.superscript())
+            if value.kind == "domain" and self.accept("^", "_"):
+                value = node("domain", value.text + self.half_line())
             elif value.kind == "number" and self.sees("_") and is_integer(value):
                 value = self.based(str(value.value))
             elif self.accept("^"):
@@ -293,12 +261,14 @@ class Reader:
             else:
                 return value
 
-    def superscript(self) -> str:
-        """What stands above a set of numbers: + or -, or a number of dimensions."""
-        braced = self.accept("{")
-        text = self.take().text
-        if braced:
-            self.expect("}")
+    def half_line(self) -> str:
+        """What stands beside a set of numbers: + or -, > 0, or a number of dimensions."""
+        if not self.accept("{"):
+            return self.take().text
+        text = ""
+        while not self.accept("}"):
+            token = self.take().text
+            text += _RELATIONS.get(token, token)
         return text
 
     def factor_of_power(self) -> Node:
@@ -418,7 +388,11 @@ class Reader:
             inner = self.atom() if self.sees("(", "[") else self.function_argument()
         self.nesting -= 1
         if power is not None and power.kind == "negative":
-            raise Unreadable("an inverse function or a reciprocal")
+            if f"arc{name}" not in _FUNCTIONS or power.nodes[0] != node(
+                "number", Fraction(1), "integer"
+            ):
+                raise Unreadable("an inverse function or a reciprocal")
+            name, power = f"arc{name}", None  # sin^{-1} x
         value = node("function", name, inner, *([base] if base else []))
         return node("power", value, power) if power else value  # sin(x)^2 is raised by the caller
 
@@ -492,89 +466,6 @@ class Reader:
         if not rows or len({len(row) for row in rows}) != 1:
             raise Unreadable("a matrix needs rows of one length")
         return [len(rows), *(entry for row in rows for entry in row)]
-
-
-def bracketed(opening: str, closing: str, value: Node | None) -> Node:
-    items = () if value is None else value.nodes if value.kind == "list" else (value,)
-    if opening == r"\{":
-        return items[0] if items and items[0].kind == "builder" else node("set", *items)
-    if len(items) == 1 and (items[0].kind == "matrix" or (opening, closing) == ("(", ")")):
-        return items[0]
-    if not items:
-        raise Unreadable("empty brackets")
-    if len(items) == 2:
-        return node("interval", opening + closing, *items)
-    if (opening, closing) == ("(", ")"):
-        return node("tuple", *items)
-    return node("bracket", opening + closing, *items)
-
-
-def text_node(text: str) -> Node:
-    """Words; a letter that names a choice, or several with commas; a number in words."""
-    letters = [piece.strip(" ().") for piece in text.split(",")]
-    if all(len(letter) == 1 and letter.isalpha() for letter in letters):
-        choices = [node("choice", letter) for letter in letters]
-        return choices[0] if len(choices) == 1 else node("list", ",", *choices)
-    number = spoken(text)
-    if number is None:
-        return node("text", text)
-    value = node("number", number[0], "integer" if number[0].denominator == 1 else "decimal")
-    if not number[1]:
-        return value
-    unit = unit_of(number[1])
-    percent = number[1] in ("percent", "per cent")
-    return (
-        node("quantity", number[1], value)
-        if percent or (unit and unit.plain)
-        else node("text", text)
-    )
-
-
-def labelled(macro: str, value: Node) -> Node:
-    r"""What stands under a bar, an arrow or a hat: a name. \overline{AB} is AB, but \bar z is not z, and \overline{3+4i} is no name."""
-    names = [place for place in value.walk() if place.kind != "multiply"]
-    if any(place.kind not in ("symbol", "text", "choice", "constant") for place in names):
-        raise Unreadable(f"\\{macro} of what is no name")
-    conjugate = macro in ("overline", "bar") and len(names) == 1
-    return node("symbol", f"bar {names[0].text}") if conjugate else value
-
-
-def node_integer(value: Node) -> int:
-    if not is_integer(value):
-        raise Unreadable("expected a whole number")
-    whole = int(value.value)
-    if whole > 1_000:
-        raise Unreadable("a base or a unit's power beyond all bounds")
-    return whole
-
-
-def flat(value: Node) -> str:
-    """A subscript as text."""
-    parts = (part for part in value.parts if part != "integer")
-    return "".join(flat(part) if isinstance(part, Node) else str(part) for part in parts)
-
-
-def joined(factors: list[Node]) -> Node:
-    """A product, unless it is a mixed number such as 2\\frac12."""
-    written = len(factors) >= 2 and factors[1].kind == "divide" and factors[1].parts[-1] == "frac"
-    if written and (mixed := mixed_number(factors[0], *factors[1].nodes)):
-        factors = [mixed, *factors[2:]]
-    return factors[0] if len(factors) == 1 else node("multiply", *factors)
-
-
-def mixed_number(whole: Node, above: Node, below: Node) -> Node | None:
-    """`2 1/2`: a whole number before a proper fraction of whole numbers; None where they are something else."""
-    if not all(map(is_integer, (whole, above, below))) or not 0 < above.value < below.value:
-        return None
-    return node("number", whole.value + above.value / below.value, "mixed")
-
-
-def is_integer(value: Node) -> bool:
-    return value.kind == "number" and value.parts[1] == "integer"
-
-
-def negative(value: Node) -> Node:
-    return node("negative", value)
 
 
 def read(text: str, thousands: bool = True) -> Node:

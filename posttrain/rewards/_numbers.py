@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from mpmath import libmp  # type: ignore[import-untyped]
 
-from posttrain.rewards._latex import Node
+from posttrain.rewards._tree import Node
 
 PRECISION = 200  # bits of a number that is not exact
 AGREE = 140  # leading bits in which two such numbers agree where they are equal

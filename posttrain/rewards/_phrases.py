@@ -6,11 +6,10 @@ import re
 from fractions import Fraction
 from itertools import takewhile
 
-from posttrain.rewards._words import NUMBERS, SCALES, SCALES_BELOW, bare_words, singular
+from posttrain.rewards._words import MONTH, NUMBERS, SCALES, SCALES_BELOW, bare_words, singular
 
-_MONTH = r"(?:jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)(?:[a-z]+(?:y|ch|l|t|er))?"
 _OF_WORDS = re.compile(
-    rf"\b(?:answer|result|solutions?|value|so|thus|hence|therefore|reals?|integers|numbers|option|choice|noon|midnight|base|to|set|is|half|{_MONTH})\b"
+    rf"\b(?:answer|result|solutions?|value|so|thus|hence|therefore|reals?|integers|numbers|option|choice|noon|midnight|base|to|set|is|half|{MONTH}|exactly|point|dne|exist|total|number|positive|negative|nonnegative)\b"
     r"|^=",
     re.IGNORECASE,
 )
@@ -25,11 +24,14 @@ _PHRASES = [
     for pattern, written in (
         (r"^(?:so|thus|hence|therefore)\b,?\s*", ""),
         (
-            r"^(?:(?:the|our|my) )?(?:(?:final|correct|right|required|desired) )*(?:answer|result|solution|value)(?: set)?"
+            r"^(?:(?:the|our|my) )?(?:(?:final|correct|right|required|desired) )*(?:answer|result|solution|value|total"
+            r"|(?:total )?number of(?: (?!not|wrong)[a-z]+){1,3}?|area|perimeter|volume|probability|length|distance)(?: set)?"
             r"(?: (?:of|for) [a-z])?\s*(?:(?:is|are|equals)\b|=|:)[\s:]*",
             "",
         ),
-        (r"^=\s*", ""),
+        (r"^(?:=|exactly\b)\s*", ""),
+        (r"^(?:the )?(?:ordered pair|point|vector)\s*(?=\()", ""),
+        (r"^(?:the limit )?(?:dne|does not exist)$", "does not exist"),
         (r" is (?:the )?(?:(?:final|correct|right) )*(?:answer|choice|option|correct)$", ""),
         (r"^(?:option|(?:answer )?choice)[\s:]*(?=\(?[A-J]\b)", ""),
         (rf"^{_REALS}$", r"\\mathbb{R}"),
@@ -43,13 +45,14 @@ _PHRASES = [
         (rf"^{_REALS} {_BELOW} than ([^a-z]+)$", r"(-\\infty,\1)"),
         (r"^(?:the set of )?(?:all )?positive real(?: number)?s$", r"(0,\\infty)"),
         (r"^(?:the set of )?(?:all )?negative real(?: number)?s$", r"(-\\infty,0)"),
+        (r"^(?:the set of )?(?:all )?non-?negative real(?: number)?s$", r"[0,\\infty)"),
         (r"^(?:all|the set of)(?: all)?(?: the)? integers$", r"\\mathbb{Z}"),
         (r"^(?:all|the set of)(?: all)?(?: the)? rational numbers$", r"\\mathbb{Q}"),
         (r"^no (?:real )?solutions?(?: exists?)?$|^(?:the )?(?:empty|null) set$", r"\\emptyset"),
         (r"^(?:12(?::00)? ?)?noon$", "12:00 pm"),
         (r"^(?:12(?::00)? ?)?midnight$", "12:00 am"),
         (r"^([0-9]+) to ([0-9]+)$", r"\1:\2"),
-        (rf"^([0-9]{{1,2}})(?:st|nd|rd|th)? (?:of )?({_MONTH}(?: [0-9]+)?)$", r"\2 \1"),
+        (rf"^([0-9]{{1,2}})(?:st|nd|rd|th)? (?:of )?((?:{MONTH})(?: [0-9]+)?)$", r"\2 \1"),
         (r"^(-?[0-9]+) and (?:a|one) half$", r"\1\\frac12"),
         (r"^([0-9]*[0-9A-F]) ?\(?(?:in )?base[ -]?([0-9]+|[a-z]+)\)?$", r"\1_{\\text{\2}}"),
         (r"^([a-z]) is not (?:equal to )?([^a-z]+)$", r"\1 \\neq \2"),
@@ -60,7 +63,7 @@ _OPTION = re.compile(r"(?:\\[a-z]+\s*\{)?\s*\(?\s*[A-J]\s*[).:]")
 _OPTION_CONTENT = re.compile(
     r"\(?\s*([A-J])\s*(?:\)[.:]?|[.:](?=\s))(?:\s+(?=-))?\s*(?![-^_+*/=,!'()]|or\b|and\b)(.+)|\(?([A-J])\)?[.:)]? (-.+)"
 )
-_ANOTHER = re.compile(r"\([A-J]\)|\b[A-J][.)]\s")
+_ANOTHER = re.compile(r"\b[A-J]\b")
 
 
 def rephrased(text: str) -> str:
@@ -97,66 +100,59 @@ def spoken(text: str) -> tuple[Fraction, str] | None:
 
     >>> [str(spoken(t)[0]) for t in ("minus twenty-five", "one hundred and five", "two and a half", "two thirds", "three dozen eggs")]
     ['-25', '105', '5/2', '2/3', '36']
-    >>> spoken("five twenty")[1], spoken("third")
-    ('twenty', None)
+    >>> spoken("five twenty")[1], spoken("third"), spoken("twenty-fifth")
+    ('twenty', None, None)
     """
     said = re.findall(r"[^\W\d_]+|[^\w\s-]|\d+", text.lower())
     sign = -1 if said[:1] in (["minus"], ["negative"]) else 1
-    place = int(sign < 0)
-    total, size, found = Fraction(0), Fraction("1e30"), False
-    while place < len(said):
-        taken, value = _below_thousand(said[place:])
-        scales = [
-            SCALES[word] for word in map(singular, said[place + taken :][:1]) if word in SCALES
-        ]
-        if scales and (taken or not found) and scales[0] < size:
-            total, size, found = total + (value if taken else 1) * scales[0], scales[0], True
-            place += taken + 1
-            more = said[place + 1 : place + 2]
-            place += (
-                said[place : place + 1] in (["and"], [","]) and bool(more) and more[0] in NUMBERS
-            )
-        else:
-            total, found = total + value, found or taken > 0
-            place += taken
-            break
+    total, place = _counted(said[sign < 0 :])
+    found, place = place > 0, place + (sign < 0)
     after = [singular(word) for word in said[place:]]
     if after[:1] == ["point"] and found:
-        digits = list(takewhile(lambda w: NUMBERS.get(w, 10) < 10, after[1:]))
-        total += Fraction("0." + "".join(str(NUMBERS[d]) for d in digits) + "0")
-        place += 1 + len(digits)
-    part = re.match(r"(and )?(?:(?:an?|one) )?(\w+)", " ".join(after))
-    below = SCALES_BELOW.get(part[2]) if part else None
-    if part and below and (found == bool(part[1]) or (found and part[0] == part[2])):
-        if not found and part[0] not in ("half", f"a {part[2]}"):
-            return None  # an ordinal number
-        total = total / below if found and not part[1] else total + 1 / below
-        place, found = place + len(part[0].split()), True
+        digits = list(takewhile(lambda word: NUMBERS.get(word, 10) < 10, after[1:]))
+        return sign * (
+            total + Fraction(f"0.{''.join(str(NUMBERS[d]) for d in digits)}0")
+        ), " ".join(said[place + 1 + len(digits) :])
+    part = re.match(r"(and )?(an? |one )?(\w+)", " ".join(after))
+    if part and (below := SCALES_BELOW.get(part[3])):
+        parts = part[1] if found else part[2] or part[3] == "half"  # two and a half; a third; half
+        plural = (
+            found and not part[1] and not part[2] and (total == 1 or said[place].endswith("s"))
+        )  # two thirds
+        if not parts and not plural:
+            return None  # third, twenty-fifth
+        total, found = total / below if plural else total + 1 / below, True
+        place += len(part[0].split())
     return (sign * total, " ".join(said[place:])) if found else None
 
 
-def _below_thousand(said: list[str]) -> tuple[int, Fraction]:
-    """How many words spell a number below a thousand, and the number."""
-    value, place = Fraction(0), 0
-    for place, word in enumerate(said):
-        number = NUMBERS.get(word)
-        joins = (
-            word == "and"
-            and value >= 100
-            and value % 100 == 0
-            and NUMBERS.get(said[place + 1 :][0] if said[place + 1 :] else "")
-        )
-        if joins:
-            continue
-        if word in ("a", "an") and place == 0 and singular(said[1] if said[1:] else "") in SCALES:
-            value = Fraction(1)
-        elif word == "hundred" and 0 < value < 100:
-            value *= 100
-        elif number is None or (place and not _continues(value, number)):
-            return place, value
-        else:
-            value += number
-    return len(said), value
+def _counted(said: list[str]) -> tuple[Fraction, int]:
+    """The whole number that words spell from the start, and how many they are."""
+    total = group = Fraction(0)  # group: what the next scale word multiplies
+    size, place, fresh = Fraction("1e30"), 0, True
+    for place, word in enumerate([*map(singular, said), ""]):
+        following = said[place + 1] if place + 1 < len(said) else ""
+        if word in NUMBERS and (fresh or _continues(group, NUMBERS[word])):
+            group, fresh = group + NUMBERS[word], False
+        elif word in ("a", "an") and fresh and singular(following) in SCALES:
+            group, fresh = Fraction(1), False
+        elif word == "hundred" and group < 100 and (group or not place):
+            group, fresh = max(group, Fraction(1)) * 100, False
+        elif word in SCALES and SCALES[word] < size and (group or not place):
+            total, group, size, fresh = (
+                total + max(group, Fraction(1)) * SCALES[word],
+                Fraction(0),
+                SCALES[word],
+                True,
+            )
+        elif not (
+            word in ("and", ",")
+            and place
+            and following in NUMBERS
+            and (fresh or (word == "and" and group % 100 == 0 < group))
+        ):
+            break
+    return total + group, place
 
 
 def _continues(value: Fraction, number: Fraction) -> bool:

@@ -10,6 +10,7 @@ from posttrain.rewards._words import (
     FUNCTION_WORDS,
     SEPARATOR_WORDS,
     TEXT_MACROS,
+    bare_words,
     is_unit,
     is_word,
     words,
@@ -28,13 +29,22 @@ class Unevaluated(Unreadable):
 
 _SIGNS = r"""
 − - – - × \times ÷ \div · \cdot π \pi ∞ \infty ≤ \le ≥ \ge ≠ \ne ∪ \cup ∩ \cap ± \pm ° ^\circ √ \sqrt ∅ \emptyset ∈ \in
-½ \frac12 ¼ \frac14 ¾ \frac34 ⅓ \frac13 ⅔ \frac23 € \euro £ \pounds ₹ \rupee ¥ \yen ¢ \text{cents} ‰ \text{permille} ≈ \approx
+½ \frac12 ¼ \frac14 ¾ \frac34 ⅓ \frac13 ⅔ \frac23 € \euro £ \pounds ₹ \rupee ¥ \yen ≈ \approx
 ℝ \mathbb{R} ℤ \mathbb{Z} ∖ \setminus ∉ \notin ∣ \mid ′ '
 """
 _PAIRS = zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)
 _UNICODE = str.maketrans({sign: f"{written} " for sign, written in _PAIRS})
 _UNICODE |= str.maketrans(
-    {"\u200b": "", "\ufeff": "", "\u2060": "", "\xa0": " ", "\u2009": r"\,", "\u202f": r"\,"}
+    {
+        "\u200b": "",
+        "\ufeff": "",
+        "\u2060": "",
+        "\xa0": " ",
+        "¢": " cents ",
+        "‰": " permille ",
+        "\u2009": r"\,",
+        "\u202f": r"\,",
+    }
 )
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
@@ -43,6 +53,7 @@ _GREEK = words(
     chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar"""
 )
 _OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
+_LAKHS = r"[0-9]{1,2}(?:(?:,|\{,\}|\\,)[0-9]{2})+(?:,|\{,\}|\\,)[0-9]{3}(?![0-9]|,[0-9])"
 _GROUPED = (
     r"[0-9]{1,3}(?:(?:\{,\}|,\\!\s?|,?\\[,;:]|,?\\thinspace\s?|\\? |~)[0-9]{3})+(?![0-9]|\s*/)"
 )
@@ -52,7 +63,7 @@ _NUMBER = (
     r"|(?P<number>(?:{grouped}[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[+-]?[0-9]+))?)"
 )
 _TOKEN = (
-    r"(?P<skip>\s+|\\[,;:! ]|~|\\(?:left|right|[bB]igg?[lr]?|quad|qquad|limits|thinspace|hspace\{[^{}]*\}"
+    r"(?P<skip>\s+|\\[,;:! ]|~|\\(?:left|right|middle|[bB]igg?[lr]?|quad|qquad|limits|thinspace|hspace\{[^{}]*\}"
     r"|phantom\s*(?:\{[^{}]*\}|\S))(?![A-Za-z])\.?)"
     r"|\\(?P<edge>begin|end)\s*\{(?P<environment>[a-zA-Z]+\*?)\}(?:\s*\{[lcr| ]*\})?"
     rf"|\\(?P<style>{TEXT_MACROS}|mathbb|operatorname\*?)\s*\{{(?P<text>[^{{}}]*)\}}"
@@ -63,18 +74,20 @@ _TOKEN = (
 )
 _TOKENS = (
     re.compile(_TOKEN.replace("{grouped}", f"{_GROUPED}|")),
-    re.compile(_TOKEN.replace("{grouped}", f"{_GROUPED}|{_COMMAS}|")),
+    re.compile(_TOKEN.replace("{grouped}", f"{_GROUPED}|{_COMMAS}|{_LAKHS}|")),
 )
 _DEGREES = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z])|\{\s*\\degree\s*\})|\\(?:degree|textdegree)(?![A-Za-z])"
 )
+_TEMPERATURE = re.compile(r"\\degree\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])(?![A-Za-z])\s*\}?")
+_SCALE_OF = {"C": "celsius", "F": "fahrenheit"}
 _DIGIT = re.compile("[0-9]")
 _FIGURES = re.compile(r"[^A-Za-z]*[0-9]|[^=]*=")
 _WRAPPERS = re.compile(r"\\[()\[\]]")
 _DISPLAY = re.compile(
-    r"\\(?:(?:text)?color(?:box)?\s*\{[^{}]*\}|fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|(?:tiny|scriptsize|footnotesize|small|normalsize"
+    r"\\(?:(?:text)?color(?:box)?\s*(?:\[\w+\])?\s*\{[^{}]*\}|fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|(?:tiny|scriptsize|footnotesize|small|normalsize"
     r"|large|Large|LARGE|huge|Huge|rm|bf|it|sf|tt|bfseries|itshape|displaystyle|textstyle|scriptstyle|boldmath|boldsymbol|bm|pmb"
-    r"|underline|ensuremath|strut|mathstrut|nobreak|centering)(?![A-Za-z]))"
+    r"|underline|ensuremath|strut|mathstrut|forall)(?![A-Za-z]))"
 )
 _DOMAIN = re.compile(
     r"\\(?:mathbb|Bbb)\s*\{?\s*([RZNQC])\s*\}?|\\mathbf\s*\{([R])\}|\\([RZNQC])(?![A-Za-z])"
@@ -103,6 +116,7 @@ def clean(text: str) -> str:
             lambda m: rf" \mathbb{{{m[1] or m[2] or m[3]}}}", _DISPLAY.sub(" ", text)
         )
         text = _WRAPPERS.sub(" ", _DEGREES.sub(r" \\degree ", text))
+        text = _TEMPERATURE.sub(lambda m: rf"\text{{{_SCALE_OF[m[1]]}}}", text)
     text = text.replace("{:}", ":")
     if len(_MATHS_DOLLAR.findall(text)) % 2 == 0:
         text = _MATHS_DOLLAR.sub(" ", text)
@@ -173,12 +187,14 @@ def _number(digits: str, exponent: str | None) -> Token:
 
 
 def _styled(style: str, text: str, after_number: bool) -> list[Token]:
-    bare = text.strip()
+    bare = bare_words(text)
     letter = len(bare) == 1 and bare.isalpha() and not (after_number and is_unit(bare))
     if letter and style in ("mathrm", "mathbf", "mathit"):
         return [Token("symbol", bare)]
     if style == "mathbb":
         return [Token("macro", f"mathbb {bare}")]
+    if bare.strip("\\") == "%":
+        return [Token("sign", "%")]
     lowered = bare.strip(" ,").lower()
     if FUNCTION_WORDS.get(lowered) == "infty":
         return [Token("macro", "infty")]

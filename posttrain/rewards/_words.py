@@ -49,19 +49,25 @@ SCALES = sizes(
     "dozen:12"
 )
 SCALES_BELOW = sizes(
-    "half halve:2 third:3 fourth quarter:4 fifth:5 sixth:6 seventh:7 eighth:8 ninth:9 tenth:10 eleventh:11 twelfth:12 "
-    "fifteenth:15 sixteenth:16 twentieth:20 hundredth:1e2 thousandth permille permil:1e3 millionth ppm:1e6 billionth ppb:1e9 "
-    "trillionth:1e12 bp:1e4"
+    "half halve:2 third:3 quarter:4 fifth:5 eighth:8 ninth:9 twelfth:12 permil:1e3 ppm:1e6 ppb:1e9 bp:1e4"
 )
+SCALES_BELOW |= {
+    f"{name.removesuffix('y')}{'ie' * name.endswith('y')}th": size
+    for name, size in {**NUMBERS, **SCALES}.items()
+    if size > 3
+}
 # Words that make a sentence of an answer, or another number: a second answer, a denial, a condition, an operation.
 NO_UNITS = words(
     """not no none never nor neither either if when unless but except minus plus negative positive time over divided is was are be maybe
     perhaps wrong incorrect false squared cubed factorial mod modulo modulu module than least most more less fewer wait actually root
     pct percent percentage double doubled twice triple tripled quadrupled halved pair couple score gross googol myriad ten fold
     reciprocal inverse log logarithm exponent conjugate complement negation opposite other greater before after ago short missing
-    away too zillion kilo mega giga both approximately about nearly almost roughly around only"""
+    away too zillion mil mill thou grand kilo mega giga both approximately about nearly almost roughly around only sine cosine tangent
+    loss lost debt deficit owed below under down"""
 ).union(NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS)
-MONTHS = words("jan feb mar apr may jun jul aug sep oct nov dec")
+MONTH = "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
+MONTH += "|sept?(?:ember)?|oct(?:ober)?|(?:nov|dec)(?:ember)?"
+_MONTH = re.compile(MONTH)
 # What is counted without an s at its end.
 _COUNTED = words("people men women children mice geese teeth fish sheep unit way person")
 
@@ -90,6 +96,8 @@ _MEASURES = {
     "pressure": "Pa pascal:1 kPa kilopascal:1000",
     "frequency": "Hz hertz:1 kHz kilohertz:1000 MHz megahertz:1000000",
     "temperature": "K kelvin:1",
+    "celsius": "celsius:1",
+    "fahrenheit": "fahrenheit:1",
     "amount": "mol mole:1",
 }
 
@@ -107,8 +115,9 @@ _REWRITTEN = [
     for pattern, written in (
         (r"\.|(?<=s)'|[(),]", ""),
         (r"/", " per "),
-        (r"\bper (?=mil|cent)", "per"),
-        (r"\bpermille\b", "permil"),
+        (r"\bparts per million\b", "ppm"),
+        (r"\bper ?mill?e?\b", "permil"),
+        (r"\bper cent\b", "percent"),
         (r"\bbasis points?\b", "bp"),
         (r"\bmph\b", "mile per hour"),
         (r"\bkm?ph\b", "km per hour"),
@@ -160,7 +169,7 @@ def spelled(text: str) -> str:
     ('ellipse', 'east')
     """
     said = re.sub(r"(?:_|[^\w+\-/])+", " ", text.casefold()).split()
-    if any(word[:3] in MONTHS for word in said):  # 4 July, July 4th
+    if len(said) < 5 and any(map(_MONTH.fullmatch, said)):  # 4 July, July 4th
         said = sorted(
             re.sub(r"(?<=[0-9])(?:st|nd|rd|th)$", "", word) for word in said if word != "of"
         )

@@ -18,9 +18,10 @@ from itertools import accumulate
 from posttrain.errors import check_fields
 from posttrain.rewards._compare import Comparison, Conventions, symbols
 from posttrain.rewards._form import settled, undone
-from posttrain.rewards._latex import NESTING, Node, read
+from posttrain.rewards._latex import NESTING, read
 from posttrain.rewards._numbers import Exhausted, Undefined
 from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
+from posttrain.rewards._tree import Node, node
 from posttrain.types import Score
 
 CORRECT, WRONG = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong")
@@ -240,17 +241,11 @@ def _restates(wanted: Node, given: Node, answer: str, gold: str, question: str) 
 
 
 def _ordered(value: Node, variables: tuple[str, ...]) -> Node:
-    """Equations for every declared variable as the tuple of their values in the declared order."""
-    if value.kind != "list" or any(n.kind != "relation" for n in value.nodes):
+    """A tuple as the values of the declared variables."""
+    if value.kind not in ("interval", "tuple") or len(value.nodes) != len(variables):
         return value
-    equations = [n for n in value.nodes if n.nodes[0].kind == "symbol" and n.text == "="]
-    values = {equation.nodes[0].text: equation.nodes[1] for equation in equations}
-    if len(value.nodes) != len(variables) or set(values) != set(variables):
-        return value
-    members = [values[name] for name in variables]
-    if len(members) == 2:
-        return Node("interval", ("()", *members), value.depth)
-    return Node("tuple", tuple(members), value.depth)
+    names = node(value.kind, *value.labels, *(node("symbol", name) for name in variables))
+    return node("relation", "=", names, value)
 
 
 def _localised(text: str, reward: MathReward) -> str:

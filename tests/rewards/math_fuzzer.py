@@ -50,11 +50,36 @@ ODD = [
     r"\%",
     r"^\circ",
     r"\$",
+    r"\text{ million}",
+    r"\mathbb{R}\setminus\{0\}",
+    r"\{x\mid x<1\}",
+    "all real numbers except ",
+    "twenty-five ",
+    "(B) ",
+    "3:30 pm",
     "&",
     r"\\",
 ]
 SIGNS = ["+", "-", "*", "/", "^", r"\cdot ", r"\pm ", " "]
-ODD_SIGNS = ["=", "<", r"\le ", ",", ";", ":", r"\cup ", "|", "!", "**", r"\ne ", "_", "'"]
+ODD_SIGNS = [
+    r"\setminus ",
+    r"\mid ",
+    r"\not=",
+    r"\notin ",
+    "=",
+    "<",
+    r"\le ",
+    ",",
+    ";",
+    ":",
+    r"\cup ",
+    "|",
+    "!",
+    "**",
+    r"\ne ",
+    "_",
+    "'",
+]
 FUNCTIONS = ["sin", "cos", "tan", "log", "ln", "arcsin", "arctan", "exp", "cot", "sinh", "tanh"]
 GOLDS = [
     "5",
@@ -80,6 +105,11 @@ GOLDS += [
     "A",
     "3:4",
     "[0,1)",
+    r"x\neq0",
+    "(x,y)=(1,2)",
+    "x_1=1,x_2=2",
+    "(B) 5",
+    "3:30 pm",
 ]
 EVALUATED = [
     r"e^{x}+x^{n}+y!+\tan(y)+\log(x)-|n|+2^{5}\lfloor x\rfloor",

@@ -13,7 +13,7 @@ import pytest
 from posttrain.rewards import _compare, _form, _latex, _numbers, _tokens, _words
 from posttrain.rewards import math as math_reward
 from posttrain.rewards._compare import Comparison
-from posttrain.rewards._latex import Node
+from posttrain.rewards._tree import Node
 from posttrain.rewards.math import MathReward, grade
 
 ROOT_OF_A_SEVENTH = f"{isqrt(10**180 // 7):090d}"  # its first ninety decimals

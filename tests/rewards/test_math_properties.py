@@ -18,7 +18,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from posttrain.rewards import _compare, _form, _latex, _numbers, _tokens, _words
+from posttrain.rewards import _compare, _form, _latex, _numbers, _phrases, _sets, _tokens, _tree, _words
 from posttrain.rewards import math as math_reward
 from posttrain.rewards._latex import read
 from posttrain.rewards._numbers import Meter, evaluate
@@ -185,7 +185,11 @@ HEAVY = [
     ("x=1,y=2,z=3", ",".join(f"x={n}+y" for n in range(250))), ("x+y=1", "+".join(f"x^{{{n}}}y" for n in range(200)) + "=1"),
     ("A", ",".join("ABCDEFGH" * 100)),
     ("x", "\\left" * 400), ("x", "\\frac" * 400), ("x", "\\sqrt" * 400), ("5", "{}" * 900), (r"\pm1", r"\pm1" * 300),
-    ("5", "9" * 8000), ("5", "1+" * 4000 + "1"),
+    ("5", "9" * 8000), ("5", "1+" * 4000 + "1"), ("5", "twenty hundred and " * 100), ("5", "(A) " * 400), ("5", r"\text{ a }" * 190),
+    (r"\mathbb{R}", r"\cup".join(f"({n},{n + 1})" for n in range(140))), ("x\\neq1", ",".join(f"x\\neq{n}" for n in range(200))),
+    (r"\mathbb{R}", r"\{x\mid" * 38 + "x>1" + r"\}" * 38), (r"\mathbb{R}", r"\mathbb{R}" + r"\setminus\{1\}" * 120),
+    (r"x\ne\sqrt2", ",".join(rf"x\ne\sqrt{{{n}}}" for n in range(2, 150))), ("5", "5" + r"\text{ million}" * 120),
+    ("5", "all real numbers " * 110 + "except 0"), ("5", "the number of " + "a " * 900 + "is 5"),
 ]  # fmt: skip
 
 
@@ -270,7 +274,11 @@ def test_in_a_ray_actor() -> None:
         ray.shutdown()
 
 
-@pytest.mark.parametrize("module", [math_reward, _compare, _form, _latex, _numbers, _tokens, _words], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [math_reward, _compare, _form, _latex, _numbers, _phrases, _sets, _tokens, _tree, _words],
+    ids=lambda m: m.__name__,
+)
 def test_no_signals_no_clock_no_processes(module: object) -> None:
     source = Path(str(module.__file__)).read_text()  # type: ignore[attr-defined]
     for forbidden in (
