@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.records import Tools
-from posttrain.data.safe_readers import limited
+from posttrain.data.safe_readers import Rendered, TemplateError, render_template
 from posttrain.errors import UserError, require
 from posttrain.types import JSON, Example, Message
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 Rendering = Callable[[Sequence[Message]], object]
-Spans = tuple[str, list[tuple[int, int]]]  # a text, and the start and end of some of its parts
 
 
 # of a tool's answer, which call it belongs to: templates that write both in order need not show it
@@ -49,11 +48,12 @@ def render_prompts(
     tokenizer: Tokenizer, prompts: Iterable[tuple[str, Sequence[Message]]], tools: Tools = None
 ) -> list[tuple[int, ...]]:
     """The same of many conversations, each with where it is from; tokenizers use all cores for many texts."""
-    texts = []
-    for where, messages in prompts:
-        template = _Template(tokenizer, where, tools)
-        template.check(messages)
-        texts.append(template.render(messages, generation_prompt=True))
+    listed = list(prompts)
+    for where, messages in listed:
+        _Template(tokenizer, where, tools).check(messages)
+    asked = [([m.row() for m in messages], True) for _, messages in listed]
+    found = zip(listed, render_template(tokenizer, asked, tools), strict=True)
+    texts = [_rendered(where, result)[0] for (where, _), result in found]
     return list(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"]))
 
 
@@ -240,14 +240,11 @@ def _special_texts(tokenizer: Tokenizer, size: int) -> tuple[str, ...]:
     return tuple(sorted(added | set(tokenizer.all_special_tokens)))
 
 
-@contextmanager
-def _template_errors(where: str) -> Iterator[None]:
+def _rendered(where: str, found: Rendered | TemplateError) -> Rendered:
     """A template is the model author's program, and may refuse a conversation: two user turns in a row, a system turn."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{where}: the chat template refused the conversation: {reason}") from error
+    if isinstance(found, TemplateError):
+        raise UserError(f"{where}: the chat template refused the conversation: {found}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,44 +273,37 @@ class _Template:
         require(not hidden, f"{where}: the chat template does not show the {hidden}; {hint} it")
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        rows, render = [m.row() for m in messages], self.tokenizer.apply_chat_template
-        more = {"tokenize": False, "add_generation_prompt": generation_prompt}
-        with _template_errors(self.where):
-            return limited(lambda: str(render(rows, self.tools, **more)))
+        return self.render_all([(messages, generation_prompt)])[0]
+
+    def render_all(self, asked: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
+        """Several conversations at once, each with or without the generation prompt."""
+        rows = [([m.row() for m in messages], prompt) for messages, prompt in asked]
+        found = render_template(self.tokenizer, rows, self.tools)
+        return [_rendered(self.where, one)[0] for one in found]
 
     def marked_texts(self, messages: Sequence[Message]) -> list[str]:
         text, spans = self.marked_spans(messages)
         return [text[start:end] for start, end in spans]
 
-    def marked_spans(self, messages: Sequence[Message]) -> Spans:
+    def marked_spans(self, messages: Sequence[Message]) -> Rendered:
         """The conversation and the character spans of its generation blocks.
 
         Taken from the renderer: the token mask that `apply_chat_template` makes of them loses the end of a last character that is
         more than one token.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
+        rows = [m.row() for m in messages]
+        found = render_template(self.tokenizer, [(rows, False)], self.tools, marked=True)
+        return _rendered(self.where, found[0])
 
-        with _template_errors(self.where):
-            texts, spans = limited(
-                lambda: render_jinja_template(
-                    conversations=[[m.row() for m in messages]],
-                    tools=self.tools,
-                    chat_template=self.tokenizer.get_chat_template(tools=self.tools),
-                    return_assistant_tokens_mask=True,
-                    **self.tokenizer.special_tokens_map,
-                )
-            )
-        return texts[0], spans[0]
-
-    def rendered_spans(self, messages: Sequence[Message], turns: list[int]) -> Spans:
+    def rendered_spans(self, messages: Sequence[Message], turns: list[int]) -> Rendered:
         """The conversation and the character spans of the assistant's turns, found by rendering it up to and with each of them."""
         first = "it begins with an assistant turn, which only a template with generation blocks can show"
         require(0 not in turns, f"{self.where}: {first}")
-        full, last = self.render(messages), len(messages) - 1
+        asked = [(messages[:turn], True) for turn in turns]
+        asked += [(messages[: turn + 1], False) for turn in turns]
+        full, *rest = self.render_all([(messages, False), *asked])
         spans = []
-        for turn in turns:
-            before = self.render(messages[:turn], generation_prompt=True)
-            after = full if turn == last else self.render(messages[: turn + 1])
+        for turn, before, after in zip(turns, rest, rest[len(turns) :], strict=False):
             require(
                 after.startswith(before) and full.startswith(after),
                 f"{self.where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "

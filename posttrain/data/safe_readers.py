@@ -1,171 +1,164 @@
 """What comes from outside and would otherwise be read without limits: YAML, and chat templates, which are programs of a model's maker.
 
-A template runs in Jinja's sandbox (`transformers` sees to that), which keeps it from everything but time and memory; those are limited
-here. YAML is data (`SafeLoader`), but a few lines of it may name each other and stand for billions.
+A template runs in Jinja's sandbox (`transformers` sees to that), which keeps it from everything but time and memory; those the system
+limits, in a process of its own. YAML is data (`SafeLoader`), but a few lines of it may name each other and stand for billions.
 """
 
 from __future__ import annotations
 
-import ctypes
+import atexit
+import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import threading
-import time
-import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from posttrain.errors import UserError, require
 
-TEMPLATE_SECONDS = 5.0
-TEMPLATE_BYTES = 1 << 30  # that a template may add to the memory of the process
-TEMPLATE_TEXT = 1 << 26  # characters that it may write
+TEMPLATE_SECONDS = 5.0  # of processor time, for one conversation
+TEMPLATE_BYTES = 1 << 30  # of memory
+TEMPLATE_TEXT = 1 << 24  # characters that it may write
+BATCH_SECONDS = (
+    120.0  # for all, on a crowded machine, and where the system limits no processor time
+)
+# what the process that renders has of the environment: for the date, and to find Python's libraries
+KEPT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
 YAML_NODES = 200_000
-LOOK_SECONDS = 0.02  # between looks at a template that is being rendered
-THREAD_CLOCK = hasattr(time, "pthread_getcpuclockid")  # another thread's processor time can be read
-Result = TypeVar("Result")
 
 
-class TemplateLimit(Exception):
-    """A template took more time or memory than any conversation needs."""
+class TemplateError(Exception):
+    """A template refused a conversation, is none of Jinja, or (`limit`) took more time or memory than any conversation needs."""
+
+    def __init__(self, reason: str, limit: bool = False) -> None:
+        super().__init__(reason)
+        self.limit = limit
 
 
-def limited(render: Callable[[], Result], seconds: float | None = None) -> Result:
-    """The result of rendering a template, which is ended where it takes too long or too much: another thread raises `TemplateLimit` in
-    this one, between two operations. One that is endless by itself is not ended; see `probe` for those."""
-    global _watch
-    if _watch is None or not _watch.is_alive():  # in a forked process it is not
-        _watch = _Watch()
-        _watch.start()
-    found = _watch.limited(render, TEMPLATE_SECONDS if seconds is None else seconds)
-    if isinstance(found, str) and len(found) > TEMPLATE_TEXT:
-        raise TemplateLimit(f"it wrote {len(found):,} characters")
-    return found
+Rendered = tuple[str, list[tuple[int, int]]]  # a text, and the spans of its generation blocks
+Conversation = tuple[list[dict[str, Any]], bool]  # with whether the generation prompt is wanted
 
 
-@dataclass(slots=True, eq=False)
-class _Rendering:
-    """A template that is being rendered."""
+def render_template(
+    tokenizer: Any, conversations: Sequence[Conversation], tools: Any = None, marked: bool = False
+) -> list[Rendered | TemplateError]:
+    """What the chat template of a tokenizer makes of each conversation; with `marked`, where its generation blocks are."""
+    global _renderer
+    if os.getpid() != _renderer.owner:  # this process was forked: the pipes are its parent's
+        _renderer = _Renderer()
+    request = {
+        "template": tokenizer.get_chat_template(tools=tools),
+        "tools": tools,
+        "tokens": tokenizer.special_tokens_map,
+        "marked": marked,
+        "seconds": TEMPLATE_SECONDS,
+        "characters": TEMPLATE_TEXT,
+    }
+    return _renderer.ask(request, conversations)
 
-    thread: int
-    seconds: float
-    began: float  # processor time of the thread: on a crowded machine waiting is not the template's fault
-    memory: int  # of the process
-    over: str = ""  # which limit it has exceeded
 
-
-class _Watch(threading.Thread):
-    """Looks at what is being rendered, and raises an error there once it exceeds a limit."""
+class _Renderer:
+    """A process that renders templates within the system's limits; see `template_process`. It is started for the first conversation,
+    and again after one that ended it. It is a new process and no fork, for there may be threads and a GPU here."""
 
     def __init__(self) -> None:
-        super().__init__(name="template limits", daemon=True)
-        self.lock, self.begun, self.now = threading.Lock(), threading.Event(), set[_Rendering]()
+        self.owner, self.lock = os.getpid(), threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.stop)
 
-    def limited(self, render: Callable[[], Result], seconds: float) -> Result:
-        began = time.thread_time() if THREAD_CLOCK else time.monotonic()
-        one = _Rendering(threading.get_ident(), seconds, began, resident())
-        self.now.add(one)
-        if not self.begun.is_set():
-            self.begun.set()
+    def start(self) -> subprocess.Popen[bytes]:
+        program = Path(__file__).with_name("template_process.py")
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-P", str(program), str(TEMPLATE_BYTES)]
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL
+        return subprocess.Popen(command, env=kept, stdin=pipe, stdout=pipe, stderr=none)
+
+    def stop(self) -> int:
+        """Wait for the end of the process; how it ended."""
+        process, self.process = self.process, None
+        if process is None or os.getpid() != self.owner:
+            return 0
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
         try:
-            try:
-                return render()
-            finally:
-                self.end(one)
-        except TemplateLimit as error:
-            self.now.discard(one)
-            raise TemplateLimit(one.over) from error
+            return process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait(60)
 
-    def end(self, one: _Rendering) -> None:
-        """From here on no error is raised in this thread."""
+    def ask(
+        self, request: dict[str, Any], conversations: Sequence[Conversation]
+    ) -> list[Rendered | TemplateError]:
+        found: list[Rendered | TemplateError] = []
         with self.lock:
-            self.now.discard(one)
-        if one.over:
-            with suppress(TemplateLimit):  # an error that is on its way comes now
-                for _ in range(100):
-                    time.sleep(0)
-            raise TemplateLimit
+            while len(found) < len(conversations):
+                if self.process is None or self.process.poll() is not None:
+                    self.stop()
+                    self.process = self.start()
+                found += self._answers(self.process, request, conversations[len(found) :])
+                if _over(found[-1]):  # one is enough, and others may take as long
+                    found += [found[-1]] * (len(conversations) - len(found))
+        return found
 
-    def run(self) -> None:
-        while self.begun.wait():
-            time.sleep(LOOK_SECONDS)
-            with self.lock:
-                for one in list(self.now):
-                    self.look(one)
-                if not self.now:
-                    self.begun.clear()
-
-    def look(self, one: _Rendering) -> None:
-        now = time.monotonic()
-        if THREAD_CLOCK:
-            now = time.clock_gettime(time.pthread_getcpuclockid(one.thread))
-        if now - one.began > one.seconds:
-            one.over = f"it took over {one.seconds:g} s"
-        if resident() - one.memory > TEMPLATE_BYTES:
-            one.over = f"it took over {TEMPLATE_BYTES >> 20} MB of memory"
-        if one.over:  # at every look until it ends, because Jinja catches a few errors
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(one.thread), ctypes.py_object(TemplateLimit)
-            )
-
-
-_watch: _Watch | None = None
-
-
-def resident() -> int:
-    """Bytes of memory that this process holds; 0 where it cannot be known."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def probe(render: Callable[[], object], seconds: float) -> str | None:
-    """Try a template in a process of its own, with the system's limits on memory and time: what was wrong, or None. A template that
-    would fill the memory in one operation dies there. Where processes cannot be forked, nothing is tried."""
-    if sys.platform != "linux":
-        return None
-    import resource
-
-    with warnings.catch_warnings():
-        # about a fork in a process with threads: the child uses none of them
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        code = 1
+    def _answers(
+        self,
+        process: subprocess.Popen[bytes],
+        request: dict[str, Any],
+        conversations: Sequence[Conversation],
+    ) -> list[Rendered | TemplateError]:
+        """Of the first conversations: all, or up to the one that ended the process."""
+        assert process.stdin is not None and process.stdout is not None
+        found: list[Rendered | TemplateError] = []
+        clock = threading.Timer(BATCH_SECONDS, process.kill)
+        clock.start()
         try:
-            with open("/proc/self/statm", "rb") as file:
-                taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (taken + TEMPLATE_BYTES,) * 2)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            render()
-            code = 0
-        except MemoryError:
-            code = 2
-        except BaseException:
-            # a template may refuse a conversation; that is reported where it is rendered for good
-            code = 0
+            with suppress(BrokenPipeError):  # it has ended, and reading will show it
+                line = json.dumps({**request, "conversations": conversations})
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.flush()
+            while len(found) < len(conversations):
+                answer = process.stdout.readline()
+                found.append(_answer(json.loads(answer)) if answer else self._ended(request))
+                if not answer or _over(found[-1]):  # it has ended, or is about to
+                    self.stop()
+                    break
         finally:
-            os._exit(code)
-    deadline = time.monotonic() + seconds
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            break
-        if time.monotonic() > deadline:
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
-            os.waitpid(pid, 0)
-            return f"it took over {seconds:g} s"
-        time.sleep(0.002)
-    return None if status == 0 else f"it took over {TEMPLATE_BYTES >> 20} MB of memory"
+            clock.cancel()
+        return found
+
+    def _ended(self, request: dict[str, Any]) -> TemplateError:
+        """The limit that has ended the process."""
+        code = self.stop()
+        if code >= 0:
+            raise RuntimeError(f"the process that renders chat templates ended with {code}")
+        timed = -code in (signal.SIGPROF, signal.SIGKILL)
+        limit = f"{request['seconds']:g} s" if timed else f"{TEMPLATE_BYTES >> 20} MB of memory"
+        return TemplateError(f"it took over {limit}", limit=True)
+
+
+def _over(found: Rendered | TemplateError) -> bool:
+    return isinstance(found, TemplateError) and found.limit
+
+
+def _answer(said: Any) -> Rendered | TemplateError:
+    if isinstance(said, dict):
+        [(kind, reason)] = said.items()
+        return TemplateError(reason, limit=kind == "over")
+    text, spans = said
+    return text, [(start, end) for start, end in (spans[0] if spans else ())]
+
+
+_renderer = _Renderer()
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

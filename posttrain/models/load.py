@@ -44,7 +44,6 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", *MODEL_FILES]
 HUB_FILES = ["*.safetensors", *SMALL_FILES]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-RENDER_SECONDS = 5.0
 ONE_FAMILY = "use models of one family"
 COPY_TOKENIZER = "copy the tokenizer files of its base model there"
 FEWER = "lower max_new_tokens or shorten the prompts"
@@ -306,21 +305,14 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
     The template is the model maker's program. Jinja's sandbox keeps it from all but time and memory, which `safe_readers` limits.
     """
 
-    def work() -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-
-    def refusal(found: object) -> str:
-        advice = "for two short messages; replace chat_template.jinja"
-        return f"{source}: the chat template is not fit to run: {found} {advice}"
-
-    found = safe_readers.probe(work, RENDER_SECONDS)
-    require(found is None, refusal(found))
-    try:
-        return safe_readers.limited(work, RENDER_SECONDS)
-    except safe_readers.TemplateLimit as error:
-        raise UserError(refusal(error)) from error
-    except Exception:  # a template may insist on a system message or refuse roles: then it says nothing about its end
-        return ""
+    [found] = safe_readers.render_template(tokenizer, [(messages, False)])
+    if isinstance(found, tuple):
+        return found[0]
+    advice = "for two short messages; replace chat_template.jinja"
+    unfit = f"{source}: the chat template is not fit to run: {found} {advice}"
+    require(not found.limit, unfit)
+    # a template may insist on a system message or refuse roles: then it says nothing about its end
+    return ""
 
 
 def first_line(error: BaseException) -> str:

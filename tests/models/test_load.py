@@ -284,13 +284,6 @@ def test_an_adapter_is_not_a_model(checkpoint: Path) -> None:
     assert "holds a LoRA adapter" in refusal(checkpoint)
 
 
-def test_a_chat_template_without_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.models.load.RENDER_SECONDS", 0.2)
-    slow = "{% for a in range(300) %}{% for b in range(30000) %}{% set x = a * b %}{% endfor %}{% endfor %}"
-    (checkpoint / "chat_template.jinja").write_text(slow)
-    assert "the chat template is not fit to run: it took over 0.2 s for two short messages" in refusal(checkpoint)
-
-
 @pytest.mark.parametrize(
     "template", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{% for x in %}", "{{ raise_exception('no') }}"]
 )

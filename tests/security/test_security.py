@@ -16,7 +16,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from children_for_tests import no_child_left
 
 from posttrain import config, pipeline
-from posttrain.data import safe_readers as untrusted
-from posttrain.data.chat import render_prompt
 from posttrain.errors import UserError
 from posttrain.events import printable
 from posttrain.models.load import load
-from posttrain.models.save import save
-from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.rewards._asking import Endpoint
 from posttrain.runs import layout
 from posttrain.runs.read import Run
@@ -41,11 +35,9 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages.base import check_names
 from posttrain.train import checkpoint
 from posttrain.trust import KEY_VARIABLE
-from posttrain.types import Message
 from tests.faults.harness import settings
 from tests.test_architecture import PACKAGE, ROOT, dangers, imports, sources
 
-TOKENIZER = character_tokenizer("0123456789+= \n")
 SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 
 
@@ -53,11 +45,10 @@ SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 
 # Modules with which a program can start others, reach memory or the network, and the only files that may use them.
 AUDITED = {
-    "subprocess": {"train/saving.py", "rewards/sandbox/mechanisms.py", "commands/doctor.py"},
+    "subprocess": {"train/saving.py", "data/safe_readers.py", "rewards/sandbox/mechanisms.py", "commands/doctor.py"},
     "ctypes": {
         "system/processes.py",
         "engine/forked.py",
-        "data/safe_readers.py",
         "rewards/sandbox/pool.py",
         "rewards/sandbox/child.py",
         "rewards/sandbox/mechanisms.py",
@@ -72,7 +63,7 @@ AUDITED = {
     "ftplib": set(),
     "zipfile": set(),
     "tarfile": set(),
-    "jinja2": set(),  # templates are rendered by transformers, in its sandbox, within the limits of untrusted.py
+    "jinja2": set(),  # templates are rendered by transformers, in its sandbox, in the process of data/template_process.py
 }
 FORBIDDEN = {"os.system", "os.popen", "tempfile.mktemp", "os.spawnl", "pty.spawn"}
 
@@ -193,16 +184,6 @@ def plant(folder: Path, mark: Path) -> None:
     mark.unlink()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model(TOKENIZER, "nano", 0), TOKENIZER, tmp_path_factory.mktemp("saved") / "model")
-
-
-@pytest.fixture
-def model(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
 def test_pickles_next_to_a_model_are_not_read(model: Path, tmp_path: Path) -> None:
     plant(model, tmp_path / "mark")
     load(str(model))
@@ -241,99 +222,6 @@ def test_a_model_of_a_billion_layers_is_refused_before_they_are_made(model: Path
     with pytest.raises(UserError, match="config.json asks for 1000000000 layers, and the weights are .* tensors"):
         load(str(model))
     assert time.monotonic() - began < 20
-
-
-ESCAPES = (
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__.os.popen('touch MARK').read() }}",
-    "{{ self.__init__.__globals__.__builtins__.__import__('os').system('touch MARK') }}",
-    "{{ messages.append.__self__.__class__.__base__.__subclasses__() }}",
-    "{% set x = messages.__class__.__init__.__globals__ %}",
-    "{{ ('%s' | attr('form' ~ 'at')).__globals__.x }}",
-    "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}{{ os.system('touch MARK') }}",
-    "{{ lipsum.__globals__['os'].system('touch MARK') }}",
-)
-BOMBS = {
-    "a loop in a loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "text without end": "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}",
-    "one huge product": "{{ 'x' * 10 ** 10 }}",
-    "doubling": "{% set ns = namespace(x='x' * 1000) %}{% for a in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "a wide field": "{{ '%10000000000d' % 1 }}",
-    "recursion": "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
-}
-
-
-@pytest.mark.parametrize("template", ESCAPES)
-def test_a_chat_template_does_not_leave_its_sandbox(template: str, model: Path, tmp_path: Path) -> None:
-    (model / "chat_template.jinja").write_text(template.replace("MARK", str(tmp_path / "mark")))
-    tokenizer = load(str(model)).tokenizer
-    with pytest.raises(UserError, match="the chat template refused the conversation"):
-        render_prompt(tokenizer, [Message("user", "1+1")])
-    assert not (tmp_path / "mark").exists()
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.models.load.RENDER_SECONDS", 0.5)
-    monkeypatch.setattr(untrusted, "TEMPLATE_SECONDS", 0.5)
-    monkeypatch.setattr(untrusted, "TEMPLATE_BYTES", 1 << 28)
-
-
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_chat_template_that_uses_too_much_time_or_memory_is_refused(name: str, model: Path, impatient: None) -> None:
-    (model / "chat_template.jinja").write_text(BOMBS[name])
-    began, before = time.monotonic(), untrusted.resident()
-    refused = nullcontext() if name == "recursion" else pytest.raises(UserError, match="not fit to run: it took over")
-    with no_child_left(), refused:
-        load(str(model))  # Python itself ends a recursion
-    assert time.monotonic() - began < 20 and untrusted.resident() - before < 1 << 28
-
-
-@pytest.mark.parametrize("name", ["a loop in a loop", "doubling"])
-def test_a_template_that_attacks_only_some_conversations_is_refused(name: str, model: Path, impatient: None) -> None:
-    """Harmless when the model is loaded, and a bomb for some conversations of the training data."""
-    (model / "chat_template.jinja").write_text("{% if messages[0].content == '1+1=' %}" + BOMBS[name] + "{% endif %}ok")
-    tokenizer = load(str(model)).tokenizer
-    assert render_prompt(tokenizer, [Message("user", "2+2=")])
-    began, before = time.monotonic(), untrusted.resident()
-    with pytest.raises(UserError, match="the chat template refused the conversation: it took over"):
-        render_prompt(tokenizer, [Message("user", "1+1=")])
-    assert time.monotonic() - began < 20 and untrusted.resident() - before < 1 << 30
-    assert untrusted._watch is not None and not untrusted._watch.now, "nothing is watched any more"
-    assert render_prompt(tokenizer, [Message("user", "2+2=")]), "and no error comes late"
-
-
-def test_rendering_leaves_a_debugger_alone(model: Path) -> None:
-    tokenizer, seen = load(str(model)).tokenizer, set[str]()
-    before = sys.gettrace()
-    sys.settrace(lambda frame, *_: seen.add(frame.f_code.co_filename))
-    try:
-        render_prompt(tokenizer, [Message("user", "2+2=")])
-    finally:
-        sys.settrace(before)
-    assert "<template>" in seen
-
-
-def test_a_limit_that_jinja_swallows_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    began, caught = time.thread_time(), 0
-
-    def stubborn() -> str:
-        nonlocal caught
-        while time.thread_time() - began < 10:
-            try:
-                while caught < 3 or time.thread_time() - began < 10:
-                    pass
-            except untrusted.TemplateLimit:
-                caught += 1
-                if caught == 3:
-                    raise
-        return "never ended"
-
-    with pytest.raises(untrusted.TemplateLimit, match="over 0.2 s"):
-        untrusted.limited(stubborn, 0.2)
-    assert caught == 3
 
 
 @pytest.mark.parametrize(
@@ -599,17 +487,3 @@ def test_keys_in_the_environment_are_not_written_anywhere(
     assert len(files) > 10 and [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
     said = capsys.readouterr()
     assert SECRET not in said.out + said.err
-
-
-def test_templates_are_limited_by_the_clock_where_a_threads_time_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untrusted, "THREAD_CLOCK", False)
-    monkeypatch.delattr(time, "clock_gettime")
-
-    def endless() -> str:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            pass
-        return "never ended"
-
-    with pytest.raises(untrusted.TemplateLimit, match="over 0.2 s"):
-        untrusted.limited(endless, 0.2)
