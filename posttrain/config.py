@@ -20,7 +20,17 @@ import yaml
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.safe_readers import read_values, read_yaml
-from posttrain.errors import Checked, Count, Range, UserError, called_here, require, unknown
+from posttrain.errors import (
+    LARGEST,
+    Checked,
+    Range,
+    Seed,
+    Several,
+    UserError,
+    called_here,
+    require,
+    unknown,
+)
 from posttrain.recipes.base import Recipe, as_recipe, repeat
 from posttrain.runs.layout import FORMAT
 from posttrain.stages._lineage import MODELS, PLACES, inside, place
@@ -48,7 +58,7 @@ class Settings(Checked):
 
     recipe: Recipe
     name: str
-    seed: int = 0
+    seed: Seed = 0
     device: str = "auto"
     threads: Annotated[int, Range(ge=0, text="a number of threads, 0 for as many as pay")] = 0
     out: str = ""  # the run directory; "" makes a new one under runs/
@@ -56,7 +66,7 @@ class Settings(Checked):
     # a program and its arguments; it gets the directory of each finished checkpoint
     checkpoint_hook: tuple[str, ...] = ()
     checkpoint_sync: bool = False  # wait for the disk at every checkpoint
-    checkpoint_keep: Count = 2
+    checkpoint_keep: Several = 2
     deterministic: bool = False  # on a GPU: the same bits every time; on a CPU that is always so
     # stages to run alone, on what is in the directory; never part of a run's configuration
     only: tuple[str, ...] = ()
@@ -66,8 +76,8 @@ class Settings(Checked):
 
     def __post_init__(self) -> None:
         """Refused before there is a directory."""
-        super().__post_init__()
         check_machine(self.seed, self.device)
+        super().__post_init__()
         check_threads(self.threads, "threads")
 
 
@@ -416,7 +426,11 @@ def _check(where: str, kind: Any, value: JSON) -> Any:
     if kind is str and isinstance(value, bool | int | float):
         value = str(value).lower() if isinstance(value, bool) else str(value)
     try:
-        return _adapter(kind).validate_python(value)
+        found = _adapter(kind).validate_python(value)
+        # of a recipe's parameters; fields are checked where they are set, by their own types
+        large = kind is int and abs(found) > LARGEST and not where.endswith("seed")
+        require(not large, f"{where} must be at most {LARGEST:,}, not {value}")
+        return found
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         inside = "".join(f"[{part!r}]" for part in first["loc"])

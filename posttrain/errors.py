@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -213,7 +213,8 @@ class Range:
     def __contains__(self, value: object) -> bool:
         if not isinstance(value, Real):
             return False
-        number = float(value)
+        large = isinstance(value, int) and abs(value) > 2**1000  # beyond all floats
+        number = math.copysign(math.inf, value) if large else float(value)
         below = number < self.lt or (self.infinite and number == math.inf)
         return below and self.gt < number and self.ge <= number <= self.le
 
@@ -232,7 +233,11 @@ class Range:
         return f"finite and {self}" if misleading else str(self)
 
 
+LARGEST = 10_000_000  # of a whole number whose type names no bound of its own
 Count = Annotated[int, Range(ge=1)]
+# of what one step, or one problem, holds in memory at once
+Several = Annotated[int, Range(ge=1, le=65_536, text="at least 1 and at most 65,536")]
+Seed = Annotated[int, Range(ge=0, lt=2**63, text="a whole number, 0 or more and below 2**63")]
 Whole = Annotated[int, Range(ge=0)]
 Positive = Annotated[float, Range(gt=0)]
 NotNegative = Annotated[float, Range(ge=0)]
@@ -241,8 +246,8 @@ Interval = Annotated[int, Range(ge=0, text="0 (never) or a number of steps")]
 
 
 def check_fields(settings: Any, where: str = "") -> None:
-    """Refuse a dataclass with a value outside of its field's type: a `Range`, or the choices of a `Literal`, also inside an optional
-    field or a tuple. `where` stands before the field's name."""
+    """Refuse a dataclass with a value outside of its field's type: a `Range`, the choices of a `Literal`, or a whole number beyond
+    `LARGEST`, also inside an optional field, a tuple or a mapping. `where` stands before the field's name."""
     kind: type = type(settings)
     for name, hint in field_types(kind):
         value = getattr(settings, name)
@@ -272,8 +277,14 @@ def _accepted(hint: Any, value: object) -> str:
     """What a field of this type accepts, where `value` is not that; else ""."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        broken = [m for m in hint.__metadata__ if isinstance(m, Range) and value not in m]
-        return broken[0].asked(value) if broken else _accepted(inner[0], value)
+        ranges = [m for m in hint.__metadata__ if isinstance(m, Range)]
+        broken = [m for m in ranges if value not in m]
+        bounded = any(min(m.le, m.lt) < math.inf for m in ranges)
+        if broken or bounded:
+            return broken[0].asked(value) if broken else ""
+        return _accepted(inner[0], value)
+    if hint is int:
+        return f"at most {LARGEST:,}" if isinstance(value, int) and abs(value) > LARGEST else ""
     if origin is Literal:
         *others, last = map(str, inner)
         choices = f"{', '.join(others)} or {last}" if others else last
@@ -285,4 +296,11 @@ def _accepted(hint: Any, value: object) -> str:
         return "" if "" in found else found[0]
     if origin is tuple and inner[1:] == (...,) and isinstance(value, tuple | list):
         return next((text for item in value if (text := _accepted(inner[0], item))), "")
+    if isinstance(value, Mapping) and len(inner) == 2:
+        items = (
+            _accepted(kind, item)
+            for pair in value.items()
+            for kind, item in zip(inner, pair, strict=True)
+        )
+        return next(filter(None, items), "")
     return ""

@@ -17,7 +17,16 @@ import torch
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.collect import Collected
 from posttrain.engine.random import derive
-from posttrain.errors import Checked, Interrupted, Interval, NotNegative, UserError, Whole, require
+from posttrain.errors import (
+    Checked,
+    Interrupted,
+    Interval,
+    NotNegative,
+    Seed,
+    UserError,
+    Whole,
+    require,
+)
 from posttrain.monitor.monitor import StageMonitor
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.runs.console import Console
@@ -103,7 +112,7 @@ class Loop:
     release: Callable[[], None] | None = None  # gives the sampler's cache back before training
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     keep_best: bool = False  # end with the weights of the best held-out score, not the last ones
-    seed: int = 0  # of the run: decides which groups go into a mini-batch together
+    seed: Seed = 0  # of the run: decides which groups go into a mini-batch together
     step: int = 0  # optimizer steps of the loop that are done
     elapsed: float = 0.0  # seconds over all attempts
     best: Best | None = None  # the best held-out score so far

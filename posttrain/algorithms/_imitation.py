@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.errors import Count
+from posttrain.errors import Several
 from posttrain.ops.weights import reduction
 from posttrain.types import Batch, Metric, Outputs, Sampling, Term, Terms
 
@@ -15,7 +15,7 @@ from posttrain.types import Batch, Metric, Outputs, Sampling, Term, Terms
 class Imitation(Algorithm):
     """Maximum likelihood on the rollouts that `select` keeps: L = - sum_t w_t log pi(y_t | x, y_<t)."""
 
-    group: Count = 8
+    group: Several = 8
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
 
     def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:

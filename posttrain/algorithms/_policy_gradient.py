@@ -50,7 +50,7 @@ class PolicyGradient(Algorithm):
     min_group: ClassVar[int] = 2  # 1 where the baseline is not the group's
     may_unclip: ClassVar[bool] = False  # whether a clip of 0, which is none, is allowed
 
-    group: int = 8
+    group: Annotated[int, Range(le=65_536)] = 8
     clip_low: float = 0.2
     clip_high: float = 0.2
     beta: NotNegative = 0.0

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.errors import Checked, Count, UserError, check_fields, require
+from posttrain.errors import Checked, Several, UserError, check_fields, require
 from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selection, Terms
 
 # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
@@ -22,8 +22,8 @@ class Reuse(Checked):
     """How often a frozen rollout is reused: `epochs` passes, each in `mini_batches` optimizer steps, into which it deals the groups
     anew at random. The rest of the reuse is left out after an update whose `metric` exceeds `limit`; without a metric, never."""
 
-    epochs: Count = 1
-    mini_batches: Count = 1
+    epochs: Several = 1
+    mini_batches: Several = 1
     metric: str = ""
     limit: float = 0.0
 

@@ -29,7 +29,9 @@ class BestOfN(Imitation):
     paper = "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
 
     # the paper's N
-    group: Annotated[int, Range(ge=2, text="at least 2 (the best of one is any sample)")] = 8
+    group: Annotated[
+        int, Range(ge=2, le=65_536, text="at least 2 (the best of one is any sample)")
+    ] = 8
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         kept = [(group, best(group)) for group in groups]

@@ -27,7 +27,9 @@ class OnlineDPO(Algorithm):
     paper = "Guo et al. 2024, arXiv:2402.04792"
     unit = "pair"
 
-    group: Annotated[int, Range(ge=2, text="at least 2 (a pair needs two responses)")] = 8
+    group: Annotated[
+        int, Range(ge=2, le=65_536, text="at least 2 (a pair needs two responses)")
+    ] = 8
     loss: Algorithm = field(default_factory=DPO)
 
     def mistakes(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop, step_kl
 from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
-from posttrain.errors import Count, NotNegative, Positive, Range, Share, Whole
+from posttrain.errors import Count, NotNegative, Positive, Range, Several, Share, Whole
 from posttrain.ops.advantages import (
     generalised_advantages,
     last_tokens,
@@ -63,7 +63,7 @@ class PPO(Algorithm):
 
     paper = "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
 
-    group: Count = 1  # samples a prompt; the critic is the baseline, so one is enough
+    group: Several = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: Annotated[float, Range(gt=0, lt=1)] = 0.2
     clip_value: NotNegative = 0.2  # how far a value may move before its loss stops falling; 0: any
     lam: Share = 0.95

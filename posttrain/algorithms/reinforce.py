@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
 from posttrain.algorithms.base import State
-from posttrain.errors import Range
+from posttrain.errors import Range, Several
 from posttrain.ops.advantages import group_advantages, sums_to_go
 from posttrain.types import Batch, Metric
 
@@ -35,7 +35,7 @@ class Reinforce(PolicyGradient):
     min_group = 1
     may_unclip = True
 
-    group: int = 1
+    group: Several = 1
     clip_low: float = 0.0
     clip_high: float = 0.0
     kl_in: KLIn = "reward"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient
 from posttrain.algorithms.base import State
-from posttrain.errors import NotNegative
+from posttrain.errors import NotNegative, Several
 from posttrain.ops.advantages import group_advantages, sums_to_go, whiten
 from posttrain.types import Batch
 
@@ -31,7 +31,7 @@ class ReinforcePlusPlus(PolicyGradient):
     paper = "Hu et al. 2025, arXiv:2501.03262"
     min_group = 1
 
-    group: int = 1
+    group: Several = 1
     beta: NotNegative = 0.01
     kl_in: KLIn = "reward"
     baseline: Literal["none", "group"] = "none"

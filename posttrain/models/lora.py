@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from posttrain.errors import Checked, Count, Positive, UserError, require
+from posttrain.errors import Checked, Positive, Several, UserError, require
 from posttrain.models import nf4
 from posttrain.models.policy import Network, Policy
 
@@ -36,7 +36,7 @@ class Lora(Checked):
     where: ClassVar[str] = "lora: "
     shorthand: ClassVar[str] = "rank"  # lora: 16 is lora: {rank: 16}
 
-    rank: Count = 16
+    rank: Several = 16
     alpha: Positive = 32.0
     targets: tuple[str, ...] = ()
     load_in_4bit: bool = False

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from posttrain.errors import Checked, Count, NotNegative, Positive, Whole, require
+from posttrain.errors import Checked, NotNegative, Positive, Several, Whole, require
 from posttrain.trust import HOSTS_VARIABLE, KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
@@ -179,8 +179,8 @@ class EndpointSettings(Checked):
     temperature: NotNegative | None = 0.0  # None: that of the server
     max_tokens: Whole = 512  # of a reply; 0: no limit but the server's
     seconds: Positive = 60.0  # of one attempt
-    attempts: Count = 4
-    parallel: Count = 16  # requests at the same time
+    attempts: Several = 4
+    parallel: Several = 16  # requests at the same time
     per_minute: Whole = 0  # requests; 0: no limit but the server's
     cache: str = ""  # a folder that keeps the replies; "": none
     prompt_price: NotNegative = 0.0

@@ -14,7 +14,7 @@ from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Whole, require
+from posttrain.errors import Count, Several, Whole, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Interval, mean_interval, score_interval
 from posttrain.models.policy import Policy
@@ -81,7 +81,7 @@ class AskingStage(AnswerStage):
     leaves = "data"
 
     prompts: Count = 1000
-    samples: Count = 4
+    samples: Several = 4
     skip: Whole = 0  # problems to pass over, so that another round sees new ones
 
     def splits(self) -> list[tuple[str, int | None]]:

@@ -31,7 +31,9 @@ class ComparisonsStage(AskingStage):
     is read by reward_model and preference stages that name this stage as their data.
     """
 
-    samples: Annotated[int, Range(ge=2, text="at least 2 (one answer cannot be compared)")] = 2
+    samples: Annotated[
+        int, Range(ge=2, le=65_536, text="at least 2 (one answer cannot be compared)")
+    ] = 2
     noise: NotNegative = 0.1  # of the simulated annotator
     judge: JudgeSettings | None = None
     against: str = ""  # a second model: half of the answers to each problem are its own

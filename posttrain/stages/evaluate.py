@@ -10,7 +10,7 @@ from math import isfinite
 from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, UserError, require
+from posttrain.errors import Count, Several, UserError, require
 from posttrain.evals.contamination import content_hash, known
 from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.models.load import Reader, same_vocabulary
@@ -57,7 +57,7 @@ class EvaluateStage(AnswerStage):
     KL(model || reference) on the answers, which must be samples then; `text` the perplexity on held-out text."""
 
     problems: Count = 500
-    samples: Count = 1
+    samples: Several = 1
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     reference: str = ""
     text: tuple[Data, ...] = ()

@@ -14,7 +14,7 @@ from posttrain.algorithms.reward_model import RewardModel
 from posttrain.collect import Examples
 from posttrain.data.preferences import Unit
 from posttrain.engine.random import derive
-from posttrain.errors import Count, GuardStop, Range, require
+from posttrain.errors import GuardStop, Range, Several, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.models.policy import Policy
@@ -59,9 +59,9 @@ class RewardModelStage(UnitStage):
     builds = ()
 
     algorithm: Algorithm = field(default_factory=RewardModel)
-    batch: Count = 16  # pairs, rankings or solutions an optimizer step
+    batch: Several = 16  # pairs, rankings or solutions an optimizer step
     min_accuracy: Annotated[float, Range(ge=0, lt=1)] = 0.0  # 0: no gate
-    members: Count = 1
+    members: Several = 1
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()

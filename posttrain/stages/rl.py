@@ -13,7 +13,7 @@ from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Interval, Whole, prefixed
+from posttrain.errors import Count, Interval, Several, Whole, prefixed
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters
@@ -55,7 +55,7 @@ class RLStage(ReferenceStage):
 
     task: Task
     steps: Count = 200
-    prompts: Count = 16
+    prompts: Several = 16
     algorithm: Algorithm = field(default_factory=GRPO)
     sampling: Sampling = field(default_factory=Sampling)
     curriculum: Curriculum = field(default_factory=Curriculum)
@@ -75,7 +75,7 @@ class RLStage(ReferenceStage):
     critic_optimizer: Optimization | None = None
     reward: RewardSource = field(default_factory=TaskReward)
     pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
-    pretraining_batch: Count = 16  # texts an optimizer step
+    pretraining_batch: Several = 16  # texts an optimizer step
     pretraining_length: int = 1024  # longer ones are left out
     problems: str = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
 

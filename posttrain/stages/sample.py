@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from posttrain.errors import Count, require
+from posttrain.errors import Several, require
 from posttrain.stages._answers import AskingStage, assistant
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
@@ -25,7 +25,7 @@ class SampleStage(AskingStage):
     """
 
     min_score: float = 1.0
-    keep: Count = 1  # answers to one problem
+    keep: Several = 1  # answers to one problem
 
     def mistakes(self) -> Iterator[str]:
         if self.samples > 1 and self.sampling.temperature == 0:

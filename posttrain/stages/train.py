@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.preferences import Unit
-from posttrain.errors import Count, Interval, Positive, Range, require
+from posttrain.errors import Count, Interval, Positive, Range, Several, require
 from posttrain.loop import Loop, LoopSchedule, Source
 from posttrain.models import nf4
 from posttrain.models.load import Reader, same_vocabulary
@@ -232,7 +232,7 @@ class DataStage(TrainStage):
     steps: Count | None = None  # 300 where there are no epochs
     epochs: Positive | None = None
     # examples or units an optimizer step; with epochs, at most as many as there are
-    batch: Count = 32
+    batch: Several = 32
     evaluate_every: Interval = 50
     held_out: HeldOut = 0.0
 

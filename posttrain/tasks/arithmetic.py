@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from math import gcd, isqrt
 from typing import ClassVar, Literal
 
-from posttrain.errors import Share, require
+from posttrain.errors import Seed, Share, require
 from posttrain.rewards.answer import INTEGER, MARKER, after_marker, integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.tasks._procedural import Leveled, Procedural, side, stable_hash
@@ -47,7 +47,7 @@ class Arithmetic(Leveled):
     steps_weight: Share = 0.0
     # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
     carry: Literal["any", "none", "some"] = "any"
-    seed: int = 0  # which problems are drawn; never which side of the split a pair is on
+    seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.errors import Share, check_fields, require
+from posttrain.errors import Seed, Share, check_fields, require
 from posttrain.rewards.answer import integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import match
@@ -50,7 +50,7 @@ class Bilingual(Task):
     error_rate: Share = 0.0  # how often a demonstration forgets a carry
     # short: 47+85= and 750 makes 12; words: as people write, for models that talk
     wording: Literal["short", "words"] = "short"
-    seed: int = 0  # which problems are drawn; never which side of the split a pair is on
+    seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
         check_fields(self, "bilingual: ")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, ClassVar
 
-from posttrain.errors import Range
+from posttrain.errors import Range, Seed
 from posttrain.rewards._expression import Unparseable, evaluate
 from posttrain.rewards.answer import MARKER
 from posttrain.tasks._procedural import Leveled, Procedural, side, stable_hash
@@ -36,7 +36,7 @@ class Countdown(Leveled):
     min_level: int = 2
     max_number: Annotated[int, Range(ge=2, le=999)] = 12  # numbers are 1 to this
     max_target: Annotated[int, Range(ge=10, le=99_999)] = 100
-    seed: int = 0  # which problems are drawn; never which side of the split a problem is on
+    seed: Seed = 0  # which problems are drawn; never which side of the split a problem is on
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         """Item i depends on (split, level, i, settings) alone. Train problems are independent draws, so small levels repeat;

@@ -19,7 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, UserError, check_fields, require, unknown
+from posttrain.errors import Count, Seed, UserError, check_fields, require, unknown
 from posttrain.tasks._procedural import require_split, side
 from posttrain.tasks._questions import canonical, normalised
 from posttrain.tasks.base import Task
@@ -50,7 +50,7 @@ class ReasoningGym(Task):
     system: str = ""
     train: Count = 2000  # problems of each split, at most
     test: Count = 500
-    seed: int = 0
+    seed: Seed = 0
     score_seconds: float = 10.0
 
     def __post_init__(self) -> None:

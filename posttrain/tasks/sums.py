@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from posttrain.errors import Share, Whole
+from posttrain.errors import Seed, Share, Whole
 from posttrain.rewards.answer import strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import THINK_ANSWER, match
@@ -31,7 +31,7 @@ class Sums(Leveled):
     min_level: int = 1
     examples: Whole = 2  # solved sums of the target level shown before the question
     format_weight: Share = 0.1  # the share of the value that the form earns
-    seed: int = 0  # which problems are drawn; never which side of the split a pair is on
+    seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         numbers = Arithmetic(level=self.level, min_level=self.min_level, seed=self.seed)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from posttrain.errors import Checked, Count, Positive, require
+from posttrain.errors import Checked, Positive, Several, require
 from posttrain.events import Events
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ class Saving(Checked):
 
     where = "checkpoints: "
 
-    keep: Count = 2
+    keep: Several = 2
     # write before the step goes on: for hosts without memory for a second copy
     synchronous: bool = False
     hook: tuple[str, ...] = ()
