@@ -428,7 +428,7 @@ def _check(where: str, kind: Any, value: JSON) -> Any:
     try:
         found = _adapter(kind).validate_python(value)
         # of a recipe's parameters; fields are checked where they are set, by their own types
-        large = kind is int and abs(found) > LARGEST and not where.endswith("seed")
+        large = kind is int and abs(found) > LARGEST and not where.endswith(("seed", "rounds"))
         require(not large, f"{where} must be at most {LARGEST:,}, not {value}")
         return found
     except pydantic.ValidationError as error:

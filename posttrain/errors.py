@@ -213,8 +213,10 @@ class Range:
     def __contains__(self, value: object) -> bool:
         if not isinstance(value, Real):
             return False
-        large = isinstance(value, int) and abs(value) > 2**1000  # beyond all floats
-        number = math.copysign(math.inf, value) if large else float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number beyond all floats
+            return False
         below = number < self.lt or (self.infinite and number == math.inf)
         return below and self.gt < number and self.ge <= number <= self.le
 

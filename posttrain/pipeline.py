@@ -26,7 +26,7 @@ from posttrain.loop import Interrupt, OnStep
 from posttrain.models.load import check_device
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
-from posttrain.runs.layout import CONFIG, FORMAT, SUMMARY, dump_line
+from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, SUMMARY, dump_line, json_lines
 from posttrain.runs.plot import draw, draw_pass_at_k
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import Changes
@@ -34,7 +34,7 @@ from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._check import check_stages
-from posttrain.stages._lineage import RESULT, references, reopen
+from posttrain.stages._lineage import RECORD, RESULT, references, reopen
 from posttrain.stages._side_by_side import stage_answers
 from posttrain.stages.base import (
     Context,
@@ -47,7 +47,7 @@ from posttrain.stages.base import (
 )
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system import machine
-from posttrain.system.files import atomic_folder
+from posttrain.system.files import atomic_folder, explained
 from posttrain.system.workers import WorkerPool
 from posttrain.trust import trusting
 from posttrain.types import JSON
@@ -58,7 +58,6 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
     `again` or `only` the directory may hold a run already: stages that are done and have not changed are left alone."""
     directory = Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
     check_only(settings, directory)
-    settings.trust.require_links(directory)
     tree = config.to_config(settings)
     continued = bool(settings.again or settings.only) and (directory / CONFIG).is_file()
     if continued:
@@ -69,7 +68,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
     made = False
     try:
         opened = RunWriter.resume(directory) if continued else RunWriter.create(directory, tree)
-        with opened as writer:
+        with opened as writer, explained(directory):
             made = not continued
             if continued:
                 # of what was: an attempt that is killed must not look complete
@@ -107,11 +106,10 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     complete = (
         f"{directory} is complete; see {directory / SUMMARY}, or start another with 'posttrain run'"
     )
-    settings.trust.require_links(directory)
     tree = config.to_config(settings)
     found = Changes((), ()) if run.summary is not None and not pairs else changed(run, tree)
     require(run.summary is None or bool(found.extended), complete)
-    with RunWriter.resume(directory) as writer:
+    with RunWriter.resume(directory) as writer, explained(directory):
         for text in found.named:
             console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
         if pairs:
@@ -153,8 +151,11 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     """How the settings differ from those of the last attempt, where that is harmless; an error where it is not."""
     events = run.events()
     earlier = [e.details for e in events if e.kind == "config" and "config" in e.details]
-    # none: an attempt that was killed at once, or of an older version of posttrain
+    # none: an attempt that was killed at once, or events.jsonl was lost
     if not earlier or not isinstance(earlier[-1]["config"], dict):
+        lost = f"{run.directory} has begun, and its {EVENTS} is lost or damaged: whether the settings are those that it began with"
+        traces = bool(run.metrics()) or any(run.directory.glob(f"stages/*/{RECORD}"))
+        require(not traces, f"{lost} cannot be known; put {EVENTS} back, or start a new run")
         return Changes((), ())
     begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
     found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun)
@@ -188,8 +189,10 @@ def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -
         answers = stage_answers(context, settings.recipe.stages)
     if answers:
         writer.answers(answers)
+    # before the summary, which says that all is there
+    drawn = _draw(settings, context)
     writer.summary(_summary(context, settings, time.perf_counter() - began))
-    conclude(settings, context)
+    conclude(settings, context, *drawn)
 
 
 def _run_stages(
@@ -294,12 +297,18 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
     }
 
 
-def conclude(settings: Settings, context: Context) -> None:
-    """What a person sees at the end: tables, answers of the stages, where the plot is, what to try next."""
-    run, recipe, folder = Run(context.directory), settings.recipe, context.directory
+def _draw(settings: Settings, context: Context) -> tuple[bool, bool]:
+    """Draw the curves, and pass@k; whether there were some."""
+    run = Run(context.directory)
     drawn = bool(run.metrics())  # a pipeline of evaluations alone has no curves
     if drawn:
-        draw(run, folder / "plot.png")
+        draw(run, context.directory / "plot.png")
+    return drawn, pass_at_k(context, settings.recipe.stages)
+
+
+def conclude(settings: Settings, context: Context, drawn: bool, curves: bool) -> None:
+    """What a person sees at the end: tables, answers of the stages, where the plot is, what to try next."""
+    run, recipe, folder = Run(context.directory), settings.recipe, context.directory
     if recipe.before and recipe.after:
         compare_before_after(context, recipe.before, recipe.after)
     if rows := run.answers():
@@ -316,7 +325,7 @@ def conclude(settings: Settings, context: Context) -> None:
     exported, written = (folder / "export").is_dir(), any((folder / "rollouts").glob("*/*"))
     places = {
         f"plot:     {folder / 'plot.png'}": drawn,
-        f"pass@k:   {folder / 'pass_at_k.png'}": pass_at_k(context, recipe.stages),
+        f"pass@k:   {folder / 'pass_at_k.png'}": curves,
         f"model:    {folder / 'export'} (a plain transformers checkpoint)": exported,
         f"rollouts: posttrain show {folder}": written,
         f"answers:  posttrain sample {folder} PROMPT --stages": exported,
@@ -373,8 +382,8 @@ def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
 
 def problems(context: Context, stage: str) -> list[dict[str, JSON]]:
     """Per-problem results of an evaluate stage."""
-    lines = (context.folder(stage) / "problems.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    path = context.folder(stage) / "problems.jsonl"
+    return [row for row in json_lines(path) if row is not None]
 
 
 def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[console.Answers]:

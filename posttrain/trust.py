@@ -180,14 +180,6 @@ class Trust:
         fine = not out or self.said(out) or any(_below(Path(out), root) for root in roots)
         self._require(fine, f" would write to {out}: ", "give out= on the command line")
 
-    def require_links(self, run: Path) -> None:
-        """That no symbolic link in a run directory leads out of it: what is written there would go into a file of the user's, and what
-        is read there would come from one."""
-        for folder, *inner in os.walk(run) if not self.whole else ():
-            for link in filter(os.path.islink, (Path(folder, name) for name in chain(*inner))):
-                text = f"{run}: the link {link.name} leads outside of its folder"
-                require(_within(link, run), f"{text}; remove it, or {TRUST_IT}")
-
 
 EVERYTHING = Trust()
 _active = EVERYTHING

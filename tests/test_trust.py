@@ -512,8 +512,8 @@ def test_what_an_earlier_stage_left_does_not_lead_elsewhere(folder: Path, capsys
     run = Path(run_directory(folder, tree))
     (run / "stages" / "made").mkdir(parents=True)
     (run / "stages" / "made" / "data.jsonl").symlink_to(folder.parent / "pairs.jsonl")
-    refused(capsys, ["resume", str(run)], "data.jsonl leads outside of its folder")
-    refused(capsys, ["run", write(folder, tree), f"out={run}", "again=true"], "data.jsonl leads outside of its folder")
+    refused(capsys, ["resume", str(run)], "data.jsonl is a link")
+    refused(capsys, ["run", write(folder, tree), f"out={run}", "again=true"], "data.jsonl is a link")
 
 
 # --- places to write ---------------------------------------------------------------------------------------------------------------
@@ -539,15 +539,16 @@ def test_links_in_a_run_directory_are_not_written_through(place: str, folder: Pa
     (run / place).parent.mkdir(parents=True, exist_ok=True)
     (run / place).symlink_to(folder.parent / "private")
     before = sorted(run.rglob("*"))
-    refused(capsys, ["resume", str(run)], f"{Path(place).name} leads outside", "--allow-code")
-    refused(capsys, ["run", write(folder, {"stages": [EVALUATE]}), f"out={run}", "again=true"], "leads outside", "--allow-code")
+    refused(capsys, ["resume", str(run)], f"{Path(place).name} is a link")
+    refused(capsys, ["resume", str(run), "--allow-code"], f"{Path(place).name} is a link")
+    refused(capsys, ["run", write(folder, {"stages": [EVALUATE]}), f"out={run}", "again=true"], "is a link")
     shutil.copytree(run, folder / "sweep" / "seed=0", symlinks=True)
     (folder / "sweep" / "sweep.json").write_text('{"recipe": "quickstart", "arguments": ["seeds=0,1"]}')
-    refused(capsys, ["resume", str(folder / "sweep")], "leads outside", "--allow-code")
+    refused(capsys, ["resume", str(folder / "sweep")], "is a link")
     assert (folder.parent / "private").read_text() == PRIVATE and sorted(run.rglob("*")) == before
 
 
-def test_links_within_a_run_directory_are_fine(folder: Path) -> None:
+def test_links_of_a_tracker_are_fine(folder: Path) -> None:
     run = Path(run_directory(folder, {"stages": [EVALUATE]}))
     (run / "wandb").mkdir()
     (run / "wandb" / "latest-run").symlink_to(run / "wandb")

@@ -20,6 +20,7 @@ from posttrain.runs.layout import Row
 from posttrain.runs.plot import draw
 from posttrain.stages._lineage import inside
 from posttrain.stages.base import Stage, exported
+from posttrain.system.files import read_text
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -385,4 +386,4 @@ def in_memory(stages: Sequence[Stage]) -> list[str]:
 
 def is_scorer(place: Path) -> bool:
     """Whether a checkpoint is a reward model."""
-    return "ForSequenceClassification" in (place / "config.json").read_text()
+    return "ForSequenceClassification" in read_text(place / "config.json")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # imports numpy
     from posttrain.types import JSON
 
-TRUST = "trust the YAML file or the run like a program: code, addresses, files and links it names"
+TRUST = "trust the YAML file or the run like a program: code, addresses and files it names"
 
 
 def add_settings(parser: argparse.ArgumentParser, text: str = "") -> None:

@@ -3,7 +3,6 @@ settings that differ."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ from pathlib import Path
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals import evaluate
 from posttrain.evals.statistics import Comparison, Interval
+from posttrain.runs.layout import json_lines
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import flatten, short
+from posttrain.system.files import read_json
 from posttrain.types import JSON
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
@@ -131,14 +132,12 @@ def _bounded(value: JSON) -> bool:
 def _rows(run: Run, stage: str, name: str) -> list[dict[str, JSON]]:
     """The objects of a file of a stage, one a line or one in all; none where it has no such file."""
     path = run.directory / "stages" / stage / name
-    text = path.read_text("utf-8") if path.is_file() else ""
-    try:
-        rows = [json.loads(part) for part in (text.splitlines() if name == PROBLEMS else [text])]
-    except ValueError:
-        rows = [None]
-    whole = all(isinstance(row, dict) for row in rows)
-    require(whole or not text, f"{path} is damaged: it should hold JSON objects")
-    return rows if text else []
+    if not path.is_file():
+        return []
+    rows = list(json_lines(path)) if name == PROBLEMS else [read_json(path)]
+    found = [row for row in rows if row is not None]
+    require(len(found) == len(rows), f"{path} is damaged: it should hold JSON objects")
+    return found
 
 
 def _pairs(

@@ -22,13 +22,13 @@ from statistics import stdev
 
 from posttrain import config, pipeline
 from posttrain.config import PASSING
-from posttrain.errors import Interrupted, require
+from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.statistics import mean_interval
 from posttrain.events import printable
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG, encode
 from posttrain.runs.read import Run
-from posttrain.system.files import atomic_write
+from posttrain.system.files import atomic_write, check_tree, read_json, read_text
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
@@ -141,7 +141,7 @@ def run(
     require(whole, "a sweep runs whole pipelines: leave out only and again")
     out = dict(config.pair(argument) for argument in plain).get("out")
     directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
-    settings.trust.require_links(directory)
+    check_tree(directory)
     planned = members(directory, found)
     for member in planned:  # every mistake in a setting is found before the first run
         config.parse(recipe, [*common, *member.arguments], allow_code, source)
@@ -159,7 +159,7 @@ def run(
             error.directory = directory
             raise
         _write(directory, record, [*done, *planned[number + 1 :]])
-    write_text("\n" + (directory / TABLE).read_text() + f"\nsweep: {directory}\n", sys.stdout)
+    write_text("\n" + read_text(directory / TABLE) + f"\nsweep: {directory}\n", sys.stdout)
     return sum(member.outcome == "failed" for member in done)
 
 
@@ -182,12 +182,12 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> Record:
         try:
-            tree = json.loads(path.read_text("utf-8"))
+            tree = read_json(path)
             record = cls(tree["recipe"], tree["arguments"], tree.get("sweep", []))
             words = [record.recipe, *record.arguments, *record.sweep]
             listed = type(record.arguments) is type(record.sweep) is list
             whole = listed and all(type(word) is str for word in words)
-        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        except (OSError, UserError, KeyError, TypeError):
             whole = False
         require(whole, f"{path} is damaged: no recipe and arguments in it")
         return record
@@ -226,7 +226,7 @@ def _run_member(
         raise
     except Exception as error:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / FAILURE).write_text(traceback.format_exc())
+        atomic_write(directory / FAILURE, traceback.format_exc())
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         write_text(f"failed: {printable(reason)}\n", sys.stderr)
         return replace(member, outcome="failed", reason=reason)

@@ -13,11 +13,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data import safe_readers
 from posttrain.errors import UserError, require, unknown
+from posttrain.models import bounds
 from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MODEL_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", *MODEL_FILES)
-LARGEST_JSON = 256 * 1024 * 1024  # the largest tokenizer.json in use is about 40 MB
 
 # Settings that make transformers read weights from elsewhere, or put other modules in place of the model's own.
 REFUSED_SETTINGS = {
@@ -45,6 +46,10 @@ SMALL_FILES = ["*.json", "*.jinja", "*.txt", *MODEL_FILES]
 HUB_FILES = ["*.safetensors", *SMALL_FILES]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ONE_FAMILY = "use models of one family"
+# what any tokenizer cuts within a moment
+PROBE = [
+    letter * 500 for letter in (" ", "a", "A", "1", "\n", ".", "a ", "\u00e9", "\u4e00", "aA1 .\n")
+]
 COPY_TOKENIZER = "copy the tokenizer files of its base model there"
 FEWER = "lower max_new_tokens or shorten the prompts"
 UNPACKED = "a safetensors directory, not from GGUF"
@@ -109,6 +114,7 @@ def single_gguf(folder: Path) -> Path | None:
     files = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".gguf" and p.is_file())
     if not files or any(folder.glob("*.safetensors")):
         return None
+    bounds.check_files(folder)
     names = ", ".join(path.name for path in files[:4])
     count = len(files)
     require(count == 1, f"{folder} holds {count} GGUF files ({names}); name the one to load")
@@ -332,9 +338,12 @@ def read_directory(
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = read_tokenizer(folder)
     try:
-        check_depth(folder)  # before transformers makes something for every layer
-        config = read_config(folder)
         kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
+        where, sizes = str(folder / "config.json"), weight_sizes(folder)
+        # before transformers makes something for every layer
+        bounds.check_numbers(where, read_json(folder / "config.json"), *sizes)
+        config = read_config(folder)
+        bounds.check_size(where, kind, config, *sizes)
         model, report = kind.from_pretrained(
             folder,
             config=config,
@@ -358,10 +367,19 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # AutoTokenizer puts the rules of some families (Qwen 2, Llama) in place of tokenizer.json's; the file is the truth.
-    reader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    whole = (folder / "tokenizer.json").is_file()
+    if whole:
+        bounds.check_growth(folder / "tokenizer.json")
+    reader = PreTrainedTokenizerFast if whole else AutoTokenizer
     try:
-        return reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever a malformed file makes transformers raise
+        found = reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        found(PROBE, add_special_tokens=False)  # an expression that would try for ever fails here
+        return found
+    except (
+        BaseException
+    ) as error:  # whatever a malformed file makes transformers raise, Rust's panics too
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         detail = f"the tokenizer cannot be read ({first_line(error)})"
         raise UserError(f"{folder}: {detail}; copy it anew") from error
 
@@ -391,6 +409,7 @@ def check_directory(folder: Path, weights: bool = True) -> None:
     advice = "merge it into its base model and save that"
     require(not adapter.exists(), f"{folder} holds a LoRA adapter; {advice}")
     require(path.is_file(), f"{folder} has no config.json; is it a saved model?")
+    bounds.check_files(folder)
     config = read_json(path)
     require("model_type" in config, f"{path} names no model_type; is it a model of transformers?")
     for setting, reason in REFUSED_SETTINGS.items():
@@ -440,20 +459,16 @@ def check_weights(folder: Path) -> None:
     raise UserError(f"{absent}; copy the weight files there")
 
 
-def check_depth(folder: Path) -> None:
-    """Refuse more layers than there are tensors: layers are made before weights are read, and a billion of them would eat the host."""
+def weight_sizes(folder: Path) -> tuple[int, int]:
+    """How many tensors the weight files hold, and of how many elements, by their headers."""
     from safetensors import safe_open
 
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    counts = [part.get("num_hidden_layers", 0) for part in parts]
-    layers = max((count for count in counts if isinstance(count, int)), default=0)
-    tensors = 0
+    tensors = elements = 0
     for name in [WEIGHTS] if (folder / WEIGHTS).is_file() else shards(folder):
         with safe_open(folder / name, framework="np") as file:
-            tensors += len(file.keys())
-    detail = f"asks for {layers} layers, and the weights are {tensors} tensors"
-    require(layers <= tensors, f"{folder / 'config.json'} {detail}; copy it anew")
+            shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
+        tensors, elements = tensors + len(shapes), elements + sum(map(prod, shapes))
+    return tensors, elements
 
 
 def shards(folder: Path) -> list[str]:
@@ -487,8 +502,6 @@ def check_safetensors(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or one line that names the file."""
-    small = path.stat().st_size <= LARGEST_JSON
-    require(small, f"{path} is too large to be a configuration file; copy it anew")
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

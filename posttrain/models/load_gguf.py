@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from posttrain.errors import UserError, require
+from posttrain.models import bounds
 from posttrain.models.load import attention_for, check_report, first_line
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 # Codes of the format: a metadata value's type -> how struct reads it.
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+MOST_ENTRIES, MOST_DIMENSIONS, MOST_ITEMS = (
+    1 << 17,
+    8,
+    1 << 22,
+)  # in a header; a large vocabulary has 2^18 words
 STRING, ARRAY, CONTROL, USER_DEFINED = 8, 9, 3, 4
 # Relative distance: 0.04 between an 8-bit and a 5-bit copy of one matrix, about 0.3 with 2 bits; over 1 for two trained apart.
 SAME_MATRIX = 0.4
@@ -45,6 +51,7 @@ class Header(NamedTuple):
 
     values: dict[str, Any]
     tensors: dict[str, tuple[int, int]]
+    elements: int
 
     def own(self, key: str, default: Any = None) -> Any:
         """A value of the file's architecture."""
@@ -59,8 +66,10 @@ def read_gguf(
     needed = f"reading a GGUF file needs the package {' and '.join(absent)}"
     require(not absent, f"{path}: {needed}; pip install posttrain[gguf]")
     header = read_header(path)
+    sizes = len(header.tensors), header.elements
+    bounds.check_numbers(str(path), header.values, *sizes)
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         parsed = load_gguf_checkpoint(str(path))
@@ -69,6 +78,9 @@ def read_gguf(
         if head_width is not None and hasattr(config, "head_dim"):
             config.head_dim = int(head_width)  # transformers leaves Qwen 3's at its default
         tokenizer = make_tokenizer(parsed["tokenizer"], config.model_type, header)
+        bounds.check_size(str(path), AutoModelForCausalLM, config, *sizes)
+    except UserError:
+        raise
     except Exception as error:  # whatever a malformed file makes the readers raise
         found = f"{path}: the GGUF metadata cannot be read ({first_line(error)})"
         raise UserError(f"{found}; fetch the file anew") from error
@@ -229,6 +241,7 @@ class Cursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.position = data, 0
+        self.items = 0  # of arrays
 
     def value(self, code: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -255,6 +268,9 @@ class Cursor:
         if kind != ARRAY:
             raise ValueError(f"its metadata has a value of unknown type {kind}")
         item, count = self.value("I"), self.value("Q")
+        self.items += count
+        if self.items > MOST_ITEMS:
+            raise ValueError(f"its arrays claim {self.items:,} entries")
         if item in SCALARS:
             self.skip(count * struct.calcsize("<" + SCALARS[item]))
         elif item == STRING:
@@ -270,7 +286,7 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return parse_header(Cursor(data))
-    except (ValueError, OverflowError, OSError) as error:
+    except (ValueError, OverflowError, OSError, KeyError, struct.error) as error:
         found = f"{path} is not a usable GGUF file: {first_line(error)}"
         raise UserError(f"{found}; fetch the file anew") from error
 
@@ -284,21 +300,36 @@ def parse_header(cursor: Cursor) -> Header:
     if version not in (2, 3):
         raise ValueError(f"it has format version {version}, and versions 2 and 3 are read")
     tensor_count, value_count = cursor.value("Q"), cursor.value("Q")
-    values = {}
+    if max(tensor_count, value_count) > MOST_ENTRIES:
+        raise ValueError(f"it claims {max(tensor_count, value_count):,} entries")
+    values: dict[str, Any] = {}
     for _ in range(value_count):
         key = cursor.string()
+        if key in values:
+            raise ValueError(f"its metadata has {key[:100]!r} twice")
         values[key] = cursor.metadata(cursor.value("I"))
     if not isinstance(values.get("general.architecture"), str):
         raise ValueError("it names no architecture")
-    places = {}
+    places: dict[str, tuple[int, int]] = {}
+    total = 0
     for _ in range(tensor_count):
         name, dimensions = cursor.string(), cursor.value("I")
+        if dimensions > MOST_DIMENSIONS or name in places:
+            raise ValueError(
+                f"its tensor {name[:100]!r} has {dimensions} dimensions, or is there twice"
+            )
         elements = prod(cursor.value("Q") for _ in range(dimensions))
+        total += elements
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.value("I"))]
         places[name] = cursor.value("Q"), elements // block * size
-    alignment = int(values.get("general.alignment") or 32)
+    alignment = values.get("general.alignment") or 32
+    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+        raise ValueError("its alignment is no number of bytes")
     first = -(-cursor.position // alignment) * alignment
     for name, (offset, length) in places.items():
         if first + offset + length > len(cursor.data):
-            raise ValueError(f"it is cut short: {name} lies beyond its end")
-    return Header(values, {name: (first + at, length) for name, (at, length) in places.items()})
+            raise ValueError(f"it is cut short: {name[:100]} lies beyond its end")
+    if sum(length for _, length in places.values()) > len(cursor.data):
+        raise ValueError("its tensors lie one upon the other")
+    placed = {name: (first + at, length) for name, (at, length) in places.items()}
+    return Header(values, placed, total)

@@ -8,6 +8,7 @@ forks, catch nothing, and are left alone. `kill -USR1 PID` does the same by hand
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from posttrain.system.files import open_file
 from posttrain.system.workers import stacks
 
 SIGNAL = getattr(signal, "SIGUSR1", None)
@@ -30,7 +32,8 @@ class Watchdog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("a")
+        file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file = io.TextIOWrapper(file)
         self._deadline: float | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.errors import require
+from posttrain.system.files import check_tree, open_file
 from posttrain.types import JSON
 
 CONFIG, METRICS, EVENTS, SUMMARY = "config.yaml", "metrics.jsonl", "events.jsonl", "summary.json"
@@ -134,7 +135,8 @@ class TokenArrays:
 
 
 def require_run(directory: Path | str) -> None:
-    """Refuse a directory without a run."""
+    """Refuse a directory without a run, or with links, pipes or devices in it."""
+    check_tree(Path(directory))
     there = (Path(directory) / CONFIG).is_file()
     require(there, f"no run in {directory}: it has no {CONFIG}")
 
@@ -211,7 +213,7 @@ def decode_number(value: JSON) -> float:
     """
     if isinstance(value, str) and value in NON_FINITE:
         return NON_FINITE[value]
-    if isinstance(value, int | float):
+    if (isinstance(value, int | float) and abs(value) < 2**1000) or value != value:
         return float(value)
     raise ValueError(f"not a number: {value!r}")
 
@@ -219,13 +221,13 @@ def decode_number(value: JSON) -> float:
 def json_lines(path: Path) -> Iterator[dict[str, JSON] | None]:
     """Objects of a JSONL file in order; None for a line that is not one, as a killed writer or a full disk may leave."""
     try:
-        stream = path.open("rb")
+        stream = open_file(path)
     except FileNotFoundError:
         return
     with stream:
         for line in stream:
             try:
                 record = json.loads(line)
-            except ValueError:  # covers malformed JSON and malformed UTF-8
+            except (ValueError, RecursionError):  # malformed JSON or UTF-8, nested too deep
                 record = None
             yield record if isinstance(record, dict) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from posttrain.errors import require
 from posttrain.runs.layout import Row
 from posttrain.runs.read import Run
+from posttrain.system.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,7 +168,9 @@ def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    atomic_write(path, picture.getvalue(), durable=False)
 
 
 def _panels(run: Run) -> list[Panel]:

@@ -6,7 +6,6 @@ steps, reward = run.column("reward", stage="rl")
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import UserError, require
 from posttrain.runs import layout
 from posttrain.runs.layout import AnswerRow, EpisodeRow, EventRow, RolloutRow, Row, TokenArrays
+from posttrain.system.files import MAX_JSON, read_bytes, read_json, read_text
 from posttrain.types import JSON
 
 
@@ -37,23 +37,17 @@ class Run:
     def config(self) -> Mapping[str, JSON]:
         """The resolved configuration."""
         path = self.directory / layout.CONFIG
-        try:
-            config = read_yaml(path.read_text(), str(path))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not valid YAML: {error}") from None
+        config = read_yaml(read_text(path, MAX_JSON), str(path))
         require(isinstance(config, dict), f"{path} does not hold a configuration")
         return dict(config)
 
     @property
     def summary(self) -> Mapping[str, JSON] | None:
         """The summary, or None while the run has not ended."""
-        path = self.directory / layout.SUMMARY
         try:
-            return dict(json.loads(path.read_text()))
+            return read_json(self.directory / layout.SUMMARY)
         except FileNotFoundError:
             return None
-        except ValueError:
-            raise UserError(f"{path} is not valid JSON") from None
 
     def answers(self) -> list[AnswerRow]:
         """What each trained stage answers to the same prompts; empty where the run has not ended or trained one model alone."""
@@ -64,7 +58,7 @@ class Run:
     def events(self) -> list[EventRow]:
         """All events of all attempts, in the order they were written."""
         records = layout.json_lines(self.directory / layout.EVENTS)
-        return [_event(record) for record in records if record and "kind" in record]
+        return [row for record in records if record and (row := _event(record)) is not None]
 
     def metrics(self, stage: str | None = None) -> list[Row]:
         """One row a step, by stage and step: the rows of the attempt that counts."""
@@ -104,7 +98,7 @@ class Run:
     def _attempt(self, stage: str, step: int) -> int:
         """Which attempt wrote a step's rollouts: all lines of a file are of one."""
         record = next(layout.json_lines(layout.rollout_file(self.directory, stage, step)), None)
-        return int(record.get("attempt", 0)) if record else 0
+        return _whole_number(record.get("attempt", 0)) or 0 if record else 0
 
     def _history(self) -> History:
         records = layout.json_lines(self.directory / layout.METRICS)
@@ -112,13 +106,17 @@ class Run:
 
     def arrays(self, stage: str, step: int) -> TokenArrays | None:
         """The per-token arrays of a step, or None where they were not kept."""
-        from safetensors.numpy import load_file
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
 
         path = layout.rollout_file(self.directory, stage, step, ".safetensors")
-        if not path.is_file():
+        try:
+            tensors = load(read_bytes(path))
+            return TokenArrays(tensors.pop("starts"), tensors)
+        except FileNotFoundError:
             return None
-        tensors = load_file(path)
-        return TokenArrays(tensors.pop("starts"), tensors)
+        except (SafetensorError, KeyError, ValueError, TypeError, OverflowError) as error:
+            raise UserError(f"{path} is damaged: {str(error)[:200]}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +129,11 @@ class History:
 
     @classmethod
     def of(cls, events: Sequence[EventRow], stages: Iterable[str]) -> History:
-        found = [e for e in events if e.kind == "resume" and {"stage", "step"} <= e.details.keys()]
-        resumes = tuple((e.attempt, str(e.details["stage"]), int(e.details["step"])) for e in found)
+        resumes = tuple(
+            (e.attempt, str(e.details.get("stage")), step)
+            for e in events
+            if e.kind == "resume" and (step := _whole_number(e.details.get("step"))) is not None
+        )
         kept = {str(e.details.get("stage")): e.attempt for e in events if e.kind == "kept"}
         # the order matters only where something may be superseded; a run that never resumed need not be read for it
         order = enumerate(dict.fromkeys(stages)) if resumes else ()
@@ -182,18 +183,31 @@ def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
     return sorted(current.values(), key=lambda row: (order[row.stage], row.step))
 
 
-def _event(record: Mapping[str, JSON]) -> EventRow:
+def _whole_number(value: JSON) -> int | None:
+    """A count that a run may hold; None for what is none."""
+    return value if type(value) is int and 0 <= value < 2**53 else None
+
+
+def _event(record: Mapping[str, JSON]) -> EventRow | None:
+    """A line of events.jsonl; None for one that is JSON but not ours."""
     details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
-    time, attempt = float(record.get("time", 0.0)), int(record.get("attempt", 0))
-    return EventRow(str(record["kind"]), time, attempt, details)
+    attempt, kind = _whole_number(record.get("attempt", 0)), record.get("kind")
+    with suppress(ValueError):
+        time = layout.decode_number(record.get("time", 0.0))
+        if attempt is not None and isinstance(kind, str):
+            return EventRow(kind, time, attempt, details)
+    return None
 
 
 def _row(record: Mapping[str, JSON]) -> Row | None:
     """A line of metrics.jsonl; None for one that is JSON but not ours. Values that are not numbers are left out."""
+    stage, step = record.get("stage"), _whole_number(record.get("step"))
+    attempt = _whole_number(record.get("attempt"))
+    if not isinstance(stage, str) or step is None or attempt is None:
+        return None
     try:
-        stage, step = str(record["stage"]), int(record["step"])
-        attempt, time = int(record["attempt"]), float(record["time"])
-    except (KeyError, TypeError, ValueError):
+        time = layout.decode_number(record.get("time"))
+    except ValueError:
         return None
     figures = {}
     for name, value in record.items():
@@ -207,9 +221,30 @@ def _rollout(record: Mapping[str, JSON]) -> RolloutRow | None:
     """A line of a rollout file; None for one that lacks a field, as another program might write."""
     kind = EpisodeRow if "conversation" in record else RolloutRow
     known = {field.name: record[field.name] for field in fields(kind) if field.name in record}
-    if known.get("advantage") is not None:
-        known["advantage"] = layout.decode_number(known["advantage"])
     try:
-        return kind(**known)
-    except TypeError:
+        for name in ("advantage", "reward"):
+            if known.get(name) is not None:
+                known[name] = layout.decode_number(known[name])
+        row = kind(**known)
+    except (TypeError, ValueError):
         return None
+    return row if _well_typed(row) else None
+
+
+def _well_typed(row: RolloutRow) -> bool:
+    counts = (row.level, row.sample, row.length, row.version, row.attempt)
+    texts = [row.problem, row.question, row.answer, row.response, row.outcome, row.finish]
+    texts += [] if row.failure is None else [row.failure]
+    if isinstance(row, EpisodeRow):
+        parts = row.conversation if isinstance(row.conversation, list) else [None]
+        pairs = all(isinstance(part, list) and len(part) == 2 for part in parts)
+        texts += [row.role, *(word for part in parts for word in part or ())] if pairs else [None]  # type: ignore[list-item]
+    figures = row.parts.values() if isinstance(row.parts, dict) else [None]
+    numbers = all(type(count) is int and abs(count) < 2**53 for count in counts)
+    measured = all(isinstance(value, int | float | str | None) for value in figures)
+    return (
+        numbers
+        and measured
+        and isinstance(row.parts, dict)
+        and all(isinstance(t, str) for t in texts)
+    )

@@ -19,7 +19,7 @@ from posttrain.errors import UserError, unknown
 from posttrain.events import Event
 from posttrain.runs.layout import METRICS, Row, json_lines
 from posttrain.runs.write import RunWriter
-from posttrain.system.files import atomic_write
+from posttrain.system.files import atomic_write, read_json
 from posttrain.types import JSON
 
 OPENING_SECONDS, LOGGING_SECONDS = 120.0, 30.0
@@ -188,8 +188,8 @@ KINDS: Mapping[str, Make] = {"tensorboard": TensorBoard, "wandb": WandB, "tracki
 def recorded(directory: Path, tracker: str) -> str:
     """What a service called this run before; "" where there is none, or nothing that could be a name."""
     try:
-        name = json.loads((directory / RECORD).read_text("utf-8"))[tracker]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        name = read_json(directory / RECORD).get(tracker)
+    except (OSError, UserError):
         return ""
     text = name if isinstance(name, str) and name.isprintable() else ""
     return text if re.fullmatch(r"[^/\\#?%:]{1,200}", text) else ""

@@ -11,14 +11,13 @@ A process killed at any moment leaves a run that can be read, and resumed by the
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,12 +29,10 @@ from posttrain.events import Event, Events
 from posttrain.runs import layout
 from posttrain.runs.layout import AnswerRow, Row, TokenArrays
 from posttrain.runs.lock import Lock
-from posttrain.system.files import atomic_write
+from posttrain.system.files import atomic_write, check_tree, explained, open_file
 from posttrain.system.processes import write_all
 from posttrain.types import JSON, Rollout
 
-# kinds of OSError that another directory avoids
-REFUSED = (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError)
 # steps that keep their per-token arrays: the last written, and each 50th
 KEEP_LAST, KEEP_EVERY = 10, 50
 
@@ -52,8 +49,9 @@ class RunWriter:
         self._fds: dict[str, int] = {}
         self._lock: Lock | None = None
         try:
-            with _explained(directory):
+            with explained(directory):
                 directory.mkdir(parents=True, exist_ok=True)
+                check_tree(directory)
                 self._lock = Lock(directory / layout.LOCK)
                 if config is not None:
                     _refuse_used(directory)  # under the lock, so that two creators cannot both pass
@@ -70,7 +68,8 @@ class RunWriter:
         self.attempt = 1 + max(attempts, default=0)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         for name in (layout.METRICS, layout.EVENTS):
-            self._fds[name] = os.open(self.directory / name, flags, 0o644)
+            with open_file(self.directory / name, flags) as file:
+                self._fds[name] = os.dup(file.fileno())
         self.event("open")
         for name, lost in repairs.items():
             if lost:
@@ -79,7 +78,7 @@ class RunWriter:
     @classmethod
     def create(cls, directory: Path, config: Mapping[str, JSON]) -> RunWriter:
         """Start a new run and write its configuration. Refuses a directory that holds one."""
-        with _explained(Path(directory)):
+        with explained(Path(directory)):
             # before the lock: "already holds a run" says more than "is being written"
             _refuse_used(Path(directory))
         return cls(directory, config)
@@ -107,7 +106,7 @@ class RunWriter:
     def configure(self, config: Mapping[str, JSON]) -> None:
         """Replace the configuration: the run goes on with other settings of a harmless kind."""
         text = yaml.safe_dump(layout.encode(config), sort_keys=False, allow_unicode=True, width=120)
-        with _explained(self.directory):
+        with explained(self.directory):
             atomic_write(self.directory / layout.CONFIG, text)
 
     def metrics(self, stage: str, step: int, figures: Mapping[str, float]) -> Row:
@@ -155,7 +154,7 @@ class RunWriter:
         path = layout.rollout_file(self.directory, stage, step)
         rows = map(self._row, rollouts, advantages or [None] * len(rollouts))
         lines = b"".join(map(layout.dump_line, rows))
-        with _explained(self.directory):
+        with explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, lines, durable=False)
             if arrays is not None:
@@ -213,14 +212,14 @@ class RunWriter:
     def summary(self, summary: Mapping[str, JSON]) -> None:
         """Write the summary, replacing an earlier one whole. Non-finite numbers become strings, as everywhere."""
         text = json.dumps(layout.encode(summary), allow_nan=False, indent=2)
-        with _explained(self.directory):
+        with explained(self.directory):
             atomic_write(self.directory / layout.SUMMARY, text + "\n")
 
     def attachment(self, name: str, arrays: Mapping[str, np.ndarray]) -> Path:
         """Write what belongs to an alarm as alarms/NAME.safetensors, and return its path."""
         require(layout.plain_name(name), f"{name!r} is not a plain name")
         path = self.directory / layout.ALARMS / f"{name}.safetensors"
-        with _explained(self.directory):
+        with explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
             _save_arrays(path, arrays)
         return path
@@ -230,7 +229,7 @@ class RunWriter:
         if self._lock is not None and self._lock.lost:
             why = f"{self._lock.lost}; this process stops, so that there is one writer"
             raise UserError(f"{self.directory}: {why}")
-        with self._mutex, _explained(self.directory):
+        with self._mutex, explained(self.directory):
             fd = self._fds[name]
             before = os.fstat(fd).st_size
             try:
@@ -275,24 +274,6 @@ def _refuse_used(directory: Path) -> None:
     require(not used, f"{directory} already holds a run ({used}); {resume}")
 
 
-@contextmanager
-def _explained(directory: Path) -> Iterator[None]:
-    """Turn what a user can fix (a full disk, a directory that cannot be written) into one line; the rest propagates."""
-    try:
-        yield
-    except OSError as error:
-        resume = f"then 'posttrain resume {directory}'"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = f"no space left on the disk of {directory}; free some, {resume}"
-        elif error.errno == errno.EFBIG:
-            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {resume}"
-        elif isinstance(error, REFUSED) or error.errno in (errno.EROFS, errno.ENAMETOOLONG):
-            text = f"cannot write the run directory {directory}: {error.strerror}; choose another"
-        else:
-            raise
-        raise UserError(text) from error
-
-
 def _now() -> float:
     return round(time.time(), 3)
 
@@ -304,12 +285,12 @@ def _repair(path: Path) -> int:
     """
     if not path.exists() or path.stat().st_size == 0:
         return 0
-    with path.open("r+b") as file:
+    with open_file(path, os.O_RDWR) as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:  # it may be large
             tail = text[text.rfind(b"\n") + 1 :]
         try:
             whole = isinstance(json.loads(tail), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             whole = False
         end = file.seek(0, os.SEEK_END)
         if whole:

@@ -16,7 +16,7 @@ from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
 from posttrain.stages._material import Data
 from posttrain.stages.base import Context, exported
-from posttrain.system.files import model_folder
+from posttrain.system.files import model_folder, read_text
 from posttrain.tasks.base import Task
 from posttrain.types import JSON
 
@@ -83,4 +83,4 @@ def noted(stage: Path | None) -> frozenset[str]:
         return frozenset()
     own = stage / FILE
     files = [own] if own.is_file() else stage.parent.glob(f"*/{FILE}")
-    return frozenset(line for file in files for line in file.read_text().split())
+    return frozenset(line for file in files for line in read_text(file).split())

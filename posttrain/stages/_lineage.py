@@ -20,9 +20,10 @@ from pathlib import Path
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
+from posttrain.errors import require
 from posttrain.runs.layout import dump_line
 from posttrain.runs.resume_policy import HARMLESS, MEASURED, WHOLE, flatten, short
-from posttrain.system.files import model_folder
+from posttrain.system.files import model_folder, read_json
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
@@ -75,8 +76,11 @@ def read(folder: Path) -> Lineage | None:
     path = folder / RECORD
     if not path.is_file():
         return None
-    tree = json.loads(path.read_text())
-    return Lineage(_whole(tree["config"]), tree["inputs"])
+    tree = read_json(path)
+    config, inputs = (tree.get(key) for key in ("config", "inputs"))
+    whole = isinstance(config, dict) and isinstance(inputs, dict)
+    require(whole, f"{path} is damaged: no settings and inputs in it")
+    return Lineage(_whole(config), inputs)  # type: ignore[arg-type]
 
 
 def reopen(folder: Path) -> None:
@@ -153,7 +157,7 @@ def content(folder: Path, result: Mapping[str, JSON] | None = None) -> str:
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(".tmp")):
         name = path.relative_to(folder).as_posix()
         if name == RESULT:
-            result = json.loads(path.read_text())
+            result = read_json(path)
         elif name != RECORD:
             tree[name] = sha256(path)
     if result is not None:

@@ -9,7 +9,6 @@ import string
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
@@ -41,7 +40,7 @@ from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
 from posttrain.stages._plan import DryRun
-from posttrain.system.files import atomic_write
+from posttrain.system.files import atomic_write, read_json
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.train.saving import Saving, Store
@@ -119,19 +118,18 @@ class Context:
         """Keep per-problem results, or data that was made, with the stage's result."""
         path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(line + "\n" for line in lines), "utf-8")
+        atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
 
     def result(self, stage: str) -> dict[str, JSON] | None:
         """What a finished stage of this run left, or None."""
         path = self.folder(stage) / _lineage.RESULT
         if not path.is_file():
             return None
-        found: JSON = None
-        with suppress(ValueError):
-            found = json.loads(path.read_text())
-        damaged = f"{path} is damaged; remove {path.parent} to run the stage {stage!r} again"
-        require(isinstance(found, dict), damaged)
-        return dict(found)
+        try:
+            return read_json(path)
+        except UserError as error:
+            again = f"remove {path.parent} to run the stage {stage!r} again"
+            raise UserError(f"{error}; {again}") from None
 
     def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
         """Mark a stage as done. Written last and whole: its presence means that all else is there."""

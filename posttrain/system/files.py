@@ -1,12 +1,107 @@
-"""Files and folders that appear whole or not at all: written under a temporary name, flushed to the disk, then renamed."""
+"""How files of a run directory are read and written. It may come from an untrusted source: links, pipes and devices in it are refused,
+and no more is read than fits. Files and folders appear whole or not at all: written under a temporary name, flushed, then renamed."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
+
+from posttrain.errors import UserError, require
+
+MAX_FILE = 1 << 30  # bytes that are read of a file with many lines
+MAX_JSON = 1 << 26  # of one that is read at once
+TRACKERS = ("wandb", "tensorboard", "trackio")  # folders that posttrain never reads
+MODES = {os.O_RDONLY: "rb", os.O_RDWR: "r+b"}
+# kinds of OSError that another directory avoids
+REFUSED = (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError)
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY, limit: int = MAX_FILE) -> IO[bytes]:
+    """The one way a file of a run directory is opened: a regular file, of at most `limit` bytes where it is read."""
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        handle = os.open(path, flags | safe, 0o644)
+    except OSError as error:
+        odd = error.errno in (errno.ELOOP, errno.ENXIO)  # a link, a pipe that nobody reads
+        require(not odd, f"{path} is a link or a pipe, not a file; remove it")
+        raise
+    about, kind = os.fstat(handle), flags & (os.O_RDONLY | os.O_WRONLY | os.O_RDWR)
+    try:
+        require(stat.S_ISREG(about.st_mode), f"{path} is not a plain file; remove it")
+        fits = kind == os.O_WRONLY or about.st_size <= limit
+        require(fits, f"{path} is larger than {limit >> 20} MiB, which nothing here writes")
+    except UserError:
+        os.close(handle)
+        raise
+    return open(handle, MODES.get(kind, "ab" if flags & os.O_APPEND else "wb"))
+
+
+def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
+    """What a file of a run directory holds."""
+    with open_file(path, limit=limit) as file:
+        return file.read(limit)
+
+
+def read_text(path: Path, limit: int = MAX_FILE) -> str:
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is damaged: it is not UTF-8 text") from None
+
+
+def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
+    """The object that a JSON file of a run directory holds, or one line."""
+    try:
+        found = json.loads(read_bytes(path, limit))
+    except (ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        why = "it is nested too deep" if deep else "it is not valid JSON"
+        raise UserError(f"{path} is damaged: {why}") from None
+    require(isinstance(found, dict), f"{path} is damaged: it does not hold a JSON object")
+    return dict(found)
+
+
+def check_tree(root: Path) -> None:
+    """Refuse a run directory with anything but files and folders in it: through a link, what is written there would go into a file of
+    the user's, and what is read would come from one."""
+    pending = [str(root)] if os.path.isdir(root) else []
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                folder = entry.is_dir(follow_symlinks=False)
+                plain = folder or entry.is_file(follow_symlinks=False)
+                text = "is a link, a pipe or a device, and a run has only files; remove it"
+                require(plain, f"{root}: {entry.path} {text}")
+                if folder and entry.path not in [os.path.join(root, own) for own in TRACKERS]:
+                    pending.append(entry.path)
+
+
+@contextmanager
+def explained(directory: Path) -> Iterator[None]:
+    """Turn what a user can fix (a full disk, a directory that cannot be written) into one line; the rest propagates."""
+    try:
+        yield
+    except Exception as error:  # of safetensors and shutil too, which have kinds of their own
+        kind = error.errno if isinstance(error, OSError) else None
+        said, resume = str(error), f"then 'posttrain resume {directory}'"
+        if isinstance(error, UserError):
+            raise
+        if kind in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in said:
+            text = f"no space left on the disk of {directory}; free some, {resume}"
+        elif kind == errno.EFBIG or "File too large" in said:
+            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {resume}"
+        elif isinstance(error, REFUSED) or kind in (errno.EROFS, errno.ENAMETOOLONG):
+            text = f"cannot write the run directory {directory}: {os.strerror(kind or 0)}; choose another"
+        else:
+            raise
+        raise UserError(text) from error
 
 
 def model_folder(path: Path) -> Path:
@@ -20,7 +115,8 @@ def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
     without it, a file that is written at every step does not wait for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process that was killed, or put there
+        with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             if durable:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
-from posttrain.system.files import atomic_folder
+from posttrain.system.files import MAX_FILE, atomic_folder, atomic_write, open_file, read_json
 from posttrain.types import JSON
 
 MANIFEST = "manifest.json"
@@ -29,7 +29,7 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 FORMAT = 2  # 2: state.json names the frozen models by their weights
 READABLE = (1, 2)
 # what reading a manifest that something else wrote may raise
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+UNREADABLE = (UserError, OSError, ValueError, KeyError, TypeError, AttributeError)
 OTHER = "the checkpoint is of another model"
 
 
@@ -134,7 +134,7 @@ def steps(directory: Path) -> list[Path]:
 def verify(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = read_json(path / MANIFEST)
         if manifest["format"] not in READABLE:
             known = " and ".join(map(str, READABLE))
             return f"{path / MANIFEST} is of format {manifest['format']}, this version of posttrain reads {known}"
@@ -142,19 +142,20 @@ def verify(path: Path) -> str | None:
             return f"{path / MANIFEST} says step {manifest['step']}"
         for name in FILES:
             file, facts = path / name, manifest["files"][name]
-            if not file.is_file():
+            if not file.exists():
                 return f"{file} is missing"
             if file.stat().st_size != facts["size"] or _digest(file) != facts["sha256"]:
                 return f"{file} is damaged: its contents do not match the manifest"
     except UNREADABLE as error:
-        return f"{path / MANIFEST} cannot be read: {type(error).__name__}"
+        text = str(error) if isinstance(error, UserError) else type(error).__name__
+        return f"{path / MANIFEST} cannot be read: {text}"
     return None
 
 
 def whole(path: Path) -> bool:
     """Whether all files are there in the sizes that the manifest says: `verify` without reading the tensors."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
+        files = read_json(path / MANIFEST)["files"]
         return all((path / name).stat().st_size == files[name]["size"] for name in FILES)
     except UNREADABLE:
         return False
@@ -180,11 +181,11 @@ def size(path: Path) -> int:
 def load(path: Path) -> Checkpoint:
     """Read a verified checkpoint, of this format or an older one."""
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = read_json(path / "state.json", MAX_FILE)
         model, optimizer = (load_file(path / name) for name in FILES[:2])
         return Checkpoint(_number(path), model, optimizer, state)
     # it verified, so it was made like this
-    except (SafetensorError, ValueError, RecursionError) as error:
+    except (SafetensorError, ValueError, UserError) as error:
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 
 
@@ -208,9 +209,9 @@ def sweep(directory: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_file(path, limit=1 << 62) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _write_json(path: Path, value: JSON) -> None:
-    path.write_text(json.dumps(value, allow_nan=False))
+    atomic_write(path, json.dumps(value, allow_nan=False), durable=False)

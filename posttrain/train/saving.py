@@ -19,8 +19,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from posttrain.errors import Checked, Positive, Several, require
+from posttrain.errors import Checked, Positive, Several, UserError, require
 from posttrain.events import Events
+from posttrain.system.files import MAX_FILE, read_json
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 from posttrain.types import JSON
@@ -79,10 +80,8 @@ class Store:
         names it: a run that resumes there must find it."""
         named = []
         for path in self.published():
-            with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one names none
-                named.append(
-                    self.best(json.loads((path / "state.json").read_text())["best"]["step"])
-                )
+            with suppress(OSError, UserError, KeyError, TypeError):  # a damaged one names none
+                named.append(self.best(read_json(path / "state.json", MAX_FILE)["best"]["step"]))
         checkpoint.save(self.directory / "best", made, 1, named)
 
     def best(self, step: int) -> Path:

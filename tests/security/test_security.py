@@ -219,7 +219,7 @@ def test_a_model_of_a_billion_layers_is_refused_before_they_are_made(model: Path
     tree = json.loads(path.read_text())
     path.write_text(json.dumps(tree | {"num_hidden_layers": 10**9, "layer_types": None}))
     began = time.monotonic()
-    with pytest.raises(UserError, match="config.json asks for 1000000000 layers, and the weights are .* tensors"):
+    with pytest.raises(UserError, match="config.json asks for 1000000000 layers .*, and the weights are .* tensors"):
         load(str(model))
     assert time.monotonic() - began < 20
 
