@@ -19,7 +19,6 @@ from posttrain.events import printable
 from posttrain.runs.layout import RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
 from posttrain.system import machine
-from posttrain.system.files import read_text
 from posttrain.types import JSON, Message, Sampler, Sampling
 
 if TYPE_CHECKING:

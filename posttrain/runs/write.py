@@ -11,6 +11,7 @@ A process killed at any moment leaves a run that can be read, and resumed by the
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -86,7 +87,7 @@ class RunWriter:
     @staticmethod
     def check_place(directory: Path) -> None:
         """Refuse, without writing, a directory that `create` would refuse, as far as that can be seen."""
-        with _explained(directory):
+        with explained(directory):
             _refuse_used(directory)
             there = next(
                 path for path in (directory, *directory.absolute().parents) if path.exists()
@@ -205,7 +206,7 @@ class RunWriter:
 
     def answers(self, rows: Sequence[AnswerRow]) -> None:
         """Write what the stages answer, replacing an earlier file whole."""
-        with _explained(self.directory):
+        with explained(self.directory):
             lines = b"".join(layout.dump_line(asdict(row)) for row in rows)
             atomic_write(self.directory / layout.ANSWERS, lines)
 

@@ -17,6 +17,7 @@ from posttrain.runs.layout import AnswerRow
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.stages.train import DataStage
+from posttrain.system.files import read_text
 from posttrain.tasks.base import Task
 from posttrain.types import Message, Sampling
 
@@ -45,7 +46,7 @@ def answering_models(directory: Path, stages: Iterable[str]) -> dict[str, Path]:
     return {
         name: folders[name]
         for name, file in configs.items()
-        if file.is_file() and "ForSequenceClassification" not in file.read_text("utf-8")
+        if file.is_file() and "ForSequenceClassification" not in read_text(file)
     }
 
 
