@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "recipes": f"{LOOP} runs monitor stages",
     "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers",
     "pipeline": f"{LOOP} runs loop stages recipes config monitor __version__",
-    "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline __version__",
+    "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline serve __version__",
     "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe",
     "cluster": f"{MODELS} train",
     "serve": f"{MODELS} engine",

@@ -67,6 +67,9 @@ BOUNDED = {
     "rewards/sandbox/child.py: os.write(2, ascii(name).encode()[:200] + b'\\n')": "the same",
     "rewards/sandbox/child.py: os.write(1, b'ready\\n')": "the same",
     "rewards/sandbox/child.py: os.write(1, b'began\\n')": "the same",
+    "serve/models.py: self.updates.get()": "the engine ends every answer or fails, and a client that hangs up cancels it",
+    "serve/app.py: asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)": "the same",
+    "serve/server.py: asyncio.run(answer([self.socket]))": "a thread that serves until it is told to end",
     "runs/console.py: capture.get()": "text that is there already",
 }
 

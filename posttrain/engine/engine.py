@@ -41,12 +41,13 @@ class Session:
 
 
 class Engine:
-    """A `Sampler` in this process. `processes` are the cores that it may use on a CPU, 0 for all; see engine/forked.py."""
+    """A `Sampler` in this process. `processes` are the cores that it may use on a CPU, 0 for all; see engine/forked.py. `bursts` is how
+    often a poll decodes where nothing finishes: 1 where somebody reads along (`written`), 0 for what is fastest."""
 
-    def __init__(self, policy: Policy, max_rows: int = 256, processes: int = 0):
+    def __init__(self, policy: Policy, max_rows: int = 256, processes: int = 0, bursts: int = 0):
         self.policy, self.capacity, self.processes = policy, max_rows, processes or forked.CORES
         check_threads(self.processes, "processes")
-        self.version = 0
+        self.version, self.bursts = 0, bursts
         self.scheduler: Scheduler | None = None
         self.pool = forked.EngineWorkers()
         weakref.finalize(self, self.pool.close)
@@ -121,6 +122,10 @@ class Engine:
             self.pool.cancel(known)
             self.scheduler.cancel(known)
 
+    def written(self, sessions: Collection[int]) -> dict[int, Completion]:
+        """What those of the sessions that are being decoded in this process have sampled so far; `finish` is empty."""
+        return {} if self.scheduler is None else self.scheduler.written(sessions)
+
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         if weights is not None:
             self.release()
@@ -188,6 +193,7 @@ class Engine:
         if self.scheduler is None:
             self.scheduler = Scheduler(self.policy, self._backend(), self.capacity)
             self.scheduler.version = self.version
+            self.scheduler.backend.bursts = self.bursts or self.scheduler.backend.bursts
         return self.scheduler
 
     def _backend(self) -> Backend:

@@ -177,6 +177,15 @@ class Scheduler:
             self.backend.drop(self.kept.pop(session))
         self._rest()
 
+    def written(self, sessions: Collection[int]) -> dict[int, Completion]:
+        """What the live rows of these sessions have sampled so far."""
+        lengths, found = self.rows.live("count").tolist(), dict[int, Completion]()
+        for slot, length in zip(self.rows.live("output").tolist(), lengths, strict=True):
+            work, member = self.members[slot]
+            if (session := work.requests[member].session) in sessions:
+                found[session] = self._completion(work, slot, length)
+        return found
+
     @torch.inference_mode()
     def publish(self, version: int) -> None:
         """Sample with the weights of this moment from now on. Every cache is of the old ones: rows go back to the queue."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from posttrain import cli
 from posttrain.commands import inspect
-from posttrain.commands.inspect import sample_stages
+from posttrain.commands.inspect import sample, sample_stages
 from posttrain.commands.label import Labels
+from posttrain.commands.serve import serving
 from posttrain.errors import UserError
 from posttrain.models.load import locate
 from posttrain.models.save import save
@@ -41,6 +43,39 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = [{"stage": "sft", "name": name} for name in ("sft", "judge", "rl")]
     (folder / CONFIG).write_text(json.dumps({"format": FORMAT, "stages": stages}))
     return folder
+
+
+def test_every_stage_is_served_under_its_name(run: Path) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 3, "temperature": 0})
+    with serving(str(run), ["port=0", "device=cpu", "token=mine"]) as (server, lines), server.in_thread() as url:
+        assert lines == [f"serving sft, rl at {url}/v1"]  # a token that is made is shown, one that is given is not
+        connection, headers = HTTPConnection(url.removeprefix("http://"), timeout=30), {"Authorization": "Bearer mine"}
+
+        def ask(method: str, path: str, body: str | None = None) -> Any:
+            connection.request(method, path, body, headers)
+            return json.loads(connection.getresponse().read())
+
+        assert [(card["id"], card["max_model_len"]) for card in ask("GET", "/v1/models")["data"]] == [
+            ("sft", 2048),
+            ("rl", 2048),
+        ]
+        for stage, named in (("rl", {}), ("sft", {"model": "sft"})):  # the last one where none is named
+            answer = ask("POST", "/v1/chat/completions", json.dumps(json.loads(body) | named))
+            [expected] = sample(str(run / "stages" / stage), "1+1=", SHORT)
+            assert answer["choices"][0]["message"]["content"] == expected.text and answer["model"] == stage
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "said"),
+    [("nowhere", [], "there is no model directory nowhere"), ("RUN", ["port=99999"], "port"), ("RUN", ["prot=1"], "prot"),
+     ("RUN", ["port=0", "host=203.0.113.1"], "cannot listen on 203.0.113.1:0"), ("RUN", ["loaded=0"], "loaded")],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_in_one_line(
+    run: Path, model: str, settings: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", model.replace("RUN", str(run)), "device=cpu", *settings]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
 
 
 def test_a_run_and_a_stage_stand_for_their_models(run: Path) -> None:

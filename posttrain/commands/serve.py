@@ -1,0 +1,96 @@
+"""Serves a model, or the models of a run's stages under their names, through an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from posttrain import config
+from posttrain.commands.inspect import MachineOptions, open_policy, stage_models
+from posttrain.errors import Count, Range, check_fields, require
+from posttrain.runs.layout import CONFIG
+from posttrain.runs.read import Run
+from posttrain.system.files import model_folder
+
+if TYPE_CHECKING:
+    from posttrain.serve.server import Server
+
+BASE = "base"  # the model that the first stage of a run began with
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(MachineOptions):
+    """Options of `posttrain serve`."""
+
+    host: str = "127.0.0.1"  # others than this machine's own need a token
+    port: Annotated[int, Range(ge=0, le=65535)] = 8000  # 0: one that is free
+    token: str = ""  # "": none on this machine, else a new one, which is printed
+    hosts: tuple[str, ...] = ()  # names in the Host header besides addresses and this machine's
+    loaded: Count = 2  # models in memory
+    rows: Count = 256  # samples that are decoded at once
+    requests: Count = 1024  # that wait or are answered at once; others are refused with 429
+    max_new_tokens: Count = 2048  # where a request does not say
+    body_bytes: Count = 4 << 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self)
+
+
+def model_places(model: str) -> dict[str, str]:
+    """Where the models are that are served, by name, in the order in which a run made them; the last one is the default."""
+    folder = Path(model).expanduser()
+    if not (folder / CONFIG).is_file():
+        return {folder.name if folder.exists() else model: model}
+    stages = Run(folder).config.get("stages") or [{}]
+    first = str(stages[0].get("model", ""))
+    elsewhere = bool(first) and (Path(first).expanduser().is_dir() or "/" in first)
+    base = {BASE: first} if elsewhere else {}
+    return base | {name: str(place) for name, place in stage_models(folder).items()}
+
+
+def context_length(place: str) -> int | None:
+    """What the configuration of a model on this machine says, before it is loaded."""
+    with suppress(OSError, ValueError, AttributeError):
+        tree = json.loads((model_folder(Path(place).expanduser()) / "config.json").read_text())
+        return int(tree.get("max_position_embeddings")) or None
+    return None
+
+
+@contextmanager
+def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Sequence[str]]]:
+    """A server of a model or a run whose port is open and whose default model is loaded, and lines to show."""
+    needs = "serve needs its packages: pip install 'posttrain[serve]'"
+    require(all(map(find_spec, ("starlette", "uvicorn"))), needs)
+    from posttrain.serve.app import Limits, application
+    from posttrain.serve.models import Models
+    from posttrain.serve.server import Address, make_server
+
+    pairs = dict(config.pair(argument) for argument in settings)
+    options: ServeOptions = config.from_tree(pairs, ServeOptions, "serve")
+    places = model_places(model)
+    default = [*places][-1]
+    first = {default: open_policy(places[default], options.device)}
+    lengths = {name: context_length(place) for name, place in places.items()}
+    models = Models(
+        lengths,
+        lambda name: first.pop(name, None) or open_policy(places[name], options.device),
+        default,
+        options.loaded,
+        options.rows,
+        options.max_new_tokens,
+    )
+    address = Address(options.host, options.port, options.token, options.hosts).secured()
+    limits = Limits(options.body_bytes, options.requests)
+    try:
+        server = make_server(application(models, limits), address, limits)
+        lines = [f"serving {', '.join(places)} at {server.url}/v1"]
+        made = address.token != options.token
+        yield server, lines + ([f"token: {address.token}"] if made else [])
+    finally:
+        models.close()

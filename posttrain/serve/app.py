@@ -1,0 +1,261 @@
+"""The HTTP side of a server: routes, what is refused before a request is read, and answers whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import re
+import socket
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from posttrain.serve.wire import (
+    Answer,
+    Body,
+    ChatBody,
+    Delta,
+    Form,
+    Refused,
+    TextBody,
+    read_body,
+    refusal,
+)
+from posttrain.types import JSON
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class Source(Protocol):
+    """Answers requests: the models of a server, or the policy of an episode."""
+
+    @property
+    def names(self) -> Mapping[str, int | None]:
+        """Its models, and the length of their context where it is known."""
+
+    async def answer(self, body: Body) -> Answer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server takes. A request beyond these is refused, before its body is read where that can be."""
+
+    body_bytes: int = 4 << 20
+    requests: int = 1024  # that are answered or wait at the same time
+    read_seconds: float = 30.0  # until a request's body is there
+    send_seconds: float = 60.0  # that a client may take to read what is sent
+
+
+@dataclass(eq=False)
+class Guard:
+    """Stands before the application: who may ask, from where, how much, and how slowly."""
+
+    app: Any
+    token: str = ""
+    hosts: Sequence[str] = ()
+    limits: Limits = Limits()
+    busy: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_in_time(message: Any) -> None:
+            async with asyncio.timeout(self.limits.send_seconds):
+                await send(message)
+
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        try:
+            self.check(scope, headers)
+        except Refused as error:
+            retry = {"retry-after": "1"} if error.status in (429, 503) else {}
+            response = JSONResponse(error.body(), error.status, {**retry, "connection": "close"})
+            await response(scope, receive, send_in_time)
+            return
+        self.busy += 1
+        try:
+            await self.app(scope, receive, send_in_time)
+        except (TimeoutError, ClientDisconnect):  # it does not read, or is gone
+            return
+        finally:
+            self.busy -= 1
+
+    def check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        host = headers.get("host", "")
+        if not permitted(host, self.hosts):
+            text = f"the host {host[:100]!r} is not this server's; name it with hosts="
+            raise Refused(403, text, "host_not_allowed")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise Refused(403, "requests of other sites are refused", "origin_not_allowed")
+        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise Refused(401, "a token is needed: Authorization: Bearer TOKEN", "invalid_api_key")
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self.limits.body_bytes:
+            raise too_large(self.limits)
+        if self.busy >= self.limits.requests:
+            text = f"{self.busy} requests are being answered; ask again later"
+            raise Refused(429, text, "queue_full")
+
+
+def permitted(host: str, hosts: Sequence[str]) -> bool:
+    """Whether a Host header names this server: by an address, which no name of another site can be, or by a name that is its own."""
+    name = re.sub(r":[0-9]+$", "", host).lower()
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+        return True
+    except ValueError:
+        return name in ("localhost", socket.gethostname().lower(), *(h.lower() for h in hosts))
+
+
+def too_large(limits: Limits) -> Refused:
+    text = f"a body has at most {limits.body_bytes:,} bytes, and says how many"
+    return Refused(413, text, "body_too_large")
+
+
+async def read(request: Request, limits: Limits) -> bytes:
+    """The body, where it is there in time and no longer than permitted."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.read_seconds):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise too_large(limits)
+    except TimeoutError:
+        text = f"the body did not come within {limits.read_seconds:g} s"
+        raise Refused(408, text, "request_timeout") from None
+    return b"".join(parts)
+
+
+async def respond(request: Request, source: Source, kind: type[Body], limits: Limits) -> Response:
+    """The answer to a completion: whole, or as a stream. A client that hangs up ends what is decoded for it."""
+    try:
+        body = read_body(await read(request, limits), kind)
+        answer = await source.answer(body)
+        form = Form(body, answer)
+        if not body.stream:
+            return JSONResponse(form.whole(await collected(request, answer.deltas)))
+        first = await anext(answer.deltas)  # what the engine refuses has a status of its own
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        found = _logged(error)
+        return JSONResponse(found.body(), found.status)
+    chunks = events(form, first, answer.deltas)
+    unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(chunks, media_type="text/event-stream", headers=unbuffered)
+
+
+async def collected(request: Request, deltas: AsyncIterator[Delta]) -> list[Delta]:
+    """All choices, whole, in order."""
+
+    async def collect() -> dict[int, Delta]:
+        found: dict[int, Delta] = {}
+        async for delta in deltas:
+            found.setdefault(delta.index, Delta(delta.index)).add(delta)
+        return found
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        found = await work
+    finally:
+        for task in (work, gone):
+            task.cancel()
+    return [found[index] for index in sorted(found)]
+
+
+async def events(form: Form, first: Delta, deltas: AsyncIterator[Delta]) -> AsyncIterator[str]:
+    """A stream of server-sent events. An error in the middle of it is one, which clients raise."""
+    begun: set[int] = set()
+    tokens = 0
+
+    def chunks(delta: Delta) -> str:
+        found = form.chunks(delta, delta.index not in begun)
+        begun.add(delta.index)
+        return "".join(map(event, found))
+
+    async with aclosing(deltas):  # type: ignore[type-var]
+        try:
+            tokens += len(first.ids)
+            yield chunks(first)
+            async for delta in deltas:
+                tokens += len(delta.ids)
+                if text := chunks(delta):
+                    yield text
+            yield "".join(map(event, form.last(tokens)))
+        except Exception as error:
+            yield event(_logged(error).body())
+    yield "data: [DONE]\n\n"
+
+
+def event(tree: JSON) -> str:
+    return f"data: {json.dumps(tree)}\n\n"
+
+
+def _logged(error: Exception) -> Refused:
+    found = refusal(error)
+    if found.status >= 500 and not isinstance(error, Refused):
+        traceback.print_exception(error)
+    return found
+
+
+def application(source: Source, limits: Limits) -> Starlette:
+    """The routes of a server."""
+
+    async def chat(request: Request) -> Response:
+        return await respond(request, source, ChatBody, limits)
+
+    async def text(request: Request) -> Response:
+        return await respond(request, source, TextBody, limits)
+
+    async def models(request: Request) -> Response:
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "posttrain",
+                "max_model_len": length,
+            }
+            for name, length in source.names.items()
+        ]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def health(request: Request) -> Response:
+        return Response()
+
+    async def missing(request: Request, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
+        text = f"{request.method} {request.url.path[:100]}: there are {known}"
+        return JSONResponse(Refused(status, text, "unknown_url").body(), status)
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", text, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})

@@ -1,0 +1,199 @@
+"""Conversations that were served, as ids. A client sends its messages anew with each request; where they begin with what was served
+before, the history is the ids that were read and sampled then, never a new rendering of them. A changed history begins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.chat import render_prompt, render_turn
+from posttrain.data.records import Tools, parse_messages, parse_tools
+from posttrain.data.text import REPLACEMENT, Decoder
+from posttrain.errors import UserError
+from posttrain.serve.calls import parse_calls, visible
+from posttrain.serve.wire import Call, ChatBody, Delta
+from posttrain.types import JSON, Message, Segment
+
+LINKS = ("id", "tool_call_id")  # ids of calls, which templates need not show
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A turn of the assistant: what was given before it since the turn before, and what was sampled."""
+
+    before: Turn | None
+    given: tuple[int, ...]
+    reply: Segment
+    history: tuple[Message, ...]  # the messages before the reply
+
+    def path(self) -> Iterator[Turn]:
+        """This turn and those before it, the first one first."""
+        if self.before is not None:
+            yield from self.before.path()
+        yield self
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Everything up to the end of the reply."""
+        parts = ((*turn.given, *turn.reply.ids.tolist()) for turn in self.path())
+        return tuple(i for part in parts for i in part)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A conversation to be answered: the turn that it continues, if any, the ids since, and the messages."""
+
+    before: Turn | None
+    given: tuple[int, ...]
+    messages: tuple[Message, ...]
+    tools: Tools = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return (*(() if self.before is None else self.before.ids), *self.given)
+
+
+class Conversations:
+    """Turns by the messages that lead to them; the last `limit` that were used are known."""
+
+    def __init__(self, tokenizer: Any, limit: int):
+        self.tokenizer, self.limit = tokenizer, limit
+        self.turns: OrderedDict[bytes, Turn] = OrderedDict()
+
+    def prompt(self, body: ChatBody) -> Prompt:
+        """What the policy reads of a conversation, as it continues one that was served."""
+        rows = [_row(message) for message in body.messages]
+        messages = parse_messages(rows, "messages")
+        shown = body.tools if body.tool_choice == "auto" else None
+        tools = parse_tools(shown, "tools") if shown else None
+        digests = _digests(messages, tools)
+        for place in reversed(range(1, len(messages))):
+            turn = self.turns.get(digests[place - 1])
+            if turn is None:
+                continue
+            self.turns.move_to_end(digests[place - 1])
+            since, reply = messages[place:], turn.reply
+            stop = int(reply.ids[-1]) if reply.finish == "stop" else None
+            try:
+                given = render_turn(self.tokenizer, turn.history, since, stop, "messages", tools)
+            except UserError:  # a template that cannot go on from a turn as it is
+                break
+            return Prompt(turn, given, messages, tools)
+        ids = render_prompt(self.tokenizer, messages, "messages", tools)
+        return Prompt(None, ids, messages, tools)
+
+    def add(self, prompt: Prompt, answer: Delta, reply: Segment) -> Turn:
+        """Remember a turn under the message that the client was sent, and will send back."""
+        turn = Turn(prompt.before, prompt.given, reply, prompt.messages)
+        calls = [call.tree() for call in answer.calls]
+        row = {"role": "assistant", "content": answer.text, "tool_calls": calls}
+        said = parse_messages([row], "the answer")
+        self.turns[_digests((*prompt.messages, *said), prompt.tools)[-1]] = turn
+        while len(self.turns) > self.limit:
+            self.turns.popitem(last=False)
+        return turn
+
+
+def _row(message: JSON) -> JSON:
+    """A message as templates know it: OpenAI's newer name of the system role is the system's."""
+    if not isinstance(message, dict):
+        return message
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    rest = {key: value for key, value in message.items() if key not in ("annotations", "refusal")}
+    return {**rest, "role": role}
+
+
+def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """One for each beginning of a conversation, whatever the order of keys and the ids of calls."""
+    state, found = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()), []
+    for message in messages:
+        state.update(json.dumps(_without_links(message.row()), sort_keys=True).encode() + b"\n")
+        found.append(state.digest())
+    return found
+
+
+def _without_links(value: JSON) -> JSON:
+    if isinstance(value, dict):
+        return {key: _without_links(inner) for key, inner in value.items() if key not in LINKS}
+    return [_without_links(inner) for inner in value] if isinstance(value, list) else value
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer as it comes: tokens in, text out. It ends where the model stops, at a limit, or where a stop text is complete."""
+
+    decoder: Decoder
+    index: int = 0
+    stops: tuple[str, ...] = ()
+    limit: int = 1 << 62  # tokens
+    tools: bool = False
+    ids: list[int] = field(default_factory=list)
+    sent: int = 0  # characters of the text
+    ended: str = ""  # stop | length | cut: before the model was at its end
+
+    def __post_init__(self) -> None:
+        self.whole = Delta(self.index)  # all that was fed so far
+
+    def feed(self, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Delta:
+        """What is new. The token that completes a stop text belongs to the answer; the text ends before it."""
+        first, named, calls = len(self.ids), finish, tuple[Call, ...]()
+        self.ids += ids
+        if len(self.ids) > self.limit:
+            self.ids, named, finish = self.ids[: self.limit], "length", "cut"
+        whole, offsets = self.decoder.decode(self.ids)
+        text = whole
+        if (place := self._stop(whole)) is not None:
+            count = int(np.searchsorted(offsets, place[1])) + 1
+            finish = "cut" if count < len(self.ids) or finish != "stop" else finish
+            text, named, self.ids, offsets = (
+                whole[: place[0]],
+                "stop",
+                self.ids[:count],
+                offsets[:count],
+            )
+        if self.tools and named:
+            text, calls = parse_calls(text)
+        elif not named:
+            held = max((len(stop) - 1 for stop in self.stops), default=0)
+            text = text.rstrip(REPLACEMENT)
+            text = text[: max(self.sent, len(text) - held)]
+            text = visible(text) if self.tools else text
+        new = self.ids[first:]
+        bounds = [*offsets[first - 1 : first].tolist(), *offsets[first:].tolist()]
+        delta = Delta(self.index, text[self.sent :], new, list(logprobs)[: len(new)])
+        delta.start = bounds.pop(0) if first else 0
+        delta.tokens = self._tokens(new, whole, [delta.start, *bounds])
+        delta.calls, delta.finish = calls, "tool_calls" if calls else named
+        self.sent, self.ended = max(self.sent, len(text)), finish
+        self.whole.add(delta)
+        return delta
+
+    def _stop(self, text: str) -> tuple[int, int] | None:
+        """Where the first stop text in it begins and ends."""
+        at = ((text.find(stop, max(0, self.sent - len(stop))), stop) for stop in self.stops)
+        return min(((place, place + len(stop)) for place, stop in at if place >= 0), default=None)
+
+    def _tokens(self, ids: Sequence[int], text: str, bounds: Sequence[int]) -> list[str]:
+        """The characters that each token completes; of a control token its name."""
+        tokenizer = self.decoder.tokenizer
+        special = set(tokenizer.all_special_ids)
+        named = [str(tokenizer.convert_ids_to_tokens(i)) if i in special else "" for i in ids]
+        spans = zip(named, bounds[:-1], bounds[1:], strict=True)
+        return [name or text[start:end] for name, start, end in spans]
+
+    def segment(self, reply: Segment) -> Segment:
+        """The reply as far as the answer goes: what was sampled after its end is no part of it."""
+        if self.ended != "cut":
+            return reply
+        count = len(self.ids)
+        text, offsets = self.decoder.decode(self.ids)
+        assert reply.logprobs is not None and reply.versions is not None
+        kept = {"logprobs": reply.logprobs[:count], "versions": reply.versions[:count]}
+        return Segment(reply.ids[:count], text, True, offsets=offsets, finish="cut", **kept)

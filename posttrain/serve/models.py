@@ -1,0 +1,307 @@
+"""The models that are served, and the thread that samples from them. Requests arrive while others are decoded, and all of one model
+are decoded together. Models are loaded when they are first asked for; the one that was not asked for longest makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from posttrain.data.text import Decoder
+from posttrain.engine.engine import Engine
+from posttrain.engine.random import derive
+from posttrain.models.policy import Policy
+from posttrain.serve.conversations import Choice, Conversations, Prompt
+from posttrain.serve.wire import Answer, Body, ChatBody, Delta, Refused, TextBody
+from posttrain.types import Completion, Request, Segment
+
+IDLE_SECONDS = 0.5  # between two looks of a thread that has nothing to do
+KEPT = (
+    256  # conversations of a model whose ids, and sessions whose caches, are kept for another turn
+)
+LONG = 1 << 20  # tokens, where a model does not say how long its context is
+ID_BYTES = 8
+
+Found = tuple[int, Completion | Exception]  # which choice of a request, and what is new of it
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One sample that a client waits for or, where it `streams`, reads along with."""
+
+    request: Request
+    index: int
+    updates: asyncio.Queue[Found]
+    streams: bool
+    sent: int = 0  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session that the engine keeps, with the ids of all its turns."""
+
+    number: int
+    turn: int
+    ids: bytes
+
+
+class ServedModel:
+    """A model that is loaded. The engine and `tickets` belong to the sampling thread, all else to the event loop."""
+
+    def __init__(self, name: str, policy: Policy, rows: int):
+        self.name, self.tokenizer = name, policy.tokenizer
+        self.engine = Engine(policy, rows, processes=1, bursts=1)
+        self.vocabulary = len(policy.head.weight_VH)
+        self.decoder = Decoder(policy.tokenizer)
+        self.conversations = Conversations(policy.tokenizer, KEPT)
+        self.positions = policy.positions or LONG
+        self.sessions: list[Session] = []  # in the order of their last use
+        self.tickets: dict[int, Ticket] = {}
+        self.requests = 0  # that are being answered
+
+    def prompts(self, body: Body) -> list[Prompt]:
+        if isinstance(body, ChatBody):
+            return [self.conversations.prompt(body)]
+        assert isinstance(body, TextBody)
+        found = []
+        for given in body.prompts():
+            ids = self.tokenizer(given)["input_ids"] if isinstance(given, str) else given
+            if not ids or not all(0 <= i < self.vocabulary for i in ids):
+                known = f"at least one id, each from 0 to {self.vocabulary - 1}"
+                raise Refused(400, f"prompt: a prompt needs {known}", "invalid_prompt", "prompt")
+            found.append(Prompt(None, tuple(ids), ()))
+        return found
+
+    def take_session(self, ids: Sequence[int]) -> Session | None:
+        """The kept session that has computed most of these ids; it is then nobody else's."""
+        whole = np.array(ids, np.int64).tobytes()
+        fits = [s for s in self.sessions if len(s.ids) < len(whole) and whole.startswith(s.ids)]
+        found = max(fits, key=lambda session: len(session.ids), default=None)
+        if found is not None:
+            self.sessions.remove(found)
+        return found
+
+
+class SamplingThread(threading.Thread):
+    """Polls the engines of all models that have something to decode."""
+
+    def __init__(self) -> None:
+        super().__init__(name="sampling", daemon=True)
+        self.orders: deque[Callable[[], None]] = deque()
+        self.awake, self.closing = threading.Event(), False
+        self.models: list[ServedModel] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.updates: list[tuple[Ticket, Completion | Exception]] = []  # not handed out yet
+
+    def order(self, work: Callable[[], None]) -> None:
+        """Let the thread do something between two bursts. Called from the event loop."""
+        self.loop = asyncio.get_running_loop()
+        self.orders.append(work)
+        self.awake.set()
+
+    def close(self) -> None:
+        self.closing = True
+        self.awake.set()
+        self.join(30)
+
+    def run(self) -> None:
+        while not self.closing:
+            self.awake.clear()
+            while self.orders:
+                self.orders.popleft()()
+            busy = [model for model in self.models if model.tickets]
+            for model in busy:
+                self.step(model)
+            if self.updates and self.loop is not None:
+                updates, self.updates = self.updates, []
+                with suppress(RuntimeError):  # the loop was closed: nobody reads
+                    self.loop.call_soon_threadsafe(_hand_out, updates)
+            if not busy:
+                self.awake.wait(IDLE_SECONDS)
+        for model in self.models:
+            model.engine.close()
+
+    def submit(self, model: ServedModel, tickets: Sequence[Ticket]) -> None:
+        try:
+            model.engine.submit([ticket.request for ticket in tickets])
+        except Exception as error:
+            self.updates += [(ticket, error) for ticket in tickets]
+            return
+        model.tickets |= {ticket.request.session: ticket for ticket in tickets}
+
+    def cancel(self, model: ServedModel, sessions: Sequence[int]) -> None:
+        model.engine.cancel(sessions)
+        for session in sessions:
+            model.tickets.pop(session, None)
+
+    def step(self, model: ServedModel) -> None:
+        """One burst: what is finished, and what is new of those that are read along with."""
+        try:
+            finished = model.engine.poll(0.0)
+        except Exception as error:  # the engine has forgotten everything, and can go on
+            self.updates += [(ticket, error) for ticket in model.tickets.values()]
+            self.cancel(model, [*model.tickets, *model.engine.sessions])
+            return
+        for request, completion in finished:
+            if (ticket := model.tickets.pop(request.session, None)) is not None:
+                self.updates.append((ticket, _after(completion, ticket.sent)))
+        streams = {number for number, ticket in model.tickets.items() if ticket.streams}
+        for number, so_far in model.engine.written(streams).items() if streams else ():
+            ticket = model.tickets[number]
+            if len(so_far.ids) > ticket.sent:
+                self.updates.append((ticket, _after(so_far, ticket.sent)))
+                ticket.sent = len(so_far.ids)
+
+
+def _hand_out(updates: Sequence[tuple[Ticket, Completion | Exception]]) -> None:
+    for ticket, found in updates:
+        ticket.updates.put_nowait((ticket.index, found))
+
+
+def _after(completion: Completion, sent: int) -> Completion:
+    ids, logprobs, versions = completion.ids, completion.logprobs, completion.versions
+    return Completion(ids[sent:], logprobs[sent:], versions[sent:], completion.finish)
+
+
+@dataclass(eq=False)
+class Models:
+    """The models of a server. `load` makes one by its name, in a thread; at most `loaded` of them are in memory."""
+
+    names: dict[str, int | None]  # and the length of their context, where it is known
+    load: Callable[[str], Policy]
+    default: str  # that is meant where a request names none
+    loaded: int = 1
+    rows: int = 256
+    max_new_tokens: int = 2048  # of an answer whose request does not say
+    ready: dict[str, ServedModel] = field(default_factory=dict)  # the last one used comes last
+
+    def __post_init__(self) -> None:
+        self.thread, self.loading = SamplingThread(), asyncio.Lock()
+        self.numbers = count()
+        self.thread.start()
+
+    def close(self) -> None:
+        self.thread.close()
+
+    async def model(self, name: str) -> ServedModel:
+        """The model called `name`; it is loaded now where nobody has asked for it before."""
+        name = name or self.default
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise Refused(404, f"no model {name!r}; there are {known}", "model_not_found", "model")
+        async with self.loading:
+            if name not in self.ready:
+                self._make_room()
+                policy = await asyncio.to_thread(self.load, name)
+                served = self.ready[name] = ServedModel(name, policy, self.rows)
+                self.names[name] = policy.positions
+                self.thread.order(lambda: self.thread.models.append(served))
+            model = self.ready[name] = self.ready.pop(name)
+            return model
+
+    def _make_room(self) -> None:
+        while len(self.ready) >= self.loaded:
+            idle = next((model for model in self.ready.values() if not model.requests), None)
+            if idle is None:
+                text = f"{', '.join(self.ready)} are busy, and there is no room for another model; ask again later"
+                raise Refused(503, text, "models_busy")
+            del self.ready[idle.name]
+            self.thread.order(lambda model=idle: self._unload(model))  # type: ignore[misc]
+
+    def _unload(self, model: ServedModel) -> None:
+        self.thread.models.remove(model)
+        model.engine.close()
+
+    async def answer(self, body: Body) -> Answer:
+        """Begin to answer a request; what cannot be answered is refused here. `deltas` are to be read at once, or not at all."""
+        model = await self.model(body.model)
+        prompts = model.prompts(body)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        tokens = body.tokens(longest, model.positions, self.max_new_tokens)
+        asked = Asked(self, model, body, prompts, tokens)
+        return Answer(model.name, [prompt.ids for prompt in prompts], asked.deltas())
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request while it is answered: a ticket and a choice for each sample of each prompt."""
+
+    models: Models
+    model: ServedModel
+    body: Body
+    prompts: Sequence[Prompt]
+    tokens: int  # that an answer may have
+    updates: asyncio.Queue[Found] = field(default_factory=asyncio.Queue)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """The pieces of all choices as they come. However this ends, nothing is decoded for it afterwards."""
+        body, model, thread = self.body, self.model, self.models.thread
+        tickets = self.tickets()
+        choices = [
+            Choice(model.decoder, n, body.stops, tools=self.prompts[n // body.n].tools is not None)
+            for n in range(len(tickets))
+        ]
+        running = set(range(len(tickets)))
+        model.requests += 1
+        thread.order(lambda: thread.submit(model, tickets))
+        try:
+            while running:
+                index, found = await self.updates.get()
+                if isinstance(found, Exception):
+                    raise found
+                if index not in running:
+                    continue
+                choice = choices[index]
+                delta = choice.feed(found.ids.tolist(), found.logprobs.tolist(), found.finish)
+                if choice.ended:
+                    self.keep(tickets[index].request, self.prompts[index // body.n], choice)
+                    running.discard(index)
+                yield delta
+        finally:
+            model.requests -= 1
+            self.cancel(tickets[index].request.session for index in running)
+
+    def tickets(self) -> list[Ticket]:
+        """One for each sample. A prompt that continues what a kept session has computed is a turn of that session."""
+        body, numbers, found = self.body, self.models.numbers, list[Ticket]()
+        sampling, alone = body.sampling(self.tokens), body.n == 1
+        seed = secrets.randbits(62) if body.seed is None else body.seed % (1 << 62)
+        for prompt in self.prompts:
+            ids, group, turn = prompt.ids, next(numbers), 0
+            session = self.model.take_session(ids) if alone else None
+            if session is not None:
+                ids, turn = ids[len(session.ids) // ID_BYTES :], session.turn + 1
+            for _ in range(body.n):
+                number = next(numbers) if session is None else session.number
+                own = derive(seed, len(found)) if found else seed
+                request = Request(ids, own, sampling, number, turn, group, keep=alone)
+                streams = body.stream or bool(body.stops)
+                found.append(Ticket(request, len(found), self.updates, streams))
+        return found
+
+    def keep(self, request: Request, prompt: Prompt, choice: Choice) -> None:
+        """Remember a finished turn for the one after it, and the session that has computed it."""
+        ids = np.array(choice.ids, np.int64)
+        if prompt.messages:
+            reply = Segment(ids, choice.whole.text, True, finish=choice.ended)
+            self.model.conversations.add(prompt, choice.whole, reply)
+        if choice.ended == "cut":
+            self.cancel([request.session])
+        elif request.keep:
+            whole = np.concatenate([np.array(prompt.ids, np.int64), ids]).tobytes()
+            sessions = self.model.sessions
+            sessions.append(Session(request.session, request.turn, whole))
+            self.cancel(sessions.pop(0).number for _ in range(len(sessions) - KEPT))
+
+    def cancel(self, sessions: Iterable[int]) -> None:
+        thread, gone = self.models.thread, list(sessions)
+        if gone:
+            thread.order(lambda: thread.cancel(self.model, gone))

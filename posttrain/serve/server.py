@@ -1,0 +1,132 @@
+"""Runs an application on a port: in this thread until it is interrupted, or in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from posttrain.errors import UserError
+from posttrain.serve.app import Guard, Limits
+
+HEADER_SECONDS = 10.0  # until the headers of a request are there
+IDLE_SECONDS = 60.0  # that a connection is kept between two requests
+STOP_SECONDS = 5.0
+BACKLOG = 4096
+
+
+class Protocol(H11Protocol):  # type: ignore[misc]  # untyped where it is not installed
+    """HTTP/1.1 that closes a connection whose headers do not come in time."""
+
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:  # they are there
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+        elif self.timer is None:
+            self._wait()
+
+    def _wait(self) -> None:
+        self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, and who may ask: beyond this machine only those with the token."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str = ""
+    hosts: Sequence[str] = ()  # names of this server in the Host header, besides its addresses
+
+    @property
+    def loopback(self) -> bool:
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def secured(self) -> Address:
+        """With a token that was made now, where one is needed and none is given."""
+        if self.token or self.loopback:
+            return self
+        return Address(self.host, self.port, secrets.token_urlsafe(24), self.hosts)
+
+    def listen(self) -> socket.socket:
+        """The socket. A port of 0 is one that is free."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # asyncio sends at once, without waiting for an acknowledgement (40 ms), only where a socket names the protocol
+        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind((self.host, self.port))
+            found.listen(BACKLOG)
+        except (OSError, OverflowError) as error:
+            found.close()
+            raise UserError(
+                f"cannot listen on {self.host}:{self.port}: {error}; give another port= or host="
+            ) from None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server whose port is open."""
+
+    server: uvicorn.Server
+    socket: socket.socket
+    host: str
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.socket.getsockname()[1]}"
+
+    def run(self) -> None:
+        """Answer requests until the process is interrupted."""
+        self.server.run([self.socket])
+
+    @contextmanager
+    def in_thread(self) -> Iterator[str]:
+        """Answer requests in a thread for as long as this is open: the URL."""
+        answer = self.server.serve
+        work = threading.Thread(target=lambda: asyncio.run(answer([self.socket])), daemon=True)
+        work.start()
+        try:
+            yield self.url
+        finally:
+            self.server.should_exit = True
+            work.join(STOP_SECONDS)
+
+
+def make_server(app: Any, address: Address, limits: Limits) -> Server:
+    guard = Guard(app, address.token, (address.host, *address.hosts), limits)
+    config = uvicorn.Config(
+        guard,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(IDLE_SECONDS),
+        timeout_graceful_shutdown=int(STOP_SECONDS),
+        h11_max_incomplete_event_size=1 << 16,
+    )
+    return Server(uvicorn.Server(config), address.listen(), address.host)

@@ -1,0 +1,302 @@
+"""The wire format of an OpenAI-compatible server: bodies of requests, checked, and what is sent back, whole or in chunks.
+
+Beyond OpenAI's: `top_k`, `min_tokens`, prompts of ids, and `return_token_ids`, as vLLM spells them. What the engine cannot do is
+refused by name; only settings that change nothing in an answer (`user`, `metadata`, ...) are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from posttrain.errors import UserError
+from posttrain.types import JSON, Sampling
+
+IGNORED = frozenset({"user", "metadata", "store", "parallel_tool_calls", "service_tier"})
+IGNORED |= {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+# settings with one value that asks for nothing; null asks for nothing either
+NEUTRAL: dict[str, JSON] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_p"), 0),
+    **{"repetition_penalty": 1, "best_of": 1, "echo": False, "ignore_eos": False},
+    **{"logit_bias": {}, "suffix": "", "modalities": ["text"], "response_format": {"type": "text"}},
+}
+MAX_CHOICES = 128
+MISSING = -9999.0  # for a log-prob of minus infinity, which JSON has not
+TEXT_TOKENS = 16  # of /v1/completions where none are asked for, as OpenAI's
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, text: str, code: str = "", param: str | None = None):
+        super().__init__(text)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> JSON:
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+        kinds[429] = "rate_limit_error"
+        kind = kinds.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code or None}
+        return {"error": error}
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides its chunks."""
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both kinds of completions take."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str = ""  # that of the server where none is named
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = None
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(s for s in ([self.stop] if isinstance(self.stop, str) else self.stop) if s)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of an answer; None where the request does not say."""
+        return self.max_tokens
+
+    def tokens(self, prompt: int, context: int, default: int) -> int:
+        """Tokens that an answer to a prompt of so many may have."""
+        room = context - prompt
+        tokens = self.limit or min(default, max(room, 1))
+        if tokens > room:
+            text = f"the prompt has {prompt} tokens and the answer may have {tokens}: more than the context of {context}"
+            raise Refused(400, text, "context_length_exceeded", "messages")
+        return tokens
+
+    def sampling(self, tokens: int) -> Sampling:
+        fewest = min(self.min_tokens, tokens)
+        return Sampling(tokens, self.temperature, max(self.top_k, 0), self.top_p, fewest)
+
+
+class ChatBody(Body):
+    """/v1/chat/completions."""
+
+    messages: list[Any] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    tools: list[Any] | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TextBody(Body):
+    """/v1/completions. A prompt is text or ids, alone or several of them."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=0)  # 0: of the sampled tokens
+
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        return given if several else [given]
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens or TEXT_TOKENS
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def read_body(data: bytes, kind: type[Kind]) -> Kind:
+    """A request's body, or a refusal that names what is wrong in it."""
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}", "invalid_json") from None
+    if not isinstance(tree, dict):
+        raise Refused(400, f"the body must be an object, not {type(tree).__name__}", "invalid_json")
+    kept = {}
+    for key, value in tree.items():
+        if key in NEUTRAL and value not in (None, NEUTRAL[key]):
+            text = f"{key} is not supported by this engine; leave it out"
+            raise Refused(400, text, "unsupported_parameter", key)
+        if value is not None and key not in IGNORED and key not in NEUTRAL:
+            kept[key] = value
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)[0]
+        at = ".".join(map(str, found["loc"]))
+        raise Refused(400, f"{at}: {found['msg']}", found["type"], at) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool; `arguments` is a text of JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def tree(self) -> dict[str, JSON]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of a choice: text, tokens, calls, and how it ended."""
+
+    index: int
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)  # the text of each
+    start: int = 0  # where in the choice's text the first of these tokens begins
+    calls: tuple[Call, ...] = ()
+    finish: str = ""  # stop | length | tool_calls
+
+    def add(self, more: Delta) -> None:
+        self.text += more.text
+        self.ids += more.ids
+        self.logprobs += more.logprobs
+        self.tokens += more.tokens
+        self.calls, self.finish = more.calls or self.calls, more.finish or self.finish
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What a request is answered with: the prompts as the model reads them, and the choices piece by piece."""
+
+    model: str
+    prompts: Sequence[Sequence[int]]
+    deltas: AsyncIterator[Delta]
+
+
+class Form:
+    """How an answer to one request is written: chat, or text."""
+
+    def __init__(self, body: Body, answer: Answer):
+        self.body, self.prompts = body, answer.prompts
+        self.chat = isinstance(body, ChatBody)
+        asked = getattr(body, "logprobs", None)
+        self.logprobs = asked is not None and asked is not False
+        self.head = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": answer.model,
+        }
+
+    def usage(self, tokens: int) -> JSON:
+        prompt = sum(map(len, self.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
+
+    def whole(self, answers: Sequence[Delta]) -> JSON:
+        """The answer in one piece."""
+        choices = []
+        for one in answers:
+            choice = self._choice(one, self._message(one) if self.chat else one.text)
+            if self.body.return_token_ids and not self.chat:
+                choice["prompt_token_ids"] = list(self.prompts[one.index // self.body.n])
+            choices.append(choice)
+        tree = {**self.head, "object": "chat.completion" if self.chat else "text_completion"}
+        tree |= {"choices": choices, "usage": self.usage(sum(len(one.ids) for one in answers))}
+        if self.body.return_token_ids and self.chat:
+            tree["prompt_token_ids"] = list(self.prompts[0])
+        return tree
+
+    def chunks(self, delta: Delta, first: bool) -> Iterator[JSON]:
+        """What is new of a choice; `first`: nothing of it was sent before."""
+        if not self.chat:
+            yield self._chunk([self._choice(delta, delta.text)])
+            return
+        start: dict[str, JSON] = {"role": "assistant", "content": ""} if first else {}
+        text = {"content": delta.text} if delta.text else {}
+        ended = Delta(delta.index, finish=delta.finish)
+        opening = self._chunk([self._choice(Delta(delta.index), start)])
+        if first and self.body.return_token_ids:
+            opening["prompt_token_ids"] = list(self.prompts[0])
+        if first:
+            yield opening
+        if delta.ids or text:
+            delta.finish = ""
+            yield self._chunk([self._choice(delta, text)])
+        for place, call in enumerate(delta.calls):
+            whole = {"index": place, **call.tree()}
+            function = {"index": place, "function": {"arguments": call.arguments}}
+            whole["function"] = {"name": call.name, "arguments": ""}
+            for part in (whole, function):
+                yield self._chunk([self._choice(Delta(delta.index), {"tool_calls": [part]})])
+        if ended.finish:
+            yield self._chunk([self._choice(ended, {})])
+
+    def last(self, tokens: int) -> Iterator[JSON]:
+        if self.body.stream_options.include_usage:
+            yield {**self._chunk([]), "usage": self.usage(tokens)}
+
+    def _chunk(self, choices: list[JSON]) -> dict[str, JSON]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        usage = {"usage": None} if self.body.stream_options.include_usage else {}
+        return {**self.head, "object": kind, "choices": choices, **usage}
+
+    def _message(self, one: Delta) -> JSON:
+        calls = [call.tree() for call in one.calls]
+        content = one.text if one.text or not calls else None
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _choice(self, one: Delta, said: JSON) -> dict[str, JSON]:
+        chunk = "delta" if self.body.stream else "message"
+        choice: dict[str, JSON] = {"index": one.index, (chunk if self.chat else "text"): said}
+        choice["logprobs"] = self._logprobs(one) if self.logprobs and one.ids else None
+        choice["finish_reason"] = one.finish or None
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(one.ids)
+        return choice
+
+    def _logprobs(self, one: Delta) -> JSON:
+        values = [max(value, MISSING) for value in one.logprobs]
+        if self.chat:
+            content = [
+                {"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []}
+                for t, v in zip(one.tokens, values, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        starts = list(accumulate(map(len, one.tokens), initial=one.start))[:-1]
+        tree = {"tokens": one.tokens, "token_logprobs": values, "text_offset": starts}
+        return {**tree, "top_logprobs": None}
+
+
+def refusal(error: Exception) -> Refused:
+    """Any error as a request's answer. What is not the client's fault is not described to it."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, UserError):
+        return Refused(400, str(error), "invalid_request")
+    return Refused(500, f"the server failed: {type(error).__name__}; its log says more")
