@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "system": "types",
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",
-    "tasks": f"{LEAVES} catalogue data.records rewards",
+    "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve",
     "runs": f"{LEAVES} data.safe_readers system.files system.processes",
     "algorithms": f"{LEAVES} ops",
     "data": f"{LEAVES} ops",

@@ -1,58 +1,60 @@
-"""Calls of tools in what a model wrote: Hermes and Qwen (`<tool_call>{...}</tool_call>`), and Llama 3 (a turn that is one object)."""
+"""Calls of tools in an answer, as the wire has them."""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from posttrain.data.calls import OPEN, PYTHON_TAG, Format, calls
 from posttrain.serve.wire import Call
-
-TAG = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-OPENINGS = ("<tool_call>", "<|python_tag|>")
+from posttrain.types import JSON
 
 
-def parse_calls(text: str) -> tuple[str, tuple[Call, ...]]:
-    """The text apart from its calls, and the calls. What cannot be read as one stays text.
+@dataclass(frozen=True, slots=True)
+class CallReader:
+    """Reads the calls of tools that a request has, in the format of a chat template.
 
-    >>> said, calls = parse_calls('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    >>> said, calls[0].name, calls[0].arguments
+    >>> reader = CallReader("hermes", {"add": {}})
+    >>> said, found = reader.read('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    >>> said, found[0].name, found[0].arguments
     ('Let me see.', 'add', '{"a": 1}')
-    >>> parse_calls("<tool_call>{</tool_call>")
+    >>> reader.read("<tool_call>{</tool_call>")
     ('<tool_call>{</tool_call>', ())
+    >>> reader.visible("Sure. <tool_"), reader.visible("a < b")
+    ('Sure. ', 'a < b')
     """
-    calls, rest, place = [], "", 0
-    for found in TAG.finditer(text):
-        call = _call(found[1])
-        if call is not None:
-            calls.append(call)
-            rest, place = rest + text[place : found.start()], found.end()
-    if calls:
-        return (rest + text[place:]).rstrip(), tuple(calls)
-    whole = _call(text.strip().removeprefix("<|python_tag|>"))
-    return ("", (whole,)) if whole is not None else (text, ())
 
+    form: Format
+    tools: Mapping[str, JSON]  # schemas by name
 
-def visible(text: str) -> str:
-    """As much of an unfinished text as cannot be the beginning of a call.
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What a call begins with; a whole turn of JSON also does in Llama's."""
+        tags = tuple(f"<{name}>" for name in self.tools)
+        return {"hermes": (OPEN,), "llama3": (PYTHON_TAG,), "tag": tags}.get(self.form, ())
 
-    >>> visible("Sure. <tool_"), visible(' {"name"'), visible("a < b")
-    ('Sure. ', '', 'a < b')
-    """
-    if text.lstrip()[:1] == "{":
-        return ""
-    ends = [text.find(opening) for opening in OPENINGS]
-    for opening in OPENINGS:
-        starts = (len(text) - n for n in range(len(opening) - 1, 0, -1) if n <= len(text))
-        ends += [at for at in starts if opening.startswith(text[at:])]
-    return text[: min((end for end in ends if end >= 0), default=len(text))]
+    def read(self, text: str) -> tuple[str, tuple[Call, ...]]:
+        """What comes before the calls, and the calls. Where one of them cannot be read, all is text."""
+        found = calls(self.form, text, self.tools)
+        if not found or any(call.problem for call in found):
+            return text, ()
+        made = [Call(call.name, self._arguments(call.name, call.arguments)) for call in found]
+        return self.visible(text).rstrip(), tuple(made)
 
+    def visible(self, text: str) -> str:
+        """As much of a text as cannot be the beginning of a call."""
+        if self.form == "llama3" and text.lstrip()[:1] == "{":
+            return ""
+        ends = [len(text), *(end for o in self.openings if (end := text.find(o)) >= 0)]
+        ends += [
+            len(text) - n for o in self.openings for n in range(1, len(o)) if text.endswith(o[:n])
+        ]
+        return text[: min(ends)]
 
-def _call(text: str) -> Call | None:
-    try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
-        return None
-    given = tree.get("arguments", tree.get("parameters", {}))
-    return Call(tree["name"], given if isinstance(given, str) else json.dumps(given))
+    def _arguments(self, name: str, given: Mapping[str, JSON] | str) -> str:
+        """As JSON; a text is that of the tool's first parameter."""
+        if not isinstance(given, str):
+            return json.dumps(given)
+        known = (self.tools.get(name) or {}).get("parameters", {}).get("properties", {})
+        return json.dumps({next(iter(known), "input"): given})

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.data.calls import format_of
 from posttrain.data.chat import render_prompt, render_turn
 from posttrain.data.records import Tools, parse_messages, parse_tools
 from posttrain.data.text import REPLACEMENT, Decoder
 from posttrain.errors import UserError
-from posttrain.serve.calls import parse_calls, visible
+from posttrain.serve.calls import CallReader
 from posttrain.serve.wire import Call, ChatBody, Delta
 from posttrain.types import JSON, Message, Segment
 
@@ -31,7 +32,6 @@ class Turn:
     before: Turn | None
     given: tuple[int, ...]
     reply: Segment
-    history: tuple[Message, ...]  # the messages before the reply
 
     def path(self) -> Iterator[Turn]:
         """This turn and those before it, the first one first."""
@@ -82,16 +82,22 @@ class Conversations:
             since, reply = messages[place:], turn.reply
             stop = int(reply.ids[-1]) if reply.finish == "stop" else None
             try:
-                given = render_turn(self.tokenizer, turn.history, since, stop, "messages", tools)
+                given = render_turn(self.tokenizer, since, stop, "messages")
             except UserError:  # a template that cannot go on from a turn as it is
                 break
             return Prompt(turn, given, messages, tools)
         ids = render_prompt(self.tokenizer, messages, "messages", tools)
         return Prompt(None, ids, messages, tools)
 
+    def reader(self, tools: Tools) -> CallReader | None:
+        """Reads the calls of an answer, where the request has tools."""
+        schemas = [tool.get("function", tool) for tool in tools or ()]
+        form = format_of(str(self.tokenizer.chat_template))
+        return CallReader(form, {str(one.get("name")): one for one in schemas}) if tools else None
+
     def add(self, prompt: Prompt, answer: Delta, reply: Segment) -> Turn:
         """Remember a turn under the message that the client was sent, and will send back."""
-        turn = Turn(prompt.before, prompt.given, reply, prompt.messages)
+        turn = Turn(prompt.before, prompt.given, reply)
         calls = [call.tree() for call in answer.calls]
         row = {"role": "assistant", "content": answer.text, "tool_calls": calls}
         said = parse_messages([row], "the answer")
@@ -133,7 +139,7 @@ class Choice:
     index: int = 0
     stops: tuple[str, ...] = ()
     limit: int = 1 << 62  # tokens
-    tools: bool = False
+    tools: CallReader | None = None
     ids: list[int] = field(default_factory=list)
     sent: int = 0  # characters of the text
     ended: str = ""  # stop | length | cut: before the model was at its end
@@ -159,12 +165,12 @@ class Choice:
                 offsets[:count],
             )
         if self.tools and named:
-            text, calls = parse_calls(text)
+            text, calls = self.tools.read(text)
         elif not named:
             held = max((len(stop) - 1 for stop in self.stops), default=0)
             text = text.rstrip(REPLACEMENT)
             text = text[: max(self.sent, len(text) - held)]
-            text = visible(text) if self.tools else text
+            text = self.tools.visible(text) if self.tools else text
         new = self.ids[first:]
         bounds = [*offsets[first - 1 : first].tolist(), *offsets[first:].tolist()]
         delta = Delta(self.index, text[self.sent :], new, list(logprobs)[: len(new)])
@@ -195,5 +201,5 @@ class Choice:
         count = len(self.ids)
         text, offsets = self.decoder.decode(self.ids)
         assert reply.logprobs is not None and reply.versions is not None
-        kept = {"logprobs": reply.logprobs[:count], "versions": reply.versions[:count]}
-        return Segment(reply.ids[:count], text, True, offsets=offsets, finish="cut", **kept)
+        logprobs, versions = reply.logprobs[:count], reply.versions[:count]
+        return Segment(reply.ids[:count], text, True, logprobs, offsets, versions, "cut")

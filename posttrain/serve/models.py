@@ -246,8 +246,8 @@ class Asked:
         body, model, thread = self.body, self.model, self.models.thread
         tickets = self.tickets()
         choices = [
-            Choice(model.decoder, n, body.stops, tools=self.prompts[n // body.n].tools is not None)
-            for n in range(len(tickets))
+            Choice(model.decoder, n, body.stops, tools=model.conversations.reader(prompt.tools))
+            for n, prompt in enumerate(prompt for prompt in self.prompts for _ in range(body.n))
         ]
         running = set(range(len(tickets)))
         model.requests += 1

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.data.calls import Format, format_of, shows_tools
 from posttrain.errors import Count, NotNegative, Whole, check_fields, require
 from posttrain.tasks.base import Generate, Limits, Task
-from posttrain.tasks.tools._formats import Format, format_of, shows_tools
 from posttrain.tasks.tools.base import Tool
 from posttrain.tasks.tools.toolbox import MAX_OUTPUT, Toolbox
 from posttrain.types import Message, Problem, Rollout, Score
@@ -17,7 +17,7 @@ from posttrain.types import Message, Problem, Rollout, Score
 @dataclass(frozen=True)
 class ToolUse(Task):
     """Problems, prompts and scores are those of `task`. What is scored is the final answer: the argument of the tool `answer`, else the
-    first turn without a call. `format` is how calls are written, `auto` as the chat template teaches (tasks/tools/_formats.py)."""
+    first turn without a call. `format` is how calls are written, `auto` as the chat template teaches (data/calls.py)."""
 
     task: Task
     tools: tuple[Tool, ...]

@@ -12,9 +12,7 @@ from contextlib import suppress
 from inspect import isawaitable
 from typing import Any
 
-from posttrain.errors import require
-from posttrain.tasks.base import STOPS, Generate
-from posttrain.tasks.tools._formats import (
+from posttrain.data.calls import (
     Call,
     Format,
     calls,
@@ -23,6 +21,8 @@ from posttrain.tasks.tools._formats import (
     observation,
     shows_tools,
 )
+from posttrain.errors import require
+from posttrain.tasks.base import STOPS, Generate
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
 from posttrain.types import JSON, Message
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from posttrain import config
+from posttrain.data.calls import Call, calls, format_of
 from posttrain.errors import UserError
-from posttrain.tasks.tools._formats import Call, calls, format_of
 from posttrain.tasks.tools.answer import Answer
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolFailure
 from posttrain.tasks.tools.calculator import Calculator

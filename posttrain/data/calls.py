@@ -12,10 +12,17 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from posttrain.tasks.tools.base import Signature
 from posttrain.types import JSON, THINK, THINK_END, Message
+
+
+class Named(Protocol):
+    """A tool that has a name, and is described by its text."""
+
+    @property
+    def name(self) -> str: ...
+
 
 Format = Literal["hermes", "llama3", "tag", "call"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -47,7 +54,7 @@ def shows_tools(form: Format) -> bool:
     return form in ("hermes", "llama3")
 
 
-def explained(form: Format, prompt: Sequence[Message], tools: Sequence[Signature]) -> list[Message]:
+def explained(form: Format, prompt: Sequence[Message], tools: Sequence[Named]) -> list[Message]:
     """The prompt with what the model must know to call tools, in front of its last message."""
     if form != "tag" or not tools:
         return list(prompt)
