@@ -187,6 +187,7 @@ def check_named(stages: Sequence[Stage]) -> None:
     checks: dict[str, Callable[[str], None]] = {
         "reward": lambda name: trust.require_code("reward", name),
         "sandbox": trust.require_sandbox,
+        "command": trust.require_command,
         "url": trust.require_address,
         "key_variable": trust.require_variable,
     }

@@ -161,6 +161,10 @@ class Episode:
         return str(self.episodes.decoder.tokenizer.chat_template or "")
 
     @property
+    def decoder(self) -> Decoder:
+        return self.episodes.decoder
+
+    @property
     def turn(self) -> int:
         return sum(s.sampled for s in self.segments)
 
@@ -350,11 +354,11 @@ class _Episodes:
         self.ended = set()
         turns = sorted(self.asked, key=lambda t: (*t.episode.place, t.request.session))
         self.asked = []
-        first: list[Request] = []
+        first: list[_Turn] = []
         for turn in turns:
             request = turn.request
             if not request.turn:
-                first.append(request)
+                first.append(turn)
             else:
                 try:
                     self.sampler.submit([request])
@@ -363,8 +367,25 @@ class _Episodes:
                     continue
             self.submitted[request.session, request.turn] = turn
         if first:
-            self.sampler.submit(first)
+            self.submit_first(first)
         self.seconds.generate += time.perf_counter() - now
+
+    def submit_first(self, turns: Sequence[_Turn]) -> None:
+        """First turns together: those of a group are prefilled once. A prompt of the task that is too long ends the run, what an
+        episode gave ends the episode."""
+        try:
+            self.sampler.submit([turn.request for turn in turns])
+        except UserError as error:
+            if len(turns) > 1:
+                for turn in turns:
+                    self.submit_first([turn])
+                return
+            [turn] = turns
+            request = turn.request
+            if request.ids is self.prompt_ids.get(turn.draw):
+                raise
+            del self.submitted[request.session, request.turn]
+            self.deliver(turn, ContextFull(str(error)))
 
     def poll(self) -> None:
         """Let the sampler go on for a burst; deliver what is finished, in the order of the requests where that counts."""

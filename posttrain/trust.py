@@ -113,6 +113,10 @@ class Trust:
         said = not command or self.typed.get("checkpoint_hook") == command
         self._require(said, ": checkpoint_hook would run a program; ")
 
+    def require_command(self, command: str) -> None:
+        """For a task whose episodes are a program of the user's."""
+        self._require(self.said(command), f": the command {command!r} would run a program; ")
+
     def require_trackers(self, names: Sequence[str]) -> None:
         """W&B takes the server that is sent its key, and more, from a file in the working directory, which may be untrusted."""
         given = next((place for place in WANDB_SETTINGS if Path(place).is_file()), "")

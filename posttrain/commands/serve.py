@@ -88,7 +88,7 @@ def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Seque
     address = Address(options.host, options.port, options.token, options.hosts).secured()
     limits = Limits(options.body_bytes, options.requests)
     try:
-        server = make_server(application(models, limits), address, limits)
+        server = make_server(application(lambda _: models, limits), address, limits)
         lines = [f"serving {', '.join(places)} at {server.url}/v1"]
         made = address.token != options.token
         yield server, lines + ([f"token: {address.token}"] if made else [])

@@ -32,6 +32,7 @@ from posttrain.serve.wire import (
 )
 from posttrain.types import JSON
 
+RETRY = "x-stainless-retry-count"  # in the headers of OpenAI's clients
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -44,7 +45,8 @@ class Source(Protocol):
     def names(self) -> Mapping[str, int | None]:
         """Its models, and the length of their context where it is known."""
 
-    async def answer(self, body: Body) -> Answer: ...
+    async def answer(self, body: Body, retry: bool) -> Answer:
+        """Begin to answer; `retry`: the client has asked this before, and did not get the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +144,14 @@ async def read(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-async def respond(request: Request, source: Source, kind: type[Body], limits: Limits) -> Response:
+async def respond(
+    request: Request, find: Callable[[Request], Source], kind: type[Body], limits: Limits
+) -> Response:
     """The answer to a completion: whole, or as a stream. A client that hangs up ends what is decoded for it."""
     try:
         body = read_body(await read(request, limits), kind)
-        answer = await source.answer(body)
+        retry = request.headers.get(RETRY, "0") != "0"
+        answer = await find(request).answer(body, retry)
         form = Form(body, answer)
         if not body.stream:
             return JSONResponse(form.whole(await collected(request, answer.deltas)))
@@ -221,14 +226,14 @@ def _logged(error: Exception) -> Refused:
     return found
 
 
-def application(source: Source, limits: Limits) -> Starlette:
-    """The routes of a server."""
+def application(find: Callable[[Request], Source], limits: Limits, prefix: str = "") -> Starlette:
+    """The routes of a server; `find` gives who answers a request."""
 
     async def chat(request: Request) -> Response:
-        return await respond(request, source, ChatBody, limits)
+        return await respond(request, find, ChatBody, limits)
 
     async def text(request: Request) -> Response:
-        return await respond(request, source, TextBody, limits)
+        return await respond(request, find, TextBody, limits)
 
     async def models(request: Request) -> Response:
         cards = [
@@ -239,23 +244,29 @@ def application(source: Source, limits: Limits) -> Starlette:
                 "owned_by": "posttrain",
                 "max_model_len": length,
             }
-            for name, length in source.names.items()
+            for name, length in find(request).names.items()
         ]
         return JSONResponse({"object": "list", "data": cards})
 
     async def health(request: Request) -> Response:
         return Response()
 
+    async def refused(request: Request, error: Exception) -> Response:
+        found = _logged(error)
+        return JSONResponse(found.body(), found.status)
+
     async def missing(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
         text = f"{request.method} {request.url.path[:100]}: there are {known}"
-        return JSONResponse(Refused(status, text, "unknown_url").body(), status)
+        return await refused(request, Refused(status, text, "unknown_url"))
 
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", text, methods=["POST"]),
-        Route("/v1/models", models),
+        Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
+        Route(f"{prefix}/v1/completions", text, methods=["POST"]),
+        Route(f"{prefix}/v1/models", models),
         Route("/health", health),
     ]
-    return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
+    return Starlette(
+        routes=routes, exception_handlers={404: missing, 405: missing, Refused: refused}
+    )

@@ -220,7 +220,7 @@ class Models:
         self.thread.models.remove(model)
         model.engine.close()
 
-    async def answer(self, body: Body) -> Answer:
+    async def answer(self, body: Body, retry: bool = False) -> Answer:
         """Begin to answer a request; what cannot be answered is refused here. `deltas` are to be read at once, or not at all."""
         model = await self.model(body.model)
         prompts = model.prompts(body)

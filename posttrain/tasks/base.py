@@ -59,6 +59,11 @@ class Generate(Protocol):
         """The chat template of the policy's tokenizer; "" where it has none."""
         ...
 
+    @property
+    def decoder(self) -> Any:
+        """Makes text of ids; its `tokenizer` is the policy's."""
+        ...
+
     async def __call__(
         self,
         given: Given | None = None,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.data.calls import Format, format_of, shows_tools
 from posttrain.errors import Count, NotNegative, Whole, check_fields, require
+from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Generate, Limits, Task
 from posttrain.tasks.tools.base import Tool
 from posttrain.tasks.tools.toolbox import MAX_OUTPUT, Toolbox
-from posttrain.types import Message, Problem, Rollout, Score
+from posttrain.types import Problem, Rollout
 
 
 @dataclass(frozen=True)
-class ToolUse(Task):
+class ToolUse(Nested):
     """Problems, prompts and scores are those of `task`. What is scored is the final answer: the argument of the tool `answer`, else the
     first turn without a call. `format` is how calls are written, `auto` as the chat template teaches (data/calls.py)."""
 
@@ -50,45 +50,4 @@ class ToolUse(Task):
         return ("tool",) if shows_tools(form) else ("user",)
 
     def ready(self) -> tuple[str, ...]:
-        return (*self.task.ready(), *(line for tool in self.tools for line in tool.ready()))
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return self.task.levels
-
-    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        return self.task.problems(split, level)
-
-    def prompt(self, problem: Problem) -> tuple[Message, ...]:
-        return self.task.prompt(problem)
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return self.task.score(problem, response)
-
-    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
-        return self.task.score_group(problem, responses)
-
-    def final(self, response: str) -> str | None:
-        return self.task.final(response)
-
-    def demonstration(self, problem: Problem) -> str:
-        return self.task.demonstration(problem)
-
-    @property
-    def verifiable(self) -> bool:
-        return self.task.verifiable
-
-    @property
-    def scores(self) -> bool:
-        return self.task.scores
-
-    @property
-    def isolated(self) -> bool:
-        return self.task.isolated
-
-    def isolates(self, problem: Problem) -> bool:
-        return self.task.isolates(problem)
-
-    @property
-    def seconds(self) -> float:
-        return self.task.seconds
+        return (*super().ready(), *(line for tool in self.tools for line in tool.ready()))

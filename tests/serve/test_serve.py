@@ -81,7 +81,7 @@ class Served:
 
 def serve(policy: Policy, limits: Limits = LIMITS, token: str = "", **more: Any) -> Iterator[Served]:
     models = Models({"tiny": 2048}, lambda name: policy, "tiny", **more)
-    with make_server(application(models, limits), Address(port=0, token=token), limits).in_thread() as url:
+    with make_server(application(lambda _: models, limits), Address(port=0, token=token), limits).in_thread() as url:
         yield Served(url, models, token)
     models.close()
 
@@ -464,7 +464,7 @@ def test_models_are_loaded_when_asked_for_and_make_room_for_others() -> None:
         return make_policy(len(made))
 
     models = Models({"base": None, "rl": None}, load, "rl", loaded=1)
-    with make_server(application(models, Limits()), Address(port=0), Limits()).in_thread() as url:
+    with make_server(application(lambda _: models, Limits()), Address(port=0), Limits()).in_thread() as url:
         served = Served(url, models)
         for name in ("base", "rl", "rl", "base"):
             status, answer = served.post({"model": name, "messages": HI, "max_tokens": 2})

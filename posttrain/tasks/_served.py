@@ -1,0 +1,213 @@
+"""An episode behind an address of its own: what a program asks there is sampled by the policy that is trained, and kept as ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from posttrain.serve.app import Limits, application
+from posttrain.serve.conversations import Choice, Conversations, Prompt, Turn
+from posttrain.serve.server import Address, make_server
+from posttrain.serve.wire import Answer, Body, ChatBody, Delta, Refused, TextBody
+from posttrain.tasks.base import EpisodeEnd, Generate
+from posttrain.types import Rollout, Segment
+
+MODEL = "policy"
+MANY = 1 << 30
+LIMITS = Limits(requests=8192)
+
+Answered = tuple[list[tuple[int, ...]], list[Delta]]  # prompts, and the choices whole
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request of the program: its answer, and whether it has read it."""
+
+    answered: asyncio.Future[Answered]
+    read: bool = False
+
+
+@dataclass(eq=False)
+class ServedEpisode:
+    """Answers the requests of one episode, one after the other. It lives in the event loop of the episodes; `answer` is called in the
+    server's. Turns are sampled as the stage says, whatever temperature is asked for; a stop text or a limit of tokens cuts them."""
+
+    generate: Generate
+    max_calls: int
+    calls: int = 0
+    ended: str = ""  # the limit that was exceeded
+    turns: list[Turn] = field(default_factory=list)
+    final: str = ""  # the text of the last answer
+    asked: dict[str, Asked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.loop, self.lock = asyncio.get_running_loop(), asyncio.Lock()
+        self.decoder = self.generate.decoder
+        self.conversations = Conversations(self.decoder.tokenizer, MANY)
+        self.names = {MODEL: None}
+        self.free = [self.generate]  # the episode's first conversation, until it is begun
+        # conversations that the sampler keeps, by their last turn
+        self.sessions: dict[Turn, Generate] = {}
+        self.work: set[asyncio.Task[Answered]] = set()
+
+    async def answer(self, body: Body, retry: bool) -> Answer:
+        prompts: list[Sequence[int]] = []
+        return Answer(MODEL, prompts, self._deltas(body, retry, prompts))
+
+    async def _deltas(
+        self, body: Body, retry: bool, prompts: list[Sequence[int]]
+    ) -> AsyncIterator[Delta]:
+        """The choices, each whole. One that the client does not wait for is sampled to its end, for when it asks again."""
+        future = asyncio.run_coroutine_threadsafe(self._ask(body, retry), self.loop)
+        asked = await asyncio.shield(asyncio.wrap_future(future))
+        found = asyncio.run_coroutine_threadsafe(_result(asked), self.loop)
+        given, choices = await asyncio.shield(asyncio.wrap_future(found))
+        prompts += given
+        for choice in choices:
+            yield replace(choice)
+        asked.read = True
+
+    async def _ask(self, body: Body, retry: bool) -> Asked:
+        """A request, or the earlier one that it repeats: one that is marked so, or whose answer nobody has read."""
+        digest = body.model_dump_json()
+        known = self.asked.get(digest)
+        if known is not None and (retry or not known.read):
+            self.generate.count("agent/retries")
+            return known
+        task = asyncio.ensure_future(self._complete(body))
+        self.work.add(task)
+        task.add_done_callback(self.work.discard)
+        asked = self.asked[digest] = Asked(task)
+        return asked
+
+    async def _complete(self, body: Body) -> Answered:
+        async with self.lock:  # an episode awaits one turn at a time
+            self.calls += 1
+            if self.calls > self.max_calls:
+                self.ended = self.ended or "call limit"
+                text = f"an episode has at most {self.max_calls} calls"
+                raise Refused(400, text, "call_limit")
+            prompts = list(self._prompts(body))
+            choices = [
+                await self._sample(body, prompt, place * body.n + n)
+                for place, prompt in enumerate(prompts)
+                for n in range(body.n)
+            ]
+            return [prompt.ids for prompt in prompts], choices
+
+    def _prompts(self, body: Body) -> Iterator[Prompt]:
+        if isinstance(body, ChatBody):
+            yield self.conversations.prompt(body)
+            return
+        assert isinstance(body, TextBody)
+        for given in body.prompts():
+            text = isinstance(given, str)
+            ids = tuple(self.decoder.tokenizer(given)["input_ids"] if text else given)
+            size = len(self.decoder.tokenizer)
+            if not ids or not all(0 <= i < size for i in ids):
+                raise Refused(400, f"prompt: give ids from 0 to {size - 1}", "invalid_prompt")
+            whole = [(turn.ids, turn) for turn in self.turns]
+            begins = [
+                pair for pair in whole if len(pair[0]) < len(ids) and pair[0] == ids[: len(pair[0])]
+            ]
+            before = max(begins, key=lambda pair: len(pair[0]), default=((), None))
+            yield Prompt(before[1], ids[len(before[0]) :], ())
+
+    async def _sample(self, body: Body, prompt: Prompt, index: int) -> Delta:
+        """One choice. The conversation that it continues goes on where the sampler keeps it; else another one begins with its ids."""
+        kept = self.sessions.pop(prompt.before, None) if prompt.before is not None else None
+        session = kept or (self.free.pop() if self.free else self.generate.session(""))
+        try:
+            reply = await session(prompt.given if kept else prompt.ids)
+        except EpisodeEnd as end:
+            self.ended = self.ended or end.outcome
+            self.free += [] if kept else [session]  # nothing was sampled in it
+            raise Refused(400, str(end), "context_length_exceeded", "messages") from None
+        reader = self.conversations.reader(prompt.tools)
+        choice = Choice(self.decoder, index, body.stops, body.limit or MANY, reader)
+        assert reply.logprobs is not None
+        choice.feed(reply.ids.tolist(), reply.logprobs.tolist(), reply.finish)
+        segment = choice.segment(reply)
+        if prompt.messages:
+            turn = self.conversations.add(prompt, choice.whole, segment)
+        else:
+            turn = Turn(prompt.before, prompt.given, segment)
+        if choice.ended != "cut":
+            self.sessions[turn] = session
+        self.turns.append(turn)
+        self.final = choice.whole.text
+        return choice.whole
+
+    async def close(self) -> None:
+        """Give up what is being sampled."""
+        work = list(self.work)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+    def rollouts(self, like: Rollout) -> list[Rollout]:
+        """A rollout for each conversation: `like` this one, with its segments. A turn that several have in common is learned once, in
+        the first of them."""
+        parents = {turn.before for turn in self.turns}
+        found, learned = [], set[Turn]()
+        for leaf in (turn for turn in self.turns if turn not in parents):
+            segments: list[Segment] = []
+            for turn in leaf.path():
+                text, offsets = self.decoder.decode(turn.given)
+                given = np.array(turn.given, np.int64)
+                segments.append(Segment(given, text, sampled=False, offsets=offsets))
+                reply = turn.reply
+                if turn in learned:
+                    reply = Segment(reply.ids, reply.text, sampled=False, offsets=reply.offsets)
+                segments.append(reply)
+                learned.add(turn)
+            found.append(replace(like, segments=tuple(segments)))
+        return found
+
+
+async def _result(asked: Asked) -> Answered:
+    return await asyncio.shield(asked.answered)
+
+
+class EpisodeServer:
+    """The server of this process, in a thread. An episode has an address that nobody can guess."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[str, ServedEpisode] = {}
+        app = application(self.find, LIMITS, "/{episode}")
+        self.running = make_server(app, Address(port=0), LIMITS).in_thread()
+        self.url = self.running.__enter__()  # it ends with the process
+
+    def find(self, request: Any) -> ServedEpisode:
+        found = self.episodes.get(request.path_params["episode"])
+        if found is None:
+            raise Refused(404, "this episode has ended", "episode_ended")
+        return found
+
+    @contextmanager
+    def serving(self, episode: ServedEpisode) -> Iterator[tuple[str, str]]:
+        """The base URL of an episode, and a key."""
+        name = secrets.token_urlsafe(16)
+        self.episodes[name] = episode
+        try:
+            yield f"{self.url}/{name}/v1", name
+        finally:
+            del self.episodes[name]
+
+
+@lru_cache(maxsize=1)
+def _server(process: int) -> EpisodeServer:
+    return EpisodeServer()
+
+
+def episode_server() -> EpisodeServer:
+    """Started when it is first asked for; a forked process has one of its own."""
+    return _server(os.getpid())

@@ -1,0 +1,163 @@
+"""An agent that exists: a program that talks with the policy through OpenAI's interface, and is trained as it is.
+
+    task = Outside("python agent.py", Prompts("questions.jsonl", reward="math"))
+
+The command is started for each episode, without a shell, with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the problem as
+one line of JSON on its input. Every turn that it asks for is sampled by the policy and trained on, as the ids that were sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from posttrain.errors import Count, UserError, check_fields, require
+from posttrain.tasks._nested import Nested
+from posttrain.tasks.base import Generate, Task
+from posttrain.types import JSON, Problem, Rollout, Score
+
+KEPT = 1 << 16  # bytes of what a program writes that are kept, the last ones
+CLOSE_SECONDS = 5.0
+
+
+class AgentFailed(Exception):
+    """The program did not do its part: the episode is not scored."""
+
+
+@dataclass(frozen=True)
+class Outside(Nested):
+    """Problems are those of `task`. `reward` is what that task says of the last answer (`task`), or the number that the program prints
+    as its last line (`printed`; it is then given the answer too). A program that fails, is late (`max_seconds`) or asks nothing is an
+    episode without a score, which is counted; one that asks more than `max_calls` times is refused from then on, and scored."""
+
+    command: str
+    task: Task
+    reward: Literal["task", "printed"] = "task"
+    max_calls: Count = 64
+    max_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "outside: ")
+        require(
+            self.max_seconds > 0, f"outside: max_seconds must be positive, not {self.max_seconds}"
+        )
+        words = self.words
+        require(bool(words), "outside: give a command, such as 'python agent.py'")
+        own = type(self.task).run is not Task.run
+        require(not own, "outside: the task has episodes of its own; give one of a single turn")
+
+    @property
+    def words(self) -> list[str]:
+        try:
+            return shlex.split(self.command)
+        except ValueError as error:
+            raise UserError(f"outside: {self.command!r} is not a command line ({error})") from None
+
+    def ready(self) -> tuple[str, ...]:
+        needs = "the task outside needs the server's packages: pip install 'posttrain[serve]'"
+        require(all(map(find_spec, ("starlette", "uvicorn"))), needs)
+        program = self.words[0]
+        require(shutil.which(program) is not None, f"outside: there is no program {program!r}")
+        return super().ready()
+
+    def observation_roles(self, template: str) -> tuple[str, ...]:
+        return ()  # what it asks is not known; a conversation that cannot go on begins anew
+
+    @property
+    def scores(self) -> bool:
+        return self.reward == "printed" or self.task.scores
+
+    async def run(self, problem: Problem, generate: Generate) -> Sequence[Rollout]:
+        from posttrain.tasks._served import ServedEpisode, episode_server
+
+        episode, failure, line = ServedEpisode(generate, self.max_calls), "", ""
+        with episode_server().serving(episode) as (url, key):
+            given = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+            try:
+                line = await self._run(self._problem(problem), os.environ | given)
+            except AgentFailed as error:
+                failure = str(error)
+            finally:
+                await episode.close()
+        generate.count("agent/calls", episode.calls)
+        if not episode.turns:
+            unanswered = f"none of the agent's {episode.calls} calls could be answered"
+            never = "the agent never called the model"
+            raise AgentFailed(failure or (unanswered if episode.calls else never))
+        score = Score.failed(failure, "agent failed") if failure and not episode.ended else None
+        if score is None and self.reward == "printed":
+            score = _printed(line, episode.ended)
+        like = generate.rollout(score, episode.ended, episode.final)
+        return episode.rollouts(like)
+
+    def _problem(self, problem: Problem) -> bytes:
+        messages = [message.row() for message in self.task.prompt(problem)]
+        tree: dict[str, JSON] = {
+            "id": problem.id,
+            "question": problem.question,
+            "messages": messages,
+        }
+        if self.reward == "printed":
+            tree |= {"answer": problem.answer, "facts": problem.facts}
+        return json.dumps(tree).encode() + b"\n"
+
+    async def _run(self, given: bytes, environment: dict[str, str]) -> str:
+        """The last line that the program prints. Nothing of it is left running."""
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.words,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentFailed(f"the agent could not be started: {error}") from None
+        assert process.stdin and process.stdout and process.stderr
+        tails = [asyncio.ensure_future(_tail(s)) for s in (process.stdout, process.stderr)]
+        try:
+            async with asyncio.timeout(self.max_seconds):
+                with suppress(ConnectionError):  # it does not read
+                    process.stdin.write(given)
+                    process.stdin.close()
+                code = await process.wait()
+        except TimeoutError:
+            raise AgentFailed(f"the agent was not done within {self.max_seconds:g} s") from None
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait(tails, timeout=CLOSE_SECONDS)
+            for tail in tails:
+                tail.cancel()
+        printed, complaint = (t.result() if not t.cancelled() and t.done() else "" for t in tails)
+        if code:
+            raise AgentFailed(f"the agent ended with {code}: {complaint}")
+        return printed
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """The last line of a stream that has text in it."""
+    kept = b""
+    while piece := await stream.read(KEPT):
+        kept = (kept + piece)[-KEPT:]
+    lines = kept.decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _printed(line: str, outcome: str) -> Score:
+    with suppress(ValueError):
+        if math.isfinite(value := float(line)):
+            return Score(value, outcome=outcome)
+    return Score.failed(f"the agent's last line is no number: {line[:100]!r}", "no reward")
