@@ -12,11 +12,9 @@ from pathlib import Path
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals import evaluate
 from posttrain.evals.statistics import Comparison, Interval
-from posttrain.runs.layout import json_lines
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import flatten, short
-from posttrain.system.files import read_json
 from posttrain.types import JSON
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
@@ -103,7 +101,7 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
 
 def evaluations(run: Run) -> dict[str, list[dict[str, JSON]]]:
     """For each finished evaluation of a run, in the order of its stages: the rows of its problems."""
-    found = {name: _rows(run, name, PROBLEMS) for name in _stages(run)}
+    found = {name: run.stage_rows(name, PROBLEMS) for name in _stages(run)}
     return {k: rows for k, rows in found.items() if rows and all("outcomes" in r for r in rows)}
 
 
@@ -111,7 +109,7 @@ def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]
     """Figures with intervals in the results of stages that both runs have finished, but for those that are compared in pairs."""
     found = []
     for name in _stages(runs[0]):
-        results = [_rows(run, name, RESULT) for run in runs]
+        results = [run.stage_rows(name, RESULT) for run in runs]
         if name not in known and all(results):
             first, second = (rows[0] for rows in results)
             both = [k for k, v in first.items() if _bounded(v) and _bounded(second.get(k))]
@@ -127,17 +125,6 @@ def _stages(run: Run) -> list[str]:
 def _bounded(value: JSON) -> bool:
     listed = isinstance(value, list) and len(value) == 3
     return listed and all(isinstance(part, int | float) for part in value)
-
-
-def _rows(run: Run, stage: str, name: str) -> list[dict[str, JSON]]:
-    """The objects of a file of a stage, one a line or one in all; none where it has no such file."""
-    path = run.directory / "stages" / stage / name
-    if not path.is_file():
-        return []
-    rows = list(json_lines(path)) if name == PROBLEMS else [read_json(path)]
-    found = [row for row in rows if row is not None]
-    require(len(found) == len(rows), f"{path} is damaged: it should hold JSON objects")
-    return found
 
 
 def _pairs(

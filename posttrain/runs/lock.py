@@ -10,6 +10,7 @@ was not touched for a minute, by the file server's own clock, is taken at once i
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import socket
 import time
@@ -98,6 +99,21 @@ def system_lock(path: Path) -> FileLock | None:
             raise
         return None
     return lock
+
+
+def live_owner(path: Path) -> int | None:
+    """The process that holds the lease of a run: its number, or 0 where it is on another host; None where none does. Takes no lock."""
+    claim = path.with_name(f"{path.name}.holder")
+    owner = SoftFileLease(claim, lease_duration=STALE, heartbeat_interval=HEARTBEAT).owner
+    with suppress(OSError):
+        if owner is None or is_zombie(owner) or time.time() - claim.stat().st_mtime > STALE:
+            return None
+        if host(owner) != socket.gethostname():
+            return 0
+        with suppress(PermissionError):  # of another user
+            os.kill(owner.pid, 0)
+        return owner.pid
+    return None
 
 
 def host(owner: OwnerRecord) -> str:

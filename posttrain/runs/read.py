@@ -58,12 +58,12 @@ class Run:
     def events(self) -> list[EventRow]:
         """All events of all attempts, in the order they were written."""
         records = layout.json_lines(self.directory / layout.EVENTS)
-        return [row for record in records if record and (row := _event(record)) is not None]
+        return [row for record in records if record and (row := parse_event(record)) is not None]
 
     def metrics(self, stage: str | None = None) -> list[Row]:
         """One row a step, by stage and step: the rows of the attempt that counts."""
         records = layout.json_lines(self.directory / layout.METRICS)
-        rows = [row for record in records if record and (row := _row(record)) is not None]
+        rows = [row for record in records if record and (row := parse_row(record)) is not None]
         rows = supersede(rows, self.events())
         return [row for row in rows if stage is None or row.stage == stage]
 
@@ -91,9 +91,20 @@ class Run:
     def rollouts(self, stage: str, step: int) -> list[RolloutRow]:
         """The rollouts of a step, in the order they were written; empty where there are none that count."""
         records = layout.json_lines(layout.rollout_file(self.directory, stage, step))
-        rows = [row for record in records if record and (row := _rollout(record)) is not None]
+        rows = [row for record in records if record and (row := parse_rollout(record)) is not None]
         history = self._history()
         return [row for row in rows if not history.superseded(stage, step, row.attempt)]
+
+    def stage_rows(self, stage: str, name: str) -> list[dict[str, JSON]]:
+        """The objects of a file of a stage, one a line or, of a .json, one in all; none where it has no such file."""
+        require(layout.plain_name(stage), f"stage {stage!r} is not a plain name")
+        path = self.directory / "stages" / stage / name
+        if not path.is_file():
+            return []
+        rows = list(layout.json_lines(path)) if ".jsonl" in name else [read_json(path)]
+        found = [row for row in rows if row is not None]
+        require(len(found) == len(rows), f"{path} is damaged: it should hold JSON objects")
+        return found
 
     def _attempt(self, stage: str, step: int) -> int:
         """Which attempt wrote a step's rollouts: all lines of a file are of one."""
@@ -188,7 +199,7 @@ def _whole_number(value: JSON) -> int | None:
     return value if type(value) is int and 0 <= value < 2**53 else None
 
 
-def _event(record: Mapping[str, JSON]) -> EventRow | None:
+def parse_event(record: Mapping[str, JSON]) -> EventRow | None:
     """A line of events.jsonl; None for one that is JSON but not ours."""
     details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
     attempt, kind = _whole_number(record.get("attempt", 0)), record.get("kind")
@@ -199,7 +210,7 @@ def _event(record: Mapping[str, JSON]) -> EventRow | None:
     return None
 
 
-def _row(record: Mapping[str, JSON]) -> Row | None:
+def parse_row(record: Mapping[str, JSON]) -> Row | None:
     """A line of metrics.jsonl; None for one that is JSON but not ours. Values that are not numbers are left out."""
     stage, step = record.get("stage"), _whole_number(record.get("step"))
     attempt = _whole_number(record.get("attempt"))
@@ -217,7 +228,7 @@ def _row(record: Mapping[str, JSON]) -> Row | None:
     return Row(stage, step, attempt, time, figures)
 
 
-def _rollout(record: Mapping[str, JSON]) -> RolloutRow | None:
+def parse_rollout(record: Mapping[str, JSON]) -> RolloutRow | None:
     """A line of a rollout file; None for one that lacks a field, as another program might write."""
     kind = EpisodeRow if "conversation" in record else RolloutRow
     known = {field.name: record[field.name] for field in fields(kind) if field.name in record}

@@ -252,7 +252,10 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            with suppress(Exception):  # the error itself is what matters
+                self.event("ended", {"error": kind.__name__})
         self.close()
 
 

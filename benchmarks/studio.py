@@ -1,0 +1,90 @@
+"""The studio on a run of 1,000,000 metric points and 100,000 rollouts (1 GB): time to index it, to the first page, of a filter and of a
+search, and the server's memory. `python benchmarks/studio.py [FOLDER]` keeps the run in FOLDER; it prints one JSON line last."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+
+from posttrain.runs.index import Filter, Index
+from posttrain.runs.read import Run
+
+STEPS, FIGURES, FILES, EACH, WORDS = 20_000, 50, 1_000, 100, 1_600
+
+
+def make(directory: Path) -> None:
+    """A run of that size, with text of random words."""
+    directory.mkdir(parents=True)
+    stages = [{"stage": "rl", "name": "rl", "model": "tiny:nano", "steps": STEPS}]
+    (directory / "config.yaml").write_text(yaml.safe_dump({"format": 2, "name": "big", "stages": stages}))
+    draw = random.Random(0)
+    with (directory / "metrics.jsonl").open("w") as file:
+        for step in range(1, STEPS + 1):
+            row = {"step": step, "stage": "rl", "attempt": 1, "time": 1.7e9 + step, "reward": step / STEPS + draw.random()}
+            row |= {f"figure/{n}": draw.random() for n in range(FIGURES - 1)}
+            file.write(json.dumps(row) + "\n")
+    events = [{"kind": "open", "time": 1.7e9, "attempt": 1}, {"kind": "stage", "time": 1.7e9, "attempt": 1, "stage": "rl"}]
+    (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    folder = directory / "rollouts" / "rl"
+    folder.mkdir(parents=True)
+    lexicon = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(30_000)]
+    for number in range(1, FILES + 1):
+        step = number * STEPS // FILES
+        with (folder / f"step-{step:06d}.jsonl").open("w") as file:
+            for sample in range(EACH):
+                row = {"problem": f"train/{sample // 8}", "level": 1, "question": f"question {sample // 8} of step {step}"}
+                row |= {"answer": "7", "sample": sample % 8, "response": " ".join(draw.choices(lexicon, k=WORDS))}
+                reward = float(draw.random() < step / STEPS)
+                row |= {"reward": reward, "parts": {"answer": reward, "format": 1.0}, "failure": None, "finish": "stop"}
+                row |= {"outcome": "correct" if reward else "wrong", "length": WORDS, "version": step - 1, "attempt": 1}
+                file.write(json.dumps(row | {"advantage": draw.gauss(0, 1)}) + "\n")
+
+
+def timed(call) -> float:
+    began = time.perf_counter()
+    call()
+    return round(time.perf_counter() - began, 3)
+
+
+def read_all(index: Index) -> None:
+    while index.read_rollouts(2.0):
+        pass
+
+
+def main(root: Path) -> None:
+    directory = root / "big"
+    if not directory.exists():
+        make(directory)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file() and ".studio" not in path.parts)
+    index = Index(Run(directory))
+    print(f"{size / 1e9:.2f} GB", flush=True)
+    seconds = {"metrics": timed(index.read_metrics), "rollouts": timed(lambda: read_all(index))}
+    print(seconds, f"index {index.path.stat().st_size / 1e6:.0f} MB", flush=True)
+    names = [*index.figures("rl")][:16]
+    seconds["16 charts"] = timed(lambda: [index.series("rl", name) for name in names])
+    asked = {
+        "reward": Filter(reward_from=0.5, step_from=5_000),
+        "part": Filter(part="answer", part_to=0.5),
+        "word": Filter(text=index.text(index.find(Filter(), limit=1))[0].response.split()[3]),
+        "several words": Filter(text=f"question 3 of step {STEPS // 2}"),
+        "two letters": Filter(text="ab"),
+    }
+    for name, wanted in asked.items():
+        seconds[name] = timed(lambda wanted=wanted: (index.count(wanted), index.text(index.find(wanted, "reward", True))))
+        print(name, index.count(wanted), seconds[name], flush=True)
+    memory = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    print(json.dumps({"bytes": size, "seconds": seconds, "memory_mb": int(memory.split()[1]) // 1024}))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(Path(folder))

@@ -1,0 +1,524 @@
+"""An index of a run, kept in its directory, for readers that ask often: SQLite, filled from what was appended since it was last read.
+
+    index = Index(Run("runs/quickstart"))
+    index.read_metrics()                              # what is new in metrics.jsonl and events.jsonl
+    index.series("rl", "reward", buckets=600)         # means, minima and maxima, however long the run is
+    index.read_rollouts(seconds=1.0)                  # some of the rollout files; says whether more are left
+
+It holds nothing that is not in the run's files. One that is damaged or of another version is made anew, and so is one of a run that
+resumed: which rows count has changed. Text stays where it is; the index knows the place of each rollout and the words in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import require
+from posttrain.runs import layout
+from posttrain.runs.layout import EpisodeRow, EventRow, RolloutRow
+from posttrain.runs.read import History, Run, parse_event, parse_rollout, parse_row
+from posttrain.types import JSON
+
+FOLDER, FILE, VERSION = ".studio", "index.sqlite", 3
+CHUNK = 1 << 20  # bytes of metrics.jsonl that are read in one transaction
+WORDS = 100_000  # characters of a question or an answer whose words can be searched for
+QUESTION = 600  # characters of a question by which its rollouts are found
+WAIT = 10.0  # seconds for another process that writes the same index
+REBUILD = {"resume", "kept"}  # events after which other rows count
+SCHEMA = """
+CREATE TABLE state(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE events(id INTEGER PRIMARY KEY, record TEXT);
+CREATE TABLE stages(id INTEGER PRIMARY KEY, name TEXT UNIQUE, first REAL, last REAL, step INTEGER);
+CREATE TABLE series(id INTEGER PRIMARY KEY, stage TEXT, figure TEXT, UNIQUE(stage, figure));
+CREATE TABLE points(series INTEGER, step INTEGER, attempt INTEGER, time REAL, value REAL, PRIMARY KEY(series, step)) WITHOUT ROWID;
+CREATE TABLE files(stage TEXT, step INTEGER, changed INTEGER, bytes INTEGER, PRIMARY KEY(stage, step)) WITHOUT ROWID;
+CREATE TABLE rollouts(
+  id INTEGER PRIMARY KEY AUTOINCREMENT, stage TEXT, step INTEGER, number INTEGER, start INTEGER, bytes INTEGER, problem TEXT,
+  level INTEGER, sample INTEGER, role TEXT, question TEXT, reward REAL, parts TEXT, outcome TEXT, failure TEXT, finish TEXT,
+  length INTEGER, turns INTEGER, advantage REAL, attempt INTEGER);
+CREATE INDEX rollouts_place ON rollouts(stage, step, number);
+CREATE INDEX rollouts_problem ON rollouts(problem, step);
+CREATE INDEX rollouts_reward ON rollouts(reward);
+CREATE VIRTUAL TABLE words USING fts5(text, content='', detail=none);
+INSERT INTO words(words, rank) VALUES('hashsize', 33554432);
+"""
+# what is found of a rollout: the fields of Found
+COLUMNS = (
+    *("stage", "step", "number", "problem", "level", "sample", "role", "reward", "parts"),
+    *("outcome", "failure", "finish", "length", "turns", "advantage"),
+)
+SORTS = ("step", "reward", "length", "advantage", "number", "problem")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One figure of one stage in buckets: where each lies, its mean, and the extremes that a mean would hide. None is not a number."""
+
+    stage: str
+    figure: str
+    step: list[float]
+    time: list[float]
+    mean: list[float | None]
+    low: list[float | None]
+    high: list[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which rollouts are asked for; what is empty or None does not matter."""
+
+    stage: str = ""
+    problem: str = ""
+    outcome: str = ""
+    finish: str = ""
+    role: str = ""
+    question: str = ""  # as far as the index has it
+    step_from: int | None = None
+    step_to: int | None = None
+    reward_from: float | None = None
+    reward_to: float | None = None
+    length_from: int | None = None
+    length_to: int | None = None
+    part: str = ""
+    part_from: float | None = None
+    part_to: float | None = None
+    text: str = ""
+    failed: bool | None = None
+
+    def sql(self) -> tuple[str, list[Any]]:
+        """Conditions and their values."""
+        said: list[str] = []
+        values: list[Any] = []
+        for name in ("stage", "problem", "outcome", "finish", "role", "question"):
+            if value := getattr(self, name):
+                said, values = [*said, f"{name} = ?"], [*values, value]
+        for name in ("step", "reward", "length", "part"):
+            column, more = name, []
+            if name == "part":
+                column, more = "json_extract(parts, ?)", [f'$."{self.part}"']
+                require(
+                    '"' not in self.part, "a part of a reward has no quotation mark in its name"
+                )
+            for end, sign in (("from", ">="), ("to", "<=")):
+                value = getattr(self, f"{name}_{end}")
+                if value is not None and (name != "part" or self.part):
+                    said, values = [*said, f"{column} {sign} ?"], [*values, *more, value]
+        if self.failed is not None:
+            said.append(f"failure IS {'NOT ' if self.failed else ''}NULL")
+        if match := _match(self.text):
+            said.append("id IN (SELECT rowid FROM words WHERE words MATCH ?)")
+            values.append(match)
+        return " AND ".join(said) or "1", values
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A rollout in the index: where it is, and what can be sorted by."""
+
+    stage: str
+    step: int
+    number: int
+    problem: str
+    level: int
+    sample: int
+    role: str
+    reward: float | None
+    parts: Mapping[str, float]
+    outcome: str
+    failure: str | None
+    finish: str
+    length: int
+    turns: int
+    advantage: float | None
+
+
+@dataclass(slots=True)
+class Index:
+    """The index of one run. Calls may come from several threads; each has a connection of its own."""
+
+    run: Run
+    path: Path = field(init=False)
+    _local: threading.local = field(default_factory=threading.local, init=False)
+    _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.path = self.run.directory / FOLDER / FILE
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            require(os.access(self.path.parent, os.W_OK), "read only")
+        except (OSError, ValueError):  # a run that others own: its index lies among temporary files
+            name = hashlib.sha256(str(self.run.directory.resolve()).encode()).hexdigest()[:24]
+            self.path = Path(tempfile.gettempdir()) / f"posttrain-index-{os.getuid()}" / name / FILE
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            if self._get("PRAGMA user_version")[0][0] != VERSION:
+                self._remake()
+        except sqlite3.DatabaseError:
+            self._remake()
+
+    def _connection(self) -> sqlite3.Connection:
+        held: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if held is None or self._local.of != self._inode():
+            held = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+            held.execute("PRAGMA journal_mode=WAL")
+            held.execute("PRAGMA synchronous=OFF")  # it can be made anew
+            held.execute("PRAGMA cache_size=-32000")
+            self._local.connection, self._local.of = held, self._inode()
+        return held
+
+    def _inode(self) -> int:
+        return self.path.stat().st_ino if self.path.exists() else 0
+
+    def _get(
+        self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
+        return self._connection().execute(sql, values).fetchall()
+
+    def _remake(self) -> None:
+        """An empty index in place of what is there."""
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        with closing(sqlite3.connect(self.path, timeout=WAIT)) as made:
+            made.executescript(f"{SCHEMA} PRAGMA user_version={VERSION};")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._writing:
+            connection = self._connection()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+
+    def _state(self, name: str) -> int:
+        return int(next(iter(self._get("SELECT value FROM state WHERE name = ?", [name])), (0,))[0])
+
+    # ---- metrics and events
+
+    def read_metrics(self, seconds: float = 60.0) -> bool:
+        """Take in what was appended, for at most about so long; whether something was new. `behind` says whether more is left."""
+        directory, new = self.run.directory, False
+        files = [directory / layout.EVENTS, directory / layout.METRICS]
+        if any(_size(path) < self._state(path.name) for path in files):
+            self._remake()  # another run in its place
+        end = time.monotonic() + seconds
+        while self.behind(*files):
+            with self._transaction() as connection:
+                events = _tail(connection, files[0])
+                connection.executemany("INSERT INTO events(record) VALUES(?)", _dumped(events))
+                resumed = any(event.get("kind") in REBUILD for event in events)
+            if resumed and self._state(layout.METRICS):
+                self._forget_rows()
+            with self._transaction() as connection:
+                self._add_rows(connection, _tail(connection, files[1]))
+            new = True
+            if time.monotonic() > end:
+                break
+        return new
+
+    def behind(self, *files: Path) -> bool:
+        """Whether a file has grown past what was read of it."""
+        files = files or tuple(
+            self.run.directory / name for name in (layout.EVENTS, layout.METRICS)
+        )
+        return any(_size(path) > self._state(path.name) for path in files)
+
+    def _forget_rows(self) -> None:
+        """Other rows count now: events stay, the rest is read again."""
+        with self._transaction() as connection:
+            for table in ("stages", "series", "points", "files", "rollouts"):
+                connection.execute(f"DELETE FROM {table}")
+            connection.execute("INSERT INTO words(words) VALUES('delete-all')")
+            connection.execute("DELETE FROM state WHERE name = ?", [layout.METRICS])
+
+    def _history(self) -> History:
+        """Which rows count, as far as stages are known."""
+        return History.of(self.events(), self.stage_names())
+
+    def _add_rows(self, connection: sqlite3.Connection, records: Sequence[dict[str, JSON]]) -> None:
+        ids = {(s, f): n for n, s, f in connection.execute("SELECT id, stage, figure FROM series")}
+        history, known = self._history(), set(self.stage_names())
+        points: list[tuple[Any, ...]] = []
+        reached: dict[str, tuple[float, int]] = {}
+        for row in filter(None, map(parse_row, records)):
+            if row.stage not in known:
+                connection.execute(
+                    "INSERT INTO stages(name, first) VALUES(?, ?)", [row.stage, row.time]
+                )
+                known.add(row.stage)
+                history = self._history()
+            if history.superseded(row.stage, row.step, row.attempt):
+                continue
+            reached[row.stage] = row.time, row.step
+            for figure, value in row.figures.items():
+                if (row.stage, figure) not in ids:
+                    made = "INSERT INTO series(stage, figure) VALUES(?, ?)"
+                    ids[row.stage, figure] = connection.execute(made, [row.stage, figure]).lastrowid
+                points.append((ids[row.stage, figure], row.step, row.attempt, row.time, value))
+        seen = [(*place, stage) for stage, place in reached.items()]
+        connection.executemany("UPDATE stages SET last = ?, step = ? WHERE name = ?", seen)
+        connection.executemany(
+            "INSERT INTO points VALUES(?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET attempt = excluded.attempt, "
+            "time = excluded.time, value = excluded.value WHERE excluded.attempt >= attempt",
+            points,
+        )
+
+    def events(self) -> list[EventRow]:
+        """All events, in the order in which they were written."""
+        found = self._get("SELECT record FROM events ORDER BY id")
+        events = (parse_event(json.loads(text)) for (text,) in found)
+        return [event for event in events if event is not None]
+
+    def stage_names(self) -> list[str]:
+        """Stages that have figures, in the order in which they ran."""
+        return [name for (name,) in self._get("SELECT name FROM stages ORDER BY id")]
+
+    def stage_spans(self) -> list[tuple[str, float, float, int]]:
+        """Name, time of the first and of the last figures, and last step of each stage."""
+        spans = (
+            "SELECT name, first, coalesce(last, first), coalesce(step, 0) FROM stages ORDER BY id"
+        )
+        return [(str(a), float(b), float(c), int(d)) for a, b, c, d in self._get(spans)]
+
+    def figures(self, stage: str = "") -> dict[str, list[str]]:
+        """The stages that recorded each figure."""
+        rows = self._get(
+            "SELECT figure, stage FROM series WHERE ? IN ('', stage) ORDER BY id", [stage]
+        )
+        found: dict[str, list[str]] = {}
+        for figure, name in rows:
+            found.setdefault(figure, []).append(name)
+        return found
+
+    def series(
+        self, stage: str, figure: str, buckets: int = 600, first: int = 0, last: int = 2**62
+    ) -> Series:
+        """A figure from step `first` to `last`, in at most so many buckets of equally many steps."""
+        asked: dict[str, Any] = {"stage": stage, "figure": figure, "first": first, "last": last}
+        place = "series = (SELECT id FROM series WHERE stage = :stage AND figure = :figure)"
+        inside = f"FROM points WHERE {place} AND step BETWEEN :first AND :last"
+        [(low, high)] = self._get(f"SELECT min(step), max(step) {inside}", asked)
+        if low is None:
+            return Series(stage, figure, [], [], [], [], [])
+        asked |= {"low": low, "width": max(1, -(-(high - low + 1) // max(1, buckets)))}
+        rows = self._get(
+            f"SELECT avg(step), avg(time), avg(value), min(value), max(value) {inside} GROUP BY (step - :low) / :width",
+            asked,
+        )
+        return Series(stage, figure, *(list(column) for column in zip(*rows, strict=True)))
+
+    def points(self, stage: str, figure: str, last: int = 0) -> list[tuple[int, float | None]]:
+        """Steps and values; with `last`, of that many last ones."""
+        place = "series = (SELECT id FROM series WHERE stage = ? AND figure = ?)"
+        rows = self._get(
+            f"SELECT step, value FROM points WHERE {place} ORDER BY step DESC LIMIT ?",
+            [stage, figure, last or -1],
+        )
+        return [(int(step), value) for step, value in reversed(rows)]
+
+    # ---- rollouts
+
+    def read_rollouts(self, seconds: float = 1.0, first: tuple[str, int] | None = None) -> int:
+        """Take in rollout files that are new or changed, for at most about so long; how many are left. The step `first` comes
+        first, and is read in any case."""
+        self.read_metrics()
+        known = {(s, n): (t, b) for s, n, t, b in self._get("SELECT * FROM files")}
+        found = _rollout_files(self.run.directory)
+        due = [
+            (place, path, mark) for place, (path, mark) in found.items() if known.get(place) != mark
+        ]
+        if not due:
+            return 0
+        due.sort(key=lambda one: one[0] != first)
+        history, end = self._history(), time.monotonic() + seconds
+        with self._transaction() as connection:
+            for number, (place, path, mark) in enumerate(due):
+                if time.monotonic() > end and place != first:
+                    return len(due) - number
+                connection.execute("DELETE FROM rollouts WHERE stage = ? AND step = ?", place)
+                connection.execute("REPLACE INTO files VALUES(?, ?, ?, ?)", [*place, *mark])
+                for row, start, size in _rollout_lines(path):
+                    if not history.superseded(*place, row[1].attempt):
+                        _add_rollout(connection, place, row, start, size)
+        return 0
+
+    def count(self, wanted: Filter) -> int:
+        said, values = wanted.sql()
+        return int(self._get(f"SELECT count(*) FROM rollouts WHERE {said}", values)[0][0])
+
+    def find(
+        self, wanted: Filter, sort: str = "step", down: bool = False, limit: int = 50, skip: int = 0
+    ) -> list[Found]:
+        """Rollouts in order, from place `skip` on."""
+        require(sort in SORTS, f"rollouts are sorted by {', '.join(SORTS)}, not {sort!r}")
+        said, values = wanted.sql()
+        way = "DESC" if down else "ASC"
+        rows = self._get(
+            f"SELECT {', '.join(COLUMNS)} FROM rollouts WHERE {said} "
+            f"ORDER BY {sort} {way} NULLS LAST, stage, step, number LIMIT ? OFFSET ?",
+            [*values, limit, skip],
+        )
+        named = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
+        return [Found(**row | {"parts": json.loads(row["parts"])}) for row in named]
+
+    def text(self, found: Iterable[Found]) -> list[RolloutRow]:
+        """The rollouts themselves, from their files."""
+        rows = []
+        for one in found:
+            place = "SELECT start, bytes FROM rollouts WHERE stage = ? AND step = ? AND number = ?"
+            [(start, size)] = self._get(place, [one.stage, one.step, one.number])
+            with layout.rollout_file(self.run.directory, one.stage, one.step).open("rb") as file:
+                file.seek(start)
+                row = parse_rollout(json.loads(file.read(size)))
+            require(row is not None, f"{one.stage}/{one.step}/{one.number} cannot be read")
+            rows += [row] if row is not None else []
+        return rows
+
+    def choices(self) -> dict[str, list[Any]]:
+        """The values that a filter may ask for."""
+        found = {
+            name: [
+                value for (value,) in self._get(f"SELECT DISTINCT {name} FROM rollouts LIMIT 50")
+            ]
+            for name in ("stage", "outcome", "finish", "role")
+        }
+        parts = self._get(
+            "SELECT DISTINCT key FROM (SELECT parts FROM rollouts LIMIT 2000), json_each(parts) LIMIT 50"
+        )
+        return {**found, "part": [name for (name,) in parts]}
+
+    def questions(self, text: str = "", limit: int = 200) -> list[str]:
+        """Questions that have the text, those first that were asked at most steps."""
+        has = "instr(lower(question), ?)" if text else "? = ''"
+        order = "GROUP BY question ORDER BY count(DISTINCT step) DESC, question LIMIT ?"
+        asked = f"SELECT question FROM rollouts WHERE {has} {order}"
+        return [str(question) for (question,) in self._get(asked, [text.lower(), limit])]
+
+    def rollout_steps(self, stage: str) -> list[tuple[int, int, float | None, float | None]]:
+        """Step, number of rollouts, mean reward and mean length of each step that has some."""
+        asked = "SELECT step, count(*), avg(reward), avg(length) FROM rollouts WHERE stage = ? GROUP BY step"
+        return [(int(a), int(b), c, d) for a, b, c, d in self._get(asked, [stage])]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _dumped(records: Iterable[Mapping[str, JSON]]) -> Iterator[tuple[str]]:
+    """Events without the configuration that some carry: config.yaml has it."""
+    return (
+        (json.dumps({k: v for k, v in r.items() if k != "config"}),) for r in records if "kind" in r
+    )
+
+
+def _tail(connection: sqlite3.Connection, path: Path) -> list[dict[str, JSON]]:
+    """The objects of the whole lines that were appended since the last call, up to CHUNK bytes of them."""
+    held = connection.execute("SELECT value FROM state WHERE name = ?", [path.name]).fetchone()
+    start = held[0] if held else 0
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(start)
+        text = file.read(CHUNK)
+        text += b"" if len(text) < CHUNK else file.readline(1 << 28)
+    end = text.rfind(b"\n") + 1
+    connection.execute("REPLACE INTO state VALUES(?, ?)", [path.name, start + end])
+    found = []
+    for line in text[:end].splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found += [record] if isinstance(record, dict) else []
+    return found
+
+
+def _rollout_files(directory: Path) -> dict[tuple[str, int], tuple[Path, tuple[int, int]]]:
+    """The rollout files of a run by stage and step, with when they changed and their size."""
+    found = {}
+    root = directory / layout.ROLLOUTS
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if folder.is_dir() and not folder.is_symlink() and layout.plain_name(folder.name):
+            for entry in os.scandir(folder):
+                path = Path(entry.path)
+                step = layout.step_of(path)
+                if (
+                    path.suffix == ".jsonl"
+                    and step is not None
+                    and entry.is_file(follow_symlinks=False)
+                ):
+                    stat = entry.stat()
+                    mark = stat.st_mtime_ns, stat.st_size
+                    found[folder.name, step] = path, mark
+    return dict(sorted(found.items()))
+
+
+def _rollout_lines(path: Path) -> Iterator[tuple[tuple[int, RolloutRow], int, int]]:
+    """Number and rollout of each line that is one, where it begins, and its bytes."""
+    number = start = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            row = parse_rollout(record) if isinstance(record, dict) else None
+            if row is not None:
+                yield (number, row), start, len(line)
+                number += 1
+            start += len(line)
+
+
+_ROW_FIELDS = {one.name for one in fields(RolloutRow)} & set(COLUMNS)
+
+
+def _add_rollout(
+    connection: sqlite3.Connection,
+    place: tuple[str, int],
+    row: tuple[int, RolloutRow],
+    start: int,
+    size: int,
+) -> None:
+    number, rollout = row
+    said = {name: getattr(rollout, name) for name in _ROW_FIELDS}
+    turns_of = rollout.conversation if isinstance(rollout, EpisodeRow) else ()
+    turns = sum(kind == "sampled" for kind, _ in turns_of) if turns_of else 1
+    said |= {"stage": place[0], "step": place[1], "number": number, "start": start, "bytes": size}
+    said |= {
+        "parts": json.dumps(rollout.parts),
+        "role": getattr(rollout, "role", ""),
+        "turns": turns,
+    }
+    said |= {"attempt": rollout.attempt, "question": rollout.question[:QUESTION]}
+    marks = ", ".join("?" * len(said))
+    sql = f"INSERT INTO rollouts({', '.join(said)}) VALUES({marks})"
+    made = connection.execute(sql, list(said.values())).lastrowid
+    more = " ".join(text for _, text in turns_of)
+    words = f"{rollout.question[:WORDS]}\n{rollout.response[:WORDS]}\n{more[:WORDS]}"
+    connection.execute("INSERT INTO words(rowid, text) VALUES(?, ?)", [made, words])
+
+
+def _match(text: str) -> str:
+    """What a person typed, as a query of FTS5: words that begin so, all of which must occur.
+
+    >>> _match('Wait, "let me" check#12')
+    '"Wait"* AND "let"* AND "me"* AND "check"* AND "12"*'
+    >>> _match(" -- ")
+    ''
+    """
+    return " AND ".join(f'"{word}"*' for word in re.findall(r"[^\W_]+", text[:1000])[:20])

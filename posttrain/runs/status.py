@@ -1,0 +1,207 @@
+"""What a run is doing, and whether it is learning, in words for a person who has never trained a model.
+
+    status(Run("runs/quickstart"), events).kind     # live, finished, waiting, stopped, interrupted or crashed
+    verdict(index).headline                         # "Yes: held-out accuracy rose from 51.5% to 99.1% ..."
+
+A verdict is a claim, so it is made of what was measured: the first and the last held-out score with their 95% intervals, or, where
+there is none, two windows of the reward or of the loss and the standard error of their difference.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from posttrain.runs import layout
+from posttrain.runs.index import Index
+from posttrain.runs.layout import EventRow
+from posttrain.runs.lock import live_owner
+from posttrain.runs.metrics import SCORES
+from posttrain.runs.read import Run
+
+Kind = Literal["live", "finished", "waiting", "stopped", "interrupted", "crashed"]
+Answer = Literal["yes", "careful", "unclear", "early", "no"]
+STANDARD_ERRORS = 2.0  # of a difference between held-out scores, beyond which it is a change
+WINDOW_ERRORS = (
+    4.0  # of a difference between two windows of training figures, whose steps are not independent
+)
+MIN_STEPS = 10  # below which a curve says nothing
+NAMES = {
+    "accuracy/test": "held-out accuracy",
+    "reward/test": "held-out reward",
+    "accuracy/held_out": "accuracy on held-out pairs",
+    "loss/held_out": "held-out loss",
+}
+# training figures in the order of what they say, and whether they should rise
+TRENDS = {
+    "reward": ("the reward", 1.0),
+    "margin": ("the margin between better and worse answers", 1.0),
+    "nll": ("the loss", -1.0),
+    "loss": ("the loss", -1.0),
+}
+WAITING = "waiting"  # the kind of event of a stage that ends until people have labelled
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """`said` is one line: why a run stopped, what it waits for."""
+
+    kind: Kind
+    said: str = ""
+    process: int | None = None  # that writes the run, where it is one of this machine
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer to "is my run learning?", in one line, and what it rests on."""
+
+    answer: Answer
+    headline: str
+    because: tuple[str, ...] = ()
+    stage: str = ""
+    figure: str = ""
+
+
+def status(run: Run, events: Sequence[EventRow]) -> Status:
+    """What the lock, the summary and the last attempt's events say."""
+    owner = live_owner(run.directory / layout.LOCK)
+    if owner is not None:
+        return Status("live", process=owner)
+    if run.summary is not None:
+        return Status("finished")
+    last = max((event.attempt for event in events), default=0)
+    recent = [event for event in events if event.attempt == last]
+    said = {event.kind: str(event.details.get("text", "")) for event in recent}
+    if WAITING in said:
+        return Status("waiting", said[WAITING])
+    stops = [str(e.details.get("text", "")) for e in recent if e.details.get("level") == "stop"]
+    if stops:
+        return Status("stopped", stops[-1])
+    ends = [str(e.details.get("error", "")) for e in recent if e.kind == "ended"]
+    if ends and ends[-1] in ("Interrupted", "KeyboardInterrupt"):
+        return Status("interrupted", "stopped by a person; it can be resumed")
+    return Status("crashed", ends[-1] if ends else "its process ended without a word")
+
+
+def alarms(events: Sequence[EventRow]) -> list[EventRow]:
+    """Alarms of the last attempt of each stage."""
+    found = [event for event in events if event.kind == "alarm"]
+    latest = {str(e.details.get("stage", "")): e.attempt for e in events if "stage" in e.details}
+    return [e for e in found if e.attempt >= latest.get(str(e.details.get("stage", "")), 0)]
+
+
+def verdict(index: Index) -> Verdict:
+    """Whether the last stage that trains is learning."""
+    stages = index.stage_names()
+    if not stages:
+        return Verdict("early", "Too early to say: nothing has been measured yet.")
+    stage = stages[-1]
+    figures = index.figures(stage)
+    if broken := _broken(index, stage, figures):
+        return broken
+    score = next((name for name in SCORES if name in figures), "")
+    found = _held_out(index, stage, score) if score else None
+    if found is None or found.answer == "early":
+        found = _trend(index, stage, figures) or found
+    if found is None:
+        return Verdict("unclear", f"{stage} has no score that could rise.", stage=stage)
+    warned = [e for e in alarms(index.events()) if e.details.get("stage") == stage]
+    if warned and found.answer != "no":
+        last = str(warned[-1].details.get("text", ""))
+        said = f"Careful: {_lower(found.headline)} But an alarm was raised."
+        return Verdict("careful", said, (last, *found.because), stage, found.figure)
+    return found
+
+
+def _lower(text: str) -> str:
+    """A sentence to stand after a colon; KL and the like keep their capitals."""
+    return text[:1].lower() + text[1:]
+
+
+def _broken(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict | None:
+    for name in ("loss", "grad_norm", "reward"):
+        last = index.points(stage, name, 1) if name in figures else []
+        if last and (last[0][1] is None or math.isinf(last[0][1] or 0.0)):
+            said = f"No: {name.replace('_', ' ')} is not a number at step {last[0][0]} of {stage}."
+            why = "Numbers overflowed. Lower the learning rate, and look for an alarm about it."
+            return Verdict("no", said, (why,), stage, name)
+    return None
+
+
+def _held_out(index: Index, stage: str, score: str) -> Verdict:
+    """The first and the last held-out score, as far apart as their intervals can tell."""
+    values = [(step, value) for step, value in index.points(stage, score) if value is not None]
+    name, sign = NAMES[score], SCORES[score]
+    if len(values) < 2:
+        said = f"Too early to say: {name} of {stage} was measured once."
+        return Verdict("early", said, (), stage, score)
+    (first_step, first), (last_step, last) = values[0], values[-1]
+    error = math.hypot(*(_error(index, stage, score, step) for step in (first_step, last_step)))
+    percent = score.startswith("accuracy")
+    change = f"from {_number(first, percent)} to {_number(last, percent)}"
+    because = [f"measured on problems it does not train on, at steps {first_step} to {last_step}"]
+    if error:
+        half = _number(1.96 * error, percent)
+        because.append(f"the change is known to within ±{half} (95%)")
+    best_step, best = max(values, key=lambda point: sign * point[1])
+    fell = sign * (best - last) > STANDARD_ERRORS * max(error, 1e-12) and best_step != last_step
+    if sign * (last - first) > STANDARD_ERRORS * error:
+        moved = "rose" if sign > 0 else "fell"
+        said = f"Yes: {name} {moved} {change}."
+        if fell:
+            was = f"Careful: {name} was {_number(best, percent)} at step {best_step} and is now"
+            said = f"{was} {_number(last, percent)}: the best lies behind."
+        return Verdict("careful" if fell else "yes", said, tuple(because), stage, score)
+    if sign * (first - last) > STANDARD_ERRORS * error:
+        return Verdict("no", f"No: {name} went {change}.", tuple(because), stage, score)
+    text = f"Not clear yet: {name} went {change}, which may be chance."
+    return Verdict("unclear", text, tuple(because), stage, score)
+
+
+def _error(index: Index, stage: str, score: str, step: int) -> float:
+    """The standard error of a score, from its interval; 0 where it has none."""
+    ends = [dict(index.points(stage, f"{score}_{end}")).get(step) for end in ("low", "high")]
+    low, high = ends
+    return 0.0 if low is None or high is None else (high - low) / (2 * 1.96)
+
+
+def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict | None:
+    """The first and the last fifth of a training figure."""
+    name = next((name for name in TRENDS if name in figures), "")
+    if not name:
+        return None
+    words, sign = TRENDS[name]
+    values = [value for _, value in index.points(stage, name) if value is not None]
+    if len(values) < MIN_STEPS:
+        said = f"Too early to say: {len(values)} steps of {stage} are not enough for a trend."
+        return Verdict("early", said, (), stage, name)
+    fifth = max(5, len(values) // 5)
+    head, tail = values[:fifth], values[-fifth:]
+    error = math.sqrt(sum(_noise(part) / fifth for part in (head, tail)))
+    first, last = statistics.fmean(head), statistics.fmean(tail)
+    change = f"from {_number(first)} to {_number(last)}"
+    because = (f"means of the first and the last {fifth} of {len(values)} steps of {stage}",)
+    if sign * (last - first) > WINDOW_ERRORS * error:
+        moved = "rose" if sign > 0 else "fell"
+        return Verdict("yes", f"Yes: {words} {moved} {change}.", because, stage, name)
+    if sign * (first - last) > WINDOW_ERRORS * error:
+        return Verdict("no", f"No: {words} went {change}.", because, stage, name)
+    said = f"Not clear yet: {words} went {change}, which may be chance."
+    return Verdict("unclear", said, because, stage, name)
+
+
+def _noise(values: Sequence[float]) -> float:
+    """The variance of a curve about its trend, from the differences of neighbours.
+
+    >>> _noise([1.0, 2.0, 3.0, 4.0]), _noise([0.0, 1.0, 0.0, 1.0])
+    (0.5, 0.5)
+    """
+    return statistics.fmean((b - a) ** 2 for a, b in pairwise(values)) / 2
+
+
+def _number(value: float, percent: bool = False) -> str:
+    return f"{100 * value:.1f}%" if percent else f"{value:.3g}"
