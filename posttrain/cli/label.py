@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import sys
 
 from posttrain.cli.base import print_lines
 from posttrain.cli.chat import typed
 
 EXAMPLE = "posttrain label comparisons.jsonl --out labels.jsonl"
+WORDS = {"t": "tie", "b": "bad", "s": "skip"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "rows of prompt and responses (a list), or of prompt, chosen and rejected"
     parser.add_argument("file", help=text)
-    text = "the file that labels are added to; FILE.labels.jsonl where none is given"
+    text = "the file that labels are written to; FILE.labels.jsonl where none is given"
     parser.add_argument("--out", default="", help=text)
+    text = "who labels: each annotator sees every row, and votes are counted together"
+    parser.add_argument("--annotator", default="", help=text)
 
 
 def call(options: argparse.Namespace) -> None:
-    from posttrain.commands.label import Labels
+    from posttrain.data.labels import Labels
 
-    labels, answers = (
-        Labels.read(options.file, options.out),
-        typed("best (number, s: skip, q: end): "),
-    )
-    for row in labels.open_rows():
-        print_lines(row.lines())
-        if not labels.ask(row, answers):
+    labels, who = Labels.read(options.file, options.out), options.annotator or getpass.getuser()
+    answers = typed("best (number; t: tie, b: both bad, s: skip, u: undo, q: end): ")
+    item, word = labels.next(who), ""
+    while item is not None and word != "q":
+        print_lines(item.lines(who))
+        for answer in answers:
+            word = answer.strip().lower()
+            sides = {str(n + 1): n for n in range(len(item.responses))}
+            if word == "u":
+                labels.undo(who)
+            elif word in sides or word in WORDS:
+                labels.vote(who, item.id, [sides[word]] if word in sides else WORDS[word])
+            elif word != "q":
+                continue
             break
-    sys.stdout.write(f"{labels.count} rows are labelled in {labels.out}\n")
+        else:
+            break
+        item = labels.next(who)
+    sys.stdout.write(f"{labels.write()} rows are labelled in {labels.out}\n")

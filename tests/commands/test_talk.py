@@ -14,8 +14,8 @@ import pytest
 from posttrain import cli
 from posttrain.commands import inspect
 from posttrain.commands.inspect import sample, sample_stages
-from posttrain.commands.label import Labels
 from posttrain.commands.serve import serving
+from posttrain.data.labels import Labels
 from posttrain.errors import UserError
 from posttrain.models.load import locate
 from posttrain.models.save import save
@@ -133,18 +133,24 @@ def test_labels_are_kept_at_once_and_continued(
     rows = [{"prompt": "a", "responses": ["x", "y"]}, {"prompt": "b", "chosen": "u", "rejected": "v"}]
     rows += [{"prompt": "c", "completions": ["1", "2", "3"]}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr("sys.stdin", io.StringIO("7\n2\nq\n"))
-    assert cli.main(["label", str(file)]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("7\n2\nu\n2\nq\n"))
+    assert cli.main(["label", str(file), "--annotator", "ann"]) == 0
     text = capsys.readouterr().out.splitlines()
-    shown = text[2].removeprefix("[2] ")
-    assert text[0] == "prompt: a" and text[-1] == f"1 rows are labelled in {out}"
+    first, shown = text[0].removeprefix("prompt: "), text[2].removeprefix("[2] ")
+    assert text[-1] == f"1 rows are labelled in {out}"
     labels = Labels.read(str(file))
-    assert [row.prompt for row in labels.open_rows()] == ["b", "c"]
-    for row in labels.open_rows():
-        assert labels.ask(row, iter(["1"]))
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert found[0]["chosen"] == shown and {found[1]["chosen"], found[1]["rejected"]} == {"u", "v"}
-    assert found[2]["scores"] == [1.0, 0.0, 0.0] and not list(Labels.read(str(file)).open_rows())
+    left = [item for item in labels.items.values() if item.prompt != first]
+    for item in left:
+        labels.vote("ann", item.id, [0])
+    assert labels.next("ann") is None and labels.write() == 3
+    found = {row["prompt"]: row for row in map(json.loads, out.read_text().splitlines())}
+    best = {
+        prompt: row["responses"][row["scores"].index(1.0)] for prompt, row in found.items()
+    }  # of different lengths: all as scores
+    assert best[first] == shown and sorted(found["c"]["scores"]) == [0.0, 0.0, 1.0]
+    labels.store.unlink()
+    with pytest.raises(UserError, match="is missing"):
+        Labels.read(str(file))
 
 
 @pytest.mark.parametrize(

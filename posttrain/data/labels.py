@@ -1,0 +1,418 @@
+"""Labels by people: which of the responses to a prompt is best. The terminal and the studio share what is here.
+
+    labels = Labels.read("comparisons.jsonl")            # votes go to comparisons.labels.sqlite
+    item = labels.next("ann")                            # in her own order, sides shuffled, no model named
+    labels.vote("ann", item.id, [0])                     # the first one shown is best; or TIE, BAD, SKIP
+    labels.write()                                       # comparisons.labels.jsonl, for reward_model and preference stages
+
+A vote is one transaction, written before it is answered; nothing is ever changed or removed: an undo is one more line. The order in
+which responses are shown depends on the annotator and the item alone, and is recorded with the vote, so that a bias for a side shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sqlite3
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.data.preferences import spoken
+from posttrain.data.records import read_rows
+from posttrain.data.stream import permutation
+from posttrain.errors import UserError, require
+from posttrain.system.files import atomic_write
+from posttrain.types import JSON
+
+TIE, BAD, SKIP = "tie", "bad", "skip"
+Order = Literal["random", "disagreement"]  # of what is asked next
+Choice = (
+    list[int] | str
+)  # places of the responses, best first; those that are not named are equal and last
+WAIT = 30.0  # seconds for another writer
+COMMENT, NAME = 4000, 60  # characters
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS log(
+  id INTEGER PRIMARY KEY, kind TEXT NOT NULL, item TEXT NOT NULL, annotator TEXT NOT NULL, choice TEXT, shown TEXT, comment TEXT,
+  seconds REAL, time REAL NOT NULL, nonce TEXT UNIQUE);
+CREATE INDEX IF NOT EXISTS log_item ON log(item, annotator);
+"""
+# the last word of each annotator on each item, where that is a vote
+LAST = "id IN (SELECT max(id) FROM log GROUP BY item, annotator)"
+CURRENT = f"""SELECT item, annotator, choice, shown, comment, seconds, time FROM log
+WHERE {LAST} AND kind = 'vote' ORDER BY id"""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A prompt and its responses, in the order of the file."""
+
+    id: str
+    prompt: Any
+    responses: tuple[Any, ...]
+    disagreement: float = 0.0  # of reward models, where the file says it
+
+    def order(self, annotator: str) -> list[int]:
+        """The responses as this annotator sees them: places in the file."""
+        return [int(n) for n in permutation(len(self.responses), "label", annotator, self.id)]
+
+    def lines(self, annotator: str) -> list[str]:
+        texts = [f"prompt: {spoken(self.prompt)}"]
+        shown = (spoken(self.responses[place]) for place in self.order(annotator))
+        texts += [f"[{n}] {text}" for n, text in enumerate(shown, 1)]
+        return [line for text in texts for line in text.splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What an annotator said last of an item; `choice` names places in the file, not sides."""
+
+    item: str
+    annotator: str
+    choice: Choice
+    shown: tuple[int, ...]
+    comment: str
+    seconds: float
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A share with its 95% interval (Wilson)."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How far labelling is, and how far annotators agree."""
+
+    items: int
+    labelled: int  # items on which somebody has voted
+    usable: int  # of which a preference follows
+    annotators: Mapping[str, int]
+    pace: float | None  # seconds a vote, in the middle
+    cohen: Mapping[str, float | None]  # kappa of each two
+    krippendorff: float | None  # alpha over all of them
+    first_side: Interval | None  # how often what was shown first was chosen
+
+
+@dataclass(slots=True)
+class Labels:
+    """The items of a file and the votes on them."""
+
+    items: dict[str, Item]
+    out: Path
+    store: Path
+    _local: threading.local = field(default_factory=threading.local)
+
+    @classmethod
+    def read(cls, file: str | Path, out: str | Path = "") -> Labels:
+        place = Path(out) if out else Path(file).with_suffix(".labels.jsonl")
+        require(place.parent.is_dir(), f"out {place}: there is no directory {place.parent}")
+        require(place.resolve() != Path(file).resolve(), f"out {place} is the file itself")
+        store = place.with_suffix(".sqlite")
+        kept = store.is_file() or not (place.is_file() and place.stat().st_size)
+        require(
+            kept,
+            f"out {place} has labels, and {store.name}, which they come from, is missing; choose another out",
+        )
+        items = {
+            item.id: item for where, record in read_rows(file) for item in [_item(record, where)]
+        }
+        return cls(items, place, store)
+
+    def _connection(self) -> sqlite3.Connection:
+        if not hasattr(self._local, "connection"):
+            made = sqlite3.connect(self.store, timeout=WAIT, isolation_level=None)
+            made.execute("PRAGMA journal_mode=WAL")
+            made.execute("PRAGMA synchronous=FULL")  # a vote that was answered is on the disk
+            made.executescript(SCHEMA)
+            self._local.connection = made
+        connection: sqlite3.Connection = self._local.connection
+        return connection
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        connection = self._connection()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+
+    def votes(self) -> list[Vote]:
+        """What counts, in the order in which it was said."""
+        return [
+            Vote(
+                item,
+                who,
+                _read_choice(choice),
+                tuple(json.loads(shown)),
+                comment or "",
+                seconds or 0.0,
+                when,
+            )
+            for item, who, choice, shown, comment, seconds, when in self._connection().execute(
+                CURRENT
+            )
+            if item in self.items
+        ]
+
+    def next(self, annotator: str, order: Order = "random") -> Item | None:
+        """The next item that this annotator has not seen; None where there is none."""
+        done = {vote.item for vote in self.votes() if vote.annotator == _name(annotator)}
+        ids = [*self.items]
+        queue = [self.items[ids[n]] for n in permutation(len(ids), "queue", annotator)]
+        if order == "disagreement":
+            queue.sort(key=lambda item: -item.disagreement)
+        return next((item for item in queue if item.id not in done), None)
+
+    def vote(
+        self,
+        annotator: str,
+        item: str,
+        choice: Choice,
+        comment: str = "",
+        seconds: float = 0.0,
+        nonce: str = "",
+    ) -> None:
+        """Record what an annotator says of an item: sides as they were shown, best first, or TIE, BAD or SKIP. A vote that is sent
+        twice with one `nonce` counts once; a second one on the same item is refused until the first is undone."""
+        found, who = self._item(item), _name(annotator)
+        shown = found.order(who)
+        if isinstance(choice, str):
+            require(
+                choice in (TIE, BAD, SKIP), f"a vote is a list of sides, {TIE}, {BAD} or {SKIP}"
+            )
+        else:
+            sides = all(
+                isinstance(n, int) and not isinstance(n, bool) and 0 <= n < len(shown)
+                for n in choice
+            )
+            fine = sides and 0 < len(set(choice)) == len(choice)
+            require(fine, f"a vote names sides from 0 to {len(shown) - 1}, each once")
+            choice = [shown[n] for n in choice]
+        require(len(comment) <= COMMENT, f"a comment has at most {COMMENT} characters")
+        with self._transaction() as connection:
+            if (
+                nonce
+                and connection.execute("SELECT 1 FROM log WHERE nonce = ?", [nonce]).fetchone()
+            ):
+                return
+            last = connection.execute(
+                "SELECT kind FROM log WHERE item = ? AND annotator = ? ORDER BY id DESC LIMIT 1",
+                [item, who],
+            ).fetchone()
+            require(
+                last is None or last[0] == "undo",
+                f"{who} has voted on this already; undo that first",
+            )
+            values = [
+                item,
+                who,
+                json.dumps(choice),
+                json.dumps(shown),
+                comment,
+                max(0.0, float(seconds)),
+                time.time(),
+            ]
+            connection.execute(
+                "INSERT INTO log(kind, item, annotator, choice, shown, comment, seconds, time, nonce) "
+                "VALUES('vote', ?, ?, ?, ?, ?, ?, ?, ?)",
+                [*values, nonce or None],
+            )
+
+    def undo(self, annotator: str) -> Item | None:
+        """Take back this annotator's last vote, and return its item; None where there is none."""
+        who = _name(annotator)
+        with self._transaction() as connection:
+            last = f"SELECT item FROM log WHERE {LAST} AND kind = 'vote' AND annotator = ? ORDER BY id DESC"
+            found = connection.execute(last, [who]).fetchone()
+            if found is None:
+                return None
+            values = [found[0], who, time.time()]
+            connection.execute(
+                "INSERT INTO log(kind, item, annotator, time) VALUES('undo', ?, ?, ?)", values
+            )
+        return self.items.get(found[0])
+
+    def _item(self, item: str) -> Item:
+        if item not in self.items:
+            raise UserError("no such item in this file")
+        return self.items[item]
+
+    def rows(self) -> Iterator[dict[str, JSON]]:
+        """What the annotators prefer, as rows for training: pairs, or, where an item has more responses, scores. Items on which they do
+        not prefer one are left out."""
+        pairs = all(len(item.responses) == 2 for item in self.items.values())
+        said: dict[str, list[Choice]] = {}
+        for vote in self.votes():
+            said.setdefault(vote.item, []).append(vote.choice)
+        for name, choices in said.items():
+            item = self.items[name]
+            scores = _scores(choices, len(item.responses))
+            if scores is None or max(scores) == min(scores):
+                continue
+            if pairs:
+                chosen, rejected = (
+                    item.responses[scores.index(end)] for end in (max(scores), min(scores))
+                )
+                yield {"prompt": item.prompt, "chosen": chosen, "rejected": rejected}
+            else:
+                yield {"prompt": item.prompt, "responses": list(item.responses), "scores": scores}
+
+    def write(self) -> int:
+        """Write the rows for training, the whole file at once; how many."""
+        lines = [json.dumps(row) + "\n" for row in self.rows()]
+        atomic_write(self.out, "".join(lines))
+        return len(lines)
+
+    def report(self) -> Report:
+        votes = self.votes()
+        counted = [vote for vote in votes if vote.choice != SKIP]
+        people = Counter(vote.annotator for vote in counted)
+        said: dict[str, dict[str, str]] = {}  # annotator, item -> what
+        for vote in counted:
+            said.setdefault(vote.annotator, {})[vote.item] = _category(vote.choice)
+        sided = [
+            vote.shown.index(vote.choice[0]) == 0
+            for vote in counted
+            if isinstance(vote.choice, list)
+        ]
+        even = all(len(item.responses) == 2 for item in self.items.values())
+        paces = [vote.seconds for vote in counted if vote.seconds > 0]
+        return Report(
+            items=len(self.items),
+            labelled=len({vote.item for vote in counted}),
+            usable=sum(1 for _ in self.rows()),
+            annotators=dict(people),
+            pace=statistics.median(paces) if paces else None,
+            cohen={
+                f"{a} and {b}": cohen_kappa(said[a], said[b])
+                for a, b in combinations(sorted(said), 2)
+            },
+            krippendorff=krippendorff_alpha(list(said.values())),
+            first_side=share(sum(sided), len(sided)) if even and sided else None,
+        )
+
+
+def _item(record: Mapping[str, Any], where: str) -> Item:
+    require("prompt" in record, f"{where}: no prompt")
+    found = record.get("responses", record.get("completions"))
+    if found is None and {"chosen", "rejected"} <= set(record):
+        found = [record["chosen"], record["rejected"]]
+    if not isinstance(found, list) or len(found) < 2:
+        raise UserError(f"{where}: give responses (a list of two or more), or chosen and rejected")
+    key = json.dumps([record["prompt"], sorted(map(json.dumps, found))])
+    # an order that depends on the texts alone: neither chosen and rejected nor the alphabet shows in it
+    ordered = tuple(
+        sorted(found, key=lambda one: hashlib.sha256(json.dumps(one).encode()).digest())
+    )
+    given = record.get("disagreement", 0.0)
+    disagreement = float(given) if isinstance(given, int | float) else 0.0
+    return Item(
+        hashlib.sha256(key.encode()).hexdigest()[:16], record["prompt"], ordered, disagreement
+    )
+
+
+def _name(annotator: str) -> str:
+    name = " ".join(annotator.split())
+    require(
+        0 < len(name) <= NAME and name.isprintable(), f"give a name of at most {NAME} characters"
+    )
+    return name
+
+
+def _read_choice(text: str) -> Choice:
+    value = json.loads(text)
+    return value if isinstance(value, str) else [int(n) for n in value]
+
+
+def _category(choice: Choice) -> str:
+    return choice if isinstance(choice, str) else str(choice[0])
+
+
+def _scores(choices: Sequence[Choice], count: int) -> list[float] | None:
+    """The mean score of each response over those who did not skip, from 0 for the worst to 1 for the best; None where all did."""
+    voted = [choice for choice in choices if choice != SKIP]
+    if not voted:
+        return None
+    totals = [0.0] * count
+    for choice in voted:
+        if isinstance(choice, list):
+            for place, response in enumerate(choice):
+                totals[response] += count - 1 - place
+            rest = [n for n in range(count) if n not in choice]
+            for response in rest:
+                totals[response] += (len(rest) - 1) / 2
+        else:
+            totals = [total + (count - 1) / 2 for total in totals]
+    low, high = min(totals), max(totals)
+    return [(total - low) / (high - low) if high > low else 0.0 for total in totals]
+
+
+def share(hits: int, count: int) -> Interval:
+    """A share with its 95% interval by Wilson's score.
+
+    >>> share(8, 10)
+    Interval(value=0.8, low=0.4901625, high=0.9433178, count=10)
+    """
+    z = 1.959964
+    value = hits / count
+    middle, width = (
+        value + z * z / (2 * count),
+        z * math.sqrt(value * (1 - value) / count + z * z / (4 * count**2)),
+    )
+    bottom = 1 + z * z / count
+    return Interval(
+        value, round((middle - width) / bottom, 7), round((middle + width) / bottom, 7), count
+    )
+
+
+def cohen_kappa(first: Mapping[str, str], second: Mapping[str, str]) -> float | None:
+    """Agreement of two annotators beyond chance, (p - e) / (1 - e), on what both labelled; None where that says nothing.
+
+    >>> cohen_kappa({"a": "0", "b": "1", "c": "0", "d": "1"}, {"a": "0", "b": "1", "c": "1", "d": "1"})
+    0.5
+    """
+    both = [(first[item], second[item]) for item in first if item in second]
+    if not both:
+        return None
+    observed = sum(a == b for a, b in both) / len(both)
+    ours, theirs = (Counter(side) for side in zip(*both, strict=True))
+    expected = sum(ours[word] * theirs[word] for word in ours) / len(both) ** 2
+    return None if expected == 1 else (observed - expected) / (1 - expected)
+
+
+def krippendorff_alpha(said: Sequence[Mapping[str, str]]) -> float | None:
+    """Agreement of any number of annotators, 1 - D_o / D_e for categories; items that one person alone labelled do not count.
+
+    >>> krippendorff_alpha([{"a": "0", "b": "1", "c": "0"}, {"a": "0", "b": "1", "c": "1"}])
+    0.4444444444444444
+    """
+    items: dict[str, list[str]] = {}
+    for votes in said:
+        for item, word in votes.items():
+            items.setdefault(item, []).append(word)
+    shared = [words for words in items.values() if len(words) > 1]
+    total, apart = Counter(word for words in shared for word in words), 0.0
+    for words in shared:
+        apart += sum(a != b for a in words for b in words) / (len(words) - 1)
+    count = sum(total.values())
+    chance = sum(total[a] * total[b] for a in total for b in total if a != b)
+    return 1 - (count - 1) * apart / chance if chance else None
