@@ -32,7 +32,7 @@ $(BASE):
 
 $(READY): $(BASE) pyproject.toml constraints.txt
 	@echo "installing posttrain and its tools into $(VENV) (a few minutes the first time)"
-	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data,int8,serve]'
+	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data,int8,serve,studio]'
 	@touch $@
 
 $(PEERS): $(READY)

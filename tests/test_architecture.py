@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve",
     "runs": f"{LEAVES} data.safe_readers system.files system.processes",
     "algorithms": f"{LEAVES} ops",
-    "data": f"{LEAVES} ops",
+    "data": f"{LEAVES} ops system.files",
     "models": f"{LEAVES} ops data.safe_readers system.files",
     "engine": f"{MODELS} system",
     "train": f"{MODELS} system.files algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking rewards._models",
@@ -60,7 +60,9 @@ MAY_IMPORT = {
     "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe",
     "cluster": f"{MODELS} train",
     "serve": f"{MODELS} engine",
-    "studio": f"{LEAVES} runs.read runs.layout",
+    # not runs.write: the studio shows runs, and starts them as processes of their own
+    "studio": f"{LEAVES} catalogue data.labels data.preferences data.stream system.files runs.read runs.layout runs.index runs.status "
+    "runs.lock runs.metrics runs.plot runs.resume_policy",
     "cli": f"{LOOP} runs collect episodes loop stages recipes config pipeline commands cluster serve studio __version__",
     "__version__": "",
     "__init__": "api catalogue algorithms types tasks stages",  # lazily: see the fresh process below

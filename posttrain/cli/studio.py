@@ -1,0 +1,55 @@
+"""Open the studio: a local web app that shows runs, their rollouts and how the model changes, and in which people label answers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from posttrain.errors import UserError, require
+
+EXAMPLE = "posttrain studio runs"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="*", type=Path, help="folders that hold runs; runs/ where none is given"
+    )
+    text = "the address to listen at; beyond this machine every request needs the token that is printed"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
+    parser.add_argument("--port", type=int, default=7860, help="0: any that is free")
+    text = "a name by which browsers reach it, where that is not --host; may be given again"
+    parser.add_argument("--name", action="append", default=[], help=text)
+    text = "the address of a model server, as in http://127.0.0.1:8000/v1"
+    parser.add_argument("--serve", default="", help=text)
+    text = "first make a small run to look at (about two minutes on a CPU), in runs/demo"
+    parser.add_argument("--demo", action="store_true", help=text)
+    parser.add_argument("--open", action="store_true", help="open it in a browser")
+
+
+def call(options: argparse.Namespace) -> None:
+    try:
+        from posttrain.studio.server import serve
+    except ImportError as error:
+        raise UserError(
+            f"the studio needs a package that is not installed ({error.name}); pip install 'posttrain[studio]'"
+        ) from None
+    roots = options.runs or [Path("runs")]
+    if options.demo or not options.runs:
+        roots[0].mkdir(parents=True, exist_ok=True)
+    for root in roots:
+        require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
+    require(0 <= options.port < 65536, f"port must be from 0 to 65535, not {options.port}")
+    hosts = frozenset(options.name) | (
+        {options.host} if options.host not in ("0.0.0.0", "::") else set()
+    )
+    local = options.host in LOCAL and not options.name
+    require(
+        local or bool(hosts),
+        f"--host {options.host} listens at every address: say by which name browsers reach it, with --name",
+    )
+    sys.stdout.write("opening the studio\n")
+    serve(
+        roots, options.host, options.port, hosts, local, options.serve, options.demo, options.open
+    )

@@ -1,0 +1,138 @@
+"""The web application: pages, the API behind them, and the stream that says what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from posttrain.errors import UserError
+from posttrain.runs import layout
+from posttrain.runs.index import FOLDER
+from posttrain.studio import pages_label, pages_review, pages_rollouts, pages_runs
+from posttrain.studio.guard import LOOPBACK, Guard
+from posttrain.studio.jobs import Jobs
+from posttrain.studio.library import Library
+from posttrain.studio.models import Models
+from posttrain.studio.replies import refused, word
+from posttrain.system.files import atomic_write
+
+STATIC = Path(__file__).parent / "static"
+PAGES = ("/", "/run/{rest:path}", "/compare", "/label", "/label/{rest:path}", "/play")
+POLL, PING = 1.0, 15.0  # seconds between two looks at a run, and between two signs of life
+TAGS = "tags.json"
+STREAMS = 64  # that are open at once
+
+
+@dataclass(slots=True)
+class Studio:
+    """What the pages share: the runs, the processes that were started here, the models that answer."""
+
+    library: Library
+    jobs: Jobs
+    models: Models
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    streams: int = 0
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def tags(self) -> dict[str, list[str]]:
+        """What people call their runs, by id."""
+        try:
+            return dict(json.loads((self.home / FOLDER / TAGS).read_text("utf-8")))
+        except (OSError, ValueError):
+            return {}
+
+    def set_tags(self, run: str, tags: list[str]) -> None:
+        with self.mutex:
+            (self.home / FOLDER).mkdir(parents=True, exist_ok=True)
+            atomic_write(self.home / FOLDER / TAGS, json.dumps(self.tags() | {run: tags}))
+
+    @property
+    def home(self) -> Path:
+        """The first folder: where new runs and files of labels go."""
+        return Path(self.library.roots[0])
+
+
+def make_app(
+    roots: Sequence[Path],
+    token: str = "",
+    hosts: frozenset[str] = LOOPBACK,
+    local: bool = True,
+    serve: str = "",
+) -> Guard:
+    """The application over the runs below `roots`."""
+    library = Library([Path(root) for root in roots])
+    studio = Studio(library, Jobs(library.roots[0]), Models(serve))
+    studio.token = token or studio.token
+    routes: list[Any] = [Route(path, partial(_page, studio)) for path in PAGES]
+    for part in (pages_runs, pages_rollouts, pages_label, pages_review):
+        routes += part.routes(studio)
+    routes.append(Route("/api/events", partial(_events, studio)))
+    routes.append(Mount("/static", StaticFiles(directory=STATIC)))
+    app = Starlette(routes=routes, exception_handlers={UserError: refused})
+    return Guard(app, studio.token, hosts, local)
+
+
+async def _page(studio: Studio, request: Request) -> Response:
+    """Every page is the same file; its script reads the address. It carries the token for changes, which other sites cannot read."""
+    text = (STATIC / "index.html").read_text("utf-8")
+    return Response(text.replace("STUDIO_TOKEN", studio.token), media_type="text/html")
+
+
+async def _events(studio: Studio, request: Request) -> Response:
+    """Server-sent events: `changed` where a run's files have grown, or, without a run, where any has."""
+    if studio.streams >= STREAMS:
+        raise UserError("too many pages are open")
+    name = word(request, "run")
+    if name:
+        studio.library.index(name)
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(
+        _changes(studio, name), media_type="text/event-stream", headers=headers
+    )
+
+
+async def _changes(studio: Studio, name: str) -> AsyncIterator[str]:
+    studio.streams += 1
+    seen, said = None, time.monotonic()
+    try:
+        yield "retry: 2000\n\n"
+        while True:
+            now = await asyncio.to_thread(_signature, studio, name)
+            if now != seen and seen is not None:
+                yield f"event: changed\ndata: {json.dumps({'run': name})}\n\n"
+                said = time.monotonic()
+            elif time.monotonic() - said > PING:
+                yield ": still here\n\n"
+                said = time.monotonic()
+            seen = now
+            await asyncio.sleep(POLL)
+    finally:
+        studio.streams -= 1
+
+
+def _signature(studio: Studio, name: str) -> Any:
+    """What differs when there is something new."""
+    runs = studio.library.runs()
+    wanted = [runs[name]] if name in runs else [*runs.values()][:50]
+    files = (layout.METRICS, layout.EVENTS, layout.SUMMARY, f"{layout.LOCK}.holder")
+    sizes = [
+        (path / file).stat().st_size if (path / file).exists() else 0
+        for path in wanted
+        for file in files[:3]
+    ]
+    live = [(path / files[3]).exists() for path in wanted]
+    return [*runs][:50], sizes, live

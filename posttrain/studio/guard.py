@@ -1,0 +1,175 @@
+"""What every request passes before it reaches a page: the host it was sent to, where it came from, the token, and limits.
+
+- The Host header must name this server: a site that points its own name at 127.0.0.1 (DNS rebinding) is refused.
+- Whatever may change something (every method but GET and HEAD) needs the token in a header, which another site cannot set, JSON as its
+  content type, and an Origin of ours where the browser sends one.
+- Beyond the loopback address every request needs the token: in a cookie that the first address, `/?token=...`, sets.
+- Model output is hostile: the content security policy runs no script but our files, loads nothing from elsewhere, and sends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from posttrain.errors import UserError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+COOKIE, HEADER = "posttrain_studio", "x-studio-token"
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+BODY_BYTES, BODY_SECONDS = 2 << 20, 20.0
+TRIES, TRY_SECONDS = 20, 60.0  # wrong tokens in a while, after which all of them are refused
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+@dataclass(slots=True)
+class Guard:
+    """Wraps an application. `hosts` are names by which it may be reached; `local` says that only this machine can."""
+
+    app: App
+    token: str
+    hosts: frozenset[str] = LOOPBACK
+    local: bool = True
+    _wrong: deque[float] = field(default_factory=lambda: deque(maxlen=TRIES))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # a web socket: there are none here
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        refused = self._refusal(scope, headers)
+        if refused:
+            await _answer(send, *refused)
+            return
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["path"] == "/" and given and self._right(given):
+            cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+            await _answer(send, 303, "", {"location": "/", "set-cookie": cookie})
+            return
+        await self.app(scope, _limited(receive), _with_headers(send))
+
+    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
+        """Status and reason of what is refused, or None."""
+        if _name(headers.get("host", "")) not in self.hosts:
+            return 421, "this server does not answer to that host name"
+        safe = scope["method"] in ("GET", "HEAD")
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers["host"]:
+            return 403, "the request comes from another site"
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") and not (
+            safe and headers.get("sec-fetch-mode") == "navigate"
+        ):
+            return 403, "the request comes from another site"
+        if int(headers.get("content-length") or 0) > BODY_BYTES:
+            return 413, f"at most {BODY_BYTES:,} bytes can be sent"
+        if not safe and not headers.get("content-type", "").startswith("application/json"):
+            return 415, "send JSON"
+        query = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        opening = safe and scope["path"] == "/" and bool(query)
+        if safe and self.local and not opening:
+            return None
+        given = headers.get(HEADER) or (query if opening else "")
+        if safe and not given:
+            given = _cookie(headers.get("cookie", ""))
+        return None if self._right(given) else self._wrong_token()
+
+    def _right(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+    def _wrong_token(self) -> tuple[int, str]:
+        now = time.monotonic()
+        many = len(self._wrong) == TRIES and now - self._wrong[0] < TRY_SECONDS
+        self._wrong.append(now)
+        return (
+            (429, "too many wrong tokens; wait a minute")
+            if many
+            else (401, "a token is needed: open the address that was printed")
+        )
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+    return (name if name and port.isdigit() else host).lower()
+
+
+def _cookie(text: str) -> str:
+    try:
+        held = SimpleCookie(text).get(COOKIE)
+    except CookieError:
+        return ""
+    return held.value if held else ""
+
+
+def _limited(receive: Receive) -> Receive:
+    """The request's body, which must arrive in time and be small."""
+    state = {"bytes": 0, "done": False}
+
+    async def limited() -> MutableMapping[str, Any]:
+        if state["done"]:
+            return await receive()  # the end of the connection, which a stream waits for
+        try:
+            message = await asyncio.wait_for(receive(), BODY_SECONDS)
+        except TimeoutError:
+            raise UserError(f"the request took more than {BODY_SECONDS:.0f} s to arrive") from None
+        state["bytes"] += len(message.get("body", b""))
+        state["done"] = not message.get("more_body", False)
+        if state["bytes"] > BODY_BYTES:
+            raise UserError(f"at most {BODY_BYTES:,} bytes can be sent")
+        return message
+
+    return limited
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            held = {name.lower() for name, _ in message["headers"]}
+            more = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in held]
+            message["headers"] = [*message["headers"], *more]
+            if b"cache-control" not in held:
+                message["headers"].append((b"cache-control", b"no-store"))
+        await send(message)
+
+    return sending
+
+
+async def _answer(send: Send, status: int, text: str, more: dict[str, str] | None = None) -> None:
+    headers = {
+        **HEADERS,
+        "content-type": "text/plain; charset=utf-8",
+        "cache-control": "no-store",
+        **(more or {}),
+    }
+    listed = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": listed})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -1,0 +1,263 @@
+"""The API of review (does a person agree with the reward?), of the hacking console, of the playground and of the export."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from posttrain.data.labels import Interval, share
+from posttrain.data.stream import permutation
+from posttrain.errors import require
+from posttrain.runs.index import Filter, Found, Index
+from posttrain.runs.status import alarms
+from posttrain.studio import report
+from posttrain.studio.library import require_stage
+from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, shown
+from posttrain.studio.replies import (
+    Handler,
+    Missing,
+    body,
+    number,
+    reply,
+    route,
+    text_of,
+    whole_of,
+    word,
+)
+from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.studio.app import Studio
+
+FILE = "reviews.sqlite"
+SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEXT, step INTEGER, number INTEGER, agrees INTEGER,
+flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL)"""
+HIGH = 0.5  # a part of at least this much says yes
+QUEUE = 500  # rollouts from which the next one is taken
+DRIFTS = (
+    "length",
+    "repetition",
+    "distinct",
+    "entropy",
+    "keyword",
+    "agreement",
+    "disagreement",
+    "reward_spread",
+)
+
+
+def routes(studio: Studio) -> list[Any]:
+    def on(handler: Any) -> Handler:
+        return partial(handler, studio)
+
+    return [
+        route("/api/runs/{run}/review", on(_next)),
+        route("/api/runs/{run}/review", on(_judge), "POST"),
+        route("/api/runs/{run}/review/report", on(_report)),
+        route("/api/runs/{run}/flagged.jsonl", on(_flagged)),
+        route("/api/runs/{run}/hacking", on(_hacking)),
+        route("/api/runs/{run}/report.html", on(_export)),
+        route("/api/models", on(_models)),
+        route("/api/chat", on(_chat), "POST"),
+    ]
+
+
+def _store(index: Index) -> sqlite3.Connection:
+    """Reviews, in a file of their own: unlike the index they cannot be made anew."""
+    made = sqlite3.connect(index.path.with_name(FILE), timeout=30.0, isolation_level=None)
+    made.execute("PRAGMA journal_mode=WAL")
+    made.execute(SCHEMA)
+    return made
+
+
+def _reviews(index: Index) -> list[tuple[Any, ...]]:
+    """The last review of each rollout."""
+    last = "SELECT max(id) FROM reviews GROUP BY stage, step, number"
+    with closing(_store(index)) as store:
+        return store.execute(f"SELECT * FROM reviews WHERE id IN ({last}) ORDER BY id").fetchall()
+
+
+def _next(studio: Studio, request: Request) -> Response:
+    """The next rollout to audit: of the highest reward, the newest, or any."""
+    index = studio.library.index(request.path_params["run"])
+    index.read_rollouts(INDEX_SECONDS)
+    order, stage = word(request, "order", "highest"), word(request, "stage")
+    sort = {"highest": "reward", "newest": "step"}.get(order, "number")
+    done = {tuple(row[1:4]) for row in _reviews(index)}
+    found = index.find(
+        Filter(stage=stage, failed=False), sort, order in ("highest", "newest"), QUEUE + len(done)
+    )
+    if order == "random" and found:
+        found = [found[n] for n in permutation(len(found), "review", len(done))]
+    left = [one for one in found if (one.stage, one.step, one.number) not in done]
+    item = shown(left[0], index.text(left[:1])[0], LONGEST) if left else None
+    return reply({"rollout": item, "done": len(done)})
+
+
+async def _judge(studio: Studio, request: Request) -> Response:
+    index = studio.library.index(request.path_params["run"])
+    sent = await body(request)
+    stage = require_stage(index, text_of(sent, "stage", 100))
+    place = [whole_of(sent, "step"), whole_of(sent, "number")]
+    agrees, flagged = sent.get("agrees"), sent.get("flagged", False)
+    require(isinstance(agrees, bool) and isinstance(flagged, bool), "agrees must be true or false")
+    found = _find(index, stage, *place)
+    note, who = text_of(sent, "note", 4000, ""), text_of(sent, "reviewer", 60, "")
+    values = [
+        stage,
+        *place,
+        agrees,
+        flagged,
+        note,
+        who,
+        found.reward,
+        json.dumps(found.parts),
+        time.time(),
+    ]
+    with closing(_store(index)) as store:
+        columns = "stage, step, number, agrees, flagged, note, reviewer, reward, parts, time"
+        store.execute(f"INSERT INTO reviews({columns}) VALUES({', '.join('?' * 10)})", values)
+    return reply({"done": True}, 201)
+
+
+def _find(index: Index, stage: str, step: int, place: int) -> Found:
+    here = Filter(stage=stage, step_from=step, step_to=step)
+    found = [one for one in index.find(here, "number", limit=100_000) if one.number == place]
+    if not found:
+        raise Missing("no such rollout")
+    return found[0]
+
+
+def _report(studio: Studio, request: Request) -> Response:
+    """Of the rollouts that the reward, or a part of it, says yes to: with how many a person agrees."""
+    rows = _reviews(studio.library.index(request.path_params["run"]))
+    said: dict[str, list[bool]] = {}
+    for row in rows:
+        parts = {"reward": row[8], **json.loads(row[9])}
+        for name, value in parts.items():
+            if value is not None and value >= HIGH:
+                said.setdefault(name, []).append(bool(row[4]))
+    found: dict[str, Interval] = {
+        name: share(sum(marks), len(marks)) for name, marks in said.items()
+    }
+    return reply(
+        {"precision": found, "reviewed": len(rows), "flagged": sum(bool(row[5]) for row in rows)}
+    )
+
+
+def _flagged(studio: Studio, request: Request) -> Response:
+    """Flagged rollouts as test cases of a reward: problem, response, what it was paid, and what a person said."""
+    index = studio.library.index(request.path_params["run"])
+    lines = []
+    for _, stage, step, place, agrees, flagged, note, who, *_ in _reviews(index):
+        if flagged:
+            found = _find(index, stage, step, place)
+            [row] = index.text([found])
+            case: dict[str, JSON] = {
+                "problem": row.problem,
+                "question": row.question,
+                "answer": row.answer,
+                "response": row.response,
+            }
+            case |= {
+                "reward": row.reward,
+                "parts": row.parts,
+                "agrees": bool(agrees),
+                "note": note,
+                "reviewer": who,
+            }
+            lines.append(json.dumps(case) + "\n")
+    headers = {"content-disposition": 'attachment; filename="flagged.jsonl"'}
+    return Response("".join(lines), media_type="application/x-ndjson", headers=headers)
+
+
+def _hacking(studio: Studio, request: Request) -> Response:
+    """What shows a reward that is gamed: the reward against the gold, both against KL, drifts, and the rollouts behind each alarm."""
+    index = studio.library.index(request.path_params["run"])
+    index.read_metrics()
+    stage = word(request, "stage") or next(
+        (s for s in reversed(index.stage_names()) if "reward" in index.figures(s)), ""
+    )
+    figures = index.figures(stage) if stage else {}
+    gold = next(
+        (name for name in ("reward/task", "reward/gold", "reward/answer") if name in figures), ""
+    )
+    names = [
+        "reward",
+        gold,
+        "kl",
+        "accuracy/test",
+        "reward/test",
+        *(name for name in DRIFTS if name in figures),
+    ]
+    buckets = int(number(request, "buckets", int, 300) or 300)
+    series = {
+        name: index.series(stage, name, min(buckets, 2000)) for name in names if name in figures
+    }
+    raised = [{"time": e.time, **e.details} for e in alarms(index.events())]
+    kept = [step for step, *_ in index.rollout_steps(stage)] if stage else []
+    for alarm in raised:
+        at = alarm.get("step")
+        alarm["rollouts"] = max((s for s in kept if isinstance(at, int) and s <= at), default=None)
+    return reply({"stage": stage, "gold": gold, "series": series, "alarms": raised})
+
+
+def _export(studio: Studio, request: Request) -> Response:
+    """The run as one file that can be mailed: no script, nothing loaded from elsewhere."""
+    index = studio.library.index(request.path_params["run"])
+    index.read_metrics()
+    while index.read_rollouts(2.0):
+        pass
+    name = f"{request.path_params['run']}.html"
+    headers = {
+        "content-disposition": f'attachment; filename="{name}"',
+        "content-security-policy": report.POLICY,
+    }
+    return Response(report.render(index), media_type="text/html", headers=headers)
+
+
+async def _models(studio: Studio, request: Request) -> Response:
+    return reply(
+        {
+            "models": await run_in_threadpool(studio.models.names),
+            "address": bool(studio.models.address),
+        }
+    )
+
+
+async def _chat(studio: Studio, request: Request) -> Response:
+    sent = await body(request)
+    messages = sent.get("messages", [])
+    fine = (
+        isinstance(messages, list)
+        and 0 < len(messages) <= 200
+        and all(isinstance(m, dict) for m in messages)
+    )
+    require(fine, "messages must be a list of at most 200")
+    turns = [
+        {"role": text_of(m, "role", 20), "content": text_of(m, "content", 100_000)}
+        for m in messages
+    ]
+    options: dict[str, JSON] = {}
+    for key, low, high in (
+        ("temperature", 0.0, 10.0),
+        ("max_tokens", 1, 32_768),
+        ("seed", 0, 2**53),
+    ):
+        value = sent.get(key)
+        if value is not None:
+            require(
+                isinstance(value, int | float) and low <= value <= high,
+                f"{key} must be from {low} to {high}",
+            )
+            options[key] = value
+    model = text_of(sent, "model", 400)
+    return reply(await run_in_threadpool(studio.models.ask, model, turns, options))

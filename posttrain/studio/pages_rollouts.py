@@ -1,0 +1,330 @@
+"""The API of rollouts and of the pipeline: what the model wrote, by step, problem and group, token by token, and stage by stage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from posttrain.errors import UserError, require
+from posttrain.runs.index import Filter, Found, Index
+from posttrain.runs.layout import RolloutRow
+from posttrain.studio.library import require_stage, stages
+from posttrain.studio.replies import (
+    Handler,
+    Missing,
+    body,
+    number,
+    reply,
+    route,
+    text_of,
+    whole,
+    word,
+)
+from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.studio.app import Studio
+
+SHORT = 600  # characters of a text in a list
+LONGEST = 200_000  # characters of a text on its own page
+TOKENS = 20_000  # of one rollout that are shown one by one
+ASK_SECONDS = 120.0
+INDEX_SECONDS = 0.4  # of indexing within a request; the rest goes on in the next one
+
+
+def routes(studio: Studio) -> list[Any]:
+    def on(handler: Any) -> Handler:
+        return partial(handler, studio)
+
+    return [
+        route("/api/runs/{run}/rollouts", on(_rollouts)),
+        route("/api/runs/{run}/rollouts.jsonl", on(_export)),
+        route("/api/runs/{run}/rollouts/{stage}/{step:int}/{number:int}", on(_rollout)),
+        route("/api/runs/{run}/pipeline", on(_pipeline)),
+        route("/api/runs/{run}/ask", on(_ask), "POST"),
+    ]
+
+
+def filter_of(request: Request) -> Filter:
+    """The filter in an address; its keys are the fields of Filter."""
+    found: dict[str, Any] = {}
+    for one in fields(Filter):
+        said = word(request, one.name)
+        if not said:
+            continue
+        if one.name == "failed":
+            found[one.name] = said == "true"
+        elif one.name.endswith(("_from", "_to")):
+            whole_number = one.name.startswith(("step", "length"))
+            found[one.name] = number(request, one.name, int if whole_number else float)
+        else:
+            found[one.name] = said
+    return Filter(**found)
+
+
+def _rollouts(studio: Studio, request: Request) -> Response:
+    index = studio.library.index(request.path_params["run"])
+    left = index.read_rollouts(INDEX_SECONDS)
+    wanted = filter_of(request)
+    sort, down = word(request, "sort", "step"), word(request, "down") == "true"
+    found = index.find(
+        wanted, sort, down, whole(request, "limit", 50, 200), whole(request, "skip", 0, 10**8)
+    )
+    rows = [shown(one, row, SHORT) for one, row in zip(found, index.text(found), strict=True)]
+    return reply(
+        {"rollouts": rows, "total": index.count(wanted), "choices": index.choices(), "left": left}
+    )
+
+
+def shown(found: Found, row: RolloutRow, limit: int) -> JSON:
+    """A rollout for the page: what the index knows, and its text up to a limit."""
+    texts = {name: getattr(row, name)[:limit] for name in ("question", "answer", "response")}
+    said = {"cut": len(row.response) > limit, "characters": len(row.response)}
+    conversation = [[kind, text[:limit]] for kind, text in getattr(row, "conversation", ())]
+    return {**asdict(found), **texts, **said, "conversation": conversation}
+
+
+def _export(studio: Studio, request: Request) -> Response:
+    """The rollouts of a filter as JSONL, as they are in the run's files."""
+    index = studio.library.index(request.path_params["run"])
+    wanted = filter_of(request)
+
+    def lines() -> Iterator[str]:
+        skip = 0
+        while found := index.find(wanted, "step", limit=500, skip=skip):
+            for one, row in zip(found, index.text(found), strict=True):
+                yield (
+                    json.dumps(
+                        {"stage": one.stage, "step": one.step, "number": one.number, **asdict(row)}
+                    )
+                    + "\n"
+                )
+            skip += len(found)
+
+    headers = {"content-disposition": 'attachment; filename="rollouts.jsonl"'}
+    return StreamingResponse(lines(), media_type="application/x-ndjson", headers=headers)
+
+
+def _rollout(studio: Studio, request: Request) -> Response:
+    """One rollout with its tokens, and the others of its group."""
+    index = studio.library.index(request.path_params["run"])
+    place = request.path_params
+    stage = require_stage(index, place["stage"])
+    index.read_rollouts(INDEX_SECONDS, (stage, place["step"]))
+    here = Filter(stage=stage, step_from=place["step"], step_to=place["step"])
+    found = index.find(here, "number", limit=100_000)
+    mine = next((one for one in found if one.number == place["number"]), None)
+    if mine is None:
+        raise Missing("no such rollout")
+    group = [one for one in found if (one.problem, one.role) == (mine.problem, mine.role)][:64]
+    rows = index.text(group)
+    tokens = _tokens(index, mine, len(found))
+    return reply(
+        {
+            "rollout": shown(mine, rows[group.index(mine)], LONGEST),
+            "group": [shown(one, row, 4 * SHORT) for one, row in zip(group, rows, strict=True)],
+            "tokens": tokens,
+            "steps": [step for step, *_ in index.rollout_steps(stage)],
+            "count": len(found),
+        }
+    )
+
+
+def _tokens(index: Index, found: Found, count: int) -> JSON:
+    """Text and figures of each token of a rollout, where the step's arrays were kept; None elsewhere."""
+    arrays = index.run.arrays(found.stage, found.step)
+    if arrays is None or arrays.sequences != count:
+        return None
+    held = arrays.sequence(found.number)
+    ids = held["ids"][:TOKENS].tolist()
+    if not ids:
+        return None
+    figures = {
+        name: [_round(v) for v in array[:TOKENS].tolist()]
+        for name, array in held.items()
+        if name != "ids"
+    }
+    if "sampled" not in figures:
+        sampled = np.arange(len(held["ids"])) >= len(held["ids"]) - found.length
+        figures["sampled"] = sampled[:TOKENS].tolist()
+    return {"text": _spell(index.run.directory, ids), "figures": figures}
+
+
+def _round(value: Any) -> JSON:
+    return (
+        round(value, 5)
+        if isinstance(value, float) and np.isfinite(value)
+        else value
+        if not isinstance(value, float)
+        else None
+    )
+
+
+def _spell(directory: Path, ids: Sequence[int]) -> list[str]:
+    """Each token as text, by the tokenizer of one of the run's models."""
+    files = [
+        directory / "export" / "tokenizer.json",
+        *sorted(directory.glob("stages/*/model/tokenizer.json")),
+    ]
+    file = next((f for f in files if f.is_file() and not f.is_symlink()), None)
+    if file is None:
+        return [f"[{n}]" for n in ids]
+    tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
+    return [str(tokenizer.decode([n], skip_special_tokens=False)) for n in ids]
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(file: Path, changed: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))
+
+
+def _pipeline(studio: Studio, request: Request) -> Response:
+    """The same prompts at every stage that answered them, out of what the run saved: held-out problems of evaluate stages, and the
+    rollouts of rl stages step by step."""
+    index = studio.library.index(request.path_params["run"])
+    left = index.read_rollouts(INDEX_SECONDS)
+    found, config = [], stages(index.run.config)
+    for settings in config:
+        name = str(settings["name"])
+        saved = index.run.stage_rows(name, "problems.jsonl")
+        steps = index.rollout_steps(name)
+        found.append(
+            {
+                "name": name,
+                "kind": settings.get("stage"),
+                "model": settings.get("model"),
+                "saved": len(saved),
+                "steps": steps,
+            }
+        )
+    text = word(request, "text").lower()
+    return reply(
+        {
+            "stages": found,
+            "left": left,
+            "prompts": _prompts(index, config, text),
+            "answers": _answers(index, config, word(request, "prompt")),
+        }
+    )
+
+
+def _evaluations(
+    index: Index, config: Sequence[dict[str, JSON]]
+) -> Iterator[tuple[dict[str, JSON], list[dict[str, JSON]]]]:
+    for settings in config:
+        rows = index.run.stage_rows(str(settings["name"]), "problems.jsonl")
+        if rows and "responses" in rows[0] and "question" in rows[0]:
+            yield settings, rows
+
+
+def _prompts(index: Index, config: Sequence[dict[str, JSON]], text: str) -> list[JSON]:
+    """Prompts that were answered most often, those first whose answers changed."""
+    seen: dict[str, list[JSON]] = {}
+    for _, rows in _evaluations(index, config):
+        for row in rows:
+            if text in str(row["question"]).lower():
+                seen.setdefault(str(row["question"]), []).append((row.get("values") or [None])[0])
+    ranked = sorted(seen, key=lambda q: (-len(seen[q]), -(len({str(v) for v in seen[q]}) > 1)))
+    more = [question for question in index.questions(text) if question not in seen]
+    return [{"question": q[:SHORT], "values": seen.get(q, [])} for q in [*ranked[:200], *more]]
+
+
+def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> list[JSON]:
+    """What each model answered to one prompt when it was measured, or compared with another; else first and last rollouts."""
+    if not prompt:
+        return []
+    found: dict[str, dict[str, JSON]] = {}
+    for settings, rows in _evaluations(index, config):
+        for row in (row for row in rows if str(row["question"])[:SHORT] == prompt):
+            versus = "won" in row and len(row["responses"]) == 2
+            models = (
+                [settings.get("against"), settings.get("model")]
+                if versus
+                else [settings.get("model")]
+            )
+            for model in models:
+                said = {
+                    "stage": settings["name"],
+                    "model": model,
+                    "gold": row.get("answer"),
+                    "answers": [],
+                }
+                held = found.setdefault(f"{settings['name']} {model}", said)["answers"]
+                held += _listed(row, models.index(model) ^ 1 if versus else None)
+    shown = [{**one, "answers": one["answers"][:8]} for one in found.values()]
+    return shown or [*_first_and_last(index, config, prompt)]
+
+
+def _listed(row: dict[str, JSON], side: int | None) -> list[JSON]:
+    """The answers in a row of an evaluation; of a comparison, that of one side."""
+    outcomes = row.get("outcomes") or [""] * len(row["responses"])
+    listed = zip(row["responses"], row.get("values") or [], outcomes, strict=False)
+    answers = [{"text": str(t)[:LONGEST], "reward": v, "outcome": o} for t, v, o in listed]
+    return answers if side is None else answers[side : side + 1]
+
+
+def _first_and_last(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> Iterator[JSON]:
+    """Rollouts of a prompt at the first and at the last step of each stage that drew it."""
+    for settings in config:
+        stage = str(settings["name"])
+        drawn = index.find(Filter(stage=stage, question=prompt), "step", limit=1)
+        drawn += index.find(Filter(stage=stage, question=prompt), "step", down=True, limit=1)
+        for step in sorted({one.step for one in drawn}):
+            here = Filter(stage=stage, question=prompt, step_from=step, step_to=step)
+            found = index.find(here, "number", limit=8)
+            rows = zip(found, index.text(found), strict=True)
+            answers = [
+                {
+                    "text": row.response[:LONGEST],
+                    "reward": one.reward,
+                    "tokens": one.length,
+                    "outcome": one.outcome,
+                }
+                for one, row in rows
+            ]
+            yield {
+                "stage": stage,
+                "model": f"{stage}, step {step}",
+                "note": "a rollout",
+                "answers": answers,
+            }
+
+
+async def _ask(studio: Studio, request: Request) -> Response:
+    """The answers of every stage's model to a prompt of the user's, sampled now."""
+    prompt = text_of(await body(request), "prompt", 4000)
+    require(bool(prompt.strip()), "type a prompt")
+    directory = studio.library.index(request.path_params["run"]).run.directory
+    return reply({"answers": await run_in_threadpool(sample_stages, directory, prompt)})
+
+
+def sample_stages(directory: Path, prompt: str) -> JSON:
+    """`posttrain sample RUN PROMPT --stages` in a process of its own: models are never loaded in this one."""
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain",
+        "sample",
+        "--stages",
+        "--json",
+        "--",
+        str(directory),
+        prompt,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+    if done.returncode:
+        raise UserError((done.stderr.strip().splitlines() or ["it said nothing"])[-1][:500])
+    return json.loads(done.stdout)

@@ -1,0 +1,230 @@
+"""The API of the table of runs and of a run's page: figures, stages, alarms, settings; start, stop, resume."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from posttrain import catalogue
+from posttrain.errors import UserError, require
+from posttrain.runs.index import Index
+from posttrain.runs.resume_policy import flatten
+from posttrain.runs.status import alarms, status, verdict
+from posttrain.studio.library import run_id, stages, timeline
+from posttrain.studio.replies import Handler, body, number, reply, route, text_of, whole, word
+from posttrain.types import JSON
+
+if TYPE_CHECKING:
+    from posttrain.studio.app import Studio
+
+BUCKETS, FIGURES = 2000, 60  # of one answer
+PAGE = 100  # runs of one answer
+RECIPE_SECONDS = 60.0
+ROUTINE = ("out", "next_command", "trackers", "format")
+
+
+def routes(studio: Studio) -> list[Any]:
+    def on(handler: Any) -> Handler:
+        return partial(handler, studio)
+
+    return [
+        route("/api/runs", on(_runs)),
+        route("/api/runs", on(_start), "POST"),
+        route("/api/recipes", on(_recipes)),
+        route("/api/runs/{run}", on(_run)),
+        route("/api/runs/{run}/series", on(_series)),
+        route("/api/runs/{run}/settings", on(_settings)),
+        *(
+            route(f"/api/runs/{{run}}/{verb}", partial(_act, studio, verb), "POST")
+            for verb in ("stop", "resume", "tags")
+        ),
+    ]
+
+
+def _runs(studio: Studio, request: Request) -> Response:
+    """Some rows of the table: those whose name, place or recipe has the text, and whose status is asked for."""
+    text, kind = word(request, "text").lower(), word(request, "status")
+    skip, limit = whole(request, "skip", 0, 10**6), whole(request, "limit", PAGE, PAGE)
+    ids, tags = studio.library.runs(), studio.tags()
+    named = [
+        n
+        for n, path in ids.items()
+        if text in f"{studio.library.place(path)} {' '.join(tags.get(n, []))}".lower()
+    ]
+    if kind:
+        named = [n for n in named if studio.library.row(n)["status"]["kind"] == kind]
+    rows = [studio.library.row(n) | {"tags": tags.get(n, [])} for n in named[skip : skip + limit]]
+    return reply({"runs": rows, "total": len(named)})
+
+
+def _recipes(studio: Studio, request: Request) -> Response:
+    return reply([asdict(entry) for entry in catalogue.describe("recipe")])
+
+
+def _run(studio: Studio, request: Request) -> Response:
+    """Everything of a run's page but its curves."""
+    name = request.path_params["run"]
+    index = studio.library.index(name)
+    index.read_metrics(seconds=0.5)
+    run, events = index.run, index.events()
+    now = status(run, events)
+    return reply(
+        studio.library.row(name)
+        | {
+            "status": asdict(now),
+            "verdict": asdict(verdict(index)),
+            "stages": _stages(index, now.kind),
+            "alarms": [{"time": e.time, **e.details} for e in alarms(events)],
+            "timeline": timeline(events),
+            "figures": index.figures(),
+            "summary": _summary(run.summary),
+            "indexing": index.behind(),
+            "tags": studio.tags().get(name, []),
+        }
+    )
+
+
+def _summary(found: Mapping[str, JSON] | None) -> JSON:
+    return (
+        {key: found.get(key) for key in ("before", "after", "seconds", "versions", "seed")}
+        if found
+        else None
+    )
+
+
+def _stages(index: Index, kind: str) -> list[JSON]:
+    """The stages of the recipe in order: what each is, starts from, has found, and whether it is done."""
+    spans = {name: (begun, ended, step) for name, begun, ended, step in index.stage_spans()}
+    begun = {str(e.details.get("stage")): e.time for e in index.events() if e.kind == "stage"}
+    rows = []
+    for settings in stages(index.run.config):
+        name = str(settings["name"])
+        result = index.run.stage_rows(name, "result.json")
+        done = bool(result)
+        state = (
+            "done"
+            if done
+            else "live"
+            if kind == "live" and name in begun
+            else "begun"
+            if name in begun
+            else "todo"
+        )
+        algorithm = settings.get("algorithm")
+        rows.append(
+            {
+                "name": name,
+                "kind": settings.get("stage", ""),
+                "model": settings.get("model", ""),
+                "algorithm": algorithm.get("name", "") if isinstance(algorithm, dict) else "",
+                "steps": settings.get("steps"),
+                "state": state,
+                "begun": begun.get(name),
+                "span": spans.get(name),
+                "result": _short(result[0]) if done else {},
+            }
+        )
+    return rows
+
+
+def _short(result: Mapping[str, JSON]) -> JSON:
+    """The figures of a stage's result: numbers, and numbers with an interval."""
+
+    def plain(value: JSON) -> bool:
+        listed = isinstance(value, list) and len(value) == 3
+        return isinstance(value, int | float) or (
+            listed and all(isinstance(v, int | float) for v in value)
+        )
+
+    return {key: value for key, value in result.items() if plain(value)}
+
+
+def _series(studio: Studio, request: Request) -> Response:
+    """Figures of one run: `figure` may be given again; of one stage, or of all that recorded it."""
+    index = studio.library.index(request.path_params["run"])
+    index.read_metrics(seconds=0.5)
+    stage, asked = word(request, "stage"), request.query_params.getlist("figure")[:FIGURES]
+    buckets = max(1, whole(request, "buckets", 600, BUCKETS))
+    first, last = number(request, "first", int, 0), number(request, "last", int, 2**52)
+    known = index.figures(stage)
+    found = [
+        index.series(name, figure, buckets, int(first or 0), int(last or 0))
+        for figure in asked
+        for name in known.get(figure, [])
+    ]
+    return reply({"series": found, "indexing": index.behind()})
+
+
+def _settings(studio: Studio, request: Request) -> Response:
+    """The resolved settings, and those that differ from the recipe's own or from another run's."""
+    index = studio.library.index(request.path_params["run"])
+    ours = flatten(index.run.config)
+    other, name = word(request, "against"), str(index.run.config.get("name", ""))
+    if other:
+        theirs = flatten(studio.library.index(other).run.config)
+    elif name in catalogue.names("recipe"):
+        theirs = flatten(_recipe(name))
+    else:
+        return reply({"settings": ours, "differences": None, "against": ""})
+    keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+    changed = {k: [ours.get(k), theirs.get(k)] for k in keys if k not in ROUTINE}
+    return reply({"settings": ours, "differences": changed, "against": other or name})
+
+
+@cache
+def _recipe(name: str) -> dict[str, JSON]:
+    """A shipped recipe with nothing changed, resolved in a process of its own: building stages imports torch."""
+    program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, name],
+        capture_output=True,
+        text=True,
+        timeout=RECIPE_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        raise UserError(
+            f"recipe {name} cannot be resolved: {done.stderr.strip().splitlines()[-1][:300]}"
+        )
+    return dict(json.loads(done.stdout))
+
+
+async def _start(studio: Studio, request: Request) -> Response:
+    from starlette.concurrency import run_in_threadpool
+
+    sent = await body(request)
+    listed = sent.get("settings", [])
+    fine = isinstance(listed, list) and all(isinstance(text, str) for text in listed)
+    require(fine, "settings must be a list of key=value")
+    directory = await run_in_threadpool(
+        studio.jobs.start, text_of(sent, "recipe", 100), [str(text) for text in listed]
+    )
+    return reply({"run": run_id(directory)}, 201)
+
+
+async def _act(studio: Studio, verb: str, request: Request) -> Response:
+    """Stop a run, resume it, or tag it."""
+    from starlette.concurrency import run_in_threadpool
+
+    name = request.path_params["run"]
+    directory = studio.library.index(name).run.directory
+    if verb == "stop":
+        studio.jobs.stop(directory)
+    elif verb == "resume":
+        await run_in_threadpool(studio.jobs.resume, directory)
+    else:
+        sent = (await body(request)).get("tags", [])
+        fine = isinstance(sent, list) and all(
+            isinstance(tag, str) and 0 < len(tag) <= 40 for tag in sent
+        )
+        require(fine and len(sent) <= 20, "tags are at most 20 texts of at most 40 characters")
+        studio.set_tags(name, [str(tag) for tag in sent])
+    return reply({"done": verb})

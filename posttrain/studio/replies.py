@@ -1,0 +1,118 @@
+"""Requests as checked values, and values as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from posttrain.errors import UserError, require
+from posttrain.types import JSON
+
+Handler = Callable[[Request], Any]
+Number = TypeVar("Number", int, float)
+LONGEST = 10_000  # characters of a value in an address
+
+
+class Missing(UserError):
+    """What was asked for does not exist."""
+
+
+def reply(value: Any, status: int = 200) -> Response:
+    """JSON in which a number that is none or infinite is null: a browser has no word for it."""
+    try:
+        text = json.dumps(value, allow_nan=False, default=_plain)
+    except ValueError:
+        text = json.dumps(_finite(json.loads(json.dumps(value, default=_plain))))
+    return Response(text, status, media_type="application/json")
+
+
+def _plain(value: Any) -> JSON:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _finite(value: JSON) -> JSON:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+def word(request: Request, name: str, default: str = "") -> str:
+    """A value of the address as text."""
+    value = str(request.query_params.get(name, default))
+    require(len(value) <= LONGEST, f"{name} is too long")
+    return value
+
+
+def number(
+    request: Request, name: str, kind: type[Number], default: Number | None = None
+) -> Number | None:
+    """A value of the address as a number; the default where there is none."""
+    said = word(request, name)
+    if not said:
+        return default
+    try:
+        value = kind(said)
+    except ValueError:
+        raise UserError(f"{name} must be a number, not {said[:40]!r}") from None
+    require(math.isfinite(value) and abs(value) < 2**53, f"{name} is out of range")
+    return value
+
+
+def whole(request: Request, name: str, default: int, maximum: int) -> int:
+    """A value of the address between 0 and `maximum`."""
+    value = number(request, name, int, default)
+    return min(max(0, default if value is None else value), maximum)
+
+
+async def body(request: Request) -> dict[str, JSON]:
+    """The JSON object that was sent."""
+    try:
+        value = json.loads(await request.body())
+    except ValueError:
+        raise UserError("send a JSON object") from None
+    require(isinstance(value, dict), "send a JSON object")
+    return dict(value)
+
+
+def text_of(
+    sent: Mapping[str, JSON], name: str, maximum: int = LONGEST, default: str | None = None
+) -> str:
+    """A text of the object that was sent."""
+    value = sent.get(name, default)
+    require(
+        isinstance(value, str) and len(value) <= maximum,
+        f"{name} must be a text of at most {maximum} characters",
+    )
+    return str(value)
+
+
+def whole_of(sent: Mapping[str, JSON], name: str) -> int:
+    """A whole number, 0 or more, of the object that was sent."""
+    value = sent.get(name)
+    fine = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    require(fine, f"{name} must be a whole number")
+    return int(value or 0)
+
+
+def route(path: str, handler: Handler, *methods: str) -> Route:
+    return Route(path, handler, methods=list(methods) or ["GET"])
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Bad input, as one line."""
+    return JSONResponse({"error": str(error)}, 404 if isinstance(error, Missing) else 400)

@@ -1,0 +1,92 @@
+"""A run as one HTML file: verdict, picture, alarms, scores, settings and some rollouts. Everything that a model wrote is escaped."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+
+from posttrain.errors import UserError
+from posttrain.events import printable
+from posttrain.runs.index import Filter, Index
+from posttrain.runs.plot import draw
+from posttrain.runs.resume_policy import flatten
+from posttrain.runs.status import alarms, status, verdict
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c2024;background:#fff}
+h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:2rem 0 .5rem}.answer{font-size:1.25rem;font-weight:600;margin:.75rem 0}
+.dim{color:#5f6770}table{border-collapse:collapse;width:100%;font-size:.875rem}td,th{text-align:left;padding:.3rem .6rem;
+border-bottom:1px solid #e3e6e8;vertical-align:top}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font-size:.85rem}
+img{max-width:100%}article{border:1px solid #e3e6e8;border-radius:8px;padding:.75rem 1rem;margin:.75rem 0}
+"""
+ROLLOUTS = 6  # of each kind
+
+
+def render(index: Index) -> str:
+    """The whole report."""
+    run, found = index.run, verdict(index)
+    now = status(run, index.events())
+    parts = [
+        f"<h1>{_text(run.name)}</h1><p class='dim'>{_text(run.config.get('name', ''))}; {_text(now.kind)}</p>",
+        f"<p class='answer'>{_text(found.headline)}</p>",
+        _list(found.because),
+        _picture(index),
+        "<h2>Alarms</h2>",
+        _list(str(e.details.get("text", "")) for e in alarms(index.events())) or "<p>None.</p>",
+        "<h2>Rollouts</h2>",
+        *_rollouts(index),
+        "<h2>Settings</h2>",
+        _table(flatten(run.config).items()),
+    ]
+    head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{_text(run.name)}</title>"
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>{STYLE}</style></head><body>'
+    return f"{head}{meta}{''.join(parts)}</body></html>"
+
+
+def _text(value: object) -> str:
+    """Text that is shown and never obeyed."""
+    return escape(printable(str(value), lines=True))
+
+
+def _list(lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{_text(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _table(rows: Iterable[tuple[object, object]]) -> str:
+    cells = "".join(f"<tr><td>{_text(a)}</td><td>{_text(b)}</td></tr>" for a, b in rows)
+    return f"<table>{cells}</table>"
+
+
+def _picture(index: Index) -> str:
+    with tempfile.TemporaryDirectory() as folder, suppress(UserError):
+        path = Path(folder) / "plot.png"
+        draw(index.run, path)
+        data = base64.b64encode(path.read_bytes()).decode()
+        return (
+            f'<h2>Curves</h2><img alt="the curves of the run" src="data:image/png;base64,{data}">'
+        )
+    return ""
+
+
+def _rollouts(index: Index) -> Iterable[str]:
+    """The last step's highest and lowest rewards."""
+    stages = [stage for stage in index.stage_names() if index.rollout_steps(stage)]
+    if not stages:
+        yield "<p>None were kept.</p>"
+        return
+    stage = stages[-1]
+    step = index.rollout_steps(stage)[-1][0]
+    here = Filter(stage=stage, step_from=step, step_to=step, failed=False)
+    for title, down in (("highest reward", True), ("lowest reward", False)):
+        found = index.find(here, "reward", down, ROLLOUTS)
+        yield f"<h3>{_text(stage)} step {step}: {title}</h3>"
+        for one, row in zip(found, index.text(found), strict=True):
+            paid = f"reward {one.reward:.3g}, {one.length} tokens, {one.outcome}"
+            said = f"<pre>{_text(row.question)}</pre><pre><b>{_text(row.response)}</b></pre>"
+            yield f"<article><p class='dim'>{_text(paid)}</p>{said}</article>"

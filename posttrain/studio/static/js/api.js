@@ -1,0 +1,73 @@
+// How the page talks to its server: JSON, the token for changes, and one stream of news, closed while the tab is hidden.
+
+const TOKEN = document.querySelector('meta[name="studio-token"]')?.getAttribute("content") ?? "";
+
+/** @param {string} path @param {Record<string, any>} [query] @returns {Promise<any>} */
+export async function get(path, query = {}) {
+  return answer(await fetch(address(path, query)));
+}
+
+/** @param {string} path @param {any} body @returns {Promise<any>} */
+export async function post(path, body = {}) {
+  const headers = { "content-type": "application/json", "x-studio-token": TOKEN };
+  return answer(await fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
+}
+
+/** @param {string} path @param {Record<string, any>} query */
+export function address(path, query) {
+  const words = new URLSearchParams();
+  for (const [name, value] of Object.entries(query)) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== "" && one !== null && one !== undefined) words.append(name, String(one));
+    }
+  }
+  const text = words.toString();
+  return text ? `${path}?${text}` : path;
+}
+
+/** @param {Response} response */
+async function answer(response) {
+  const text = await response.text();
+  let found;
+  try {
+    found = JSON.parse(text);
+  } catch {
+    found = { error: text || `the server answered ${response.status}` };
+  }
+  if (!response.ok) throw new Error(found.error ?? `the server answered ${response.status}`);
+  return found;
+}
+
+/**
+ * Call `changed` when the run (or any) has something new. Returns what ends it.
+ * @param {string} run
+ * @param {() => void} changed
+ */
+export function follow(run, changed) {
+  /** @type {EventSource|null} */
+  let source = null;
+  let due = 0;
+  const open = () => {
+    source = new EventSource(address("/api/events", { run }));
+    source.addEventListener("changed", () => {
+      clearTimeout(due);
+      due = window.setTimeout(changed, 100);
+    });
+  };
+  const seen = () => {
+    if (document.hidden) {
+      source?.close();
+      source = null;
+    } else if (!source) {
+      open();
+      changed();
+    }
+  };
+  open();
+  document.addEventListener("visibilitychange", seen);
+  return () => {
+    clearTimeout(due);
+    document.removeEventListener("visibilitychange", seen);
+    source?.close();
+  };
+}

@@ -1,0 +1,92 @@
+// Does a person agree with the reward? And the signs that it is being gamed.
+import { get, post } from "./api.js";
+import { Chart } from "./charts.js";
+import { fill, h, number, svg, visible } from "./dom.js";
+import { explain, load } from "./metrics.js";
+import { head } from "./run.js";
+
+/** @param {HTMLElement} main @param {string[]} words */
+export async function page(main, [id]) {
+  const run = await get(`/api/runs/${id}`);
+  const order = h("select", { "aria-label": "Which rollouts", onchange: () => next() }, [["highest", "highest reward first"], ["newest", "newest first"], ["random", "at random"]].map(([v, t]) => h("option", { value: v }, t)));
+  const body = h("div", { class: "stack" });
+  const table = h("div", {});
+  fill(main, head(run, "/review"), h("div", { class: "row between" }, h("p", { class: "dim" }, "Read what was paid, and say whether you agree. This is how loopholes are found early."), order), body, table);
+  /** @type {any} */
+  let now = null;
+  async function next() {
+    const [found, report] = await Promise.all([get(`/api/runs/${id}/review`, { order: order.value }), get(`/api/runs/${id}/review/report`)]);
+    now = found.rollout;
+    const note = h("input", { class: "grow", id: "note", placeholder: "Note", "aria-label": "Note" });
+    fill(body, now ? h("section", { class: "card stack" }, h("dl", { class: "row facts" }, [["Reward", number(now.reward)], ["Step", now.step], ["Outcome", now.outcome || "–"], ...Object.entries(now.parts).map(([k, v]) => [k, number(/** @type {number} */ (v))])].map(([k, v]) => h("div", {}, h("dt", {}, visible(k)), h("dd", {}, visible(v))))), h("div", { class: "text dim" }, visible(now.question)), h("div", { class: "text" }, visible(now.response)), now.answer && h("p", { class: "dim small" }, "Right answer: ", visible(now.answer)),
+      h("div", { class: "row" }, h("button", { type: "button", onclick: () => judge(true, false) }, h("kbd", {}, "y"), "The reward is right"), h("button", { type: "button", onclick: () => judge(false, false) }, h("kbd", {}, "n"), "It is wrong"), h("button", { type: "button", onclick: () => judge(false, true) }, h("kbd", {}, "f"), "Wrong: make it a test case"), note, h("a", { href: `/run/${id}/rollouts/${now.stage}/${now.step}/${now.number}` }, "Open"))) : h("div", { class: "card empty" }, "No rollout is left to review."));
+    fill(table, h("h2", {}, "Where people agree"), h("p", { class: "dim small" }, `${report.reviewed} reviewed, ${report.flagged} flagged. Of the answers that each part of the reward pays for, the share that a person agrees with.`), h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, ["Part", "Agreed", "95% interval", "Reviewed"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, Object.entries(report.precision).map(([k, v]) => h("tr", {}, h("td", {}, visible(k)), h("td", { class: "number" }, number(v.value, true)), h("td", { class: "number dim" }, `${number(v.low, true)} – ${number(v.high, true)}`), h("td", { class: "number" }, v.count)))))), report.flagged > 0 && h("p", {}, h("a", { class: "button", href: `/api/runs/${id}/flagged.jsonl`, download: "flagged.jsonl" }, "Save flagged rollouts as test cases")));
+  }
+  async function judge(/** @type {boolean} */ agrees, /** @type {boolean} */ flagged) {
+    if (!now) return;
+    const { stage, step, number: place } = now;
+    now = null;
+    const note = /** @type {HTMLInputElement|null} */ (document.getElementById("note"))?.value ?? "";
+    await post(`/api/runs/${id}/review`, { stage, step, number: place, agrees, flagged, note, reviewer: localStorage.getItem("annotator") ?? "" });
+    await next();
+  }
+  const keys = (/** @type {KeyboardEvent} */ event) => {
+    if (event.target instanceof HTMLInputElement || event.ctrlKey || event.metaKey) return;
+    if (event.key === "y") judge(true, false);
+    if (event.key === "n") judge(false, false);
+    if (event.key === "f") judge(false, true);
+  };
+  document.addEventListener("keydown", keys);
+  await next();
+  return () => document.removeEventListener("keydown", keys);
+}
+
+/** @param {HTMLElement} main @param {string[]} words */
+export async function hacking(main, [id]) {
+  const [, run, data] = await Promise.all([load(), get(`/api/runs/${id}`), get(`/api/runs/${id}/hacking`)]);
+  /** @type {import("./charts.js").View} */
+  const view = { axis: "step", smoothing: 0.6, zoom: null, marks: data.alarms.filter((/** @type {any} */ a) => a.stage === data.stage && a.step !== undefined).map((/** @type {any} */ a) => ({ x: a.step, text: a.text })), began: run.began };
+  /** @type {[Chart, import("./charts.js").Curve[]][]} */
+  const charts = [];
+  const make = (/** @type {any} */ words, /** @type {import("./charts.js").Curve[]} */ found) => {
+    const chart = new Chart(words, () => {});
+    charts.push([chart, found]);
+    return chart.node;
+  };
+  const { reward, kl } = data.series;
+  const gold = data.gold && data.series[data.gold];
+  const nodes = [];
+  if (reward) nodes.push(make({ title: gold ? "What is paid, and what it stands for" : "Reward", text: gold ? "If the reward rises and the gold score falls, the policy has found a loophole." : "This run measures no gold score, so a loophole can only be seen from how the text changes." }, [{ label: "reward", series: reward }, ...(gold ? [{ label: data.gold, series: gold }] : [])]));
+  if (reward && kl) nodes.push(frontier(reward, gold || null, kl, data.gold));
+  for (const [name, series] of Object.entries(data.series)) if (!["reward", "kl", data.gold].includes(name)) nodes.push(make(explain(name), [{ label: data.stage, series }]));
+  fill(main, head(run, "/hacking"), h("section", { class: "stack" }, h("h2", {}, data.alarms.length ? `${data.alarms.length} alarm${data.alarms.length > 1 ? "s" : ""}` : "No alarm was raised"), data.alarms.map((/** @type {any} */ a) => h("div", { class: "card row between" }, h("div", { class: "grow" }, h("span", { class: "chip bad" }, visible(a.rule ?? "alarm")), " ", visible(a.text)), a.rollouts !== null && a.rollouts !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts?stage=${encodeURIComponent(a.stage)}&step_from=${a.rollouts}&step_to=${a.rollouts}&sort=reward&down=true` }, "The rollouts behind it")))),
+    nodes.length ? h("div", { class: "charts" }, nodes) : h("div", { class: "card empty" }, "No stage of this run learns from rewards yet."));
+  const draw = () => charts.forEach(([chart, found]) => chart.draw(found, view));
+  draw();
+  addEventListener("studio-theme", draw);
+  return () => {
+    removeEventListener("studio-theme", draw);
+    charts.forEach(([chart]) => chart.close());
+  };
+}
+
+/** Reward and gold against KL: how much was gained for how far the model moved. @param {any} reward @param {any} gold @param {any} kl @param {string} name */
+function frontier(reward, gold, kl, name) {
+  const [w, hgt, pad] = [420, 190, 34];
+  const at = (/** @type {any} */ series, /** @type {number} */ step) => {
+    let best = 0;
+    series.step.forEach((/** @type {number} */ s, /** @type {number} */ n) => { if (Math.abs(s - step) < Math.abs(series.step[best] - step)) best = n; });
+    return series.mean[best];
+  };
+  const rows = kl.step.map((/** @type {number} */ s, /** @type {number} */ n) => [kl.mean[n], at(reward, s), gold ? at(gold, s) : null]).filter((/** @type {any[]} */ r) => r[0] !== null && r[1] !== null);
+  const span = (/** @type {number[]} */ v) => [Math.min(...v), Math.max(...v)];
+  const [x0, x1] = span(rows.map((/** @type {number[]} */ r) => r[0]));
+  const dots = (/** @type {number} */ column, /** @type {string} */ tone) => {
+    const found = rows.filter((/** @type {any[]} */ r) => r[column] !== null);
+    const [y0, y1] = span(found.map((/** @type {number[]} */ r) => r[column]));
+    return found.map((/** @type {number[]} */ r, /** @type {number} */ n) => svg("circle", { cx: pad + ((r[0] - x0) / (x1 - x0 || 1)) * (w - pad - 8), cy: hgt - 24 - ((r[column] - y0) / (y1 - y0 || 1)) * (hgt - 36), r: 2.6, fill: `var(${tone})`, opacity: 0.25 + (0.75 * n) / found.length }));
+  };
+  const text = (/** @type {any} */ x, /** @type {any} */ y, /** @type {string} */ said, anchor = "start") => svg("text", { x, y, "font-size": 11, fill: "var(--faint)", "text-anchor": anchor }, said);
+  const drawing = svg("svg", { viewBox: `0 0 ${w} ${hgt}`, width: "100%", height: hgt, role: "img", "aria-label": `reward${gold ? " and gold" : ""} against KL, from ${number(x0)} to ${number(x1)} nats` }, svg("line", { x1: pad, x2: w - 8, y1: hgt - 22, y2: hgt - 22, stroke: "var(--line)" }), rows.length ? [dots(1, "--c1"), gold ? dots(2, "--c2") : []].flat() : [], text(pad, hgt - 6, number(x0)), text(w - 8, hgt - 6, `${number(x1)} nats`, "end"));
+  return h("figure", { class: "card chart" }, h("header", {}, h("h3", {}, "Reward for distance")), h("p", {}, "Each point is a step; later ones are darker. To the right the model is farther from its start. Where the reward still rises and the gold has turned down, the best model lies behind."), drawing, h("div", { class: "legend" }, h("span", {}, h("i", { style: { background: "var(--c1)" } }), "reward"), gold && h("span", {}, h("i", { style: { background: "var(--c2)" } }), name)));
+}

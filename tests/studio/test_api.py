@@ -1,0 +1,275 @@
+"""The API behind the pages: what a run directory says, by ids alone; hostile ids, hostile text, and what a browser may start."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs_for_tests import add_step, make_run, rollout
+from studio_for_tests import Studio
+
+from posttrain.runs.write import RunWriter
+from posttrain.studio import pages_rollouts
+from posttrain.studio.library import run_id
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Studio:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "one")
+    make_run(root / "folder" / "two", 10, finish=False)
+    return Studio(root)
+
+
+@pytest.fixture(scope="module")
+def one(studio: Studio) -> str:
+    return f"/api/runs/{run_id(studio.root / 'one')}"
+
+
+def test_the_table_says_what_each_run_is(studio: Studio) -> None:
+    found = {row["name"]: row for row in studio.get("/api/runs")["runs"]}
+    assert found["one"]["status"]["kind"] == "finished" and found["two"]["status"]["kind"] == "crashed"
+    assert found["one"]["score"] == [0.9, pytest.approx(0.85), pytest.approx(0.95), "accuracy/test"]
+    assert found["one"]["verdict"]["answer"] == "careful" and found["one"]["alarms"] == 1
+    assert found["two"]["folder"] == "folder/two" and len(found["one"]["spark"]) == 40
+    assert [row["name"] for row in studio.get("/api/runs", text="FOLDER")["runs"]] == ["two"]
+    assert [row["name"] for row in studio.get("/api/runs", status="finished")["runs"]] == ["one"]
+
+
+def test_the_page_of_a_run_has_stages_alarms_and_figures(studio: Studio, one: str) -> None:
+    run = studio.get(one)
+    assert [(s["name"], s["state"]) for s in run["stages"]] == [
+        ("sft", "begun"),
+        ("before", "done"),
+        ("rl", "begun"),
+        ("after", "done"),
+    ]
+    assert run["alarms"][0]["rule"] == "length" and run["figures"]["loss"] == ["sft", "rl"]
+    series = studio.get(f"{one}/series", figure=["reward", "loss"], buckets=10)["series"]
+    assert [(s["stage"], s["figure"], len(s["step"])) for s in series] == [
+        ("rl", "reward", 10),
+        ("sft", "loss", 10),
+        ("rl", "loss", 10),
+    ]
+    zoomed = studio.get(f"{one}/series", figure="reward", first=5, last=9)["series"][0]
+    assert zoomed["step"] == [5, 6, 7, 8, 9]
+
+
+def test_every_figure_that_training_records_is_explained() -> None:
+    static = Path(pages_rollouts.__file__).parent / "static" / "metrics.json"
+    table = json.loads(static.read_text())
+    known = table["figures"]
+    recorded = """reward reward/answer kl entropy length truncated failed reflection loss loss/policy nll grad_norm clip_fraction
+    mismatch mismatch/max learning_rate tokens_per_second seconds/train level accuracy/test reward/test
+    accuracy/held_out loss/held_out margin
+    repetition distinct keyword agreement reward_spread groups/zero_variance updates tokens trained turns failed/timeout
+    role/solver/reward"""
+    for name in recorded.split():
+        assert name in known or f"{name.split('/')[0]}/*" in known, name
+    assert {entry[1] for entry in known.values()} <= set(table["groups"])
+
+
+def test_rollouts_are_found_and_shown_with_their_group_and_tokens(studio: Studio, one: str) -> None:
+    found = studio.get(f"{one}/rollouts", sort="reward", down="true", text="thinking", step_from=20, limit=5)
+    assert found["total"] == 24 and len(found["rollouts"]) == 5 and found["left"] == 0
+    assert found["choices"]["part"] == ["answer", "format"]
+    shown = studio.get(f"{one}/rollouts/rl/40/1")
+    assert [r["number"] for r in shown["group"]] == [0, 1, 2, 3] and shown["rollout"]["number"] == 1
+    assert len(shown["tokens"]["text"]) == len(shown["tokens"]["figures"]["logprob"]) == 2 + shown["rollout"]["length"]
+    assert shown["tokens"]["figures"]["sampled"][:3] == [False, False, True]
+    lines = studio.get(f"{one}/rollouts.jsonl", step_from=40).splitlines()
+    assert len(lines) == 8 and json.loads(lines[0])["response"] == "thinking about it 40 0"
+
+
+def test_the_pipeline_shows_one_prompt_at_every_stage(studio: Studio, one: str) -> None:
+    found = studio.get(f"{one}/pipeline", prompt="what is 1+1?")
+    assert [(a["stage"], a["model"], a["answers"][0]["text"]) for a in found["answers"]] == [
+        ("before", "sft", "3"),
+        ("after", "rl", "2"),
+    ]
+    assert found["prompts"][0] == {"question": "what is 1+1?", "values": [0.0, 1.0]}
+    drawn = studio.get(f"{one}/pipeline", prompt="what is 2+2?")["answers"]
+    assert [a["model"] for a in drawn] == ["rl, step 10", "rl, step 40"]
+
+
+def test_settings_are_compared_with_another_run(studio: Studio, one: str) -> None:
+    other = studio.root / "other"
+    with RunWriter.create(other, {"name": "quickstart", "seed": 7, "stages": []}):
+        pass
+    found = studio.get(f"{one}/settings", against=run_id(other))
+    assert found["differences"]["seed"] == [0, 7] and found["settings"]["rl.algorithm.name"] == "grpo"
+
+
+def test_what_a_run_appends_is_there_at_the_next_request(studio: Studio, one: str) -> None:
+    before = studio.get(one)["figures"]
+    with RunWriter.resume(studio.root / "folder" / "two") as writer:
+        add_step(writer, 11)
+        row = next(r for r in studio.get("/api/runs")["runs"] if r["name"] == "two")
+        assert row["status"]["kind"] == "live" and row["progress"]["step"] == 11
+    assert studio.get(one)["figures"] == before
+
+
+BAD_IDS = [
+    "..",
+    "../one",
+    "%2e%2e",
+    "..%2f..%2fetc",
+    "%252e%252e%252f",
+    "..\\one",
+    "/etc/passwd",
+    "file:///etc/passwd",
+    "~",
+    "C:\\",
+    "one%00",
+    "a" * 10_000,
+    "．．/",
+    "/proc/self/environ",
+]
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_what_is_no_id_is_no_run(studio: Studio, one: str, name: str) -> None:
+    for path in (
+        f"/api/runs/{name}",
+        f"{one}/rollouts/{name}/40/0",
+        f"/api/label/{name}/next",
+        f"/static/{name}",
+        f"/static/../{name}",
+    ):
+        answer = studio.client.get(path)
+        assert answer.status_code in (400, 404, 405) or "text/html" in answer.headers["content-type"], path
+        assert "root:" not in answer.text and "PATH=" not in answer.text
+
+
+def test_files_that_lie_elsewhere_are_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "outside", 10)
+    root = tmp_path / "root"
+    linked = make_run(root / "linked", 10)
+    (linked / "config.yaml").unlink()
+    (linked / "config.yaml").symlink_to(tmp_path / "outside" / "config.yaml")
+    (root / "whole").symlink_to(tmp_path / "outside")
+    assert Studio(root).get("/api/runs")["runs"] == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"sort": "1; DROP"},
+        {"step_from": "x"},
+        {"reward_to": "nan"},
+        {"reward_to": "1e999"},
+        {"step_to": "9" * 30},
+        {"text": "a" * 20_000},
+    ],
+)
+def test_filters_that_make_no_sense_are_one_line(studio: Studio, one: str, query: dict[str, str]) -> None:
+    assert "error" in studio.get(f"{one}/rollouts", 400, **query)
+
+
+def test_one_broken_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", 10)
+    bad = make_run(tmp_path / "bad", 10, finish=False)
+    (bad / "config.yaml").write_text("a: [")
+    (bad / "metrics.jsonl").write_bytes(b"\xff\xfe{}\n[1]\n{}\n")
+    rows = {row["name"]: row for row in Studio(tmp_path).get("/api/runs")["runs"]}
+    assert rows["good"]["recipe"] == "quickstart" and "cannot be read" in rows["bad"]["status"]["said"]
+
+
+def test_the_export_is_one_file_in_which_text_is_text(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 10)
+    with RunWriter.resume(tmp_path / "run") as writer:
+        writer.metrics("rl", 50, {"reward": 1.0})
+        writer.rollouts("rl", 50, [rollout(1, 0, "<script>alert(1)</script>", 1.0, "<img src=x onerror=alert(1)>")])
+        writer.event("alarm", {"stage": "rl", "text": "</style><script>alert(2)</script>", "level": "warning"})
+    page = Studio(tmp_path).client.get(f"/api/runs/{run_id(tmp_path / 'run')}/report.html")
+    assert "<script" not in page.text and "<img src=x" not in page.text and "&lt;script&gt;alert(1)" in page.text
+    assert 'src="http' not in page.text and "data:image/png;base64," in page.text
+    assert (
+        "script-src" not in page.headers["content-security-policy"]
+        and "default-src 'none'" in page.headers["content-security-policy"]
+    )
+
+
+def test_reviews_are_counted_by_part_and_flagged_ones_become_cases(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    studio, run = Studio(tmp_path), f"/api/runs/{run_id(tmp_path / 'run')}"
+    studio.get(f"{run}/rollouts")
+    first = studio.get(f"{run}/review", order="highest")["rollout"]
+    assert first["reward"] == 1.0
+    place = {key: first[key] for key in ("stage", "step", "number")}
+    studio.post(f"{run}/review", 201, **place, agrees=False, flagged=True, note="says nothing")
+    second = studio.get(f"{run}/review", order="highest")["rollout"]
+    assert {key: second[key] for key in place} != place
+    studio.post(f"{run}/review", 201, **{key: second[key] for key in place}, agrees=True)
+    report = studio.get(f"{run}/review/report")
+    assert (
+        report["reviewed"] == 2
+        and report["precision"]["answer"]["value"] == 0.5
+        and report["precision"]["answer"]["count"] == 2
+    )
+    (case,) = [json.loads(line) for line in studio.get(f"{run}/flagged.jsonl").splitlines()]
+    assert (case["agrees"], case["note"], case["response"]) == (False, "says nothing", first["response"])
+    studio.post(f"{run}/review", 400, **place, agrees="yes")
+    studio.post(f"{run}/review", 404, stage="../x", step=1, number=1, agrees=True)
+
+
+def test_the_rollouts_behind_an_alarm_are_named(studio: Studio, one: str) -> None:
+    studio.get(f"{one}/rollouts")
+    found = studio.get(f"{one}/hacking")
+    assert (
+        found["stage"] == "rl" and found["alarms"][0]["rollouts"] == 30 and {"reward", "kl", "length"} <= set(found["series"])
+    )
+
+
+def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that is started here is a stand-in that opens the run and waits to be interrupted."""
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom posttrain.runs.write import RunWriter\n"
+        "out = next((a[4:] for a in sys.argv if a.startswith('out=')), sys.argv[-1])\n"
+        "if 'bad=1' in sys.argv: sys.exit('posttrain: no such key')\n"
+        "made = RunWriter.resume(out) if Path(out, 'config.yaml').exists() else RunWriter.create(out, {'name': 'quickstart'})\n"
+        "with made:\n    time.sleep(30)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(
+        f'#!/bin/sh\nshift 2\nexec {Path(sys.prefix) / "bin" / "python"} {tmp_path / "program.py"} "$@"\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    root = tmp_path / "runs"
+    root.mkdir()
+    studio = Studio(root)
+    assert "key=value" in studio.post("/api/runs", 400, recipe="quickstart", settings=["rm -rf"])["error"]
+    assert "unknown recipe" in studio.post("/api/runs", 400, recipe="../evil.py", settings=[])["error"]
+    for setting in ("out=/tmp/x", "checkpoint_hook=[rm]", "rl.reward=evil.py:f", "rl.model=http://evil"):
+        assert "command line" in studio.post("/api/runs", 400, recipe="quickstart", settings=[setting])["error"]
+    assert "no such key" in studio.post("/api/runs", 400, recipe="quickstart", settings=["bad=1"])["error"]
+    made = studio.post("/api/runs", 201, recipe="quickstart", settings=["seed=1"])["run"]
+    assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "live"
+    assert "is running" in studio.post(f"/api/runs/{made}/resume", 400)["error"]
+    studio.post(f"/api/runs/{made}/stop")
+    end = time.monotonic() + 10
+    while studio.get(f"/api/runs/{made}")["status"]["kind"] == "live" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "interrupted"
+    studio.post(f"/api/runs/{made}/resume")
+    assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "live"
+    studio.post(f"/api/runs/{made}/stop")
+
+
+def test_tags_are_kept(studio: Studio, one: str) -> None:
+    studio.post(f"{one}/tags", tags=["good", "<b>seed 1</b>"])
+    again = Studio(studio.root)
+    assert again.get(one)["tags"] == ["good", "<b>seed 1</b>"]
+    assert [row["name"] for row in again.get("/api/runs", text="seed 1")["runs"]] == ["one"]
+    studio.post(f"{one}/tags", 400, tags=["x" * 41])
+
+
+def test_without_a_model_server_the_playground_says_so(studio: Studio) -> None:
+    assert studio.get("/api/models") == {"models": [], "address": False}
+    sent = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert "posttrain serve" in studio.post("/api/chat", 400, **sent)["error"]
+    studio.post("/api/chat", 400, model="m", messages=[{"role": "user", "content": "hi"}], temperature=99)
