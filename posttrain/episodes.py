@@ -382,7 +382,7 @@ class _Episodes:
                 return
             [turn] = turns
             request = turn.request
-            if request.ids is self.prompt_ids.get(turn.draw):
+            if request.ids is self.prompt_ids.get(turn.episode.draw):
                 raise
             del self.submitted[request.session, request.turn]
             self.deliver(turn, ContextFull(str(error)))
