@@ -191,7 +191,8 @@ class Comparison:
 
     def same_ratio(self, gold: Node, given: Node) -> bool:
         if gold.kind != "ratio" and given.kind == "ratio":
-            return is_fraction(given, gold) and self.same_scalar(gold, quotient(given))
+            fraction = is_fraction(given, gold) and not is_integer(gold)  # 6:1 is not 6
+            return fraction and self.same_scalar(gold, quotient(given))
         if gold.kind == "ratio" and given.kind == "ratio":
             if is_time(gold):
                 times = {spelled(s.text.replace(":", " ")).lstrip("0") for s in (gold, given)}

@@ -231,6 +231,8 @@ def _look(value: Node, found: set[str]) -> None:
     elif kind == "divide":
         if all(map(_is_literal, parts)) and not all(map(_is_whole, parts)):
             found.add("quotient")
+    elif kind == "negative" and parts[0].kind == "negative":
+        found.add("sign")
     elif kind in ("power", "root"):
         _look_at_power(value, found)
     elif kind == "function":

@@ -202,21 +202,30 @@ class Reader:
         return node(signs[0], value) if signs and signs[0] in ("pm", "mp") else value
 
     def product(self) -> Node:
+        mixes = (
+            self.next.kind == "number"
+        )  # 2 1/2 is a mixed number, 2 \\cdot 1/2 and (2)(1/2) are not
         factors = [self.factor()]
         while True:
             if self.accept("*", "cdot", "times", "ast"):
+                mixes = mixes and len(factors) > 1
                 factors.append(self.signed_factor())
             elif self.accept("/", "div"):
                 below = self.signed_factor()
                 above = factors[0] if len(factors) == 1 else node("multiply", *factors)
-                mixed = mixed_number(factors[0], factors[1], below) if len(factors) == 2 else None
+                two = mixes and len(factors) == 2
+                mixed = mixed_number(factors[0], factors[1], below) if two else None
                 factors = [mixed or node("divide", above, below)]
             elif self.starts_factor():
                 self.refuse_two_numbers()
+                adjacent = self.next.kind == "number" or self.sees(*_FRACTIONS)
+                mixes = mixes and (adjacent or len(factors) > 1)
                 factors.append(self.factor())
             else:
                 break
-        return factors[0] if len(factors) == 1 else joined(factors)
+        if len(factors) == 1:
+            return factors[0]
+        return joined(factors) if mixes else node("multiply", *factors)
 
     def refuse_two_numbers(self) -> None:
         """`5 6` is no product; `2 1/2` is a mixed number, and what stands after \\frac12 may be anything."""
