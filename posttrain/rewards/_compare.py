@@ -236,8 +236,8 @@ class Comparison:
         given = lettered(given) if gold.kind == "quantity" else given
         gold = lettered(gold) if given.kind == "quantity" else gold
         (wanted, wanted_unit), (value, unit) = measured(gold), measured(given)
-        if "percent" in (wanted_unit, unit):
-            return self.same_percent(wanted, wanted_unit, value, unit)
+        if self.conventions.percent == "bare":
+            wanted_unit, unit = ("" if text == "percent" else text for text in (wanted_unit, unit))
         if wanted.kind not in SCALARS or value.kind not in SCALARS:
             return wanted_unit == unit and wanted.kind not in MEASURED and self.same(wanted, value)
         measure, other = (unit_of(text) if text else NO_UNIT for text in (wanted_unit, unit))
@@ -245,24 +245,17 @@ class Comparison:
             alike = spelled(wanted_unit) == spelled(unit) != ""
             return alike and self.same_scalar(wanted, value)
         sizes = [measure.scale, other.scale]
+        if wanted_unit == "percent" and other.measures:
+            return False
         if measure.measures and other.measures:
             if measure.measures != other.measures:
                 return False
             sizes = [measure.scale * measure.size, other.scale * other.size]
         elif not (measure.plain and other.plain) or (len(unit) == 1 and unit.isupper()):
             return False  # a word or letter that may change the number: 5 W, 5 reciprocal
-        elif self.conventions.require_units and measure.measures:
+        elif measure.measures and (self.conventions.require_units or unit == "percent"):
             return False
         return self.same_scalar(scaled(wanted, sizes[0]), scaled(value, sizes[1]))
-
-    def same_percent(self, wanted: Node, wanted_unit: str, value: Node, unit: str) -> bool:
-        if not {wanted.kind, value.kind} <= SCALARS or {wanted_unit, unit} - {"percent", ""}:
-            return False
-        if wanted_unit == unit or self.conventions.percent == "bare":
-            return self.same_scalar(wanted, value)
-        percent = Fraction(1, 100)
-        pairs = ((wanted, wanted_unit), (value, unit))
-        return self.same_scalar(*(scaled(side, percent) if of else side for side, of in pairs))
 
     def same_scalar(self, gold: Node, given: Node) -> bool:
         if infinity(gold) or infinity(given):
@@ -356,8 +349,7 @@ def measured(value: Node) -> tuple[Node, str]:
     if value.kind == "percent":
         return value.nodes[0], "percent"
     if value.kind == "quantity":
-        percent = value.text.strip().lower() in ("percent", "per cent")
-        return value.nodes[0], "percent" if percent else value.text
+        return value.nodes[0], value.text
     if value.kind == "degrees":
         return value.nodes[0], "degrees"
     if value.kind == "negative" and value.nodes[0].kind == "degrees":

@@ -6,7 +6,15 @@ import re
 from fractions import Fraction
 from itertools import takewhile
 
-from posttrain.rewards._words import MONTH, NUMBERS, SCALES, SCALES_BELOW, bare_words, singular
+from posttrain.rewards._words import (
+    MONTH,
+    NUMBERS,
+    RATES,
+    SCALES,
+    SCALES_BELOW,
+    bare_words,
+    singular,
+)
 
 _OF_WORDS = re.compile(
     rf"\b(?:answer|result|solutions?|value|so|thus|hence|therefore|reals?|integers|numbers|option|choice|noon|midnight|base|to|set|is|half|{MONTH}|exactly|point|dne|exist|total|number|positive|negative|nonnegative)\b"
@@ -118,7 +126,7 @@ def spoken(text: str) -> tuple[Fraction, str] | None:
     ):  # half a dozen
         return sign * SCALES[after[2]] / 2, " ".join(said[place + 3 :])
     part = re.match(r"(and )?(an? |one )?(\w+)", " ".join(after))
-    if part and (below := SCALES_BELOW.get(part[3])):
+    if part and part[3] not in RATES and (below := SCALES_BELOW.get(part[3])):
         parts = part[1] if found else part[2] or part[3] == "half"  # two and a half; a third; half
         plural = (
             found and not part[1] and not part[2] and (total == 1 or said[place].endswith("s"))

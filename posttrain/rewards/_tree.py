@@ -85,29 +85,26 @@ def text_node(text: str) -> Node:
     if not number[1]:
         return value
     unit = unit_of(number[1])
-    percent = number[1] in ("percent", "per cent")
-    return (
-        node("quantity", number[1], value)
-        if percent or (unit and unit.plain)
-        else node("text", text)
-    )
+    return node("quantity", number[1], value) if unit and unit.plain else node("text", text)
 
 
 def compound(larger: Node, smaller: Node) -> Node:
     """5 feet 3 inches as inches."""
-    units = [unit_of(part.text) if part.kind == "quantity" else None for part in (larger, smaller)]
+    units = [
+        unit_of(part.text)
+        for part in (larger, smaller)
+        if part.kind == "quantity" and part.nodes[0].kind == "number"
+    ]
     if (
-        not units[0]
-        or not units[1]
-        or units[0].measures != units[1].measures
-        or units[0].size <= units[1].size
+        len(units) == 2
+        and units[0]
+        and units[1]
+        and units[0].measures == units[1].measures
+        and units[0].size > units[1].size
     ):
-        raise Unreadable("two quantities side by side")
-    whole, rest = larger.nodes[0], smaller.nodes[0]
-    if whole.kind != "number" or rest.kind != "number":
-        raise Unreadable("two quantities side by side")
-    total = whole.value * units[0].size / units[1].size + rest.value
-    return node("quantity", smaller.text, node("number", total, "decimal"))
+        total = larger.nodes[0].value * units[0].size / units[1].size + smaller.nodes[0].value
+        return node("quantity", smaller.text, node("number", total, "decimal"))
+    raise Unreadable("two quantities side by side")
 
 
 def labelled(macro: str, value: Node) -> Node:

@@ -48,9 +48,8 @@ SCALES = sizes(
     "hundred:1e2 thousand:1e3 lakh lac:1e5 million mn:1e6 crore:1e7 billion bn:1e9 trillion:1e12 quadrillion:1e15 quintillion:1e18 "
     "dozen:12"
 )
-SCALES_BELOW = sizes(
-    "half halve:2 third:3 quarter:4 fifth:5 eighth:8 ninth:9 twelfth:12 permil:1e3 ppm:1e6 ppb:1e9 bp:1e4"
-)
+RATES = sizes("percent pct:1e2 permil:1e3 ppm:1e6 ppb:1e9 bp:1e4")
+SCALES_BELOW = RATES | sizes("half halve:2 third:3 quarter:4 fifth:5 eighth:8 ninth:9 twelfth:12")
 SCALES_BELOW |= {
     f"{name.removesuffix('y')}{'ie' * name.endswith('y')}th": size
     for name, size in {**NUMBERS, **SCALES}.items()
@@ -60,7 +59,7 @@ SCALES_BELOW |= {
 NO_UNITS = words(
     """not no none never nor neither either if when unless but except minus plus negative positive time over divided is was are be maybe
     perhaps wrong incorrect false squared cubed factorial mod modulo modulu module than least most more less fewer wait actually root
-    pct percent percentage double doubled twice triple tripled quadrupled halved pair couple score gross googol myriad ten fold
+    percentage double doubled twice triple tripled quadrupled halved pair couple score gross googol myriad ten fold
     reciprocal inverse log logarithm exponent conjugate complement negation opposite other greater before after ago short missing
     away too zillion mil mill thou grand kilo mega giga both approximately about nearly almost roughly around only sine cosine tangent
     loss lost debt deficit owed below under down"""
