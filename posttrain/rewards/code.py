@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from posttrain.types import JSON, Score
 
 # possessive: linear in the line. A fence may be indented, quoted, or stand in a list
 FENCE = re.compile(
-    r"([ \t]*+(?:>[ \t]?+)*+[ \t]*+(?:(?:[-*+]|[0-9]{1,9}+[.)])[ \t]++)?+)(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)"
+    r"([ \t]*+(?:>[ \t]?+){0,8}+[ \t]*+(?:(?:[-*+]|[0-9]{1,9}+[.)])[ \t]++)?+)(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)"
 )
 QUOTE = re.compile(r"[ \t]*+>[ \t]?")
 PYTHON = re.compile(r"[{.]*+(?:[ic]?python|py)[ -]?[0-9]*+(?:\.[0-9]++)*+(?![\w.+-])")
@@ -38,7 +39,8 @@ DEFINED = re.compile(
 RESPONSE_LIMIT = 4_000_000  # characters; what is longer is no answer
 REASONING, REASONING_END = "<think>", "</think>"
 DEFAULT = Limits()
-STARTING = 60.0  # seconds for interpreters to start
+TOLERANCE = 1e-9
+STARTING = 60.0  # seconds, at most, for the interpreters of a program to start
 FORFEIT = ("timeout", "memory", "output")
 # a program that ends in good order has still not answered
 ENDS = {"stopped": "fail", "syntax": "fail"}
@@ -52,14 +54,14 @@ LOG = logging.getLogger(__name__)
 class CallTest:
     """`function(*args)` must return `expected`. A method is named `Class.method`: the class is made without arguments.
 
-    `exact` distinguishes a list from a tuple; `tolerance` is for floats (see `sandbox.wire.same`).
+    `exact` distinguishes a list from a tuple, and True from 1; `tolerance` is for floats (see `sandbox.wire.same`).
     """
 
     function: str
     args: Sequence[Any]
     expected: Any
     exact: bool = False
-    tolerance: float = 1e-9
+    tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
         named = all(part.isidentifier() for part in self.function.split("."))
@@ -108,10 +110,9 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
             if found := FENCE.fullmatch(line):
                 fence, label, body = found[2], found[3].strip().lower(), []
                 quotes = found[1].count(">")
-                indent = len(found[1].rpartition(">")[2].expandtabs(4))
+                indent = len(_unquoted(found[1], quotes).expandtabs(4))
             continue
-        for _ in range(quotes):
-            line = QUOTE.sub("", line, count=1)
+        line = _unquoted(line, quotes)
         mark, bare = line.strip(), line.lstrip(" \t")
         column = len(line[: len(line) - len(bare)].expandtabs(4))
         if len(mark) >= len(fence) and mark == fence[0] * len(mark) and column < indent + 4:
@@ -119,6 +120,11 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
             fence = ""
         else:
             body.append((" " * (column - indent) + bare if 0 < indent <= column else line) + "\n")
+
+
+def _unquoted(line: str, quotes: int) -> str:
+    found = QUOTE.match(line) if quotes else None
+    return _unquoted(line[found.end() :], quotes - 1) if found else line
 
 
 def _straight(lines: list[str]) -> str:
@@ -267,11 +273,14 @@ class _Run:
     def outcomes(self, tests: Sequence[Test]) -> list[str]:
         """Of the tests that were run, in the order they were run: up to the first failure, or all where `partial`."""
         outcomes: list[str] = []
+        end = time.monotonic() + self.limits.wall + STARTING / 2
         for some in self._one_by_one(tests):
             outcomes += some
             if any(one in FORFEIT or (one != "pass" and not self.partial) for one in some):
                 break
             self.budget.stop()
+            if time.monotonic() > end:  # very many tests: scored before a worker gives up
+                return [*outcomes, "timeout"]
         return outcomes
 
     def _take(self) -> Session:
@@ -328,9 +337,9 @@ class _Run:
     def _check(self, test: CheckTest) -> str:
         with self._take() as candidate, self._take() as judge:
             try:
+                judge.begin("check", test.check, test.names, self.budget)
                 candidate.begin("calls", self.program, budget=self.budget)
                 _expect(candidate.receive(), "loaded")
-                judge.begin("check", test.check, test.names, self.budget)
                 stands_for, calls = dict(zip(test.names, test.functions, strict=True)), 0
                 while (message := judge.receive())[0] == "call":
                     calls += 1
@@ -377,8 +386,9 @@ def _lines(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n")).rstrip("\n")
 
 
-def read_tests(text: str) -> list[Test]:
-    """Tests as JSON: a list of [function, arguments, expected], [stdin, stdout] and {check, names, functions}.
+def read_tests(text: str, exact: bool = False, tolerance: float = TOLERANCE) -> list[Test]:
+    """Tests as JSON: a list of [function, arguments, expected], [stdin, stdout] and {check, names, functions}. The settings are
+    those of `CallTest`.
 
     >>> read_tests('[["add", [1, 2], 3], ["4 5", "9"]]')
     [CallTest(function='add', args=[1, 2], expected=3, exact=False, tolerance=1e-09), StdioTest(stdin='4 5', stdout='9')]
@@ -389,13 +399,13 @@ def read_tests(text: str) -> list[Test]:
         entries = None
     some = isinstance(entries, list) and bool(entries)
     require(some, "the tests of a program are a JSON list that is not empty")
-    return [_read_test(entry) for entry in entries]
+    return [_read_test(entry, exact, tolerance) for entry in entries]
 
 
-def _read_test(entry: JSON) -> Test:
+def _read_test(entry: JSON, exact: bool, tolerance: float) -> Test:
     match entry:
         case [str(function), list(arguments), expected]:
-            return CallTest(function, arguments, expected)
+            return CallTest(function, arguments, expected, exact, tolerance)
         case [str(stdin), str(stdout)]:
             return StdioTest(stdin, stdout)
         case {"check": str(check), "names": list(names), "functions": list(functions)}:
@@ -425,9 +435,11 @@ def code(
     fenced: bool = True,
     wall: float = DEFAULT.wall,
     memory: int = DEFAULT.memory,
+    exact: bool = False,
+    tolerance: float = TOLERANCE,
 ) -> Score:
     """The plain reward: the answer holds the tests, as `read_tests` has them. Settings are those of `grade` and of `Limits`."""
-    limits, tests = Limits(wall=wall, memory=memory), read_tests(answer)
+    limits, tests = Limits(wall=wall, memory=memory), read_tests(answer, exact, tolerance)
     return grade(
         response, tests, limits=limits, sandbox=sandbox, partial=partial, fresh=fresh, fenced=fenced
     )

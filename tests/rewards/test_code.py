@@ -389,6 +389,8 @@ def test_our_own_failures_are_tried_again_and_then_masked(failures: int, outcome
         assert (score.value, score.failure) == (None, "infrastructure")
 
 
+PYTHON_LABELS = ("python3.11", "python title=x", "Python 3", "py3", "{.python .numbered}", "python:a.py")
+OTHER_LABELS = ("pycon", "python-repl", "pytb", "cython", "pythonic", "text", "c++", "python.txt-x")
 EXTRACTIONS = [
     ("```python\nx = 1\n```", "x = 1\n"),
     ("```\nx = 1\n```", "x = 1\n"),
@@ -403,6 +405,23 @@ EXTRACTIONS = [
     ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
     ("```python\r\nx = 1\r\n```", "x = 1\n"),
     ("  ```python\nx = 1\n  ```", "x = 1\n"),
+    *(
+        (f"```{label}\nx = 1\n```", "x = 1\n")
+        for label in ("python3.11", "python title=x", "Python 3", "py3", "{.python .numbered}", "python:a.py")
+    ),
+    *(
+        (f"```{label}\nx = 1\n```", None)
+        for label in ("pycon", "python-repl", "pytb", "cython", "pythonic", "text", "c++", "python.txt-x")
+    ),
+    ("1. So:\n\n    ```python\n    if x:\n        y\n    ```", "if x:\n    y\n"),
+    ("\t```python\n\tif x:\n\t\ty\n\t```", "if x:\n    y\n"),
+    ("* ```py\n  x = 1\n  ```", "x = 1\n"),
+    ("> ```py\n> if x:\n>     y\n>\n> ```", "if x:\n    y\n\n"),
+    ("```python\n    def f():\n        pass\n```", "def f():\n    pass\n"),
+    (
+        "```python\ndef f():\n    '''\n    ```\n    x\n    ```\n    '''\n```",
+        "def f():\n    '''\n    ```\n    x\n    ```\n    '''\n",
+    ),
     ("```python x = 1```", None),
     ("```javascript\nx\n```", None),
     ("text only", None),
@@ -416,6 +435,35 @@ def test_extraction(response: str, program: str | None) -> None:
     assert extract(response) == program
 
 
+SOLUTION, EXAMPLE = "```python\ndef f(n):\n    return n\n```\n", "```python\nprint(f(3))\n```\n"
+CHOSEN = [
+    (SOLUTION + EXAMPLE, "def f(n)"),
+    (EXAMPLE + SOLUTION, "def f(n)"),
+    (SOLUTION.replace("python", "") + EXAMPLE, "def f(n)"),
+    (SOLUTION + SOLUTION.replace("f(n)", "f(m)") + EXAMPLE, "def f(m)"),
+    (SOLUTION.replace("def f(n):\n    return n", "f = lambda n: n") + EXAMPLE, "f = lambda"),
+    (SOLUTION + "```python\nresult = f(3)\nassert f == result\n```", "def f(n)"),
+    (SOLUTION + "```python\nfrom solution import f\n```", "def f(n)"),
+    ("```python\nfrom math import gcd as f\n```", "from math"),  # nothing better
+    ("```python\nclass A:\n    def f(self): pass\n```\n" + SOLUTION.replace("f(n)", "g(n)"), "def g(n)"),
+]
+
+
+@pytest.mark.parametrize(("response", "beginning"), CHOSEN)
+def test_the_solution_is_taken_and_not_a_usage_example(response: str, beginning: str) -> None:
+    tests = [CallTest("f", [3], 3)]
+    assert str(extract(response, tests=tests)).startswith(beginning)
+    assert str(extract(response, tests=[CheckTest("assert g(3)", ("g",), ("f",))])).startswith(beginning)
+
+
+def test_the_solution_of_a_script_reads_its_input() -> None:
+    reads, shown = "```python\nprint(int(input()))\n```\n", "```python\nn = 3\nprint(n)\n```\n"
+    faked = "```python\nimport io, sys\nsys.stdin = io.StringIO('3')\nmain()\n```"
+    for tests, chosen in (([StdioTest("3", "3")], "print(int"), ([StdioTest("", "3")], "n = 3")):
+        assert str(extract(reads + shown, tests=tests)).startswith(chosen)
+    assert str(extract(reads + faked, tests=[StdioTest("3", "3")])).startswith("print(int")
+
+
 def test_extraction_takes_time_linear_in_the_response() -> None:
     begin = time.monotonic()
     for text in (
@@ -425,8 +473,13 @@ def test_extraction_takes_time_linear_in_the_response() -> None:
         "~~~\n" * 200_000,
         " " * 1_000_000,
         "</think>" * 100_000,
+        "> " * 500_000 + "```",
+        "> ```\n" + "> " * 500_000,
+        "```python\n" + "f :" * 300_000 + "\n```",
+        "```python\n" + "f" * 1_000_000 + "\n```",
+        "1. " * 300_000,
     ):
-        extract(text)
+        extract(text, tests=CALLS)
     assert time.monotonic() - begin < 5
 
 
@@ -480,3 +533,8 @@ def test_the_plain_reward() -> None:
     tests = '[["double", [4], 8], ["double", [[1]], [1, 1]]]'
     assert code.code("", fenced(HONEST), tests).solved
     assert not code.code("", fenced("def double(n): return 8"), tests).solved
+    pair, third = '[["double", [4], [8, true]]]', '[["double", [4], 0.333]]'
+    answers = [fenced(f"def double(n): return {value}") for value in ("(8, 1)", "[8, True]", "1 / 3")]
+    assert [code.code("", a, pair).value for a in answers[:2]] == [1.0, 1.0]
+    assert [code.code("", a, pair, exact=True).value for a in answers[:2]] == [0.0, 1.0]
+    assert [code.code("", answers[2], third, tolerance=t).value for t in (1e-9, 1e-3)] == [0.0, 1.0]

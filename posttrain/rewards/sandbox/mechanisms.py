@@ -140,9 +140,10 @@ def open_to_all(path: str) -> bool:
 
 
 def command(
-    limits: Limits, count_tasks: bool, private: bool, program: str = "", **settings: Any
+    limits: Limits, tasks: int, private: bool, program: str = "", **settings: Any
 ) -> list[str]:
-    """The interpreter's command line. It holds no secret: the job comes through a pipe. `private`: it has a file system of its own.
+    """The interpreter's command line. It holds no secret: the job comes through a pipe. `private`: it has a file system of its own;
+    `tasks`: at how many threads of its user it can start no other, 0 for no such limit.
 
     Of the settings, `parent` is who must be alive for the child to begin, where they share their process numbers; `longest`, the
     seconds that it may live where it is the first process; `user`, whom to become, with the right to read everything where
@@ -159,8 +160,8 @@ def command(
         "AS": limits.memory,
         "STACK": min(STACK, limits.memory // 4),
     }
-    if count_tasks:
-        limited["NPROC"] = limits.threads
+    if tasks:
+        limited["NPROC"] = tasks
     none: dict[str, Any] = {"user": 0, "read_search": False, "parent": 0, "longest": 0}
     none |= {"readable": [], "links": [], "pivot_root": 0}
     rules = seccomp.program(private).hex() if seccomp.supported() else ""
@@ -168,6 +169,15 @@ def command(
     flags = ("-I", "-S", "-B", "-X", "utf8")
     text = json.dumps(none | fixed | settings)
     return [program or interpreter(), *flags, "-c", SOURCE, text]
+
+
+def tasks_of_user() -> int:
+    """How many processes and threads this user has."""
+    found, user = 0, os.getuid()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found += len(os.listdir(entry / "task")) if entry.stat().st_uid == user else 0
+    return found
 
 
 def next_user() -> int:
@@ -249,9 +259,12 @@ class Landlock:
         root, paths = os.getuid() == 0, readable()
         links = [(link, os.readlink(link)) for link in ("/lib", "/lib64") if os.path.islink(link)]
         links.append(("/dev/shm", "/tmp"))  # where locks of `multiprocessing` are made
+        alone = (
+            root or self.private
+        )  # else the user's others count as well: room for some, but not for all that there may be
         return command(
             limits,
-            count_tasks=root or self.private,
+            tasks=limits.threads if alone else tasks_of_user() + 4 * limits.threads,
             private=self.private,
             user=next_user() if root else 0,
             read_search=root and not self.private and not all(map(open_to_all, paths)),
@@ -270,7 +283,7 @@ class Unsafe:
     name: str = "unsafe"
 
     def start(self, limits: Limits) -> Child:
-        line = command(limits, count_tasks=False, private=False, parent=os.getpid())
+        line = command(limits, tasks=0, private=False, parent=os.getpid())
         process = spawn(line, self.name, env=ENVIRONMENT, apart=True)
         return PopenChild(process, whole_group=True)
 
@@ -370,7 +383,7 @@ class Container:
     def inside(self, limits: Limits) -> list[str]:
         """An empty environment but for ours, then the interpreter."""
         environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-        child = command(limits, False, private=True, program="python3", longest=LONGEST)
+        child = command(limits, tasks=0, private=True, program="python3", longest=LONGEST)
         return ["-i", *(f"{k}={v}" for k, v in environment.items()), *child]
 
 

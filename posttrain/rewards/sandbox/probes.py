@@ -57,6 +57,7 @@ PROBES = {
     "a message through a pair": "pair = socket.socketpair(); pair[0].sendmsg([b'x'])",
     "io_uring": "call((425, 425), 8, space)",
     "reading host files": "open(secret).read()",
+    "names of host files": "os.stat(secret)",
     "opening host files for neither": "os.open(secret, 3)",  # reading nor writing: Landlock has no name for it
     "writing host files": "open(written, 'w')",
     "modes and times of host files": "os.chmod(secret, 0o666); os.utime(secret)",
@@ -131,9 +132,29 @@ function = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_bu
 if platform.machine() == 'x86_64' and function() >= 0: print('open sockets by 32-bit calls')
 """,
 }
-# bounded by memory and time where the kernel cannot count a run's threads apart from the user's others
-UNCOUNTED = {"threads"}
-NAMES = (*PROBES, *ALONE)
+# Programs that would rather have no outcome than that of a wrong answer: how each is run, the outcome that it must have, and its text.
+LIMITED = {
+    "an endless loop": ("stdio", "timeout", "while True: pass"),
+    "stopping itself": ("stdio", "timeout", "import os\nos.kill(os.getpid(), 19)"),
+    "closing its output": (
+        "stdio",
+        "timeout",
+        "import os, time\nos.closerange(0, 64)\ntime.sleep(99)",
+    ),
+    "output without end": ("stdio", "output", "import os\nwhile True: os.write(1, bytes(65536))"),
+    "killing itself": ("stdio", "crash", "import os\nos.kill(os.getpid(), 9)"),
+    "a forged message": (
+        "calls",
+        "fail",
+        "import os\nfor f in range(3, 9):\n    try: os.write(f, b'0000000a[\"loaded\"]' * 9)\n    except OSError: pass",
+    ),
+}
+# what is open without namespaces, and is said so
+UNCOUNTED = {
+    "threads": "counted with those of the user",
+    "names of host files": "not what is in them",
+}
+NAMES = (*PROBES, *ALONE, *LIMITED)
 
 
 def programs(facts: dict[str, object]) -> list[str]:
