@@ -30,7 +30,8 @@ class Limits(Checked):
         512 * MEGABYTE
     )
     threads: Count = 64  # the first one included
-    files: Count = 16 * MEGABYTE  # bytes of all files in its /tmp, which is in memory
+    # bytes of all files in its /tmp, which is in memory
+    files: Annotated[int, Range(ge=1, le=1 << 40)] = 16 * MEGABYTE
     open_files: Annotated[int, Range(ge=16)] = 64
     output: Count = 4 * MEGABYTE  # bytes of stdout, and of stderr
     result: Count = MEGABYTE  # bytes of one returned value as it is sent
