@@ -18,7 +18,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-security test-gpu test-peers lint format docs recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test fuzz test-faults test-security test-gpu test-peers lint format docs recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 
 test-peers: $(PEERS) ## the same mathematics in other libraries
 	@$(BIN)/python -m pytest -q -m peers
+
+fuzz: $(READY) ## readers of what others write, on damaged input for 5 minutes: no traceback, no hang, no growth (SECONDS=60, SEED=1)
+	@$(BIN)/python -m tests.security.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 
 lint: $(READY) ## style, format and types
 	@$(BIN)/ruff check .

@@ -453,7 +453,6 @@ def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
         return build(name, catalogue.load("recipe", name), {**_flatten(tree), **pairs})
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:60].strip(".-")
     tree = {"name": plain or "recipe", **tree}
-    check_name("recipe", str(tree["name"]))  # it becomes a folder
     return _resolved(tree, str(path), pairs)
 
 
@@ -488,7 +487,9 @@ def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -
     refuse_unknown("key", (k for k in pairs if "." not in k), TOP)
     recipe = Recipe(tuple(chain(*made)), *(str(tree.get(key, "")) for key in TEXTS))
     top = {k: v for k, v in tree.items() if k in TOP}
-    return _settings(str(tree.get("name", where)), recipe, {**top, **pairs})
+    name = str(tree.get("name", "run"))
+    check_name("recipe", name)  # it becomes a folder
+    return _settings(name, recipe, {**top, **pairs})
 
 
 def _expanded(tree: JSON, where: str) -> list[Stage]:

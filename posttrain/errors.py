@@ -14,9 +14,17 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+LONGEST_LINE = 2000  # characters of an error
+
 
 class UserError(Exception):
-    """Bad input: says what was wrong, where, and what to do. The command line prints it alone and exits with 2."""
+    """Bad input: says what was wrong, where, and what to do. The command line prints it alone and exits with 2. It may quote what was
+    read, of which a person wants no more than a page."""
+
+    def __init__(self, message: str = "") -> None:
+        part = LONGEST_LINE // 2
+        cut = f"{message[:part]} ... {message[-part:]}"
+        super().__init__(cut if len(message) > LONGEST_LINE else message)
 
 
 class GuardStop(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 
 from posttrain.cli.base import add_json, print_json, print_lines
@@ -33,7 +32,7 @@ def call(options: argparse.Namespace) -> None:
     have = [word for word in options.have.split(",") if word]
     found = advise(" ".join(options.goal), have, options.compute)
     if options.config:
-        sys.stdout.write(recipe_text(found))
+        print_lines(recipe_text(found).splitlines())
     elif options.json:
         print_json(asdict(found))
     else:

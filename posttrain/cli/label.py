@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import sys
 
 from posttrain.cli.base import print_lines
 from posttrain.cli.chat import typed
@@ -43,4 +42,4 @@ def call(options: argparse.Namespace) -> None:
         else:
             break
         item = labels.next(who)
-    sys.stdout.write(f"{labels.write()} rows are labelled in {labels.out}\n")
+    print_lines([f"{labels.write()} rows are labelled in {labels.out}"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 
 from posttrain import catalogue
@@ -46,16 +45,16 @@ def call(options: argparse.Namespace) -> None:
         print_json({**shown, **rows})
         return
     for kind, listed in entries.items():
-        sys.stdout.write(f"{kind}\n")
+        print_lines([kind])
         width = max((len(entry.name) for entry in listed), default=0)
         for entry in listed:
             paper = f"  [{entry.paper}]" if entry.paper else ""
-            sys.stdout.write(f"  {entry.name:<{width}} {entry.summary}{paper}\n")
+            print_lines([f"  {entry.name:<{width}} {entry.summary}{paper}"])
             if options.kind == "stages":
                 print_lines(keys.lines("stage", entry.name, nested=False))
     if formats:
-        sys.stdout.write("formats\n")
+        print_lines(["formats"])
     for one in formats:
         row = json.dumps(one.example, ensure_ascii=False)
-        sys.stdout.write(f"  {one.name}: {one.title}, for {one.stages}\n    {row}\n")
-        sys.stdout.write(f"    {one.note}\n" if one.note else "")
+        print_lines([f"  {one.name}: {one.title}, for {one.stages}", f"    {row}"])
+        print_lines([f"    {one.note}"] if one.note else [])

@@ -22,16 +22,21 @@ Tools = list[dict[str, JSON]] | None  # what a conversation may call, as JSON sc
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 Row = tuple[str, dict[str, Any]]  # where it is from, for messages, and what it holds
 MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
+UNPACK = "unpack it yourself if you trust it"
+TABLE_ROWS = 16  # of a packed table that are unpacked at a time
 
 
 def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
     """Each object of a file with "FILE line N"; with `lists`, those of a .json file with "FILE entry N". Blank lines are skipped; a
     file without an object is an error."""
-    found = False
+    found, size, packed = False, 0, str(file).endswith((".gz", ".parquet"))
     for where, record in _records(Path(file).expanduser(), f"{file}", lists):
         found, kind = True, type(record).__name__
         require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}")
         spelled = json.dumps(record, ensure_ascii=False, default=str)
+        size += len(spelled)
+        large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
+        require(not packed or size <= MAX_UNPACKED, f"{large}; {UNPACK}")
         half = any("\ud800" <= c <= "\udfff" for c in spelled)
         what = "half a character (an escape such as \\ud83d without the other one)"
         require(not half, f"{where}: {what}; no tokenizer reads it")
@@ -78,7 +83,7 @@ def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{file}: to read parquet, pip install 'posttrain[data]'") from None
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=TABLE_ROWS):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file} row {number}", row
@@ -104,7 +109,7 @@ def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, st
                 require(len(line) < MAX_LINE, long)
                 large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
                 fine = size <= MAX_UNPACKED or path.suffix != ".gz"
-                require(fine, f"{large}; unpack it yourself if you trust it")
+                require(fine, f"{large}; {UNPACK}")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if blank or text.strip():
                     yield f"{file} line {number}", text
@@ -116,7 +121,13 @@ def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, st
 
 
 def _entries(lines: Iterable[tuple[str, str]], file: str) -> Iterator[tuple[str, Any]]:
-    text = "".join(line for _, line in lines)
+    parts, size = [], 0
+    for _, line in lines:
+        parts.append(line)
+        size += len(line)
+        large = f"{file} has over {MAX_LINE / 2**20:g} MiB, which is much for one list"
+        require(size <= MAX_LINE, f"{large}; write one object a line, as .jsonl")
+    text = "".join(parts)
     records = _parsed(text, file) if text else []
     expected = "expected a list of JSON objects; one object a line goes into a .jsonl file"
     require(isinstance(records, list), f"{file}: {expected}")
