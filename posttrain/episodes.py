@@ -23,6 +23,8 @@ from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
 from posttrain.system.workers import WorkerPool
+from posttrain.tasks._remote import Host
+from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
 from posttrain.tasks.base import (
     STOPS,
     ContextFull,
@@ -36,8 +38,6 @@ from posttrain.tasks.base import (
 )
 from posttrain.types import (
     JSON,
-    THINK,
-    THINK_END,
     UNSCORED,
     Completion,
     Group,
@@ -232,7 +232,7 @@ class Episode:
         """End the episode where the turn that was just sampled has used up its tokens."""
         limits = self.limits
         pairs = zip(self.segments[::2], self.segments[1::2], strict=True)
-        if limits.thinking and sum(starmap(_thinking, pairs)) > limits.thinking:
+        if limits.thinking and sum(starmap(thinking_tokens, pairs)) > limits.thinking:
             raise EpisodeEnd("thinking limit")
         if limits.tokens and reply.finish == "length" and self.length >= limits.tokens:
             raise EpisodeEnd("token limit")
@@ -257,26 +257,12 @@ class Episode:
         counts = dict(self.counts)
         parts = (tuple(self.segments), found, self.role, answer, counts)
         made = Rollout(self.problem, self.sample, *parts)
-        return made if score is None else _with_score(made, score)
+        return made if score is None else with_score(made, score)
 
     def session(self, role: str) -> Episode:
         seed = derive(self.siblings[0].seed, 0, len(self.siblings))
         place = (self.episodes, self.draw, self.sample, next(self.episodes.sessions))
         return Episode(*place, seed, self.limits, role, self.siblings)
-
-
-def _thinking(given: Segment, reply: Segment) -> int:
-    """Tokens of a turn in blocks of reasoning, of which the chat template may have opened the first."""
-    text, offsets, count = reply.text, reply.offsets, 0
-    assert offsets is not None
-    place = -len(THINK) if given.text.rstrip().endswith(THINK) else text.find(THINK)
-    while place != -1:
-        begin, end = place + len(THINK), text.find(THINK_END, max(0, place))
-        inside = (begin, end if end >= 0 else len(text))
-        first, last = np.searchsorted(offsets, inside, side="right")
-        count += int(last - first)
-        place = text.find(THINK, end) if end >= 0 else -1
-    return count
 
 
 @dataclass(slots=True, eq=False)
@@ -519,7 +505,8 @@ class _Episodes:
         limits = self.task.limits(problem)
         generate = Episode(self, draw, sample, next(self.sessions), seed, limits)
         try:
-            rollouts = _as_rollouts(await _timed(self.task.run(problem, generate), limits.seconds))
+            run = self.run_isolated if self.task.isolates_run(problem) else self.task.run
+            rollouts = as_rollouts(await _timed(run(problem, generate), limits.seconds))
         except STOPS:
             raise
         except EpisodeEnd as end:
@@ -541,6 +528,14 @@ class _Episodes:
             return [await self.score(problem, rollouts[0])]
         return list(await asyncio.gather(*(self.score(problem, r) for r in rollouts)))
 
+    async def run_isolated(self, problem: Problem, generate: Episode) -> object:
+        """An episode in a process of its own, where there are any."""
+        assert self.workers is not None
+        if not self.workers.runs_episodes:
+            return await self.task.run(problem, generate)
+        host = Host(generate)
+        return host.rollouts(await self.workers.converse(self.task, problem, host.answer))
+
     async def score_together(self, problem: Problem, members: list[Rollout]) -> list[Rollout]:
         """Scores of the rollouts of a group that have none: together where the task compares them, else one by one."""
         waiting = [n for n, r in enumerate(members) if r.score.failure == UNSCORED]
@@ -550,7 +545,7 @@ class _Episodes:
         if together is None:
             return list(await asyncio.gather(*(self.score(problem, r) for r in members)))
         for n, score in zip(waiting, together, strict=True):
-            members[n] = _with_score(members[n], score)
+            members[n] = with_score(members[n], score)
         return members
 
     async def score(self, problem: Problem, rollout: Rollout) -> Rollout:
@@ -567,7 +562,7 @@ class _Episodes:
             self.seconds.overlapped += (
                 time.perf_counter() if self.submitted else self.polled
             ) - began
-        return _with_score(rollout, score)
+        return with_score(rollout, score)
 
 
 async def _timed(run: Awaitable[Result], seconds: float) -> Result:
@@ -579,32 +574,3 @@ async def _timed(run: Awaitable[Result], seconds: float) -> Result:
         if limit.expired():
             raise EpisodeEnd("time limit") from None
         raise
-
-
-def _with_score(rollout: Rollout, score: Score) -> Rollout:
-    """The rollout with its score, whose value has what was paid by turn in it, whose outcome is the one that the episode named, and
-    whose steps end at characters of the response."""
-    named, paid = rollout.score.outcome, rollout.paid
-    if score.steps and rollout.answer is not None:
-        place = rollout.response.rfind(rollout.answer)
-        ends = [p + place if place >= 0 else len(rollout.response) for p, _ in score.steps]
-        steps = zip(ends, (v for _, v in score.steps), strict=True)
-        score = replace(score, steps=tuple(steps))
-    elif score.steps and (openings := rollout.openings):
-        starts = [place + n * len(THINK) for n, place in enumerate(openings)]
-        moved = [(p - len(THINK) * sum(s < p for s in starts), v) for p, v in score.steps]
-        score = replace(score, steps=tuple((max(0, p), v) for p, v in moved))
-    if paid and score.value is not None:
-        score = replace(score, value=score.value + paid, parts={**score.parts, "turns": paid})
-    score = replace(score, outcome=named) if named else score
-    return replace(rollout, score=score)
-
-
-def _as_rollouts(made: object) -> list[Rollout]:
-    several = isinstance(made, list | tuple) and bool(made)
-    rollouts = list(made) if isinstance(made, list | tuple) and several else [made]
-    found = [rollout for rollout in rollouts if isinstance(rollout, Rollout)]
-    if len(found) < len(rollouts):
-        kind = type(made).__name__
-        raise TypeError(f"run must return rollouts, as generate.rollout() makes them, not {kind}")
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,9 @@ class Scripted(Task):
 
     def limits(self, problem: Problem) -> Limits:
         return self.limit
+
+    def isolates_run(self, problem: Problem) -> bool:
+        return self.episode is not None and super().isolates_run(problem)
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         return [Problem(f"p{n}", f"q{n}") for n in range(3)]
@@ -498,6 +502,82 @@ def test_isolated_scores_overlap_with_generation_and_need_a_pool() -> None:
         found, _ = groups(task, lambda r: time.sleep(0.1) or says("x" * (1 + r.session)), workers=workers, seconds=seconds)
     assert [r.score.value for g in found for r in g.rollouts] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert seconds.generate >= 0.6 and seconds.overlapped > 0.3 and seconds.score < 0.3
+
+
+async def plays(problem: Problem, generate: Generate) -> Rollout | list[Rollout]:
+    """All that an episode may do; what it does depends on its problem."""
+    first = await generate()
+    other = generate.session("other")
+    generate.count("moves", 2)
+    await other([Message("user", f"{generate.template[:5]} {first.text}")], max_new_tokens=3)
+    other.reward(0.25)
+    reply = await generate("b", last=True)
+    assert (reply.finish, len(reply.ids)) == ("stop", 2)
+    return [generate.rollout(answer=reply.text), other.rollout(Score(0.5, {"a": 1.0}, ((1, 0.5),), "fine"))]
+
+
+async def spoils(problem: Problem, generate: Generate) -> Rollout:
+    await generate()
+    if problem.id == "p0":
+        raise EpisodeEnd("illegal move", Score(0.25))
+    if problem.id == "p1":
+        raise ConnectionError("it went away")
+    while True:
+        await generate([Message("user", "go on")])
+
+
+def plain(found: list[Group]) -> list[Any]:
+    return [
+        [(r.role, r.sample, r.ids.tolist(), r.mask.tolist(), r.score, r.answer, dict(r.counts), r.paid) for r in g.rollouts]
+        for g in found
+    ]
+
+
+@pytest.mark.parametrize("run", [plays, spoils])
+def test_an_isolated_episode_is_the_same_in_a_process_of_its_own(run: Run) -> None:
+    limits = Limits(turns=3)
+    here, before = groups(Scripted(run, limit=limits), lambda r: says(f"a{r.turn}"))
+    task = Isolated(run, limit=limits)
+    with WorkerPool([task], 2) as workers:
+        found, sampler = groups(task, lambda r: says(f"a{r.turn}"), workers=workers)
+    asked = [[replace(r, session=0, group=0) for r in one.requests] for one in (sampler, before)]
+    assert plain(found) == plain(here) and asked[0] == asked[1], "in the same order, whichever process was first"
+    if run is spoils:
+        scores = [g.rollouts[0].score for g in found]
+        assert [s.outcome for s in scores] == ["illegal move", "episode failed", "turn limit"]
+        assert scores[1].failure == "ConnectionError: it went away"
+
+
+def test_an_endless_episode_and_one_whose_process_dies_are_ended_and_counted() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        if problem.id == "p0":
+            while True:
+                pass
+        if problem.id == "p1":
+            os._exit(3)
+        await generate("b", last=True)
+        return generate.rollout()
+
+    task = Isolated(run, seconds=0.5)
+    with WorkerPool([task], 2) as workers:
+        found, _ = groups(task, lambda r: says("x"), samples=1, workers=workers)
+    failures = [g.rollouts[0].score.failure for g in found]
+    late, died = "EpisodeTimeout: the episode did not go on within 0.5 s", "WorkerDied: the process of the episode died"
+    assert failures == [late, died, None] and [g.rollouts[0].turns for g in found] == [1, 1, 2]
+    assert {m.name for m in group_metrics(found)} >= {"failed/EpisodeTimeout", "failed/WorkerDied"}
+
+
+@pytest.mark.parametrize("made", [None, [3]])
+def test_an_isolated_episode_must_return_rollouts_too(made: Any) -> None:
+    async def run(problem: Problem, generate: Generate) -> Any:
+        await generate()
+        return made
+
+    task = Isolated(run)
+    with WorkerPool([task], 1) as workers:
+        found, _ = groups(task, lambda r: says("x"), samples=1, workers=workers)
+    assert str(found[0].rollouts[0].score.failure).startswith("TypeError: run must return rollouts")
 
 
 def test_a_step_that_stops_cancels_what_is_being_generated() -> None:

@@ -1,4 +1,5 @@
-"""Worker processes for isolated tasks: a reward that is slow, hangs, crashes or leaks costs its own time limit and nothing else.
+"""Worker processes for isolated tasks: a reward that is slow, hangs, crashes or leaks costs its own time limit and nothing else. So
+does an episode that an isolated task runs itself: it has a process of its own, from which it asks for the turns that it samples.
 
 One pool serves a whole run. A fork server starts with it, before CUDA is initialised and before threads, and inherits the tasks of the
 run as they are, also a user's own objects; workers are forked from it. Problems and responses go to them and scores come back as JSON
@@ -19,7 +20,7 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -30,12 +31,17 @@ from posttrain.errors import GuardStop, UserError, require
 from posttrain.system import machine, processes
 from posttrain.types import JSON, Problem, Score
 
+IDLE = 128  # workers that are kept for the next episodes: to fork one takes longer than a short episode
 RETRIES = 1  # a score whose worker died is tried once more
 START_SECONDS = 60.0  # for a new worker
 END_SECONDS = 10.0  # for the fork server to end its workers
 DIED = "the process that starts reward workers died; resume the run"
 # errors of a reward that end the run
 STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}
+
+
+# of an episode in a worker process: a message to the parent, and its reply
+Exchange = Callable[[JSON], JSON]
 
 
 class Task(Protocol):
@@ -51,6 +57,16 @@ class Task(Protocol):
 
     async def scored(self, problem: Problem, response: str) -> Score: ...
 
+    async def run_remotely(self, problem: Problem, exchange: Exchange) -> JSON: ...
+
+
+class EpisodeTimeout(Exception):
+    """An episode in a worker process did not go on in time."""
+
+
+class WorkerDied(Exception):
+    """The process of an episode is gone."""
+
 
 @cache
 def stacks() -> BinaryIO:
@@ -60,22 +76,24 @@ def stacks() -> BinaryIO:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A response that waits for a score or is being scored."""
+    """A response that waits for a score or is being scored, or a message to an episode that waits for the next one of it."""
 
     line: bytes
     seconds: float
-    score: asyncio.Future[Score]
+    reply: asyncio.Future[JSON]
     attempts: int = 0
+    episode: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process that scores one response at a time."""
+    """A process that scores one response, or runs one episode, at a time."""
 
     pid: int
     requests: int  # a pipe
     scores: int  # a pipe
     job: _Job | None = None
+    held: bool = False  # by an episode
     timer: asyncio.TimerHandle | None = None
     received: bytearray = field(default_factory=bytearray)
 
@@ -123,10 +141,42 @@ class WorkerPool:
         self._waiting.append(job)
         self._assign()
         try:
-            return await job.score
+            found = await job.reply
         finally:
-            if not job.score.done() or job.score.cancelled():  # the step was given up
+            if not job.reply.done() or job.reply.cancelled():  # the step was given up
                 self._abandon(job)
+        return found if isinstance(found, Score) else Score(*found)
+
+    async def converse(
+        self, task: Task, problem: Problem, answer: Callable[[JSON], Awaitable[JSON]]
+    ) -> JSON:
+        """Run an episode in a process of its own. What it asks is answered here, while it waits; what it returns at the end. It may
+        take `task.seconds` from one message to the next, then it is ended."""
+        worker = self._free()
+        worker.held = True
+        line = _encode([-1 - self._number(task), *self._fields(problem)])
+        try:
+            while True:
+                job = _Job(
+                    line, task.seconds, asyncio.get_running_loop().create_future(), RETRIES, True
+                )
+                self._give(worker, job)
+                found = await job.reply
+                if "done" in found:
+                    worker.held = False
+                    return found["done"]
+                line = _encode(await answer(found["ask"]))
+        finally:
+            idle = sum(w.job is None and not w.held for w in self.workers)
+            if worker in self.workers and (worker.held or idle > IDLE):
+                if worker.job is not None:
+                    self._release(worker)
+                self._end(worker)
+
+    @property
+    def runs_episodes(self) -> bool:
+        """Whether there are processes for episodes; else they run in this one."""
+        return self._server is not None
 
     def _number(self, task: Task) -> int:
         same = [n for n, known in enumerate(self.tasks) if known is task]
@@ -150,24 +200,31 @@ class WorkerPool:
         return self._encoded[1]
 
     def _assign(self) -> None:
-        """Give waiting jobs to free workers; there are at most `count`."""
-        loop = asyncio.get_running_loop()
+        """Give waiting jobs to free workers; there are at most `count`, those of episodes apart."""
         while self._waiting:
-            free = next((w for w in self.workers if w.job is None), None)
-            if free is None and len(self.workers) < self.count:
-                assert self._server is not None
-                free = self._server.fork()
-                self.workers.append(free)
-            if free is None:
+            if sum(w.job is not None and not w.held for w in self.workers) >= self.count:
                 return
-            free.job = job = self._waiting.popleft()
-            job.attempts += 1
-            loop.add_reader(free.scores, self._read, free)
-            free.timer = loop.call_later(job.seconds, self._timeout, free)
-            try:
-                processes.write_all(free.requests, job.line, monotonic() + job.seconds)
-            except OSError:  # it died while idle, or was stopped
-                self._died(free)
+            self._give(self._free(), self._waiting.popleft())
+
+    def _free(self) -> _Worker:
+        free = (w for w in self.workers if w.job is None and not w.held)
+        return next(free, None) or self._fork()
+
+    def _fork(self) -> _Worker:
+        assert self._server is not None
+        self.workers.append(self._server.fork())
+        return self.workers[-1]
+
+    def _give(self, worker: _Worker, job: _Job) -> None:
+        loop = asyncio.get_running_loop()
+        worker.job = job
+        job.attempts += 1
+        loop.add_reader(worker.scores, self._read, worker)
+        worker.timer = loop.call_later(job.seconds, self._timeout, worker)
+        try:
+            processes.write_all(worker.requests, job.line, monotonic() + job.seconds)
+        except OSError:  # it died while idle, or was stopped
+            self._died(worker)
 
     def _read(self, worker: _Worker) -> None:
         piece = os.read(worker.scores, 1 << 16)
@@ -179,11 +236,11 @@ class WorkerPool:
             found = _decode(worker.received)
             worker.received.clear()
             job = self._release(worker)
-            if not job.score.done():
-                if isinstance(found, dict):
-                    job.score.set_exception(STOPS[found["stop"]](found["text"]))
+            if not job.reply.done():
+                if isinstance(found, dict) and "stop" in found:
+                    job.reply.set_exception(STOPS[found["stop"]](found["text"]))
                 else:
-                    job.score.set_result(Score(*found))
+                    job.reply.set_result(found)
             self._assign()
 
     def _timeout(self, worker: _Worker) -> None:
@@ -193,7 +250,9 @@ class WorkerPool:
         if worker.job is not None:
             job = self._release(worker)
             self._end(worker)
-            self._fail(job, f"timeout: no score within {job.seconds:g} s")
+            late = f"the episode did not go on within {job.seconds:g} s"
+            fate = EpisodeTimeout(late) if job.episode else None
+            self._fail(job, f"timeout: no score within {job.seconds:g} s", fate)
 
     def _died(self, worker: _Worker) -> None:
         job = self._release(worker)
@@ -202,11 +261,14 @@ class WorkerPool:
             self._waiting.appendleft(job)
             self._assign()
         else:
-            self._fail(job, "the process that computed the reward died")
+            fate = WorkerDied("the process of the episode died") if job.episode else None
+            self._fail(job, "the process that computed the reward died", fate)
 
-    def _fail(self, job: _Job, reason: str) -> None:
-        if not job.score.done():
-            job.score.set_result(Score.failed(reason))
+    def _fail(self, job: _Job, reason: str, error: Exception | None) -> None:
+        if not job.reply.done() and error is not None:
+            job.reply.set_exception(error)
+        elif not job.reply.done():
+            job.reply.set_result(Score.failed(reason))
         self._assign()
 
     def _abandon(self, job: _Job) -> None:
@@ -221,7 +283,7 @@ class WorkerPool:
         job, worker.job = worker.job, None
         assert job is not None and worker.timer is not None
         worker.timer.cancel()
-        job.score.get_loop().remove_reader(worker.scores)
+        job.reply.get_loop().remove_reader(worker.scores)
         return job
 
     def _end(self, worker: _Worker) -> None:
@@ -306,12 +368,25 @@ def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
     """The life of a worker: a line in, a line out, until the pipe closes."""
     faulthandler.register(signal.SIGUSR1, file=stacks(), all_threads=True)
     with os.fdopen(requests, "rb") as lines, asyncio.Runner() as runner:
+
+        def exchange(message: JSON) -> JSON:
+            processes.write_all(scores, _encode({"ask": message}))
+            line = lines.readline()
+            if not line:  # the parent is gone
+                os._exit(1)
+            return _decode(line)
+
         for line in lines:
-            number, *parts, response = _decode(line)
+            number, *parts = _decode(line)
             answer: JSON
             try:
-                score = runner.run(tasks[number].scored(Problem(*parts), response))
-                answer = [score.value, score.parts, score.steps, score.outcome, score.failure]
+                if number < 0:  # an episode
+                    run = tasks[-1 - number].run_remotely(Problem(*parts), exchange)
+                    answer = {"done": runner.run(run)}
+                else:
+                    *parts, response = parts
+                    score = runner.run(tasks[number].scored(Problem(*parts), response))
+                    answer = [score.value, score.parts, score.steps, score.outcome, score.failure]
             except (UserError, GuardStop) as error:
                 kind = next(name for name, kind in STOPS.items() if isinstance(error, kind))
                 answer = {"stop": kind, "text": str(error)}

@@ -53,6 +53,13 @@ class Nested(Task):
     def isolates(self, problem: Problem) -> bool:
         return self.task.isolates(problem)
 
+    def isolates_run(self, problem: Problem) -> bool:
+        return False  # what an episode of this kind calls has time limits of its own
+
+    @property
+    def resettable(self) -> bool:
+        return self.task.resettable
+
     @property
     def seconds(self) -> float:
         return self.task.seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isawaitable
@@ -181,9 +181,19 @@ class Task(ABC):
         """The same of one problem, where they differ in it."""
         return self.isolated
 
+    def isolates_run(self, problem: Problem) -> bool:
+        """Whether `run` executes in a process of its own too, so that an endless one can be ended."""
+        return type(self).run is not Task.run and self.isolates(problem)
+
+    async def run_remotely(self, problem: Problem, exchange: Callable[[JSON], JSON]) -> JSON:
+        """`run` in a worker process, whose conversations with the policy are messages to its parent."""
+        from posttrain.tasks._remote import run
+
+        return await run(self, problem, exchange)
+
     @property
     def seconds(self) -> float:
-        """The time limit of one isolated score."""
+        """The time limit of one isolated score, and of an isolated episode between two turns."""
         return 10.0
 
     def ready(self) -> tuple[str, ...]:

@@ -128,6 +128,10 @@ class Mixed(Task):
         source, own = self.source(problem)
         return source.task.isolates(own)
 
+    def isolates_run(self, problem: Problem) -> bool:
+        source, own = self.source(problem)
+        return source.task.isolates_run(own)
+
     @property
     def seconds(self) -> float:
         return max(source.task.seconds for source in self.sources)

@@ -35,7 +35,9 @@ def test_ids_masks_and_log_probs_are_exact_and_the_cache_is_kept() -> None:
     rollouts = [r for g in groups for r in g.rollouts]
     for rollout in rollouts:
         first, turn, given, second = rollout.segments
-        assert tokenizer.decode(given.ids).endswith(f"<|user|>{len(turn.text)} letters. again<|end|><|assistant|>")
+        assert tokenizer.decode(given.ids).endswith(
+            f"<|user|>{len(turn.text)} letters. again<|end|><|user|>{len(turn.text) + 1}<|end|><|assistant|>"
+        )
         mask = np.concatenate([np.full(len(s.ids), sampled) for s, sampled in ((first, 0), (turn, 1), (given, 0), (second, 1))])
         assert (rollout.mask == mask).all() and not rollout.mask[0]
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""A task of two turns with an observation between them, which can end its process in the middle of an episode."""
+"""A task of two turns with an observation and a tool between them, paid by turn, which can end its process in the middle of an
+episode."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.tasks.base import Generate, Task
+from posttrain.tasks.tools.calculator import Calculator
+from posttrain.tasks.tools.toolbox import Toolbox
 from posttrain.types import Message, Problem, Rollout, Score
 
 
@@ -20,9 +23,12 @@ class TwoTurns(Task):
         return [Problem(f"{split}-{n}", f"say {n}", "a") for n in (range(8) if split == "train" else range(50, 52))]
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout:
+        box = Toolbox([Calculator("calc")], generate, "call")
         first = await generate()
+        generate.reward(self.score(problem, first.text).value or 0.0)
+        (said,) = await box.answer(f"calc({len(first.text)}+1)=")
         self.count_episodes()
-        await generate([Message("user", f"{len(first.text)} letters. again")], last=True)
+        await generate([Message("user", f"{len(first.text)} letters. again"), said], last=True)
         return generate.rollout()
 
     def score(self, problem: Problem, response: str) -> Score:

@@ -1,0 +1,162 @@
+"""An episode in a worker process: what it says to the policy are messages to the parent, which has the ids that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.tasks.base import STOPS, ContextFull, EpisodeEnd, Given, failed
+from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
+
+if TYPE_CHECKING:
+    from posttrain.tasks.base import Generate, Task
+
+
+@dataclass(slots=True, eq=False)
+class Remote:
+    """In the worker: what `Task.run` calls `generate`."""
+
+    exchange: Callable[[JSON], JSON]
+    problem: Problem
+    template: str
+    notes: list[JSON]  # what the parent is told with the next message: sessions, rewards, counts
+    number: int = 0
+    role: str = ""
+    siblings: list[Remote] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.siblings.append(self)
+
+    @property
+    def decoder(self) -> Any:
+        raise RuntimeError("an isolated episode has no tokenizer: it runs in a process of its own")
+
+    async def __call__(
+        self,
+        given: Given | None = None,
+        last: bool = False,
+        *,
+        tools: Sequence[JSON] | None = None,
+        max_new_tokens: int = 0,
+    ) -> Segment:
+        items, text = given, given if isinstance(given, str) else ""
+        if given is not None and not isinstance(given, str):
+            items = [_message_row(one) for one in given]
+        how = {"last": last, "tools": tools, "max_new_tokens": max_new_tokens}
+        notes, self.notes[:] = [*self.notes], []
+        found = self.exchange({"generate": self.number, "given": items, "how": how, "notes": notes})
+        if "end" in found:
+            raise ContextFull(found["text"]) if found["full"] else EpisodeEnd(found["end"])
+        if "error" in found:
+            raise TypeError(found["error"])
+        ids = np.array(found["ids"], np.int64)
+        reply = Segment(ids, found["text"], True, finish=found["finish"])
+        self.segments += [Segment(np.zeros(0, np.int64), text, False), reply]
+        return reply
+
+    def reward(self, value: float) -> None:
+        self.notes.append(["reward", self.number, float(value)])
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self.notes.append(["count", self.number, str(name), float(amount)])
+
+    def session(self, role: str) -> Remote:
+        self.notes.append(["session", role])
+        place = (self.notes, len(self.siblings), role, self.siblings)
+        return Remote(self.exchange, self.problem, self.template, *place)
+
+    def rollout(
+        self, score: Score | None = None, outcome: str = "", answer: str | None = None
+    ) -> Rollout:
+        if not self.segments:
+            raise ValueError("a rollout needs a turn that the policy has sampled")
+        found = Score.pending(outcome) if score is None else score
+        return Rollout(self.problem, self.number, tuple(self.segments), found, self.role, answer)
+
+
+async def run(task: Task, problem: Problem, exchange: Callable[[JSON], JSON]) -> JSON:
+    """The episode of a task, to its end; what the parent makes rollouts of."""
+    notes: list[JSON] = []
+    generate = Remote(exchange, problem, exchange({"template": True})["template"], notes)
+    try:
+        made: Any = await task.run(problem, generate)
+        made = [made] if isinstance(made, Rollout) else made
+        several = isinstance(made, list | tuple) and all(isinstance(one, Rollout) for one in made)
+        rows = [[one.sample, _score(one.score), one.answer] for one in made] if several else []
+        return {"notes": notes, "rollouts": rows, "kind": type(made).__name__}
+    except STOPS:
+        raise
+    except EpisodeEnd as end:
+        full = isinstance(end, ContextFull)
+        score = None if end.score is None else _score(end.score)
+        return {"notes": notes, "end": end.outcome, "score": score, "text": str(end), "full": full}
+    except (Exception, SystemExit) as error:
+        name, _, text = str(failed(error).failure).partition(": ")
+        return {"notes": notes, "raised": name, "text": text}
+
+
+class Host:
+    """In the parent: answers an episode's messages with its conversations, and makes its rollouts."""
+
+    def __init__(self, generate: Generate) -> None:
+        self.talks = [generate]
+
+    async def answer(self, message: JSON) -> JSON:
+        if "template" in message:
+            return {"template": self.talks[0].template}
+        self.note(message["notes"])
+        given, how = message["given"], message["how"]
+        if isinstance(given, list) and any(isinstance(one, list) for one in given):
+            given = [Message(*one) if isinstance(one, list) else one for one in given]
+        try:
+            reply = await self.talks[message["generate"]](given, **how)
+        except EpisodeEnd as end:
+            return {"end": end.outcome, "text": str(end), "full": isinstance(end, ContextFull)}
+        except (TypeError, ValueError) as error:
+            return {"error": str(error)}
+        return {"ids": reply.ids.tolist(), "text": reply.text, "finish": reply.finish}
+
+    def note(self, notes: JSON) -> None:
+        for kind, *rest in notes:
+            if kind == "session":
+                self.talks.append(self.talks[0].session(*rest))
+            else:
+                number, *values = rest
+                getattr(self.talks[number], "reward" if kind == "reward" else "count")(*values)
+
+    def rollouts(self, found: JSON) -> object:
+        """What `run` would have returned in this process, or what it would have raised."""
+        self.note(found["notes"])
+        if "raised" in found:
+            raise type(str(found["raised"]), (Exception,), {})(found["text"])
+        if "end" in found:
+            score = None if found["score"] is None else Score(*found["score"])
+            raise ContextFull(found["text"]) if found["full"] else EpisodeEnd(found["end"], score)
+        if not found["rollouts"]:
+            raise TypeError(
+                f"run must return rollouts, as generate.rollout() makes them, not {found['kind']}"
+            )
+        return [self.rollout(*row) for row in found["rollouts"]]
+
+    def rollout(self, number: int, parts: JSON, answer: str | None) -> Rollout:
+        score = Score(*parts)
+        pending = score == Score.pending(score.outcome)
+        return self.talks[number].rollout(
+            None if pending else score, score.outcome if pending else "", answer
+        )
+
+
+def _message_row(one: object) -> JSON:
+    if isinstance(one, Message):
+        return [one.role, one.content, dict(one.more)]
+    if isinstance(one, int | np.integer):
+        return int(one)
+    raise TypeError("generate takes messages, text or ids")
+
+
+def _score(score: Score) -> JSON:
+    return [score.value, score.parts, score.steps, score.outcome, score.failure]

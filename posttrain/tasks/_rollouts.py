@@ -1,0 +1,52 @@
+"""What is read off rollouts while episodes run: thinking tokens, scores with what turns were paid, what `run` returned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from posttrain.types import THINK, THINK_END, Rollout, Score, Segment
+
+
+def thinking_tokens(given: Segment, reply: Segment) -> int:
+    """Tokens of a turn in blocks of reasoning, of which the chat template may have opened the first."""
+    text, offsets, count = reply.text, reply.offsets, 0
+    assert offsets is not None
+    place = -len(THINK) if given.text.rstrip().endswith(THINK) else text.find(THINK)
+    while place != -1:
+        begin, end = place + len(THINK), text.find(THINK_END, max(0, place))
+        inside = (begin, end if end >= 0 else len(text))
+        first, last = np.searchsorted(offsets, inside, side="right")
+        count += int(last - first)
+        place = text.find(THINK, end) if end >= 0 else -1
+    return count
+
+
+def with_score(rollout: Rollout, score: Score) -> Rollout:
+    """The rollout with its score, whose value has what was paid by turn in it, whose outcome is the one that the episode named, and
+    whose steps end at characters of the response."""
+    named, paid = rollout.score.outcome, rollout.paid
+    if score.steps and rollout.answer is not None:
+        place = rollout.response.rfind(rollout.answer)
+        ends = [p + place if place >= 0 else len(rollout.response) for p, _ in score.steps]
+        steps = zip(ends, (v for _, v in score.steps), strict=True)
+        score = replace(score, steps=tuple(steps))
+    elif score.steps and (openings := rollout.openings):
+        starts = [place + n * len(THINK) for n, place in enumerate(openings)]
+        moved = [(p - len(THINK) * sum(s < p for s in starts), v) for p, v in score.steps]
+        score = replace(score, steps=tuple((max(0, p), v) for p, v in moved))
+    if paid and score.value is not None:
+        score = replace(score, value=score.value + paid, parts={**score.parts, "turns": paid})
+    score = replace(score, outcome=named) if named else score
+    return replace(rollout, score=score)
+
+
+def as_rollouts(made: object) -> list[Rollout]:
+    several = isinstance(made, list | tuple) and bool(made)
+    rollouts = list(made) if isinstance(made, list | tuple) and several else [made]
+    found = [rollout for rollout in rollouts if isinstance(rollout, Rollout)]
+    if len(found) < len(rollouts):
+        kind = type(made).__name__
+        raise TypeError(f"run must return rollouts, as generate.rollout() makes them, not {kind}")
+    return found
