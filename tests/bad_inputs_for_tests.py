@@ -52,6 +52,9 @@ COMPARE = {"stage": "comparisons", "name": "compared", "model": "tiny:nano", "ta
 MINE = {"stage": "mine", "name": "mined", "model": "tiny:nano", "task": ARITHMETIC, "prompts": 4}
 VERSUS = {"stage": "versus", "name": "versus", "model": "tiny:nano", "against": "tiny:nano", "task": ARITHMETIC, "problems": 4}
 BEST = {"stage": "best", "name": "best", "models": ["sft"], "measured": ["eval"]}
+TOOLS = {"name": "tool_use", "task": ARITHMETIC, "tools": ["calculator"]}
+SILENT = 'def silent(x: int) -> int:\n    return x\n\n\ndef untyped(x):\n    """Say x."""\n    return x\n'
+LIVE = "from posttrain.tasks.arithmetic import Arithmetic\n\n\nclass Live(Arithmetic):\n    resettable = False\n"
 CURVE = {"stage": "overoptimisation", "name": "curve", "model": "tiny:nano", "task": ARITHMETIC, "trained": ["rl"]}
 AGREE = {"stage": "agreement", "name": "agree", "data": "pairs.jsonl", "judge": {"model": "tiny:nano"}}
 
@@ -282,6 +285,34 @@ FILES = [
     case("task-no-test-file", [RL | {"task": QUESTIONS | {"test_file": "test.jsonl"}}], "there is no data file test.jsonl"),
     case("task-directory", [RL | {"task": PROMPTS | {"file": "folder"}}], "folder", "rl", folder__x_txt=""),
     case("agreement-no-file", [AGREE | {"data": "nothing.jsonl"}], "agree.data: there is no file nothing.jsonl"),
+    *(
+        case(f"tools-{name}", [RL | {"task": TOOLS | {"tools": [tool]}}], *said, mine_py=SILENT)
+        for name, tool, *said in (
+            ("unknown", "calculater", "unknown tool 'calculater'; did you mean 'calculator'?"),
+            ("key", {"name": "python", "walls": 3}, "walls"),
+            ("range", {"name": "python", "wall": 0}, "wall must be in (0, 600], not 0"),
+            ("file", "mine.py:none", "none"),
+            ("no-docstring", "mine.py:silent", "tool silent: the model reads its docstring; give it one"),
+            ("no-type", "mine.py:untyped", "tool untyped: the parameter x needs a type hint"),
+        )
+    ),
+    case("tools-none", [RL | {"task": TOOLS | {"tools": []}}], "stages[0].task: tool_use: give at least one tool"),
+    case("tools-twice", [RL | {"task": TOOLS | {"task": TOOLS}}], "stages[0].task: tool_use: the task has episodes of its own"),
+    case(
+        "tools-limit",
+        [RL | {"task": TOOLS | {"max_turns": 0}}],
+        "stages[0].task: tool_use: max_turns must be at least 1, not 0",
+    ),
+    *(
+        case(
+            f"no-reset-{algorithm}",
+            [RL | {"task": {"name": "live.py:Live"}, "algorithm": {"name": algorithm, "group": 2}}],
+            "this task cannot be reset to the same start",
+            "use ppo, whose baseline is a critic, or reinforce",
+            live_py=LIVE,
+        )
+        for algorithm in ("grpo", "rloo", "raft", "online_dpo")
+    ),
     case("problems-no-file", [RL | {"problems": "nothing.jsonl"}], "rl.problems: there is no file nothing.jsonl"),
     case("rubric-no-file", [AGREE | {"judge": {"model": "tiny:nano", "rubric": "rubrik.txt"}}], "agree", "rubrik.txt"),
     case(

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +17,7 @@ from posttrain.errors import UserError, require, unknown
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
-from posttrain.runs.layout import RolloutRow, TokenArrays, encode
+from posttrain.runs.layout import EpisodeRow, RolloutRow, TokenArrays, encode
 from posttrain.runs.read import Run
 from posttrain.system import machine
 from posttrain.types import JSON, Message, Sampler, Sampling
@@ -290,10 +291,17 @@ def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]
     lines = [f"{stage} step {step}: {len(rows)} rollouts"]
     for number, row in enumerate(rows[:32]):
         advantage = "" if row.advantage is None else f" advantage {row.advantage:+.2f}"
-        text = f"{printable(row.question)} -> {printable(row.response)[:70]}"
+        text = f"{printable(row.question)} -> {printable(_said(row))[:70]}"
         lines.append(f"  {number:>3}  reward {_reward(row)}{advantage}  {text}")
     lines += [f"  ... and {len(rows) - 32} more"] if len(rows) > 32 else []
     return [*lines, f"one of them, token by token: posttrain show {directory} {stage}/{step}/0"]
+
+
+def _said(row: RolloutRow) -> str:
+    """The response; of several turns, also what was given in between, after a `>`."""
+    turns = row.conversation[1:] if isinstance(row, EpisodeRow) else ()
+    parts = (text if kind == "sampled" else f"> {text}" for kind, text in turns)
+    return " | ".join(parts) or row.response
 
 
 def _reward(row: RolloutRow) -> str:
@@ -305,8 +313,14 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
     question, answer = printable(row.question), printable(row.answer)
     lines = [f"problem {row.problem} (level {row.level}): {question}   gold answer: {answer}"]
     token = None if arrays is None else arrays.sequence(number)
+    several = row if isinstance(row, EpisodeRow) else None
+    if several is not None and several.counts:
+        lines.append(", ".join(f"{name} {count:g}" for name, count in several.counts.items()))
     if token is None or not len(token["ids"]):
-        lines += [f"response: {printable(row.response)}", f"reward: {row.reward}"]
+        turns = several.conversation if several is not None else ()
+        lines += [f"{kind}: {printable(said)}" for kind, said in turns]
+        lines += [] if turns else [f"response: {printable(row.response)}"]
+        lines += [f"reward: {row.reward}"]
         absent = "the per-token figures of this step were not kept; the last steps have them"
         untrained = "it was not trained on, so there are no figures by token"
         return [*lines, absent if token is None else untrained]
@@ -317,10 +331,11 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
     heading = f"{'t':>3}  {'state s_t ends with':<24} {'action a_t':<12} {'log pi':>8} "
     lines.append(heading + f"{'KL' if 'kl' in token else '':>8} {'reward':>7} {'advantage':>9}")
     actions = np.flatnonzero(sampled).tolist()
+    rewards = _turn_rewards(row, actions)
     for t, at in enumerate(actions):
         if t and at > actions[t - 1] + 1:
             lines.append(f"     given: {''.join(text[actions[t - 1] + 1 : at])}")
-        reward = _reward(row) if at == actions[-1] else "0"
+        reward = rewards.get(at, "0")
         state = "".join(text[max(0, at - 12) : at])[-24:]
         kl = f"{token['kl'][at]:8.4f}" if "kl" in token else " " * 8
         figures = f"{token['logprob'][at]:8.4f} {kl} {reward:>7} {token['advantage'][at]:9.3f}"
@@ -328,6 +343,16 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
     total = f"log pi(response | prompt) = {float(np.sum(token['logprob'][first:])):.3f}"
     outcome = row.outcome or row.failure
     return [*lines, f"end: {row.finish}; {total}; outcome {outcome}; {row.parts}"]
+
+
+def _turn_rewards(row: RolloutRow, actions: Sequence[int]) -> dict[int, str]:
+    """The reward at the last token of each turn: what the turn was paid, and in the last one the rest of the return."""
+    ends = [a for a, b in pairwise([*actions, -1]) if b != a + 1]
+    paid = [*row.paid] if isinstance(row, EpisodeRow) and row.paid else [0.0] * len(ends)
+    if row.reward is None or len(paid) != len(ends):
+        return {actions[-1]: _reward(row)}
+    paid[-1] += row.reward - sum(paid)
+    return {at: f"{value:.2f}" for at, value in zip(ends, paid, strict=True)}
 
 
 def _tokenizer(directory: Path, stage: str) -> Any:

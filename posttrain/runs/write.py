@@ -185,6 +185,9 @@ class RunWriter:
         if rollout.role or rollout.turns > 1:
             parts = [["sampled" if s.sampled else "given", s.text] for s in rollout.segments]
             row |= {"role": rollout.role, "conversation": parts}
+            paid = [s.reward for s in rollout.segments if s.sampled]
+            row |= {"paid": paid} if any(paid) else {}
+            row |= {"counts": dict(rollout.counts)} if rollout.counts else {}
         return row
 
     def _write_arrays(self, stage: str, step: int, arrays: TokenArrays) -> None:
