@@ -296,6 +296,7 @@ FILES = [
             ("no-type", "mine.py:untyped", "tool untyped: the parameter x needs a type hint"),
         )
     ),
+    case("turns-as-data", [SAMPLE | {"task": TOOLS}], "samples: the episodes of this task have several turns"),
     case("tools-none", [RL | {"task": TOOLS | {"tools": []}}], "stages[0].task: tool_use: give at least one tool"),
     case("tools-twice", [RL | {"task": TOOLS | {"task": TOOLS}}], "stages[0].task: tool_use: the task has episodes of its own"),
     case(

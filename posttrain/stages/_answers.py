@@ -79,10 +79,16 @@ class AskingStage(AnswerStage):
 
     counts = "prompts"
     leaves = "data"
+    writes_responses: ClassVar[bool] = True  # into its data, where they are one turn each
 
     prompts: Count = 1000
     samples: Several = 4
     skip: Whole = 0  # problems to pass over, so that another round sees new ones
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.writes_responses and self.task.observation_roles(""):
+            yield "the episodes of this task have several turns, which are not written as data yet; use an rl stage"
 
     def splits(self) -> list[tuple[str, int | None]]:
         return [("train", None)]

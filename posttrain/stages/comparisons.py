@@ -48,6 +48,7 @@ class ComparisonsStage(AskingStage):
         return {"before": (self.before,)} if self.before else {}
 
     def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.sampling.temperature == 0:
             yield "a temperature of 0 gives equal answers"
         if self.judge is None and not self.task.scores:

@@ -24,6 +24,8 @@ class MineStage(AskingStage):
     right. A problem that could not be scored at all says nothing of the model and is left out, and counted.
     """
 
+    writes_responses = False
+
     max_solved: Annotated[float, Range(ge=0, lt=1, text="a share of the answers in [0, 1)")] = 0.5
     again: str = ""  # an earlier mine stage, or a file: what it kept is asked once more
     min_problems: Count = 16  # where fewer were failed, the hardest of the others are kept too

@@ -28,6 +28,7 @@ class SampleStage(AskingStage):
     keep: Several = 1  # answers to one problem
 
     def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.samples > 1 and self.sampling.temperature == 0:
             yield f"{self.samples} samples at temperature 0 are all the same; raise the temperature"
 

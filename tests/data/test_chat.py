@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, FORGETFUL, byte_level, characters
 
-from posttrain.data.chat import render_example, render_prompt, render_turn
+from posttrain.data.chat import check_continues, render_example, render_prompt, render_turn
 from posttrain.errors import UserError
 from posttrain.types import Example, Message
 
@@ -71,6 +71,42 @@ def test_a_template_that_hides_the_last_turn_cannot_be_continued() -> None:
     tokenizer = byte_level(CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else '...' }}"))
     with pytest.raises(UserError, match="cannot be continued"):
         render_turn(tokenizer, TALK[3:4], None)
+
+
+# Keeps the thinking of a turn as long as no user message follows, as Qwen3's does; tool messages are a part of the turn.
+KEEPS_FOR_TOOLS = CHATML.replace(
+    "{{ m.content }}",
+    "{% set n = loop.index0 %}{{ m.content if messages[n:] | selectattr('role', 'equalto', 'user') | list | length == 0 "
+    "else m.content.split('</think>')[-1] }}",
+)
+OPENS = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")  # as QwQ's does
+RENAMES = CHATML.replace("{{ m.role }}", "{{ 'model' if m.role == 'assistant' else m.role }}")
+REFUSES = CHATML.replace("{{ m.content }}", "{{ raise_exception('no tools here') if m.role == 'tool' else m.content }}")
+BLIND = CHATML.replace("{{ m.content }}", "{{ '' if m.role == 'tool' else m.content }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "refused"),
+    [
+        (CHATML, "user", ""),
+        (CHATML_BLOCKS, "tool", ""),
+        (FORGETFUL, "user", "drops the reasoning of earlier turns once a user message follows.* messages of the role tool"),
+        (FORGETFUL, "tool", "drops the reasoning of earlier turns once a tool message follows.*chat_template.jinja keeps it"),
+        (KEEPS_FOR_TOOLS, "tool", ""),
+        (KEEPS_FOR_TOOLS, "user", "drops the reasoning"),
+        (OPENS, "user", ""),
+        (RENAMES, "user", "rewrites an earlier turn"),
+        (REFUSES, "tool", "refused the conversation: no tools here; give it as a message of the role user"),
+        (BLIND, "tool", "does not show tool messages"),
+    ],
+)
+def test_a_template_that_would_show_earlier_turns_otherwise_is_refused(template: str, role: str, refused: str) -> None:
+    tokenizer = byte_level(template)
+    if not refused:
+        check_continues(tokenizer, [role])
+    else:
+        with pytest.raises(UserError, match=refused):
+            check_continues(tokenizer, [role])
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS])

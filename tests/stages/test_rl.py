@@ -16,7 +16,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.rloo import RLOO
 from posttrain.errors import Interrupted, UserError
-from posttrain.models.load import stop_ids
+from posttrain.models.load import Reader, stop_ids
 from posttrain.models.lora import Lora
 from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
@@ -24,6 +24,7 @@ from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.runs.read import Run
+from posttrain.stages._check import check_problems
 from posttrain.stages._material import Data
 from posttrain.stages.reward_sources import (
     ImplicitReward,
@@ -35,8 +36,9 @@ from posttrain.stages.reward_sources import (
 )
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.base import Generate
 from posttrain.train.optimizer import Optimization
-from posttrain.types import Sampling
+from posttrain.types import Message, Problem, Rollout, Sampling
 from tests.faults.harness import fingerprint
 
 TASK = Arithmetic(level=1)
@@ -48,7 +50,7 @@ def stage(**settings: Any) -> RLStage:
         "steps": 5, "prompts": 3, "sampling": Sampling(6), "optimizer": Optimization(lr=1e-3), "rollouts_every": 1,
         "evaluate_every": 0, "checkpoint_every": 2, "pretraining_batch": 2,
     }  # fmt: skip
-    return RLStage(name="rl", model="tiny:nano", task=TASK, **(small | settings))
+    return RLStage(**({"name": "rl", "model": "tiny:nano", "task": TASK} | small | settings))
 
 
 def run(directory: Path, one: RLStage) -> Path:
@@ -285,3 +287,20 @@ def test_process_reward_models_give_steps_and_tuned_models_an_implicit_reward(ju
     ):
         with pytest.raises(UserError, match=rf"^rl: supervision=process learns .*the reward '{reward.name}' gives none"):
             stage(reward=reward, algorithm=PPO(supervision="process"))
+
+
+def test_a_template_that_forgets_earlier_turns_is_refused_before_the_first_stage() -> None:
+    class Talk(Arithmetic):
+        async def run(self, problem: Problem, generate: Generate) -> Rollout:
+            await generate()
+            await generate([Message("user", "again")], last=True)
+            return generate.rollout()
+
+    tokenizer = character_tokenizer(stage().alphabet())
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    check_problems(stage(), Reader(tokenizer, "x"))
+    with pytest.raises(UserError, match="^rl.task: the chat template drops the reasoning of earlier turns"):
+        check_problems(stage(task=Talk(level=1)), Reader(tokenizer, "x"))
