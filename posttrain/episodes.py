@@ -340,38 +340,28 @@ class _Episodes:
         self.ended = set()
         turns = sorted(self.asked, key=lambda t: (*t.episode.place, t.request.session))
         self.asked = []
-        first: list[_Turn] = []
-        for turn in turns:
-            request = turn.request
-            if not request.turn:
-                first.append(turn)
-            else:
-                try:
-                    self.sampler.submit([request])
-                except UserError as error:  # what the policy and its tools wrote is too long
-                    self.deliver(turn, ContextFull(str(error)))
-                    continue
-            self.submitted[request.session, request.turn] = turn
-        if first:
-            self.submit_first(first)
+        self.submitted |= {(t.request.session, t.request.turn): t for t in turns}
+        later = ([turn] for turn in turns if turn.request.turn)
+        first = [turn for turn in turns if not turn.request.turn]
+        for batch in (*later, *([first] if first else [])):
+            self.hand_over(batch)
         self.seconds.generate += time.perf_counter() - now
 
-    def submit_first(self, turns: Sequence[_Turn]) -> None:
-        """First turns together: those of a group are prefilled once. A prompt of the task that is too long ends the run, what an
-        episode gave ends the episode."""
+    def hand_over(self, turns: Sequence[_Turn]) -> None:
+        """Submit turns together. What the policy, its tools or its task gave ends the episode where it is too long; the task's own
+        prompt ends the run."""
         try:
             self.sampler.submit([turn.request for turn in turns])
         except UserError as error:
             if len(turns) > 1:
                 for turn in turns:
-                    self.submit_first([turn])
+                    self.hand_over([turn])
                 return
-            [turn] = turns
-            request = turn.request
-            if request.ids is self.prompt_ids.get(turn.episode.draw):
+            request = turns[0].request
+            if request.ids is self.prompt_ids.get(turns[0].episode.draw):
                 raise
             del self.submitted[request.session, request.turn]
-            self.deliver(turn, ContextFull(str(error)))
+            self.deliver(turns[0], ContextFull(str(error)))
 
     def poll(self) -> None:
         """Let the sampler go on for a burst; deliver what is finished, in the order of the requests where that counts."""

@@ -70,6 +70,9 @@ BOUNDED = {
     "serve/models.py: self.updates.get()": "the engine ends every answer or fails, and a client that hangs up cancels it",
     "serve/app.py: asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)": "the same",
     "serve/server.py: asyncio.run(answer([self.socket]))": "a thread that serves until it is told to end",
+    "tasks/_served.py: asyncio.gather(*work, return_exceptions=True)": "of tasks that are cancelled",
+    "tasks/outside.py: process.wait()": "within max_seconds",
+    "tasks/outside.py: t.result()": "of one that is done",
     "runs/console.py: capture.get()": "text that is there already",
 }
 
