@@ -99,13 +99,13 @@ def counted(where: str, tensors: int, elements: int) -> Iterator[None]:
     """Count what modules register while this lasts."""
     from torch.nn.modules import module as hooks
 
-    most, many = 2 * elements + SPARE, 20 * tensors + MODULES
+    limit, many = 2 * elements + SPARE, 20 * tensors + MODULES
     found = {"elements": 0, "modules": 0}
     detail = f"describes a model that is larger than its weights, {tensors:,} tensors of {elements:,} elements"
 
     def count(owner: nn.Module, name: str, tensor: Tensor | None) -> None:
         found["elements"] += 0 if tensor is None else tensor.numel()
-        require(found["elements"] <= most, f"{where} {detail}; copy it anew")
+        require(found["elements"] <= limit, f"{where} {detail}; copy it anew")
 
     def add(owner: nn.Module, name: str, module: nn.Module | None) -> None:
         found["modules"] += 1

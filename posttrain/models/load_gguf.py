@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Codes of the format: a metadata value's type -> how struct reads it.
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-MOST_ENTRIES, MOST_DIMENSIONS, MOST_ITEMS = (
+MAX_ENTRIES, MAX_DIMENSIONS, MAX_ITEMS = (
     1 << 17,
     8,
     1 << 22,
@@ -269,7 +269,7 @@ class Cursor:
             raise ValueError(f"its metadata has a value of unknown type {kind}")
         item, count = self.value("I"), self.value("Q")
         self.items += count
-        if self.items > MOST_ITEMS:
+        if self.items > MAX_ITEMS:
             raise ValueError(f"its arrays claim {self.items:,} entries")
         if item in SCALARS:
             self.skip(count * struct.calcsize("<" + SCALARS[item]))
@@ -300,7 +300,7 @@ def parse_header(cursor: Cursor) -> Header:
     if version not in (2, 3):
         raise ValueError(f"it has format version {version}, and versions 2 and 3 are read")
     tensor_count, value_count = cursor.value("Q"), cursor.value("Q")
-    if max(tensor_count, value_count) > MOST_ENTRIES:
+    if max(tensor_count, value_count) > MAX_ENTRIES:
         raise ValueError(f"it claims {max(tensor_count, value_count):,} entries")
     values: dict[str, Any] = {}
     for _ in range(value_count):
@@ -314,7 +314,7 @@ def parse_header(cursor: Cursor) -> Header:
     total = 0
     for _ in range(tensor_count):
         name, dimensions = cursor.string(), cursor.value("I")
-        if dimensions > MOST_DIMENSIONS or name in places:
+        if dimensions > MAX_DIMENSIONS or name in places:
             raise ValueError(
                 f"its tensor {name[:100]!r} has {dimensions} dimensions, or is there twice"
             )

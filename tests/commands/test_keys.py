@@ -70,7 +70,7 @@ def test_the_help_of_a_recipe_has_its_keys_and_those_of_its_stages(capsys: pytes
         cli.main(["run", "quickstart", "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
-    for part in ("    size: str = 'nano'", "    seed: int = 0", "keys of rl stages, here rl", "    optimizer.lr: float"):
+    for part in ("    size: str = 'nano'", "    seed: int", "keys of rl stages, here rl", "    optimizer.lr: float"):
         assert part in text
 
 
