@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from posttrain.errors import Checked, Count, Positive, Range
 
 MEGABYTE = 1 << 20
+Size = Annotated[int, Range(ge=1, le=1 << 40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,11 @@ class Limits(Checked):
         512 * MEGABYTE
     )
     threads: Count = 64  # the first one included
-    # bytes of all files in its /tmp, which is in memory
-    files: Annotated[int, Range(ge=1, le=1 << 40)] = 16 * MEGABYTE
+    files: Size = 16 * MEGABYTE  # bytes of all files in its /tmp, which is in memory
     open_files: Annotated[int, Range(ge=16)] = 64
-    output: Count = 4 * MEGABYTE  # bytes of stdout, and of stderr
-    result: Count = MEGABYTE  # bytes of one returned value as it is sent
-    source: Count = MEGABYTE // 4  # characters of the program
+    output: Size = 4 * MEGABYTE  # bytes of stdout, and of stderr
+    result: Size = MEGABYTE  # bytes of one returned value as it is sent
+    source: Size = MEGABYTE // 4  # characters of the program
 
     @property
     def cpu_seconds(self) -> int:
