@@ -65,9 +65,8 @@ def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     monkeypatch.setattr(Loop, "run", trained)
     monkeypatch.setattr("posttrain.engine.engine.Engine.submit", trained)
-    # for speed: one parser for all, and no process of its own for the templates of these models
+    # for speed: one parser for all
     monkeypatch.setattr(cli, "parser", PARSER)
-    monkeypatch.setattr("posttrain.data.safe_readers.probe", lambda *_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(folder)
     before = contents(folder)
