@@ -29,6 +29,7 @@ from posttrain.errors import require
 from posttrain.runs import layout
 from posttrain.runs.layout import EpisodeRow, EventRow, RolloutRow
 from posttrain.runs.read import History, Run, parse_event, parse_rollout, parse_row
+from posttrain.system.files import open_file
 from posttrain.types import JSON
 
 FOLDER, FILE, VERSION = ".studio", "index.sqlite", 3
@@ -382,7 +383,7 @@ class Index:
         for one in found:
             place = "SELECT start, bytes FROM rollouts WHERE stage = ? AND step = ? AND number = ?"
             [(start, size)] = self._get(place, [one.stage, one.step, one.number])
-            with layout.rollout_file(self.run.directory, one.stage, one.step).open("rb") as file:
+            with open_file(layout.rollout_file(self.run.directory, one.stage, one.step)) as file:
                 file.seek(start)
                 row = parse_rollout(json.loads(file.read(size)))
             require(row is not None, f"{one.stage}/{one.step}/{one.number} cannot be read")
@@ -432,7 +433,7 @@ def _tail(connection: sqlite3.Connection, path: Path) -> list[dict[str, JSON]]:
     start = held[0] if held else 0
     if not path.exists():
         return []
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(start)
         text = file.read(CHUNK)
         text += b"" if len(text) < CHUNK else file.readline(1 << 28)
@@ -442,7 +443,7 @@ def _tail(connection: sqlite3.Connection, path: Path) -> list[dict[str, JSON]]:
     for line in text[:end].splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         found += [record] if isinstance(record, dict) else []
     return found
@@ -471,11 +472,11 @@ def _rollout_files(directory: Path) -> dict[tuple[str, int], tuple[Path, tuple[i
 def _rollout_lines(path: Path) -> Iterator[tuple[tuple[int, RolloutRow], int, int]]:
     """Number and rollout of each line that is one, where it begins, and its bytes."""
     number = start = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             row = parse_rollout(record) if isinstance(record, dict) else None
             if row is not None:

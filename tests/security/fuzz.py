@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CASE_SECONDS, GROWTH = 10.0, 192 << 20  # of a case; bytes after the first cases
+CASE_SECONDS, GROWTH = 60.0, 192 << 20  # of a case, on a crowded machine; bytes after the first cases
 WARM = 50  # cases after which memory must not grow
 
 Reader = Callable[[bytes, Path], object]

@@ -32,37 +32,18 @@ from tests.test_architecture import PACKAGE, sources
 # Ways to open a file that follow links and wait for pipes, and who may use them: for files of the package, of the user, of /proc,
 # and of models, whose folders are checked whole.
 OPENS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkfifo", "fdopen"}
-OWN = {
-    "system/files.py",
-    "catalogue.py",
-    "config.py",
-    "commands/advise.py",
-    "commands/keys.py",
-    "commands/probe_answers.py",
-    "commands/doctor.py",
-    "commands/plan.py",
-    "commands/label.py",
-    "commands/inspect.py",
-    "monitor/watchdog.py",
-    "system/workers.py",
-    "engine/forked.py",
-    "runs/lock.py",
-    "runs/trackers.py",
-    "models/load.py",
-    "models/load_gguf.py",
-    "models/bounds.py",
-    "models/save.py",
-    "data/records.py",
-    "data/template_process.py",
-    "tasks/reasoning_gym.py",
-    "stages/_lineage.py",
-    "stages/comparisons.py",
-    "rewards/base.py",
-    "rewards/_asking.py",
-    "rewards/judge.py",
-    "rewards/language.py",
-}
+_OWN = """
+    catalogue.py commands/advise.py commands/doctor.py commands/inspect.py commands/keys.py commands/label.py
+    commands/plan.py commands/probe_answers.py commands/serve.py config.py data/records.py data/template_process.py
+    engine/forked.py models/bounds.py models/load.py models/load_gguf.py models/save.py monitor/watchdog.py
+    rewards/_asking.py rewards/base.py rewards/judge.py rewards/language.py runs/lock.py runs/trackers.py
+    stages/_lineage.py stages/comparisons.py studio/app.py studio/jobs.py studio/pages_label.py studio/report.py
+    studio/server.py system/files.py system/workers.py tasks/reasoning_gym.py tasks/tools/search.py
+"""
+OWN = set(_OWN.split())
 PRINTS = {
+    "cli/studio.py",
+    "studio/server.py",
     "api/functions.py",
     "runs/console.py",
     "events.py",
