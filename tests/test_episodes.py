@@ -326,14 +326,14 @@ def test_an_episode_whose_time_is_over_ends_alone_and_is_scored(where: str, orde
         if where == "in a tool" and problem.id == "p1":
             await asyncio.sleep(60)
         if where == "before a turn is submitted" and problem.id != "p1":
-            await asyncio.sleep(0.35 if problem.id == "p0" else 0.01)
+            await asyncio.sleep(1.2 if problem.id == "p0" else 0.01)
         await generate([Message("user", "go on")], last=True)
         return generate.rollout()
 
     @dataclass(frozen=True)
     class Hurried(Scripted):
         def limits(self, problem: Problem) -> Limits:
-            return Limits(seconds=0.2 if problem.id == ("p2" if where == "while it is decoded" else "p1") else 0.0)
+            return Limits(seconds=0.6 if problem.id == ("p2" if where == "while it is decoded" else "p1") else 0.0)
 
     sampler = Slow(lambda r: says("x"))
     task = Hurried(run)
@@ -345,6 +345,10 @@ def test_an_episode_whose_time_is_over_ends_alone_and_is_scored(where: str, orde
     else:
         assert outcomes == ["time limit" if n == late else "" for n in range(3)] and found[late].rollouts[0].turns == 1
         assert [g.rollouts[0].turns for n, g in enumerate(found) if n != late] == [2, 2] and late in cancelled
+        later = [(r.session, r.turn) for r in sampler.requests if r.turn]
+        assert late == 2 or later == [(0, 1), (2, 1)] or not ordered, (
+            "a round waits for those that go on, and has no turn of another"
+        )
 
 
 def test_a_task_ends_an_episode_that_the_policy_spoiled_with_a_name() -> None:

@@ -136,6 +136,7 @@ def test_a_thousand_random_episodes_are_exact() -> None:
     assert len(episodes) == EPISODES and {r.turns for r in rollouts} >= set(range(1, 9))
     outcomes = Counter(r.score.outcome for r in rollouts)
     assert {"turn limit", "token limit", "illegal", "episode failed"} <= set(outcomes) and outcomes["time limit"] == 0
+    assert outcomes["context full"] == 0, "a conversation goes on after a turn that was given up"
     assert (
         sum(r.counts.get("tool/calls", 0) for r in rollouts) > 100 and sum(r.counts.get("cancelled", 0) for r in rollouts) > 100
     )
