@@ -82,8 +82,8 @@ class Guard:
         try:
             self.check(scope, headers)
         except Refused as error:
-            retry = {"retry-after": "1"} if error.status in (429, 503) else {}
-            response = JSONResponse(error.body(), error.status, {**retry, "connection": "close"})
+            more = {429: {"retry-after": "1"}, 413: {"connection": "close"}}.get(error.status)
+            response = JSONResponse(error.body(), error.status, more)
             await response(scope, receive, send_in_time)
             return
         self.busy += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +33,13 @@ class Turn:
     given: tuple[int, ...]
     reply: Segment
 
-    def path(self) -> Iterator[Turn]:
+    def path(self) -> list[Turn]:
         """This turn and those before it, the first one first."""
-        if self.before is not None:
-            yield from self.before.path()
-        yield self
+        turns, turn = list[Turn](), self.before
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.before
+        return [*reversed(turns), self]
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -71,7 +73,7 @@ class Conversations:
         """What the policy reads of a conversation, as it continues one that was served."""
         rows = [_row(message) for message in body.messages]
         messages = parse_messages(rows, "messages")
-        shown = body.tools if body.tool_choice == "auto" else None
+        shown = body.tools if body.tool_choice != "none" else None
         tools = parse_tools(shown, "tools") if shown else None
         digests = _digests(messages, tools)
         for place in reversed(range(1, len(messages))):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -116,7 +117,10 @@ class SamplingThread(threading.Thread):
         while not self.closing:
             self.awake.clear()
             while self.orders:
-                self.orders.popleft()()
+                try:
+                    self.orders.popleft()()
+                except Exception:  # an engine that cannot cancel or close; the others go on
+                    traceback.print_exc()
             busy = [model for model in self.models if model.tickets]
             for model in busy:
                 self.step(model)

@@ -103,7 +103,8 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     tools: list[Any] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
+    # frameworks ask for `required`; nothing can force a call, so that it is `auto`
+    tool_choice: Literal["auto", "none", "required"] = "auto"
 
     @property
     def limit(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -157,3 +158,16 @@ def test_a_command_counts_as_code(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_command_that_cannot_be_run_is_refused_in_words(command: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         Outside(command, TASK).ready()
+
+
+def test_the_page_trains_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "outside.md").read_text()
+    (agent,), (recipe,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(agent)
+    (tmp_path / "agent.yaml").write_text(recipe.replace("command: python", f"command: {sys.executable}"))
+    small = ["rl.steps=1", "rl.prompts=1", "rl.algorithm.group=2", "rl.evaluate_every=0", "device=cpu", "out=run"]
+    assert cli.main(["run", "agent.yaml", "--allow-code", *small]) == 0
+    run = Run(tmp_path / "run")
+    figures = {name: run.column(name, stage="rl")[1][-1] for name in ("agent/calls", "turns", "failed")}
+    assert figures["agent/calls"] == figures["turns"] >= 1 and figures["failed"] == 0
