@@ -18,7 +18,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz test-faults test-security test-gpu test-peers lint format docs recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test fuzz test-faults test-security test-gpu test-studio test-peers lint format docs recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,9 +42,10 @@ $(PEERS): $(READY)
 
 demo: $(READY) ## train a small model on this machine and see it improve
 	@$(BIN)/posttrain run quickstart
+	@echo "look at it in a browser: $(BIN)/posttrain studio runs --open"
 
 test: $(READY) ## all tests but the slow ones, those for a GPU, and those against peers
-	@$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not slow and not peers"
+	@$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not slow and not peers and not studio"
 
 test-faults: $(READY) ## kill runs, corrupt files, fill disks; resume must be exact
 	@$(BIN)/python -m pytest -q -m "not gpu and not peers" tests/faults
@@ -54,6 +55,12 @@ test-security: $(READY) ## 700 hostile and 100 honest programs, as root and as a
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu
+
+test-studio: $(READY) ## the studio in Debian's chromium, which is installed where that is possible
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends chromium; } || \
+		{ echo "the tests of the studio need chromium: as root, apt-get install chromium" >&2; exit 1; }
+	@$(PIP_INSTALL) playwright axe-playwright-python
+	@$(BIN)/python -m pytest -q -m studio tests/studio
 
 test-peers: $(PEERS) ## the same mathematics in other libraries
 	@$(BIN)/python -m pytest -q -m peers

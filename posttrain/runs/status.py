@@ -184,14 +184,26 @@ def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict |
     error = math.sqrt(sum(_noise(part) / fifth for part in (head, tail)))
     first, last = statistics.fmean(head), statistics.fmean(tail)
     change = f"from {_number(first)} to {_number(last)}"
-    because = (f"means of the first and the last {fifth} of {len(values)} steps of {stage}",)
+    because = [f"means of the first and the last {fifth} of {len(values)} steps of {stage}"]
+    because += _gold(index, stage, figures) if name == "reward" else []
     if sign * (last - first) > WINDOW_ERRORS * error:
         moved = "rose" if sign > 0 else "fell"
-        return Verdict("yes", f"Yes: {words} {moved} {change}.", because, stage, name)
+        return Verdict("yes", f"Yes: {words} {moved} {change}.", tuple(because), stage, name)
     if sign * (first - last) > WINDOW_ERRORS * error:
-        return Verdict("no", f"No: {words} went {change}.", because, stage, name)
+        return Verdict("no", f"No: {words} went {change}.", tuple(because), stage, name)
     said = f"Not clear yet: {words} went {change}, which may be chance."
-    return Verdict("unclear", said, because, stage, name)
+    return Verdict("unclear", said, tuple(because), stage, name)
+
+
+def _gold(index: Index, stage: str, figures: dict[str, list[str]]) -> list[str]:
+    """What the reward stands for, where that is measured too."""
+    name = next((name for name in ("reward/task", "reward/gold") if name in figures), "")
+    values = [value for _, value in index.points(stage, name) if value is not None] if name else []
+    fifth = max(5, len(values) // 5)
+    if len(values) < 2 * fifth:
+        return []
+    first, last = statistics.fmean(values[:fifth]), statistics.fmean(values[-fifth:])
+    return [f"what the reward stands for went from {_number(first)} to {_number(last)}"]
 
 
 def _noise(values: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 // How the page talks to its server: JSON, the token for changes, and one stream of news, closed while the tab is hidden.
 
-const TOKEN = document.querySelector('meta[name="studio-token"]')?.getAttribute("content") ?? "";
+let token = document.querySelector('meta[name="studio-token"]')?.getAttribute("content") ?? "";
 
 /** @param {string} path @param {Record<string, any>} [query] @returns {Promise<any>} */
 export async function get(path, query = {}) {
@@ -9,8 +9,14 @@ export async function get(path, query = {}) {
 
 /** @param {string} path @param {any} body @returns {Promise<any>} */
 export async function post(path, body = {}) {
-  const headers = { "content-type": "application/json", "x-studio-token": TOKEN };
-  return answer(await fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
+  const send = () => fetch(path, { method: "POST", headers: { "content-type": "application/json", "x-studio-token": token }, body: JSON.stringify(body) });
+  let response = await send();
+  if (response.status === 401) {
+    // the server was started again, and has another token
+    token = /name="studio-token" content="(\w+)"/.exec(await (await fetch("/")).text())?.[1] ?? token;
+    response = await send();
+  }
+  return answer(response);
 }
 
 /** @param {string} path @param {Record<string, any>} query */

@@ -10,7 +10,8 @@ const WORDS = { pretrain: "learns to write", sft: "imitates examples", compariso
 export async function page(main, [id], query) {
   const run = await get(`/api/runs/${id}`);
   let data = await get(`/api/runs/${id}/pipeline`, { prompt: query.get("prompt") ?? "" });
-  let stage = "";
+  /** @type {string|null} the stage that is looked at alone */
+  let stage = null;
   let prompt = query.get("prompt") ?? data.prompts[0]?.question ?? "";
   let side = true;
   /** @type {Record<string, {text: string, reward: number|null, tokens: number|null, logprob?: number, outcome?: string, kl?: number|null}[]>} */
@@ -21,7 +22,7 @@ export async function page(main, [id], query) {
   const said = h("div", { class: "error", hidden: true, role: "alert" });
   const box = h("textarea", { rows: 2, "aria-label": "Prompt", placeholder: "Type a prompt, or choose one below" }, prompt);
   const ask = h("button", { class: "main", type: "button", onclick: () => sample() }, "Ask every stage");
-  const both = h("button", { type: "button", "aria-pressed": "true", onclick: () => ((side = !side), both.setAttribute("aria-pressed", String(side)), show()) }, "Side by side");
+  const both = h("button", { type: "button", "aria-pressed": "true", onclick: () => ((side = !side), both.setAttribute("aria-pressed", String(side)), side && (stage = null), stages(), show()) }, "Side by side");
   const find = h("input", { type: "search", placeholder: "Find a prompt", "aria-label": "Find a prompt", oninput: () => prompts() });
   const list = h("div", { class: "prompts" });
   fill(main, head(run, "/pipeline"), h("p", { class: "dim" }, "A model is trained in stages. Choose a prompt, and click through the stages to see how its answer changes."), row,
@@ -80,7 +81,7 @@ export async function page(main, [id], query) {
     else if (side) fill(answers, h("div", { class: "side" }, all.map((/** @type {any} */ a, /** @type {number} */ n) => card(a, n ? all[n - 1] : null))));
     else {
       const at = all.findIndex((/** @type {any} */ a) => a.name === stage);
-      fill(answers, at < 0 ? h("div", { class: "card empty" }, stage ? `${stage} makes no model that answers, or has not answered this prompt.` : "The start has not been asked: its answers were not saved.") : card(all[at], at ? all[at - 1] : null));
+      fill(answers, at < 0 ? h("div", { class: "card empty" }, stage === null ? "Choose a stage above." : stage ? `${stage} makes no model that answers, or has not answered this prompt.` : "The start has not been asked: its answers were not saved.") : card(all[at], at ? all[at - 1] : null));
     }
     slider();
   }

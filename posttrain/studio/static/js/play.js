@@ -60,7 +60,7 @@ function side(models, place) {
       try {
         const answer = await post("/api/chat", { model: model.value, messages: turns, ...options });
         turns.push({ role: "assistant", content: answer.text });
-        const tokens = answer.tokens.map((/** @type {any} */ t) => h("span", { title: `${number(Math.exp(t.logprob), true)}: ${(t.top_logprobs ?? []).map((/** @type {any} */ o) => `${o.token} ${number(Math.exp(o.logprob), true)}`).join(", ")}`, style: { backgroundColor: `color-mix(in srgb, var(--c2) ${Math.round(60 * (1 - Math.exp(t.logprob)))}%, transparent)` } }, visible(t.token)));
+        const tokens = answer.tokens.map((/** @type {any} */ t) => h("span", { title: `${number(Math.exp(t.logprob), true)}: ${(t.top_logprobs ?? []).map((/** @type {any} */ o) => `${o.token} ${number(Math.exp(o.logprob), true)}`).join(", ")}`, style: { backgroundColor: `color-mix(in srgb, var(--c2) ${Math.round(42 * (1 - Math.exp(t.logprob)))}%, transparent)` } }, visible(t.token)));
         fill(place, tokens.length ? tokens : visible(answer.text));
       } catch (error) {
         place.classList.add("error");

@@ -4,7 +4,8 @@ import { fill, h, number, visible } from "./dom.js";
 import { head } from "./run.js";
 
 const SORTS = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["advantage", "Advantage"]];
-const SCALES = { logprob: ["log-prob", "How likely the model found each token: dark ones surprised it."], advantage: ["advantage", "Blue tokens are made more likely by the update, orange ones less."], ratio: ["ratio", "How the probability changed since it was sampled: 1 is not at all."], kl: ["KL", "How far the model is from the reference at each token."], entropy: ["entropy", "How undecided the model was."], sampled: ["mask", "What the model wrote itself, and is trained on."] };
+const HEAT = 42; // percent of colour at most: text stays readable on it
+const SCALES = { logprob: ["log-prob", "How likely the model found each token. The darker, the more it was surprised."], advantage: ["advantage", "Blue tokens are made more likely by the update, orange ones less."], ratio: ["ratio", "How the probability changed since it was sampled: 1 is not at all."], kl: ["KL", "How far the model is from the reference at each token."], entropy: ["entropy", "How undecided the model was."], sampled: ["mask", "What the model wrote itself, and is trained on."] };
 
 /** How good a reward is, as a tone. @param {any} r */
 function tone(r) {
@@ -131,11 +132,12 @@ function heat(tokens) {
     const most = Math.max(...inside.map((/** @type {number} */ v) => Math.abs(v - centre)), 1e-9);
     nodes.forEach((/** @type {HTMLElement} */ node, /** @type {number} */ n) => {
       const share = mine[n] && values[n] !== null ? (values[n] - centre) / most : 0;
-      node.style.backgroundColor = share ? `color-mix(in srgb, var(${share < 0 ? "--c2" : "--c1"}) ${Math.round(70 * Math.abs(share))}%, transparent)` : "";
+      node.style.backgroundColor = share ? `color-mix(in srgb, var(${share < 0 ? "--c2" : "--c1"}) ${Math.round(HEAT * Math.abs(share))}%, transparent)` : "";
     });
     about.textContent = SCALES[name]?.[1] ?? "";
-    const both = inside.some((/** @type {number} */ v) => v < centre);
-    fill(ends, both ? number(centre - most) : number(centre), h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${both ? "color-mix(in srgb, var(--c2) 70%, transparent), " : ""}transparent, color-mix(in srgb, var(--c1) 70%, transparent))` } }), number(centre + most));
+    const [below, above] = [inside.some((/** @type {number} */ v) => v < centre), inside.some((/** @type {number} */ v) => v > centre)];
+    const colours = [below && `color-mix(in srgb, var(--c2) ${HEAT}%, transparent)`, "transparent", above && `color-mix(in srgb, var(--c1) ${HEAT}%, transparent)`].filter(Boolean);
+    fill(ends, number(below ? centre - most : centre), h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${colours.join(", ")})` } }), number(above ? centre + most : centre));
   }
   const choose = h("div", { class: "row", role: "group", "aria-label": "Colour by" }, names.map((n) => h("button", { type: "button", "aria-pressed": String(n === name), onclick: (/** @type {any} */ e) => {
     name = n;

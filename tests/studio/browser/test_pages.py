@@ -1,0 +1,272 @@
+"""The studio in a real browser: every page, live updates, labelling by keyboard, hostile text, many runs, and an audit of access."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from payloads_for_tests import PAYLOADS
+from runs_for_tests import GROUP, STAGES, add_step, arrays, make_run, rollout
+
+from posttrain.data.labels import Labels
+from posttrain.runs.write import RunWriter
+from posttrain.studio.library import run_id
+
+pytestmark = pytest.mark.studio
+PAGES = ["", "/pipeline", "/rollouts", "/rollouts/rl/40/0", "/review", "/hacking", "/settings"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "one")
+    make_run(root / "two", name="other")
+    (root / "labels").mkdir()
+    rows = [{"prompt": f"prompt {n}", "chosen": f"better {n}", "rejected": f"worse {n}"} for n in range(50)]
+    (root / "labels" / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def paths(root: Path) -> list[str]:
+    one, two = run_id(root / "one"), run_id(root / "two")
+    return ["/", f"/compare?runs={one},{two}", "/label", "/play", *(f"/run/{one}{page}" for page in PAGES)]
+
+
+def test_every_page_shows_itself_without_an_error(root: Path, serve: Any, visit: Any) -> None:
+    visitor = visit(serve(root))
+    for path in paths(root):
+        page = visitor.go(path)
+        page.wait_for_timeout(300)
+        assert page.locator(".error:visible").count() == 0, path
+    assert visitor.wrong == []
+
+
+def test_is_my_run_learning_is_answered_at_the_top(root: Path, serve: Any, visit: Any) -> None:
+    page = visit(serve(root)).go(f"/run/{run_id(root / 'one')}")
+    answer = page.locator(".verdict .answer")
+    assert answer.inner_text().startswith("Careful: yes: held-out accuracy rose from 51.0% to 90.0%")
+    box = answer.bounding_box()
+    assert box and box["y"] + box["height"] < 400  # seen without scrolling
+    page.wait_for_selector(".chart canvas")
+    assert "from 0.42" in page.locator(".chart:has(h3:text-is('Reward while training')) .plot").get_attribute("aria-label")
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1360), ("dark", 390)])
+def test_pages_pass_an_audit_of_access(root: Path, serve: Any, visit: Any, theme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python: make test-studio")
+    visitor = visit(serve(root), color_scheme=theme)
+    visitor.page.set_viewport_size({"width": width, "height": 900})
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text()
+    found = []
+    for path in paths(root):
+        page = visitor.go(path)
+        page.wait_for_timeout(300)
+        page.evaluate(script)
+        result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        for one in result["violations"]:
+            if one["impact"] in ("serious", "critical"):
+                found.append((path, one["id"], [node["html"][:160] for node in one["nodes"][:3]]))
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path} is wider than the window"
+    assert not found, json.dumps(found, indent=1)
+
+
+def test_a_live_run_is_followed_within_two_seconds(tmp_path: Path, serve: Any, visit: Any) -> None:
+    make_run(tmp_path / "run", 10, finish=False)
+    visitor = visit(serve(tmp_path))
+    page = visitor.go(f"/run/{run_id(tmp_path / 'run')}")
+    assert page.locator(".chip").first.inner_text() == "crashed"
+    delays = []
+    with RunWriter.resume(tmp_path / "run") as writer:
+        page.wait_for_selector(".chip.live")
+        for step in range(11, 16):
+            add_step(writer, step)
+            began = time.monotonic()
+            visitor.until(f"document.querySelector('.facts').innerText.includes('{step} of 40')")
+            delays.append(time.monotonic() - began)
+        visitor.until("document.querySelector('.chart .plot[aria-label*=\"0.55\"]')")
+    assert max(delays) < 2.0 * float(os.environ.get("STUDIO_SLOW", "1")), delays
+    visitor.until("document.querySelector('.chip').innerText === 'crashed'")
+    assert visitor.wrong == []
+
+
+def test_fifty_pairs_are_labelled_by_keyboard_and_a_restart_loses_none(root: Path, serve: Any, visit: Any) -> None:
+    server = serve(root)
+    visitor = visit(server)
+    page = visitor.go("/label")
+    page.click("a.button:text-is('Label')")
+    page.fill("input[aria-label='Your name']", "ann")
+    page.keyboard.press("Enter")
+    said: dict[str, str] = {}
+    for number in range(50):
+        page.wait_for_selector(f"[data-done='{number}']")
+        prompt = page.locator("[data-prompt]").inner_text()
+        left, right = page.locator(".choice .text").all_inner_texts()
+        key, said[prompt] = [("ArrowLeft", left), ("ArrowRight", right), ("t", "")][number % 3]
+        if number == 10:  # one is taken back, and given again
+            page.keyboard.press("u")
+            page.wait_for_selector("[data-done='9']")
+            page.keyboard.press("s")
+            page.wait_for_selector("[data-done='10']")
+        if number == 25:
+            server.stop()
+            threading.Timer(1.0, server.start).start()
+        page.keyboard.press(key)
+    page.wait_for_selector("text=All are labelled")
+    labels = Labels.read(root / "labels" / "pairs.jsonl")
+    votes = {labels.items[vote.item].prompt: vote for vote in labels.votes()}
+    assert len(votes) == 50
+    skipped = 0
+    for prompt, text in said.items():
+        vote = votes[prompt]
+        if vote.choice == "skip":
+            skipped += 1
+        else:
+            assert vote.choice == "tie" if not text else labels.items[vote.item].responses[vote.choice[0]] == text
+    assert skipped == 1
+
+
+def test_two_annotators_at_once_do_not_meet(tmp_path: Path, serve: Any, visit: Any) -> None:
+    (tmp_path / "labels").mkdir()
+    rows = [{"prompt": f"p{n}", "responses": [f"a{n}", f"b{n}", f"c{n}"]} for n in range(8)]
+    (tmp_path / "labels" / "ranks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = serve(tmp_path)
+    visitors = {name: visit(server) for name in ("ann", "bob")}
+    for name, visitor in visitors.items():
+        page = visitor.go("/label")
+        page.click("a.button:text-is('Label')")
+        page.fill("input[aria-label='Your name']", name)
+        page.keyboard.press("Enter")
+    for number in range(8):
+        for visitor in visitors.values():
+            visitor.page.wait_for_selector(f"[data-done='{number}']")
+            for key in ("2", "1", "3", "Enter"):
+                visitor.page.keyboard.press(key)
+    for visitor in visitors.values():
+        visitor.page.wait_for_selector("text=All are labelled")
+        assert visitor.wrong == []
+    labels = Labels.read(tmp_path / "labels" / "ranks.jsonl")
+    assert labels.report().annotators == {"ann": 8, "bob": 8} and all(len(vote.choice) == 3 for vote in labels.votes())
+
+
+def hostile_run(directory: Path, start: int, count: int) -> list[str]:
+    """Payloads as question, answer, response, tool output, name of a part, of a figure, of an outcome, and text of an alarm."""
+    mine = PAYLOADS[start : start + count]
+    with RunWriter.create(directory, {"format": 2, "name": mine[0], "stages": STAGES, mine[1]: mine[2]}) as writer:
+        writer.event("stage", {"stage": "rl"})
+        for n, text in enumerate(mine):
+            writer.event("alarm", {"stage": "rl", "step": n, "rule": text, "text": text, "level": "warning"})
+        for step in (39, 40):
+            writer.metrics("rl", step, {"reward": 0.5, **{f"x{text}": 1.0 for text in mine}})
+            rows = [rollout(n // GROUP, n % GROUP, text, 1.0, text) for n, text in enumerate(mine)]
+            writer.rollouts("rl", step, rows, None, arrays(rows))
+    folder = directory / "stages" / "before"
+    folder.mkdir(parents=True)
+    saved = [
+        {"question": text, "answer": text, "responses": [text], "values": [1.0], "outcomes": [text], "solved": [True]}
+        for text in mine
+    ]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
+    file = directory / "rollouts" / "rl" / "step-000040.jsonl"
+    said = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, text in zip(said, mine, strict=True):
+        row |= {
+            "parts": {text.replace('"', "'"): 1.0},
+            "outcome": text,
+            "role": text,
+            "conversation": [["given", text], ["sampled", text]],
+        }
+    file.write_text("".join(json.dumps(row) + "\n" for row in said))
+    return mine
+
+
+def test_sixty_payloads_are_text_on_every_page(tmp_path: Path, serve: Any, visit: Any) -> None:
+    assert len(PAYLOADS) >= 60
+    for number in range(3):
+        hostile_run(tmp_path / ["<b>run", "run'onload=x", "run&amp;"][number], 20 * number, 20)
+    (tmp_path / "labels").mkdir()
+    rows = [{"prompt": text, "responses": [text, f"{text} "]} for text in PAYLOADS]
+    (tmp_path / "labels" / "hostile.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = serve(tmp_path)
+    visitor = visit(server)
+    page = visitor.page
+    page.add_init_script(
+        "window.ran = []; window.alert = window.confirm = window.prompt = (x) => { window.ran.push(String(x)); }"
+    )
+    visitor.go("/")
+    for folder in sorted(path for path in tmp_path.iterdir() if (path / "config.yaml").is_file()):
+        run = run_id(folder)
+        for path in (
+            "",
+            "/pipeline",
+            "/rollouts",
+            "/review",
+            "/hacking",
+            "/settings",
+            *(f"/rollouts/rl/40/{n}" for n in range(20)),
+        ):
+            visitor.go(f"/run/{run}{path}")
+            page.wait_for_timeout(80)
+            assert (
+                page.evaluate("window.ran") == []
+                and page.locator("main script, main iframe, main img, main object").count() == 0
+            )
+    place = next(iter(json.loads(page.evaluate("fetch('/api/label').then((r) => r.text())"))))["id"]
+    visitor.go(f"/label/{place}")
+    page.fill("input[aria-label='Your name']", "<img src=x onerror=alert(1)>")
+    page.keyboard.press("Enter")
+    for number in range(len(PAYLOADS)):
+        page.wait_for_selector(f"[data-done='{number}']")
+        shown = page.locator("[data-prompt]").inner_text()
+        assert any(shown == literal(text) for text in PAYLOADS), shown
+        page.fill("#comment", PAYLOADS[number])
+        page.keyboard.press("Escape")
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("text=All are labelled")
+    visitor.go("/label")
+    assert page.evaluate("window.ran") == [] and visitor.wrong == []
+
+
+def literal(text: str) -> str:
+    """As the page shows it: hidden characters as escapes, and no blank at an end."""
+    hidden = [*range(0, 9), *range(11, 32), *range(127, 160), 0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x2028, 0x202F)]
+    hidden += [*range(0x2060, 0x2070), 0xFEFF]
+    return "".join(f"\\u{ord(c):04x}" if ord(c) in hidden else c for c in text).strip()
+
+
+def test_fifty_runs_together_are_zoomed_without_waiting(tmp_path: Path, serve: Any, visit: Any) -> None:
+    for number in range(50):
+        with RunWriter.create(tmp_path / f"run-{number}", {"name": "x", "stages": STAGES}) as writer:
+            lines = [
+                {"step": s, "stage": "rl", "attempt": 1, "time": 1.0 + s, "reward": (s * number) % 97 / 97} for s in range(2000)
+            ]
+            with (writer.directory / "metrics.jsonl").open("a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+    visitor = visit(serve(tmp_path))
+    ids = ",".join(run_id(tmp_path / f"run-{n}") for n in range(50))
+    page = visitor.go(f"/compare?runs={ids}")
+    page.wait_for_selector(".legend >> text=and 38 more")
+    times = page.evaluate(
+        """async () => {
+          const chart = document.querySelector('.u-over');
+          const box = chart.getBoundingClientRect();
+          const event = (type, x) => new MouseEvent(type, {clientX: box.left + x, clientY: box.top + 50, bubbles: true});
+          const at = (type, x) => chart.dispatchEvent(event(type, x));
+          const times = [];
+          for (let n = 0; n < 5; n++) {
+            const began = performance.now();
+            at('mousemove', 20 + 10 * n); at('mousedown', 20 + 10 * n); at('mousemove', 200);
+            document.dispatchEvent(event('mouseup', 200));
+            await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            times.push(performance.now() - began);
+          }
+          return times;
+        }"""
+    )
+    print("ms a frame:", [round(t) for t in times])
+    assert sorted(times)[2] < 200 * float(os.environ.get("STUDIO_SLOW", "1")), times
+    assert visitor.wrong == []
