@@ -51,7 +51,6 @@ BOUNDED = {
     "episodes.py: asyncio.gather(*(self.score(problem, r) for r in rollouts))": "the same",
     "episodes.py: self.changed.wait()": "the same",
     "system/workers.py: os.read(worker.scores, 1 << 16)": "after select",
-    "system/workers.py: lines.readline()": "the process that asked for the episode, which ends it at its time limit and with itself",
     "system/workers.py: os.waitpid(ended, 0)": "after SIGKILL",
     "system/workers.py: lines.readline()": "of a worker, which ends with its parent",
     "data/safe_readers.py: process.stdout.readline()": "a timer ends the process",
