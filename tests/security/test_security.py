@@ -53,7 +53,7 @@ AUDITED = {
         "rewards/sandbox/child.py",
         "rewards/sandbox/mechanisms.py",
     },
-    "socket": {"runs/lock.py", "rewards/sandbox/isolation.py", "system/workers.py"},
+    "socket": {"runs/lock.py", "rewards/sandbox/isolation.py", "system/workers.py", "serve/app.py", "serve/server.py"},
     "multiprocessing": set(),
     "http": set(),
     "socketserver": set(),
