@@ -30,9 +30,10 @@ LARGEST_NUMBER = 10**8  # in a configuration, of what is not said to be a freque
 MODULES = 10_000  # that a model may have without as many tensors in the files
 GROWTH = 1 << 14  # times that a tokenizer may make a text longer
 LARGEST_JSON = 256 * 1024 * 1024  # the largest tokenizer.json in use is about 40 MB
-LARGEST_SETTINGS = 32 * 1024 * 1024  # of all other files of settings
+LARGEST_SETTINGS = 8 * 1024 * 1024  # of all other files of settings
+LARGEST_CONFIG = 1024 * 1024  # of config.json, and what else has a line for each setting
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".gguf")  # endings of what is read
-DEPTH = re.compile(r"layer|block_count|depth")
+DEPTH = re.compile(r"layers?$|block_count$|depth$")
 FREE = re.compile(r"theta|freq|base|token|length|seed")
 # what each step of a normalizer makes of a character at most, where it does so once however often it is repeated
 ONCE = {**dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD"), 18), "Lowercase": 3, "BertNormalizer": 54}
@@ -60,7 +61,8 @@ def check_files(folder: Path) -> None:
         require(known, f"{path} is not a plain file; copy the model anew")
         assert about is not None
         texts = path.name in ("tokenizer.json", "vocab.json") or path.suffix in (".txt", ".model")
-        limit = LARGEST_JSON if texts else LARGEST_SETTINGS
+        short = path.name in ("config.json", "generation_config.json")
+        limit = LARGEST_CONFIG if short else LARGEST_JSON if texts else LARGEST_SETTINGS
         fits = path.suffix in (".safetensors", ".gguf") or about.st_size <= limit
         require(fits, f"{path} is too large to be a configuration file; copy it anew")
 
@@ -99,17 +101,17 @@ def counted(where: str, tensors: int, elements: int) -> Iterator[None]:
     """Count what modules register while this lasts."""
     from torch.nn.modules import module as hooks
 
-    limit, many = 2 * elements + SPARE, 20 * tensors + MODULES
+    max_elements, max_modules = 2 * elements + SPARE, 20 * tensors + MODULES
     found = {"elements": 0, "modules": 0}
     detail = f"describes a model that is larger than its weights, {tensors:,} tensors of {elements:,} elements"
 
     def count(owner: nn.Module, name: str, tensor: Tensor | None) -> None:
         found["elements"] += 0 if tensor is None else tensor.numel()
-        require(found["elements"] <= limit, f"{where} {detail}; copy it anew")
+        require(found["elements"] <= max_elements, f"{where} {detail}; copy it anew")
 
     def add(owner: nn.Module, name: str, module: nn.Module | None) -> None:
         found["modules"] += 1
-        require(found["modules"] <= many, f"{where} {detail}; copy it anew")
+        require(found["modules"] <= max_modules, f"{where} {detail}; copy it anew")
 
     handles = [
         hooks.register_module_parameter_registration_hook(count),

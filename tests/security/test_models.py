@@ -62,6 +62,9 @@ SIZES = {
     "beyond 64 bits": {"vocab_size": 10**30},
     "negative": {"vocab_size": -(10**30)},
     "inside": {"text_config": {"num_hidden_layers": 10**9}},
+    "a long list of factors": {
+        "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 10**6, "long_factor": [1.0] * 10**6}
+    },
     "a list": {"layer_types": ["full_attention"] * 10**6, "num_hidden_layers": 10**6},
 }
 
@@ -77,6 +80,11 @@ def test_what_the_weights_account_for_is_loaded(model: Path) -> None:
     before = torch.random.get_rng_state()
     assert load(str(model)).model.num_parameters() > 0
     assert torch.equal(torch.random.get_rng_state(), before), "the trial draws no random number"
+
+
+def test_a_size_for_each_layer_is_no_number_of_layers() -> None:
+    """As in Gemma 3n."""
+    bounds.check_numbers("config.json", {"vocab_size_per_layer_input": 262_144, "rope_theta": 10**9}, 400, 10**9)
 
 
 def test_a_file_of_holes_is_no_weights(model: Path) -> None:
