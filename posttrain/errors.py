@@ -37,6 +37,10 @@ class Interrupted(Exception):
     directory: Path | None = None
 
 
+class Waiting(Interrupted):
+    """The run ends until people have done their part; then `resume` goes on. Exit code 0."""
+
+
 # Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
 RENAMED = {
     "agreement.least": "min_agreement",

@@ -13,7 +13,7 @@ from typing import NoReturn
 from posttrain import __version__ as VERSION
 from posttrain import catalogue
 from posttrain.cli.base import fail
-from posttrain.errors import GuardStop, Interrupted, UserError, unknown
+from posttrain.errors import GuardStop, Interrupted, UserError, Waiting, unknown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(str(error), 2)
     except GuardStop as error:
         return fail(str(error), 3)
+    except Waiting as error:
+        sys.stdout.write(f"{error}; then continue with: posttrain resume {error.directory}\n")
+        return 0
     except Interrupted as error:
         more = f"; continue with: posttrain resume {error.directory}" if error.directory else ""
         return fail(f"{error}{more}", 130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
@@ -57,6 +58,8 @@ def instructgpt(
     data: str = "",
     ordinary: str = "",
     unseen: str = "",
+    annotator: Literal["simulated", "people"] = "simulated",
+    compared: int | None = None,
 ) -> Recipe:
     """On tiny reviews with a simulated annotator (the rules of tasks/reviews.py), with a toy model on a CPU.
 
@@ -67,6 +70,9 @@ def instructgpt(
     (tasks/sentiment.py), and the simulated annotator is the VADER lexicon. JSONL files of people's own work can stand in:
     `demonstrations` for the annotator's favourites, `data` for its comparisons, `ordinary` for text of the pretraining mix and
     `unseen` for text whose perplexity is measured, both of which the model writes itself otherwise.
+
+    With `annotator=people` the run ends when there are answers to compare (`compared` of them, 200 if not said); when people have
+    compared them, in the studio or with `posttrain label`, `posttrain resume` trains the reward model on what they prefer.
     """
     alone = not model and any((demonstrations, data, ordinary, unseen))
     require(not alone, "instructgpt: files are for a real model: give one as model")
@@ -104,7 +110,9 @@ def instructgpt(
             unseen=(_reviews.UNSEEN,),
         )
         first, again = _reviews.beginning(size), ""
-    stages = (*first, *aligned(scale))
+    people = annotator == "people"
+    scale = replace(scale, compared=given(compared, 200 if people else scale.compared))
+    stages = (*first, *aligned(scale, annotator))
     return Recipe(stages, next_command=f"posttrain run instructgpt {again}beta=0.02 ptx=0")
 
 
@@ -125,7 +133,7 @@ def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
     return [*stages, sft]
 
 
-def aligned(scale: Scale) -> list[Stage]:
+def aligned(scale: Scale, annotator: Literal["simulated", "people"]) -> list[Stage]:
     """From the SFT model: comparisons, a reward model, PPO, and what came of it."""
     compare = ComparisonsStage(
         name="comparisons",
@@ -133,6 +141,7 @@ def aligned(scale: Scale) -> list[Stage]:
         task=scale.task,
         prompts=scale.compared,
         sampling=scale.sampling,
+        annotator=annotator,
     )
     return [
         *([] if scale.data else [compare]),

@@ -8,14 +8,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+from posttrain.data.labels import Labels
 from posttrain.engine.random import derive
-from posttrain.errors import NotNegative, Range, require
+from posttrain.errors import NotNegative, Range, Waiting, Whole, require
 from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant
+from posttrain.stages._lineage import RECORD, sha256
 from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context, data_place
+from posttrain.system.files import atomic_write
 from posttrain.types import JSON, Group, Rollout
 
 KINDS = ("written", "equal", "failed", "truncated", "empty")  # what becomes of answers
@@ -27,7 +30,9 @@ class ComparisonsStage(AskingStage):
     """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s, or by
     a `judge`. The annotator prefers a to b with probability sigmoid((s_a - s_b) / noise), the Bradley-Terry model; noise 0 never errs.
     The judge, a model in this process or behind an address, compares every two answers in both orders, and more than two are ranked by
-    the comparisons they win; what it finds equal teaches nothing, and is left out. What is written, `data.jsonl` in the stage's folder,
+    the comparisons they win; what it finds equal teaches nothing, and is left out. With `annotator=people` the answers are written to
+    the run's folder `labels`, and the run ends until people have compared `needed` of them (0: all), in the studio or with `posttrain
+    label`; resumed, it goes on with what they prefer. What is written, `data.jsonl` in the stage's folder,
     is read by reward_model and preference stages that name this stage as their data.
     """
 
@@ -35,6 +40,8 @@ class ComparisonsStage(AskingStage):
         int, Range(ge=2, le=65_536, text="at least 2 (one answer cannot be compared)")
     ] = 2
     noise: NotNegative = 0.1  # of the simulated annotator
+    annotator: Literal["simulated", "people"] = "simulated"
+    needed: Whole = 0  # comparisons by people after which the run may go on; 0: all
     judge: JudgeSettings | None = None
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
@@ -51,7 +58,9 @@ class ComparisonsStage(AskingStage):
         yield from super().mistakes()
         if self.sampling.temperature == 0:
             yield "a temperature of 0 gives equal answers"
-        if self.judge is None and not self.task.scores:
+        if self.annotator == "people" and (self.judge or self.before):
+            yield "people compare, or a judge does, and an earlier file is not mixed in; leave one out"
+        if self.judge is None and self.annotator == "simulated" and not self.task.scores:
             yield "the task scores nothing by itself; give it a reward (task.reward), or name a judge"
 
     def ready(self, names: Collection[str]) -> None:
@@ -61,7 +70,9 @@ class ComparisonsStage(AskingStage):
     def run(self, context: Context) -> dict[str, JSON]:
         counts: dict[str, int] = dict.fromkeys(JUDGED if self.judge else KINDS, 0)
         used: dict[str, JSON] = {}
-        if self.judge is None:
+        if self.annotator == "people":
+            rows, sees = self.labelled(context, counts), "people"
+        elif self.judge is None:
             rows, sees = [*self.rows(context, counts)], "task's score"
         else:
             judge, usage = self.judge.open(context)
@@ -107,6 +118,39 @@ class ComparisonsStage(AskingStage):
                 best_first = [r for _, r in sorted(won, key=lambda pair: -pair[0])]
                 yield self.record(group, best_first, [1 + values.index(v) for v in values])
 
+    def labelled(self, context: Context, counts: dict[str, int]) -> list[dict[str, JSON]]:
+        """What people prefer; where they have not compared enough yet, the run ends here. Other inputs of the stage ask for another
+        file: comparisons of answers that would not be given again do not count."""
+        made = sha256(context.folder(self.name) / RECORD)[:8]
+        file = context.directory / "labels" / f"{self.name}-{made}.jsonl"
+        if not file.is_file():
+            asked = [kept for g, _ in self.groups(context) if (kept := self.different(g, counts))]
+            rows = [self.asked(kept) for kept in asked]
+            require(
+                bool(rows), f"{self.name}: no two answers to a prompt differ; raise the temperature"
+            )
+            file.parent.mkdir(exist_ok=True)
+            atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
+        labels = Labels.read(file)
+        done, needed = (
+            labels.report().labelled,
+            min(self.needed or len(labels.items), len(labels.items)),
+        )
+        if done < needed:
+            text = f"waiting for labels: {done} of {needed}; compare the answers in 'posttrain studio' or with 'posttrain label {file}'"
+            context.events.emit(
+                "waiting", text, stage=self.name, data={"needed": needed, "file": file.name}
+            )
+            raise Waiting(text)
+        found = list(labels.rows())
+        counts["written"] = len(found)
+        return found
+
+    def asked(self, rollouts: Sequence[Rollout]) -> dict[str, JSON]:
+        """Answers to one prompt, for people to compare."""
+        prompt = [m.row() for m in self.task.prompt(rollouts[0].problem)]
+        return {"prompt": prompt, "responses": [assistant(rollout) for rollout in rollouts]}
+
     def groups(self, context: Context) -> Iterator[tuple[Group, int]]:
         """The answers to each problem, and a seed for what is drawn about them."""
 
@@ -139,7 +183,7 @@ class ComparisonsStage(AskingStage):
         """The answers that can be compared; none, and counted, where there are not two."""
         usable = [r for r in group.rollouts if r.finish != "length"]
         counts["truncated"] += len(group.rollouts) - len(usable)
-        if self.judge is None:  # which needs no score
+        if self.judge is None and self.annotator == "simulated":  # others need no score
             scored = [r for r in usable if r.score.value is not None]
             counts["failed"] += len(usable) - len(scored)
             usable = scored

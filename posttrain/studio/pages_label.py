@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,8 +18,8 @@ from posttrain.data.labels import Labels, Order
 from posttrain.data.preferences import spoken
 from posttrain.errors import UserError, require
 from posttrain.runs.index import Filter
-from posttrain.runs.read import Run
-from posttrain.studio.library import require_stage, run_id, stages
+from posttrain.runs.status import WAITING, status
+from posttrain.studio.library import require_stage, run_id
 from posttrain.studio.replies import Handler, Missing, body, reply, route, text_of, word
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON
@@ -26,10 +27,7 @@ from posttrain.types import JSON
 if TYPE_CHECKING:
     from posttrain.studio.app import Studio
 
-FOLDER, ASKED = (
-    "labels",
-    "asked.jsonl",
-)  # of files of comparisons; what a stage that waits for people has written
+FOLDER = "labels"  # of files of comparisons
 PAIRS = 2000  # that are made of one run
 GUIDELINES = "guidelines.txt"
 
@@ -52,18 +50,16 @@ class Desk:
     _read: dict[str, tuple[float, Labels]] = field(default_factory=dict)
 
     def sources(self) -> dict[str, Source]:
+        """Files of comparisons in the folders `labels`, of the studio's own and of each run."""
+        runs = self.studio.library.runs().values()
         found = []
-        for root in self.studio.library.roots:
-            folder = root / FOLDER
+        for owner in (*self.studio.library.roots, *runs):
+            folder = owner / FOLDER
+            of_run = owner in runs
             for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
                 if not file.name.endswith(".labels.jsonl") and not file.is_symlink():
-                    found.append(Source(_id(file), file.stem, file))
-        for path in self.studio.library.runs().values():
-            for file in sorted(path.glob(f"stages/*/{ASKED}")):
-                if not file.is_symlink():
-                    found.append(
-                        Source(_id(file), f"{path.name}: {file.parent.name}", file, run_id(path))
-                    )
+                    name = f"{owner.name}: {file.stem}" if of_run else file.stem
+                    found.append(Source(_id(file), name, file, run_id(owner) if of_run else ""))
         return {source.id: source for source in found}
 
     def labels(self, name: str) -> tuple[Source, Labels]:
@@ -140,7 +136,7 @@ def _next(desk: Desk, request: Request) -> Response:
 
 
 async def _vote(desk: Desk, request: Request) -> Response:
-    _, labels = desk.labels(request.path_params["file"])
+    source, labels = desk.labels(request.path_params["file"])
     sent = await body(request)
     choice, seconds = sent.get("choice", ""), sent.get("seconds", 0)
     require(isinstance(choice, str | list), "choice must be a list of sides, or a word")
@@ -148,7 +144,22 @@ async def _vote(desk: Desk, request: Request) -> Response:
     who, item = text_of(sent, "annotator", 100), text_of(sent, "item", 40)
     comment, nonce = text_of(sent, "comment", 4000, ""), text_of(sent, "nonce", 80, "")
     labels.vote(who, item, choice, comment, float(seconds), nonce)
-    return reply({"done": sum(vote.annotator == who for vote in labels.votes())}, 201)
+    due = _waits_no_longer(desk, source, labels)
+    task = BackgroundTask(desk.studio.jobs.resume, due) if due else None
+    done = sum(vote.annotator == who for vote in labels.votes())
+    return reply({"done": done, "resumed": due is not None}, 201, task)
+
+
+def _waits_no_longer(desk: Desk, source: Source, labels: Labels) -> Path | None:
+    """The run that waited for these labels and has enough of them now."""
+    if not source.run:
+        return None
+    run = desk.studio.library.index(source.run).run
+    events = run.events()
+    asked = [e for e in events if e.kind == WAITING and e.details.get("file") == source.file.name]
+    if not asked or status(run, events).kind != "waiting":
+        return None
+    return run.directory if labels.report().labelled >= asked[-1].details.get("needed", 0) else None
 
 
 async def _undo(desk: Desk, request: Request) -> Response:
@@ -204,10 +215,3 @@ async def _create(desk: Desk, request: Request) -> Response:
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows[:count]))
     return reply({"id": _id(file), "rows": len(rows[:count])}, 201)
-
-
-def waiting(run: Run) -> list[Path]:
-    """The files of a run that wait for people."""
-    named = (str(settings["name"]) for settings in stages(run.config))
-    files = (run.directory / "stages" / name / ASKED for name in named)
-    return [file for file in files if file.is_file()]

@@ -24,13 +24,13 @@ class Missing(UserError):
     """What was asked for does not exist."""
 
 
-def reply(value: Any, status: int = 200) -> Response:
+def reply(value: Any, status: int = 200, background: Any = None) -> Response:
     """JSON in which a number that is none or infinite is null: a browser has no word for it."""
     try:
         text = json.dumps(value, allow_nan=False, default=_plain)
     except ValueError:
         text = json.dumps(_finite(json.loads(json.dumps(value, default=_plain))))
-    return Response(text, status, media_type="application/json")
+    return Response(text, status, media_type="application/json", background=background)
 
 
 def _plain(value: Any) -> JSON:
