@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from posttrain.cli.base import add_json, add_settings, print_json
+from posttrain.cli.base import add_settings
 
 EXAMPLE = "posttrain sample runs/quickstart-1/export '128+394='"
 
@@ -18,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt")
     text = "of a run: the answers of every stage, one below the other"
     parser.add_argument("--stages", action="store_true", help=text)
-    add_json(parser)
     add_settings(parser, "temperature, max_new_tokens, group, seed, ...")
 
 
@@ -29,17 +27,10 @@ def call(options: argparse.Namespace) -> None:
 
     if options.stages:
         found = list(sample_stages(Path(options.model), options.prompt, options.settings))
-        if options.json:
-            print_json([{"stage": stage, **asdict(answer)} for stage, answer in found])
-            return
         width = max(len(stage) for stage, _ in found)
         for stage, answer in found:
             write_text(f"{stage:<{width}}  {printable(answer.text)}\n", sys.stdout)
         return
-    answers = list(sample(options.model, options.prompt, options.settings))
-    if options.json:
-        print_json([asdict(answer) for answer in answers])
-        return
-    for number, answer in enumerate(answers):
+    for number, answer in enumerate(sample(options.model, options.prompt, options.settings)):
         figures = f"{answer.tokens} tokens, {answer.finish}, mean log-prob {answer.logprob:.3f}"
         write_text(f"[{number}] {answer.text}\n    ({figures})\n", sys.stdout)

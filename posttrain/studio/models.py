@@ -1,60 +1,138 @@
-"""The studio's side of `serve`: models answer over HTTP, at an OpenAI-compatible endpoint; none is loaded in this process."""
+"""The studio's side of `serve`: models answer over HTTP, at an OpenAI-compatible endpoint; none is loaded in this process.
+
+A server that is running is named by its address. For the stages of a run one is started when they are first asked, in a process of
+its own; a few are kept, and they end with the studio."""
 
 from __future__ import annotations
 
+import atexit
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, require
 from posttrain.types import JSON
 
-SECONDS = 120.0
+ANSWER_SECONDS, START_SECONDS, END_SECONDS = 120.0, 120.0, 10.0
+SERVERS = 2  # processes that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
-    """A server of models. `address` is its base URL, as in http://127.0.0.1:8000/v1; "" where there is none."""
+class Server:
+    """An endpoint: its base URL, as in http://127.0.0.1:8000/v1, and the process behind it, where it is ours."""
 
-    address: str = ""
-    key: str = ""
+    address: str
+    process: subprocess.Popen[str] | None = None
 
     def names(self) -> list[str]:
-        """Models that can be asked; none where no server is named."""
-        if not self.address:
-            return []
-        found = self._call("GET", "/models")
-        return [str(one.get("id", "")) for one in found.get("data", []) if isinstance(one, dict)]
+        """Models that can be asked."""
+        found = self._call("GET", "/models").get("data", [])
+        return [str(one.get("id", "")) for one in found if isinstance(one, dict)]
 
     def ask(
         self, model: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, JSON]
     ) -> JSON:
-        """The answer to a conversation: its text, tokens with their log-probs where the server gives them, and why it ended."""
-        sent = {
-            "model": model,
-            "messages": list(messages),
-            "logprobs": True,
-            "top_logprobs": 5,
-            **options,
-        }
+        """The answer to a conversation: its text, tokens with their log-probs, and why it ended."""
+        sent = {"model": model, "messages": list(messages), "logprobs": True, **options}
         choice = (self._call("POST", "/chat/completions", sent).get("choices") or [{}])[0]
         tokens = (choice.get("logprobs") or {}).get("content") or []
-        text = str((choice.get("message") or {}).get("content") or "")
-        return {"text": text, "finish": str(choice.get("finish_reason", "")), "tokens": tokens}
+        logprobs = [float(token.get("logprob", 0.0)) for token in tokens]
+        return {
+            "text": str((choice.get("message") or {}).get("content") or ""),
+            "finish": str(choice.get("finish_reason", "")),
+            "tokens": [
+                {"token": str(t.get("token", "")), "logprob": p}
+                for t, p in zip(tokens, logprobs, strict=True)
+            ],
+            "logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        }
 
     def _call(self, method: str, path: str, sent: JSON = None) -> dict[str, Any]:
         import httpx
 
-        require(
-            bool(self.address),
-            "no model server: start 'posttrain serve MODEL' and give its address with --serve",
-        )
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            with httpx.Client(timeout=SECONDS, trust_env=False) as client:
-                answer = client.request(method, f"{self.address}{path}", json=sent, headers=headers)
-                answer.raise_for_status()
+            with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
+                answer = client.request(method, f"{self.address}{path}", json=sent)
                 found = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise UserError(f"the model server at {self.address} did not answer: {error}") from None
-        return dict(found) if isinstance(found, dict) else {}
+        refused = found.get("error") if isinstance(found, dict) else {"message": "no object"}
+        if refused:
+            said = refused.get("message") if isinstance(refused, dict) else refused
+            raise UserError(f"the model server: {said}")
+        return dict(found)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
+            self.process.kill()
+
+
+@dataclass(slots=True)
+class Models:
+    """The server that was named, "" for none, and those of runs."""
+
+    address: str = ""
+    _runs: OrderedDict[Path, Server] = field(default_factory=OrderedDict)
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def named(self) -> Server:
+        require(
+            bool(self.address),
+            "no model server: give its address with --serve, or choose a stage of a run",
+        )
+        return Server(self.address.rstrip("/"))
+
+    def of_run(self, directory: Path) -> Server:
+        """The server of a run's stages, started where there is none."""
+        with self._mutex:
+            held = self._runs.pop(directory, None)
+            if held is None or (held.process is not None and held.process.poll() is not None):
+                held = _start(directory)
+                atexit.register(held.end)
+            self._runs[directory] = held
+            while len(self._runs) > SERVERS:
+                self._runs.popitem(last=False)[1].end()
+            return held
+
+
+def _start(directory: Path) -> Server:
+    command = [sys.executable, "-m", "posttrain", "serve", str(directory), "port=0"]
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
+    process = subprocess.Popen(command, text=True, **pipes)
+    assert process.stdout is not None
+    said, end = "", time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        if select.select([process.stdout], [], [], 0.5)[0]:
+            line = process.stdout.readline(10_000)
+            if found := re.search(r"^serving .* at (http://127\.0\.0\.1:\d+/v1)$", line.strip()):
+                threading.Thread(target=_drain, args=[process], daemon=True).start()
+                return Server(found[1], process)
+            said = line.strip() or said
+            if not line:
+                break
+    Server("", process).end()
+    raise UserError(
+        f"the models of {directory.name} cannot be served: {said[:500] or 'no word within the time'}"
+    )
+
+
+def _drain(process: subprocess.Popen[str]) -> None:
+    """Read what a server prints, so that it never waits for a reader."""
+    for _ in process.stdout or ():
+        pass

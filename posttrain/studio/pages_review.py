@@ -41,6 +41,7 @@ FILE = "reviews.sqlite"
 SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEXT, step INTEGER, number INTEGER, agrees INTEGER,
 flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL)"""
 HIGH = 0.5  # a part of at least this much says yes
+RUNS = 50  # whose models are listed
 QUEUE = 500  # rollouts from which the next one is taken
 DRIFTS = (
     "length",
@@ -225,12 +226,17 @@ def _export(studio: Studio, request: Request) -> Response:
 
 
 async def _models(studio: Studio, request: Request) -> Response:
-    return reply(
-        {
-            "models": await run_in_threadpool(studio.models.names),
-            "address": bool(studio.models.address),
-        }
-    )
+    """Who can be talked to: the models of the server that was named, and the stages of runs, as RUN/STAGE."""
+    named = await run_in_threadpool(studio.models.named().names) if studio.models.address else []
+    found = [{"id": name, "name": name} for name in named]
+    for run, path in [*studio.library.runs().items()][:RUNS]:
+        for file in sorted(path.glob("stages/*/model/config.json")):
+            stage = file.parts[-3]
+            if "ForSequenceClassification" not in file.read_text("utf-8", "replace"):
+                found.append(
+                    {"id": f"{run}/{stage}", "name": f"{studio.library.place(path)}: {stage}"}
+                )
+    return reply({"models": found})
 
 
 async def _chat(studio: Studio, request: Request) -> Response:
@@ -259,5 +265,17 @@ async def _chat(studio: Studio, request: Request) -> Response:
                 f"{key} must be from {low} to {high}",
             )
             options[key] = value
-    model = text_of(sent, "model", 400)
-    return reply(await run_in_threadpool(studio.models.ask, model, turns, options))
+    return reply(
+        await run_in_threadpool(_answer, studio, text_of(sent, "model", 400), turns, options)
+    )
+
+
+def _answer(
+    studio: Studio, model: str, turns: list[dict[str, str]], options: dict[str, JSON]
+) -> JSON:
+    run, _, stage = model.partition("/")
+    if run in studio.library.runs() and stage:
+        return studio.models.of_run(studio.library.index(run).run.directory).ask(
+            stage, turns, options
+        )
+    return studio.models.named().ask(model, turns, options)

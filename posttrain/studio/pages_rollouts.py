@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache, partial
@@ -16,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.runs.index import Filter, Found, Index
 from posttrain.runs.layout import RolloutRow
 from posttrain.studio.library import require_stage, stages
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 SHORT = 600  # characters of a text in a list
 LONGEST = 200_000  # characters of a text on its own page
 TOKENS = 20_000  # of one rollout that are shown one by one
-ASK_SECONDS = 120.0
+ANSWER_TOKENS = 256
 INDEX_SECONDS = 0.4  # of indexing within a request; the rest goes on in the next one
 
 
@@ -231,22 +229,30 @@ def _evaluations(
 
 
 def _prompts(index: Index, config: Sequence[dict[str, JSON]], text: str) -> list[JSON]:
-    """Prompts that were answered most often, those first whose answers changed."""
+    """Prompts that every stage answered, then those of evaluations, those first whose answers changed, then those of rollouts."""
     seen: dict[str, list[JSON]] = {}
     for _, rows in _evaluations(index, config):
         for row in rows:
             if text in str(row["question"]).lower():
                 seen.setdefault(str(row["question"]), []).append((row.get("values") or [None])[0])
     ranked = sorted(seen, key=lambda q: (-len(seen[q]), -(len({str(v) for v in seen[q]}) > 1)))
-    more = [question for question in index.questions(text) if question not in seen]
-    return [{"question": q[:SHORT], "values": seen.get(q, [])} for q in [*ranked[:200], *more]]
+    first = dict.fromkeys(row.prompt for row in index.run.answers() if text in row.prompt.lower())
+    every = dict.fromkeys([*first, *ranked[:200], *index.questions(text)])
+    return [{"question": q[:SHORT], "values": seen.get(q, [])} for q in every]
 
 
 def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> list[JSON]:
-    """What each model answered to one prompt when it was measured, or compared with another; else first and last rollouts."""
+    """What each model answered to one prompt: at the end of the run, when it was measured, when two were compared, or in rollouts."""
     if not prompt:
         return []
     found: dict[str, dict[str, JSON]] = {}
+    for said in index.run.answers():
+        if said.prompt[:SHORT] == prompt:
+            one = {"text": said.response[:LONGEST], "reward": None, "outcome": ""}
+            place = {"stage": said.stage, "model": said.stage, "note": "saved at the end"}
+            found[said.stage] = {**place, "gold": said.answer, "answers": [one]}
+    if found:
+        return [*found.values()]
     for settings, rows in _evaluations(index, config):
         for row in (row for row in rows if str(row["question"])[:SHORT] == prompt):
             versus = "won" in row and len(row["responses"]) == 2
@@ -256,13 +262,13 @@ def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> li
                 else [settings.get("model")]
             )
             for model in models:
-                said = {
+                measured = {
                     "stage": settings["name"],
                     "model": model,
                     "gold": row.get("answer"),
                     "answers": [],
                 }
-                held = found.setdefault(f"{settings['name']} {model}", said)["answers"]
+                held = found.setdefault(f"{settings['name']} {model}", measured)["answers"]
                 held += _listed(row, models.index(model) ^ 1 if versus else None)
     shown = [{**one, "answers": one["answers"][:8]} for one in found.values()]
     return shown or [*_first_and_last(index, config, prompt)]
@@ -308,23 +314,14 @@ async def _ask(studio: Studio, request: Request) -> Response:
     prompt = text_of(await body(request), "prompt", 4000)
     require(bool(prompt.strip()), "type a prompt")
     directory = studio.library.index(request.path_params["run"]).run.directory
-    return reply({"answers": await run_in_threadpool(sample_stages, directory, prompt)})
+    return reply({"answers": await run_in_threadpool(ask_stages, studio, directory, prompt)})
 
 
-def sample_stages(directory: Path, prompt: str) -> JSON:
-    """`posttrain sample RUN PROMPT --stages` in a process of its own: models are never loaded in this one."""
-    command = [
-        sys.executable,
-        "-m",
-        "posttrain",
-        "sample",
-        "--stages",
-        "--json",
-        "--",
-        str(directory),
-        prompt,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
-    if done.returncode:
-        raise UserError((done.stderr.strip().splitlines() or ["it said nothing"])[-1][:500])
-    return json.loads(done.stdout)
+def ask_stages(studio: Studio, directory: Path, prompt: str) -> list[JSON]:
+    """The same prompt, seed and temperature for the model of every stage."""
+    server = studio.models.of_run(directory)
+    said, found = [{"role": "user", "content": prompt}], []
+    for name in server.names():
+        answer = server.ask(name, said, {"seed": 0, "max_tokens": ANSWER_TOKENS})
+        found.append({"stage": name, **answer, "tokens": len(answer["tokens"])})
+    return found

@@ -13,6 +13,7 @@ import pytest
 from payloads_for_tests import PAYLOADS
 from runs_for_tests import GROUP, STAGES, add_step, arrays, make_run, rollout
 
+from posttrain import cli
 from posttrain.data.labels import Labels
 from posttrain.runs.write import RunWriter
 from posttrain.studio.library import run_id
@@ -91,6 +92,37 @@ def test_a_live_run_is_followed_within_two_seconds(tmp_path: Path, serve: Any, v
         visitor.until("document.querySelector('.chart .plot[aria-label*=\"0.55\"]')")
     assert max(delays) < 2.0 * float(os.environ.get("STUDIO_SLOW", "1")), delays
     visitor.until("document.querySelector('.chip').innerText === 'crashed'")
+    assert visitor.wrong == []
+
+
+def test_a_typed_prompt_is_answered_by_every_stage_of_a_finished_run(tmp_path: Path, serve: Any, visit: Any) -> None:
+    """The models are real, though hardly trained; they answer through `posttrain serve`."""
+    small = [
+        "pretrain.steps=3",
+        "sft.steps=2",
+        "compared=24",
+        "reward.steps=2",
+        "reward.min_accuracy=0.0",
+        "steps=2",
+        "prompts=8",
+    ]
+    assert cli.main(["run", "instructgpt", f"out={tmp_path / 'run'}", *small, "problems=8", "ptx=0", "threads=1"]) == 0
+    visitor = visit(serve(tmp_path))
+    page = visitor.go(f"/run/{run_id(tmp_path / 'run')}/pipeline")
+    page.fill("textarea[aria-label='Prompt']", "a typed prompt:")
+    page.click("text=Ask every stage")
+    page.wait_for_selector(".answer-card:has-text('sampled now') h3:text-is('rl')", timeout=120_000)
+    titles = page.locator(".answer-card h3").all_inner_texts()
+    assert titles[-3:] == ["pretrain", "sft", "rl"]
+    for name in ("pretrain", "sft", "rl"):
+        page.click(f".steps button:has-text('{name}') >> nth=0")
+        assert page.locator(".answer-card h3").first.inner_text() == name
+        assert "tokens" in page.locator(".answer-card .tiny").nth(1).inner_text()
+    visitor.go("/play")
+    page.fill("textarea[aria-label='Message']", "a film:")
+    page.keyboard.press("Enter")
+    visitor.until("[...document.querySelectorAll('.bubble:not(.user)')].every((b) => b.innerText !== '…')", 60)
+    assert page.locator(".bubble:not(.user)").count() == 2 and page.locator(".bubble.error").count() == 0
     assert visitor.wrong == []
 
 

@@ -7,7 +7,7 @@ export async function page(main) {
   document.title = "Playground – posttrain studio";
   const found = await get("/api/models");
   if (!found.models.length) {
-    return fill(main, h("h1", {}, "Playground"), h("div", { class: "card empty" }, h("h2", {}, found.address ? "The model server has no models" : "No model server"), h("p", {}, "Start one with ", h("code", { class: "mono" }, "posttrain serve MODEL"), " and open the studio with ", h("code", { class: "mono" }, "--serve http://127.0.0.1:8000/v1"), ". The answers that a run has saved, and those of its stages to a prompt of yours, are on its Pipeline page.")));
+    return fill(main, h("h1", {}, "Playground"), h("div", { class: "card empty" }, h("h2", {}, "No model to talk with yet"), h("p", {}, "The stages of a run can be talked with once one has made a model. For others start ", h("code", { class: "mono" }, "posttrain serve MODEL"), " and open the studio with ", h("code", { class: "mono" }, "--serve http://127.0.0.1:8000/v1"), ".")));
   }
   const temperature = h("input", { type: "number", value: 0.7, min: 0, max: 5, step: 0.1 });
   const seed = h("input", { type: "number", value: 0, min: 0 });
@@ -39,9 +39,9 @@ export async function page(main) {
   fill(main, h("h1", {}, "Playground"), h("div", { class: "choices" }, sides.map((s) => s.node)), form);
 }
 
-/** @param {string[]} models @param {number} place */
+/** @param {{id: string, name: string}[]} models @param {number} place */
 function side(models, place) {
-  const model = h("select", { "aria-label": "Model" }, models.map((m, n) => h("option", { value: m, selected: n === place }, m)));
+  const model = h("select", { "aria-label": "Model" }, models.map((m, n) => h("option", { value: m.id, selected: n === place }, m.name)));
   /** @type {{role: string, content: string}[]} */
   let turns = [];
   const log = h("div", { class: "said" });
@@ -60,7 +60,7 @@ function side(models, place) {
       try {
         const answer = await post("/api/chat", { model: model.value, messages: turns, ...options });
         turns.push({ role: "assistant", content: answer.text });
-        const tokens = answer.tokens.map((/** @type {any} */ t) => h("span", { title: `${number(Math.exp(t.logprob), true)}: ${(t.top_logprobs ?? []).map((/** @type {any} */ o) => `${o.token} ${number(Math.exp(o.logprob), true)}`).join(", ")}`, style: { backgroundColor: `color-mix(in srgb, var(--c2) ${Math.round(42 * (1 - Math.exp(t.logprob)))}%, transparent)` } }, visible(t.token)));
+        const tokens = answer.tokens.map((/** @type {any} */ t) => h("span", { title: number(Math.exp(t.logprob), true), style: { backgroundColor: `color-mix(in srgb, var(--c2) ${Math.round(42 * (1 - Math.exp(t.logprob)))}%, transparent)` } }, visible(t.token)));
         fill(place, tokens.length ? tokens : visible(answer.text));
       } catch (error) {
         place.classList.add("error");
