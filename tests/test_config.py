@@ -92,7 +92,7 @@ def test_a_yaml_stage_takes_the_keys_of_its_groups_as_the_command_line_does() ->
         ("max_completion_length", "max_completion_length is called max_new_tokens here"),
         ("per_device_train_batch_size", "batch here"),
         ("batch_size", "batch here"),
-        ("num_train_epochs", "steps here"),
+        ("num_train_epochs", "epochs here"),
         ("max_steps", "max_steps is called steps here"),
         ("max_prompt_length", "a prompt is never cut"),
         ("epsilon", "clip_low and clip_high here"),

@@ -687,7 +687,7 @@ def test_what_a_file_says_does_not_steer_the_terminal(
         RunWriter.create(run, {"stages": [EVALUATE | {"task": task, "name": f"{ESCAPE}{n}"}], f"{ESCAPE}{n}": 1}).close()
         (run / "metrics.jsonl").write_text("")
         runs.append(str(run))
-    said(["compare", *runs], 0)
+    said(["compare", *runs], 2)
     rollouts = folder / "run0" / "rollouts" / "rl"
     rollouts.mkdir(parents=True)
     row = {"problem": ESCAPE, "level": 1, "question": ESCAPE, "answer": ESCAPE, "response": ESCAPE, "sample": 0, "version": 0,

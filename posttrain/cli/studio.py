@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 from posttrain.errors import UserError, require
@@ -41,9 +43,10 @@ def call(options: argparse.Namespace) -> None:
     for root in roots:
         require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
     require(0 <= options.port < 65536, f"port must be from 0 to 65535, not {options.port}")
-    hosts = frozenset(options.name) | (
-        {options.host} if options.host not in ("0.0.0.0", "::") else set()
-    )
+    everywhere = False
+    with suppress(ValueError):  # a name
+        everywhere = ip_address(options.host).is_unspecified
+    hosts = frozenset(options.name) | (set() if everywhere else {options.host})
     local = options.host in LOCAL and not options.name
     require(
         local or bool(hosts),

@@ -92,5 +92,5 @@ def test_list_shows_a_row_of_every_format(capsys: pytest.CaptureFixture[str]) ->
 def test_list_has_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["recipes", "stages", "algorithms", "tasks", "rewards", "formats"]
+    assert list(found) == ["recipes", "stages", "algorithms", "tasks", "tools", "rewards", "formats"]
     assert {"sft", "rl", "evaluate"} <= {entry["name"] for entry in found["stages"]}

@@ -45,7 +45,17 @@ SECRET = "hf_thisIsASecretThatMustNotBeSeen"
 
 # Modules with which a program can start others, reach memory or the network, and the only files that may use them.
 AUDITED = {
-    "subprocess": {"train/saving.py", "data/safe_readers.py", "rewards/sandbox/mechanisms.py", "commands/doctor.py"},
+    "subprocess": {
+        "train/saving.py",
+        "data/safe_readers.py",
+        "rewards/sandbox/mechanisms.py",
+        "commands/doctor.py",
+        # the studio starts, stops and resumes runs and model servers, with posttrain's own command line
+        "studio/jobs.py",
+        "studio/models.py",
+        "studio/pages_runs.py",
+        "studio/server.py",
+    },
     "ctypes": {
         "system/processes.py",
         "engine/forked.py",
@@ -53,9 +63,16 @@ AUDITED = {
         "rewards/sandbox/child.py",
         "rewards/sandbox/mechanisms.py",
     },
-    "socket": {"runs/lock.py", "rewards/sandbox/isolation.py", "system/workers.py", "serve/app.py", "serve/server.py"},
+    "socket": {
+        "runs/lock.py",
+        "rewards/sandbox/isolation.py",
+        "system/workers.py",
+        "serve/app.py",
+        "serve/server.py",
+        "studio/server.py",
+    },
     "multiprocessing": set(),
-    "http": set(),
+    "http": {"studio/guard.py"},  # reads cookies
     "socketserver": set(),
     "xmlrpc": set(),
     "telnetlib": set(),
