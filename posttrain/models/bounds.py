@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LAYERS = 256  # that may be asked for without as many tensors in the files
 SPARE = 1 << 27  # elements that need not be in the files: buffers of positions, say
 LARGEST_NUMBER = 10**8  # in a configuration, of what is not said to be a frequency
+LARGEST_COUNT = 10**6  # of what is said to be a number of things, each of which may have a name
 MODULES = 10_000  # that a model may have without as many tensors in the files
 GROWTH = 1 << 14  # times that a tokenizer may make a text longer
 LARGEST_JSON = 256 * 1024 * 1024  # the largest tokenizer.json in use is about 40 MB
@@ -34,6 +35,7 @@ LARGEST_SETTINGS = 8 * 1024 * 1024  # of all other files of settings
 LARGEST_CONFIG = 1024 * 1024  # of config.json, and what else has a line for each setting
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".gguf")  # endings of what is read
 DEPTH = re.compile(r"layers?$|block_count$|depth$")
+COUNT = re.compile(r"num_|n_")
 FREE = re.compile(r"theta|freq|base|token|length|seed")
 # what each step of a normalizer makes of a character at most, where it does so once however often it is repeated
 ONCE = {**dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD"), 18), "Lowercase": 3, "BertNormalizer": 54}
@@ -80,7 +82,8 @@ def check_numbers(where: str, tree: Any, tensors: int, elements: int, key: str =
             detail = f"asks for {tree} layers ({key}), and the weights are {tensors} tensors"
             require(tree <= tensors, f"{where} {detail}; copy it anew")
         fine = isinstance(tree, float) or FREE.search(key) is not None
-        large = abs(tree) > max(LARGEST_NUMBER, elements)
+        counts = COUNT.match(key) is not None
+        large = abs(tree) > (LARGEST_COUNT if counts else max(LARGEST_NUMBER, elements))
         detail = f"says {key}: {tree}, and the weights have {elements:,} elements"
         require(fine or not large, f"{where} {detail}; copy it anew")
 

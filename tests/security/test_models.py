@@ -60,6 +60,7 @@ SIZES = {
     "a table of positions": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 10**7},
     "layers under another name": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 10**9},
     "beyond 64 bits": {"vocab_size": 10**30},
+    "names of labels": {"num_labels": 90_000_000},
     "negative": {"vocab_size": -(10**30)},
     "inside": {"text_config": {"num_hidden_layers": 10**9}},
     "a long list of factors": {
