@@ -291,8 +291,8 @@ class _Episodes:
 
     def __post_init__(self) -> None:
         self.prompts: dict[int, Segment] = {}  # by the problem's place
-        # other first turns that were rendered, by the place of the problem, messages and tools
-        self.openings: dict[tuple[int, tuple[Message, ...], str], Segment] = {}
+        # other messages that were rendered, by the place of the problem (-1: after a turn), the token that ended the turn, tools
+        self.rendered: dict[tuple[int, int | None, tuple[Message, ...], str], Segment] = {}
         self.prompt_ids: dict[int, tuple[int, ...]] = {}
         self.sessions = count()
         self.groups: dict[
@@ -341,9 +341,9 @@ class _Episodes:
         turns = sorted(self.asked, key=lambda t: (*t.episode.place, t.request.session))
         self.asked = []
         self.submitted |= {(t.request.session, t.request.turn): t for t in turns}
-        later = ([turn] for turn in turns if turn.request.turn)
+        later = [turn for turn in turns if turn.request.turn]
         first = [turn for turn in turns if not turn.request.turn]
-        for batch in (*later, *([first] if first else [])):
+        for batch in filter(None, (later, first)):
             self.hand_over(batch)
         self.seconds.generate += time.perf_counter() - now
 
@@ -442,21 +442,23 @@ class _Episodes:
             raise ValueError(f"the task gives {size:,} characters at once, more than {MAX_GIVEN:,}")
         if isinstance(given, str):
             return self.segment(tokenizer(given, add_special_tokens=first)["input_ids"])
-        ids = [int(item) for item in items if isinstance(item, int | np.integer)]
-        if items and len(ids) == len(items):
-            return self.segment(ids)
+        numbers = [int(item) for item in items if isinstance(item, int | np.integer)]
+        if items and len(numbers) == len(items):
+            return self.segment(numbers)
         if not messages or len(messages) < len(items):
             raise TypeError("generate takes messages, text or ids")
-        if first:
-            key = episode.draw, messages, json.dumps(tools)
-            if key not in self.openings:
-                rendered = render_prompt(tokenizer, messages, where, list(tools) if tools else None)
-                self.openings[key] = self.segment(rendered)
-            return self.openings[key]
-        check_continues(tokenizer, sorted({m.role for m in messages}))
-        last = episode.segments[-1]
-        stop = int(last.ids[-1]) if last.finish == "stop" else None
-        return self.segment(render_turn(tokenizer, messages, stop, where))
+        last = episode.segments[-1] if episode.segments else None
+        stop = int(last.ids[-1]) if last is not None and last.finish == "stop" else None
+        key = (episode.draw if first else -1, stop, messages, json.dumps(tools))
+        if key not in self.rendered:
+            if first:
+                shown = list(tools) if tools else None
+                ids = render_prompt(tokenizer, messages, where, shown)
+            else:
+                check_continues(tokenizer, sorted({m.role for m in messages}))
+                ids = render_turn(tokenizer, messages, stop, where)
+            self.rendered[key] = self.segment(ids)
+        return self.rendered[key]
 
     def prompt(self, draw: int) -> Segment:
         """The task's prompt, rendered once for all episodes of a problem; where every episode asks for it, at once with all others."""

@@ -52,7 +52,6 @@ BOUNDED = {
     "episodes.py: self.changed.wait()": "the same",
     "system/workers.py: os.read(worker.scores, 1 << 16)": "after select",
     "system/workers.py: os.waitpid(ended, 0)": "after SIGKILL",
-    "system/workers.py: lines.readline()": "of a worker, which ends with its parent",
     "data/safe_readers.py: process.stdout.readline()": "a timer ends the process",
     "rewards/_asking.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` has `seconds`, after MAX_WAIT",
     "rewards/_asking.py: thread.submit(asyncio.run, self._ask_all(conversations, form)).result()": "the same",
