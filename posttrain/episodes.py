@@ -407,16 +407,17 @@ class _Episodes:
     def withdraw(self, turn: _Turn) -> None:
         """Give up a turn whose episode has ended before it was there."""
         key = turn.request.session, turn.request.turn
-        if turn in self.asked:
+        if turn in self.asked:  # the sampler knows nothing of it
             self.asked.remove(turn)
-        elif self.submitted.get(key) is turn:
+            self.running += 1
+            return
+        if self.submitted.get(key) is turn:
             del self.submitted[key]
             self.completed.pop(key, None)
-            self.sampler.cancel({turn.request.session})
-            turn.episode.restart()
-        else:  # delivered
-            return
-        self.running += 1
+            self.running += 1
+        # else it was delivered after the wait for it had ended; the session has a turn that the episode has not
+        self.sampler.cancel({turn.request.session})
+        turn.episode.restart()
 
     def rest(self) -> None:
         """An episode awaits a turn or has ended."""
