@@ -62,6 +62,7 @@ export async function page(main, [id], query) {
       const found = await post(`/api/runs/${id}/ask`, { prompt });
       typed = {};
       for (const a of found.answers) (typed[a.stage] ??= []).push(a);
+      prompts();
       show();
     } catch (error) {
       said.hidden = false;
@@ -88,7 +89,7 @@ export async function page(main, [id], query) {
   function card(/** @type {any} */ a, /** @type {any} */ before) {
     const first = a.found[0] ?? { text: "" };
     const old = before?.found[0]?.text;
-    const parts = old === undefined ? [h("span", {}, visible(first.text))] : diff(old, first.text).map((p) => (p.kind === "same" ? h("span", {}, visible(p.text)) : h("mark", { class: p.kind }, visible(p.text))));
+    const parts = old === undefined ? [h("span", {}, visible(first.text))] : diff(old, first.text).filter((p) => p.kind !== "gone").map((p) => (p.kind === "same" ? h("span", {}, visible(p.text)) : h("mark", { class: "new", title: "not in the answer before" }, visible(p.text))));
     const facts = [first.reward !== null && first.reward !== undefined && `reward ${number(first.reward)}`, first.tokens && `${first.tokens} tokens`, first.kl !== undefined && first.kl !== null && `KL ${number(first.kl)}`, first.logprob !== undefined && `log-prob ${number(first.logprob)} a token`, first.outcome].filter(Boolean);
     return h("article", { class: "card answer-card" }, h("div", { class: "row between" }, h("h3", {}, visible(a.name)), h("span", { class: "dim tiny" }, visible(a.note))), h("div", { class: "text" }, parts), h("div", { class: "dim tiny" }, facts.join(" · ")), a.gold && h("div", { class: "dim tiny" }, "right answer: ", visible(a.gold)), a.found.length > 1 && h("details", {}, h("summary", { class: "tiny" }, `${a.found.length - 1} more`), a.found.slice(1).map((/** @type {any} */ o) => h("p", { class: "text" }, visible(o.text)))));
   }

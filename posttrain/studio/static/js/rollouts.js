@@ -5,7 +5,7 @@ import { head } from "./run.js";
 
 const SORTS = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["advantage", "Advantage"]];
 const HEAT = 42; // percent of colour at most: text stays readable on it
-const SCALES = { logprob: ["log-prob", "How likely the model found each token. The darker, the more it was surprised."], advantage: ["advantage", "Blue tokens are made more likely by the update, orange ones less."], ratio: ["ratio", "How the probability changed since it was sampled: 1 is not at all."], kl: ["KL", "How far the model is from the reference at each token."], entropy: ["entropy", "How undecided the model was."], sampled: ["mask", "What the model wrote itself, and is trained on."] };
+const SCALES = { logprob: ["log-prob", "How likely the model found each token. The darker, the more it was surprised."], advantage: ["advantage", "Blue tokens are made more likely by the update, orange ones less."], ratio: ["ratio", "How the probability changed since it was sampled: 1 is not at all."], kl: ["KL", "How far the model is from the reference at each token."], entropy: ["entropy", "How undecided the model was."], value: ["value", "What the critic expected to be paid from here on."], sampled: ["mask", "What the model wrote itself, and is trained on."] };
 
 /** How good a reward is, as a tone. @param {any} r */
 function tone(r) {
@@ -62,7 +62,7 @@ export async function page(main, [id], query) {
 export function row(id, r) {
   return h("a", { class: "rollout-row", href: `/run/${id}/rollouts/${r.stage}/${r.step}/${r.number}` },
     h("div", {}, h("div", { class: "paid" }, r.reward === null ? "–" : number(r.reward)), h("div", { class: "dim tiny" }, `step ${r.step}`)),
-    h("div", {}, h("div", { class: "text short dim" }, visible(r.question)), h("div", { class: "text short" }, visible(r.response)), h("div", { class: "row tiny dim" }, (r.outcome || r.failure) && h("span", { class: `chip ${tone(r)}` }, visible(r.failure ?? r.outcome)), `${r.length} tokens`, r.advantage !== null && `advantage ${number(r.advantage)}`, r.turns > 1 && `${r.turns} turns`, r.finish === "length" && "cut off")));
+    h("div", {}, h("div", { class: "text short dim" }, visible(r.question)), h("div", { class: "text short" }, visible(r.response)), h("div", { class: "row tiny dim" }, (r.outcome || r.failure) && h("span", { class: `chip ${tone(r)}` }, visible(r.failure ?? r.outcome)), [`${r.length} tokens`, r.advantage !== null && `advantage ${number(r.advantage)}`, r.turns > 1 && `${r.turns} turns`, r.finish === "length" && "cut off"].filter(Boolean).map((t) => h("span", {}, t)))));
 }
 
 /** @param {HTMLElement} main @param {string[]} words */
@@ -110,7 +110,8 @@ function transcript(turns) {
 /** A map of the tokens, coloured by one of their figures. @param {any} tokens */
 function heat(tokens) {
   const names = Object.keys(tokens.figures).filter((n) => n in SCALES || Number.isFinite(tokens.figures[n][0]));
-  names.sort((a, b) => Object.keys(SCALES).indexOf(a) - Object.keys(SCALES).indexOf(b));
+  const rank = (/** @type {string} */ n) => (n in SCALES ? Object.keys(SCALES).indexOf(n) : 99);
+  names.sort((a, b) => rank(a) - rank(b));
   const shown = h("span", { class: "number small" });
   const about = h("p", { class: "dim small" });
   const ends = h("span", { class: "row tiny dim" });
