@@ -16,7 +16,16 @@ from posttrain.studio.app import make_app
 from posttrain.studio.guard import LOOPBACK
 
 # small enough for three minutes on a CPU
-DEMO = "run instructgpt pretrain.steps=400 compared=1000 reward.steps=100 steps=25 prompts=64 problems=200".split()
+DEMO = [
+    "run",
+    "instructgpt",
+    "pretrain.steps=400",
+    "compared=1000",
+    "reward.steps=100",
+    "steps=25",
+    "prompts=64",
+    "problems=200",
+]
 LIMITS = {
     "limit_concurrency": 200,
     "timeout_keep_alive": 30,
