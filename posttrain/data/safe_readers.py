@@ -26,7 +26,7 @@ from posttrain.errors import UserError, require
 
 TEMPLATE_SECONDS = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory
-TEMPLATE_TEXT = 1 << 24  # characters that it may write
+TEMPLATE_TEXT = 1 << 22  # characters that it may write
 BATCH_SECONDS = (
     120.0  # for all, on a crowded machine, and where the system limits no processor time
 )
