@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from posttrain import __version__ as VERSION
 from posttrain import catalogue
-from posttrain.cli.base import fail
+from posttrain.cli.base import fail, print_lines
 from posttrain.errors import GuardStop, Interrupted, UserError, Waiting, unknown
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GuardStop as error:
         return fail(str(error), 3)
     except Waiting as error:
-        sys.stdout.write(f"{error}; then continue with: posttrain resume {error.directory}\n")
+        print_lines([f"{error}; then continue with: posttrain resume {error.directory}"])
         return 0
     except Interrupted as error:
         more = f"; continue with: posttrain resume {error.directory}" if error.directory else ""

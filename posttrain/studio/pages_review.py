@@ -32,6 +32,7 @@ from posttrain.studio.replies import (
     whole_of,
     word,
 )
+from posttrain.system.files import MAX_JSON, read_bytes
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ async def _models(studio: Studio, request: Request) -> Response:
     for run, path in [*studio.library.runs().items()][:RUNS]:
         for file in sorted(path.glob("stages/*/model/config.json")):
             stage = file.parts[-3]
-            if "ForSequenceClassification" not in file.read_text("utf-8", "replace"):
+            if b"ForSequenceClassification" not in read_bytes(file, MAX_JSON):
                 found.append(
                     {"id": f"{run}/{stage}", "name": f"{studio.library.place(path)}: {stage}"}
                 )
