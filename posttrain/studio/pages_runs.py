@@ -118,13 +118,13 @@ def _stages(index: Index, kind: str) -> list[JSON]:
             if name in begun
             else "todo"
         )
-        algorithm = settings.get("algorithm")
+        chosen = settings.get("algorithm")
         rows.append(
             {
                 "name": name,
                 "kind": settings.get("stage", ""),
                 "model": settings.get("model", ""),
-                "algorithm": algorithm.get("name", "") if isinstance(algorithm, dict) else "",
+                "algorithm": chosen.get("name", "") if isinstance(chosen, dict) else "",
                 "steps": settings.get("steps"),
                 "state": state,
                 "begun": begun.get(name),

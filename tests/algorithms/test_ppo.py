@@ -42,7 +42,7 @@ from posttrain.types import Batch, Example, Metric, Outputs, Sampling, Terms
 
 WIDE = torch.float64
 REFUSALS = [
-    ({"group": 0}, "ppo: group must be at least 1, not 0"),
+    ({"group": 0}, "ppo: group must be at least 1 and at most 65,536, not 0"),
     ({"clip": 0.0}, "ppo: clip must be in (0, 1), not 0.0"),
     ({"clip": 1.0}, "ppo: clip must be in (0, 1), not 1.0"),
     ({"clip_value": -0.1}, "ppo: clip_value must be at least 0, not -0.1"),

@@ -20,7 +20,7 @@ from posttrain.types import Metric, Outputs
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"group": 0}, "reinforce: group must be at least 1, not 0"),
+        ({"group": 0}, "reinforce: group must be at least 1 and at most 65,536, not 0"),
         ({"baseline": "group"}, "reinforce: baseline must be none, batch or running, not 'group'"),
         ({"baseline": "running", "decay": 1.0}, "reinforce: decay must be in [0, 1), not 1.0"),
         ({"decay": 0.5}, "reinforce: decay is that of baseline=running, which is not chosen"),
