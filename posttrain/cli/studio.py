@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import suppress
-from ipaddress import ip_address
+import ipaddress
 from pathlib import Path
 
 from posttrain.errors import UserError, require
 
 EXAMPLE = "posttrain studio runs"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def call(options: argparse.Namespace) -> None:
     try:
+        from posttrain.serve.server import Address
         from posttrain.studio.server import serve
     except ImportError as error:
         raise UserError(
@@ -43,16 +41,15 @@ def call(options: argparse.Namespace) -> None:
     for root in roots:
         require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
     require(0 <= options.port < 65536, f"port must be from 0 to 65535, not {options.port}")
-    everywhere = False
-    with suppress(ValueError):  # a name
-        everywhere = ip_address(options.host).is_unspecified
-    hosts = frozenset(options.name) | (set() if everywhere else {options.host})
-    local = options.host in LOCAL and not options.name
-    require(
-        local or bool(hosts),
-        f"--host {options.host} listens at every address: say by which name browsers reach it, with --name",
-    )
-    sys.stdout.write("opening the studio\n")
-    serve(
-        roots, options.host, options.port, hosts, local, options.serve, options.demo, options.open
-    )
+    address = Address(options.host, options.port, hosts=options.name)
+    every = f"--host {options.host} listens at every address: say by which name browsers reach it, with --name"
+    require(not unspecified(options.host) or bool(options.name), every)
+    serve(roots, address, options.serve, options.demo, options.open)
+
+
+def unspecified(host: str) -> bool:
+    """Whether an address stands for all of this machine's."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -123,11 +122,9 @@ def _name(host: str) -> str:
 
 
 def _cookie(text: str) -> str:
-    try:
-        held = SimpleCookie(text).get(COOKIE)
-    except CookieError:
-        return ""
-    return held.value if held else ""
+    """Our cookie among those that a browser sends."""
+    pairs = (part.strip().partition("=") for part in text.split(";"))
+    return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 def _limited(receive: Receive) -> Receive:

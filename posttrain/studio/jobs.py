@@ -1,9 +1,10 @@
-"""Runs that are started, stopped and resumed from the page: processes of `posttrain`, whose output goes to a file.
+"""Processes of `posttrain`: runs that are started, stopped and resumed from the page, and a program that answers at once.
 
-They are sessions of their own: the server may end, and they go on."""
+Runs are sessions of their own, and their output goes to a file: the server may end, and they go on."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,18 +13,31 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from posttrain import catalogue
 from posttrain.errors import UserError, require, unknown
 from posttrain.runs import layout
 from posttrain.runs.lock import live_owner
+from posttrain.types import JSON
 
 SETTING = re.compile(r"[a-z0-9_.]{1,80}=.{0,400}", re.IGNORECASE)
 MAX_PROCESSES = 8  # processes at once
 # settings that name a place, a program or an address: a page may not
 REFUSED = ("out", "checkpoint_hook", "again", "trackers")
-START_SECONDS = 60.0
+START_SECONDS, RECIPE_SECONDS, END_SECONDS = 60.0, 60.0, 10.0
+# small enough for three minutes on a CPU
+DEMO = [
+    "run",
+    "instructgpt",
+    "pretrain.steps=400",
+    "compared=1000",
+    "reward.steps=100",
+    "steps=25",
+    "prompts=64",
+    "problems=200",
+]
 
 
 @dataclass(slots=True)
@@ -68,14 +82,8 @@ class Jobs:
             len(self.started) < MAX_PROCESSES,
             f"{MAX_PROCESSES} runs were started from this page; wait for one",
         )
-        logs = self.root / ".studio"
-        logs.mkdir(parents=True, exist_ok=True)
-        log = logs / f"{directory.name}.log"
-        with log.open("ab") as out:
-            command = [sys.executable, "-m", "posttrain", *words]
-            job = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
+        log = self.root / ".studio" / f"{directory.name}.log"
+        job = _run_apart(list(words), log)
         self.started[directory] = job
         end = time.monotonic() + START_SECONDS
         while job.poll() is None and time.monotonic() < end:
@@ -84,6 +92,50 @@ class Jobs:
             time.sleep(0.1)
         require(job.poll() in (None, 0), f"it did not start: {_last_line(log)}")
         return directory
+
+
+def start_demo(root: Path) -> None:
+    """Start training a small run where there is none yet."""
+    if not (root / "demo").exists():
+        _run_apart([*DEMO, f"out={root / 'demo'}"], root / "demo.log")
+
+
+def start_serving(directory: Path) -> subprocess.Popen[str]:
+    """`posttrain serve RUN` at a free port; it prints its address."""
+    words = [sys.executable, "-m", "posttrain", "serve", str(directory), "port=0"]
+    void, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+    return subprocess.Popen(words, text=True, stdin=void, stdout=pipe, stderr=both)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process that was started here."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
+    process.kill()
+
+
+@cache
+def recipe_settings(name: str) -> dict[str, JSON]:
+    """A shipped recipe with nothing changed, resolved in a process of its own: building stages imports torch."""
+    program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
+    words = [sys.executable, "-c", program, name]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False
+    )
+    if done.returncode:
+        raise UserError(f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
+    return dict(json.loads(done.stdout))
+
+
+def _run_apart(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A process of `posttrain` that outlives this one."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        command = [sys.executable, "-m", "posttrain", *words]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
 
 
 def _last_line(log: Path) -> str:

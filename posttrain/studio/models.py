@@ -8,21 +8,19 @@ from __future__ import annotations
 import atexit
 import re
 import select
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, require
+from posttrain.studio.jobs import end, start_serving
 from posttrain.types import JSON
 
-ANSWER_SECONDS, START_SECONDS, END_SECONDS = 120.0, 120.0, 10.0
+ANSWER_SECONDS, START_SECONDS = 120.0, 120.0
 SERVERS = 2  # processes that are kept
 
 
@@ -31,7 +29,7 @@ class Server:
     """An endpoint: its base URL, as in http://127.0.0.1:8000/v1, and the process behind it, where it is ours."""
 
     address: str
-    process: subprocess.Popen[str] | None = None
+    process: Any = None  # as jobs.py starts it
 
     def names(self) -> list[str]:
         """Models that can be asked."""
@@ -73,10 +71,7 @@ class Server:
 
     def end(self) -> None:
         if self.process is not None:
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_SECONDS)
-            self.process.kill()
+            end(self.process)
 
 
 @dataclass(slots=True)
@@ -108,16 +103,10 @@ class Models:
 
 
 def _start(directory: Path) -> Server:
-    command = [sys.executable, "-m", "posttrain", "serve", str(directory), "port=0"]
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-    }
-    process = subprocess.Popen(command, text=True, **pipes)
+    process = start_serving(directory)
     assert process.stdout is not None
-    said, end = "", time.monotonic() + START_SECONDS
-    while time.monotonic() < end:
+    said, limit = "", time.monotonic() + START_SECONDS
+    while time.monotonic() < limit:
         if select.select([process.stdout], [], [], 0.5)[0]:
             line = process.stdout.readline(10_000)
             if found := re.search(r"^serving .* at (http://127\.0\.0\.1:\d+/v1)$", line.strip()):
@@ -132,7 +121,7 @@ def _start(directory: Path) -> Server:
     )
 
 
-def _drain(process: subprocess.Popen[str]) -> None:
+def _drain(process: Any) -> None:
     """Read what a server prints, so that it never waits for a reader."""
     for _ in process.stdout or ():
         pass

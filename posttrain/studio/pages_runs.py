@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from posttrain import catalogue
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.runs.index import Index
 from posttrain.runs.resume_policy import flatten
 from posttrain.runs.status import alarms, status, verdict
+from posttrain.studio.jobs import recipe_settings
 from posttrain.studio.library import run_id, stages, timeline
 from posttrain.studio.replies import Handler, body, number, reply, route, text_of, whole, word
 from posttrain.types import JSON
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 BUCKETS, FIGURES = 2000, 60  # of one answer
 PAGE = 100  # runs of one answer
-RECIPE_SECONDS = 60.0
 ROUTINE = ("out", "next_command", "trackers", "format")
 
 
@@ -171,30 +168,12 @@ def _settings(studio: Studio, request: Request) -> Response:
     if other:
         theirs = flatten(studio.library.index(other).run.config)
     elif name in catalogue.names("recipe"):
-        theirs = flatten(_recipe(name))
+        theirs = flatten(recipe_settings(name))
     else:
         return reply({"settings": ours, "differences": None, "against": ""})
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
     changed = {k: [ours.get(k), theirs.get(k)] for k in keys if k not in ROUTINE}
     return reply({"settings": ours, "differences": changed, "against": other or name})
-
-
-@cache
-def _recipe(name: str) -> dict[str, JSON]:
-    """A shipped recipe with nothing changed, resolved in a process of its own: building stages imports torch."""
-    program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, name],
-        capture_output=True,
-        text=True,
-        timeout=RECIPE_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        raise UserError(
-            f"recipe {name} cannot be resolved: {done.stderr.strip().splitlines()[-1][:300]}"
-        )
-    return dict(json.loads(done.stdout))
 
 
 async def _start(studio: Studio, request: Request) -> Response:

@@ -52,9 +52,6 @@ AUDITED = {
         "commands/doctor.py",
         # the studio starts, stops and resumes runs and model servers, with posttrain's own command line
         "studio/jobs.py",
-        "studio/models.py",
-        "studio/pages_runs.py",
-        "studio/server.py",
     },
     "ctypes": {
         "system/processes.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,13 @@ def test_the_rollouts_behind_an_alarm_are_named(studio: Studio, one: str) -> Non
     )
 
 
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that is started here is a stand-in that opens the run and waits to be interrupted."""
     program = (
@@ -231,7 +239,7 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
         "out = next((a[4:] for a in sys.argv if a.startswith('out=')), sys.argv[-1])\n"
         "if 'bad=1' in sys.argv: sys.exit('posttrain: no such key')\n"
         "made = RunWriter.resume(out) if Path(out, 'config.yaml').exists() else RunWriter.create(out, {'name': 'quickstart'})\n"
-        "with made:\n    time.sleep(30)\n"
+        "with made as writer:\n    writer.event('ready')\n    time.sleep(60)\n"
     )
     (tmp_path / "program.py").write_text(program)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -248,12 +256,11 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
         assert "command line" in studio.post("/api/runs", 400, recipe="quickstart", settings=[setting])["error"]
     assert "no such key" in studio.post("/api/runs", 400, recipe="quickstart", settings=["bad=1"])["error"]
     made = studio.post("/api/runs", 201, recipe="quickstart", settings=["seed=1"])["run"]
+    until(lambda: "ready" in (root / "quickstart-1" / "events.jsonl").read_text())
     assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "live"
     assert "is running" in studio.post(f"/api/runs/{made}/resume", 400)["error"]
     studio.post(f"/api/runs/{made}/stop")
-    end = time.monotonic() + 10
-    while studio.get(f"/api/runs/{made}")["status"]["kind"] == "live" and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: studio.get(f"/api/runs/{made}")["status"]["kind"] != "live")
     assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "interrupted"
     studio.post(f"/api/runs/{made}/resume")
     assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "live"

@@ -19,7 +19,7 @@ from posttrain.tasks.reviews import taste
 
 ASKED = 400
 SMALL = ["annotator=people", f"compared={ASKED + 40}", f"comparisons.needed={ASKED}", "pretrain.steps=500", "reward.steps=120"]
-SMALL += ["reward.min_accuracy=0.5", "steps=25", "prompts=64", "problems=128", "ptx=0", "threads=1"]
+SMALL += ["reward.min_accuracy=0.5", "steps=40", "prompts=64", "problems=500", "ptx=0", "threads=1"]
 
 
 def kind(directory: Path) -> str:
@@ -46,7 +46,7 @@ def test_from_labels_made_in_the_page_to_a_better_policy(tmp_path: Path, capsys:
             assert cli.main(["resume", str(directory)]) == 0 and kind(directory) == "waiting"
             rows = (directory / "labels").glob("*.jsonl")
             assert len([file for file in rows if not file.name.endswith(".labels.jsonl")]) == 1
-    end = time.monotonic() + 400
+    end = time.monotonic() + 900
     while kind(directory) == "live" and time.monotonic() < end:
         time.sleep(0.5)
     assert kind(directory) == "finished"
@@ -55,4 +55,4 @@ def test_from_labels_made_in_the_page_to_a_better_policy(tmp_path: Path, capsys:
     (result,) = Run(directory).stage_rows("versus_sft", "result.json")
     wins = Interval(*result["win_rate"])
     print("wins against sft:", wins)
-    assert wins.value > 0.5
+    assert wins.low > 0.5
