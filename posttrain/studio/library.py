@@ -23,7 +23,7 @@ from posttrain.studio.replies import Missing
 from posttrain.types import JSON
 
 DEPTH = 4  # folders below a root in which runs are looked for
-RESCAN, NEW = 2.0, 0.2  # seconds between two searches: in general, and for a run that was not there
+RESCAN = 2.0  # seconds between two searches for runs
 OPEN = 64  # indexes that are kept open
 SPARK = 40  # points of a row's curve
 FILES = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.ROLLOUTS)
@@ -52,7 +52,7 @@ class Library:
 
     def index(self, name: str) -> Index:
         """The index of the run with this id."""
-        path = self.runs().get(name) or self.runs(NEW).get(name)
+        path = self.runs().get(name) or self.runs(age=0.0).get(name)
         if path is None:
             raise Missing("no such run")
         with self._mutex:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from posttrain.studio.app import Studio
 
 BUCKETS, FIGURES = 2000, 60  # of one answer
-PAGE = 100  # runs of one answer
+PAGE, ROW_SECONDS = 100, 0.7  # runs of one answer, and the time to look at them
 ROUTINE = ("out", "next_command", "trackers", "format")
 
 
@@ -47,7 +48,8 @@ def routes(studio: Studio) -> list[Any]:
 
 
 def _runs(studio: Studio, request: Request) -> Response:
-    """Some rows of the table: those whose name, place or recipe has the text, and whose status is asked for."""
+    """Some rows of the table: those whose place or tags have the text, and whose status is asked for. Runs that were never looked at
+    take a moment each: after a while what is there is sent, and `left` says how many are still to be looked at."""
     text, kind = word(request, "text").lower(), word(request, "status")
     skip, limit = whole(request, "skip", 0, 10**6), whole(request, "limit", PAGE, PAGE)
     ids, tags = studio.library.runs(), studio.tags()
@@ -56,10 +58,18 @@ def _runs(studio: Studio, request: Request) -> Response:
         for n, path in ids.items()
         if text in f"{studio.library.place(path)} {' '.join(tags.get(n, []))}".lower()
     ]
-    if kind:
-        named = [n for n in named if studio.library.row(n)["status"]["kind"] == kind]
-    rows = [studio.library.row(n) | {"tags": tags.get(n, [])} for n in named[skip : skip + limit]]
-    return reply({"runs": rows, "total": len(named)})
+    rows: list[JSON] = []
+    limit_at, left = time.monotonic() + ROW_SECONDS, len(named)
+    for name in named:
+        row, left = studio.library.row(name), left - 1
+        if not kind or row["status"]["kind"] == kind:
+            rows.append(row | {"tags": tags.get(name, [])})
+        if len(rows) == skip + limit or time.monotonic() > limit_at:
+            break
+    left = left if len(rows) < skip + limit else 0
+    return reply(
+        {"runs": rows[skip:], "total": len(rows) + left if kind else len(named), "left": left}
+    )
 
 
 def _recipes(studio: Studio, request: Request) -> Response:

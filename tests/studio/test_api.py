@@ -13,7 +13,7 @@ from runs_for_tests import add_step, make_run, rollout
 from studio_for_tests import Studio
 
 from posttrain.runs.write import RunWriter
-from posttrain.studio import pages_rollouts
+from posttrain.studio import pages_rollouts, pages_runs
 from posttrain.studio.library import run_id
 
 
@@ -38,6 +38,18 @@ def test_the_table_says_what_each_run_is(studio: Studio) -> None:
     assert found["two"]["folder"] == "folder/two" and len(found["one"]["spark"]) == 40
     assert [row["name"] for row in studio.get("/api/runs", text="FOLDER")["runs"]] == ["two"]
     assert [row["name"] for row in studio.get("/api/runs", status="finished")["runs"]] == ["one"]
+
+
+def test_runs_that_were_never_looked_at_do_not_hold_up_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(6):
+        make_run(tmp_path / f"run-{number}", 3, finish=number % 2 == 0)
+    monkeypatch.setattr(pages_runs, "ROW_SECONDS", -1.0)  # one at a time
+    studio = Studio(tmp_path)
+    first = studio.get("/api/runs")
+    assert len(first["runs"]) == 1 and first["left"] == 5 and first["total"] == 6
+    monkeypatch.setattr(pages_runs, "ROW_SECONDS", 60.0)
+    assert len(studio.get("/api/runs", status="finished")["runs"]) == 3
+    assert [len(studio.get("/api/runs", skip=skip, limit=4)["runs"]) for skip in (0, 4)] == [4, 2]
 
 
 def test_the_page_of_a_run_has_stages_alarms_and_figures(studio: Studio, one: str) -> None:

@@ -25,13 +25,15 @@ export async function page(main) {
 
   async function draw() {
     const found = await get("/api/runs", { text: search.value, status: kind.value });
+    if (!found.runs.length && found.left) return setTimeout(draw, 100);
     if (!found.runs.length) {
       const none = !search.value && !kind.value;
       return fill(body, h("div", { class: "card empty" }, h("h2", {}, none ? "No runs here yet" : "No run matches"), none && h("p", {}, "Start one with New run, or in a terminal with ", h("code", { class: "mono" }, "posttrain run quickstart"), "; or let ", h("code", { class: "mono" }, "posttrain studio --demo"), " make one.")));
     }
+    if (found.left) setTimeout(draw, 100);
     const rows = found.runs.map((/** @type {any} */ r) => row(r, chosen, () => (together.disabled = chosen.size < 2)));
     const names = ["", "Run", "Status", "Learning?", "Held-out score", "Reward", "Stage", "Time"];
-    fill(body, h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, names.map((n, i) => h("th", { scope: "col", class: i > 4 ? "wide" : null }, n || h("span", { class: "sr" }, "Choose"))))), h("tbody", {}, rows))), found.total > rows.length && h("p", { class: "dim small" }, `${rows.length} of ${found.total} runs; find others by name`));
+    fill(body, h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, names.map((n, i) => h("th", { scope: "col", class: i > 4 ? "wide" : null }, n || h("span", { class: "sr" }, "Choose"))))), h("tbody", {}, rows))), found.total > rows.length && h("p", { class: "dim small" }, found.left ? `${found.left} more are being looked at…` : `${rows.length} of ${found.total} runs; find others by name`));
   }
   await draw();
   return follow("", draw);

@@ -1,0 +1,100 @@
+"""The studio's side of a model server: what it asks, what it makes of answers, and servers that fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from runs_for_tests import make_run
+from studio_for_tests import Studio
+
+from posttrain.errors import UserError
+from posttrain.studio import models
+from posttrain.studio.library import run_id
+from posttrain.studio.models import Models, Server
+
+ANSWER = {
+    "choices": [
+        {
+            "message": {"content": "<b>4</b>"},
+            "finish_reason": "stop",
+            "logprobs": {"content": [{"token": "<b>4", "logprob": -0.5}, {"token": "</b>", "logprob": -1.5}]},
+        }
+    ]
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Two models, of which one refuses."""
+
+    asked: list[dict[str, object]] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "sft"}, {"id": "rl"}]})
+
+    def do_POST(self) -> None:
+        sent = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(sent)
+        refused = {"error": {"message": "the prompt is too long"}}
+        self.answer(refused if sent["messages"][0]["content"] == "long" else ANSWER)
+
+    def answer(self, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_every_stage_is_asked_the_same_question_with_the_same_seed(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", 10)
+    started: list[Path] = []
+    monkeypatch.setattr(models, "_start", lambda directory: started.append(directory) or Server(address))
+    studio, run = Studio(tmp_path), f"/api/runs/{run_id(tmp_path / 'run')}"
+    Handler.asked.clear()
+    for _ in range(2):
+        found = studio.post(f"{run}/ask", prompt="2+2=")["answers"]
+    assert [(a["stage"], a["text"], a["tokens"], a["logprob"]) for a in found] == [
+        (n, "<b>4</b>", 2, -1.0) for n in ("sft", "rl")
+    ]
+    assert started == [tmp_path / "run"]  # once
+    assert len({json.dumps({**sent, "model": ""}, sort_keys=True) for sent in Handler.asked}) == 1
+    assert "too long" in studio.post(f"{run}/ask", 400, prompt="long")["error"]
+    studio.post(f"{run}/ask", 400, prompt="  ")
+    chat = {"messages": [{"role": "user", "content": "2+2="}], "temperature": 0.5}
+    answer = studio.post("/api/chat", model=f"{run_id(tmp_path / 'run')}/rl", **chat)
+    assert [t["token"] for t in answer["tokens"]] == ["<b>4", "</b>"] and Handler.asked[-1]["temperature"] == 0.5
+
+
+def test_a_server_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(UserError, match="did not answer"):
+        Server("http://127.0.0.1:9/v1").names()
+    with pytest.raises(UserError, match="no model server"):
+        Models().named()
+
+
+def test_only_a_few_servers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(models, "_start", lambda directory: Server(str(directory)))
+    monkeypatch.setattr(Server, "end", lambda self: ended.append(self.address))
+    kept = Models()
+    for name in ("a", "b", "a", "c"):
+        kept.of_run(Path(name))
+    assert ended == ["b"]
