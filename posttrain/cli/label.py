@@ -22,9 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> None:
-    from posttrain.data.labels import Labels
+    from posttrain.data.labels import Labels, annotator_name
 
-    labels, who = Labels.read(options.file, options.out), options.annotator or getpass.getuser()
+    labels = Labels.read(options.file, options.out)
+    who = annotator_name(options.annotator or getpass.getuser())
     answers = typed("best (number; t: tie, b: both bad, s: skip, u: undo, q: end): ")
     item, word = labels.next(who), ""
     while item is not None and word != "q":

@@ -175,9 +175,10 @@ class Labels:
 
     def next(self, annotator: str, order: Order = "random") -> Item | None:
         """The next item that this annotator has not seen; None where there is none."""
-        done = {vote.item for vote in self.votes() if vote.annotator == _name(annotator)}
+        who = annotator_name(annotator)
+        done = {vote.item for vote in self.votes() if vote.annotator == who}
         ids = [*self.items]
-        queue = [self.items[ids[n]] for n in permutation(len(ids), "queue", annotator)]
+        queue = [self.items[ids[n]] for n in permutation(len(ids), "queue", who)]
         if order == "disagreement":
             queue.sort(key=lambda item: -item.disagreement)
         return next((item for item in queue if item.id not in done), None)
@@ -193,7 +194,7 @@ class Labels:
     ) -> None:
         """Record what an annotator says of an item: sides as they were shown, best first, or TIE, BAD or SKIP. A vote that is sent
         twice with one `nonce` counts once; a second one on the same item is refused until the first is undone."""
-        found, who = self._item(item), _name(annotator)
+        found, who = self._item(item), annotator_name(annotator)
         shown = found.order(who)
         if isinstance(choice, str):
             require(
@@ -239,7 +240,7 @@ class Labels:
 
     def undo(self, annotator: str) -> Item | None:
         """Take back this annotator's last vote, and return its item; None where there is none."""
-        who = _name(annotator)
+        who = annotator_name(annotator)
         with self._transaction() as connection:
             last = f"SELECT item FROM log WHERE {LAST} AND kind = 'vote' AND annotator = ? ORDER BY id DESC"
             found = connection.execute(last, [who]).fetchone()
@@ -330,7 +331,8 @@ def _item(record: Mapping[str, Any], where: str) -> Item:
     )
 
 
-def _name(annotator: str) -> str:
+def annotator_name(annotator: str) -> str:
+    """A name without what cannot be seen in it."""
     name = " ".join(annotator.split())
     require(
         0 < len(name) <= NAME and name.isprintable(), f"give a name of at most {NAME} characters"

@@ -62,8 +62,13 @@ class Studio:
 
     @property
     def home(self) -> Path:
-        """The first folder: where new runs and files of labels go."""
-        return Path(self.library.roots[0])
+        """Where new runs and files of labels go."""
+        return home_of(self.library.roots[0])
+
+
+def home_of(root: Path) -> Path:
+    """The folder that was named, or, where that is a run itself, the one it lies in."""
+    return root.parent if (root / layout.CONFIG).is_file() else root
 
 
 def make_app(
@@ -75,7 +80,7 @@ def make_app(
 ) -> Guard:
     """The application over the runs below `roots`."""
     library = Library([Path(root) for root in roots])
-    studio = Studio(library, Jobs(library.roots[0]), Models(serve))
+    studio = Studio(library, Jobs(home_of(library.roots[0])), Models(serve))
     studio.token = token or studio.token
     routes: list[Any] = [Route(path, partial(_page, studio)) for path in PAGES]
     for part in (pages_runs, pages_rollouts, pages_label, pages_review):

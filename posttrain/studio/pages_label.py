@@ -14,7 +14,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
-from posttrain.data.labels import Labels, Order
+from posttrain.data.labels import Labels, Order, annotator_name
 from posttrain.data.preferences import spoken
 from posttrain.errors import UserError, require
 from posttrain.runs.index import Filter
@@ -110,7 +110,7 @@ def _list(desk: Desk, request: Request) -> Response:
 def _next(desk: Desk, request: Request) -> Response:
     """The next item of an annotator, with sides shuffled and no word of who wrote what."""
     source, labels = desk.labels(request.path_params["file"])
-    who = word(request, "annotator")
+    who = annotator_name(word(request, "annotator"))
     order: Order = "disagreement" if word(request, "order") == "disagreement" else "random"
     item = labels.next(who, order)
     mine = sum(vote.annotator == who for vote in labels.votes())
