@@ -15,7 +15,7 @@ from posttrain.studio.app import make_app
 from posttrain.studio.guard import LOOPBACK
 from posttrain.studio.jobs import start_demo
 
-QUIET: dict[str, Any] = {
+SERVING: dict[str, Any] = {
     "log_level": "warning",
     "access_log": False,
     "server_header": False,
@@ -28,7 +28,7 @@ LIMITS: dict[str, Any] = {
     "timeout_graceful_shutdown": 1,
 }
 NOT_LOCAL = (
-    "whoever has the address can see and change what is here; the connection is not encrypted\n"
+    "anyone with the address can see and change what is here; the connection is not encrypted\n"
 )
 
 
@@ -59,6 +59,6 @@ def serve(
         if browser:
             webbrowser.open(opened)
         config = uvicorn.Config(
-            app, http=Protocol, h11_max_incomplete_event_size=1 << 16, **QUIET, **LIMITS
+            app, http=Protocol, h11_max_incomplete_event_size=1 << 16, **SERVING, **LIMITS
         )
         uvicorn.Server(config).run(sockets=[listening])

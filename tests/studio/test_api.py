@@ -268,7 +268,8 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
         assert "command line" in studio.post("/api/runs", 400, recipe="quickstart", settings=[setting])["error"]
     assert "no such key" in studio.post("/api/runs", 400, recipe="quickstart", settings=["bad=1"])["error"]
     made = studio.post("/api/runs", 201, recipe="quickstart", settings=["seed=1"])["run"]
-    until(lambda: "ready" in (root / "quickstart-1" / "events.jsonl").read_text())
+    events = root / "quickstart-1" / "events.jsonl"
+    until(lambda: events.is_file() and "ready" in events.read_text())
     assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "live"
     assert "is running" in studio.post(f"/api/runs/{made}/resume", 400)["error"]
     studio.post(f"/api/runs/{made}/stop")
