@@ -18,7 +18,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz test-faults test-security test-gpu test-studio test-peers lint format docs recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers lint format docs recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +44,11 @@ demo: $(READY) ## train a small model on this machine and see it improve
 	@$(BIN)/posttrain run quickstart
 	@echo "look at it in a browser: $(BIN)/posttrain studio runs --open"
 
-test: $(READY) ## all tests but the slow ones, those for a GPU, and those against peers
-	@$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not slow and not peers and not studio"
+test: $(READY) ## all tests but the slow ones, those for a GPU, and those of clusters and against peers
+	@$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not slow and not peers and not studio and not cluster"
+
+test-cluster: $(READY) ## runs in several processes, up to 4: every algorithm, kills, resumes at another number
+	@$(BIN)/python -m pytest -q tests/cluster
 
 test-faults: $(READY) ## kill runs, corrupt files, fill disks; resume must be exact
 	@$(BIN)/python -m pytest -q -m "not gpu and not peers" tests/faults

@@ -19,6 +19,8 @@ from posttrain.episodes import EPISODE_FAILED, Seconds, rollout_groups
 from posttrain.events import Events
 from posttrain.runs.metrics import failure_kind
 from posttrain.system.workers import WorkerPool
+from posttrain.system.world import current
+from posttrain.tasks._exchange import score_row
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.types import (
@@ -33,6 +35,7 @@ from posttrain.types import (
     Request,
     Sampler,
     Sampling,
+    Score,
 )
 
 Item = Example | tuple[Example, ...]
@@ -152,7 +155,8 @@ class Rollouts:
             # never more than are missing; a problem has one group of each role
             kept = max(Counter(g.role for g in selection.groups).values(), default=0)
             wanted = min(selection.refill, self.prompts - kept)
-            if wanted <= 0 or time.monotonic() - began > MAX_SECONDS:
+            late = wanted > 0 and current().any(time.monotonic() - began > MAX_SECONDS)
+            if wanted <= 0 or late:
                 break
         together = algorithm.unit != "sequence"
         batch = pack_groups(selection.groups, self.sampling.temperature, self.device, together)
@@ -278,10 +282,16 @@ def rate_groups(
     rating: Rating, groups: Sequence[Group], seconds: Seconds | None = None
 ) -> list[Group]:
     """Groups as a model rates them. What the task itself says stays in the part `task`: the proxy and the gold. An episode that
-    failed stays without a score."""
-    began = time.perf_counter()
+    failed stays without a score. Several processes rate their share each."""
+    began, world = time.perf_counter(), current()
     rated = [r for g in groups for r in g.rollouts if r.score.outcome != EPISODE_FAILED]
-    scores = dict(zip(map(id, rated), rating.rate(rated), strict=True))
+    if world.size == 1:
+        found_scores = list(rating.rate(rated))
+    else:
+        own = rating.rate([rated[n] for n in world.share(len(rated))])
+        gathered = world.gather([score_row(score) for score in own])
+        found_scores = [Score(*row) for rows in gathered for row in rows]
+    scores = dict(zip(map(id, rated), found_scores, strict=True))
     found = []
     for group in groups:
         members = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -68,6 +68,10 @@ class Settings(Checked):
     checkpoint_sync: bool = False  # wait for the disk at every checkpoint
     checkpoint_keep: Several = 2
     deterministic: bool = False  # on a GPU: the same bits every time; on a CPU that is always so
+    # that work together on this machine, each on a GPU of its own or a share of the cores
+    processes: Several = 1
+    # of several processes: whole weights in each (ddp), or a part in each (fsdp); auto: by their size
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     # stages to run alone, on what is in the directory; never part of a run's configuration
     only: tuple[str, ...] = ()
     again: bool = False  # let the directory hold a run, and do again what has changed
@@ -79,6 +83,7 @@ class Settings(Checked):
         check_machine(self.seed, self.device)
         super().__post_init__()
         check_threads(self.threads, "threads")
+        check_threads(self.processes, "processes")
 
 
 def check_machine(seed: int, device: str) -> None:

@@ -23,6 +23,8 @@ from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
 from posttrain.system.workers import WorkerPool
+from posttrain.system.world import current
+from posttrain.tasks._exchange import group_of_rows, rollout_row
 from posttrain.tasks._remote import Host
 from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
 from posttrain.tasks.base import (
@@ -93,8 +95,13 @@ def rollout_groups(
 
     With `ordered` (deterministic) the batches that the sampler decodes depend on the requests alone, never on how long a tool or a
     reward took: later turns are submitted when every live episode awaits one.
+
+    Several processes do their share of the problems each, and all get all groups.
     """
-    given = list(problems)  # a lazy sequence would make each of them anew
+    world = current()
+    every = list(problems)  # a lazy sequence would make each of them anew
+    own = world.share(len(every))
+    given = every[own.start : own.stop]
     isolated = any(task.isolates(problem) for problem in given)
     require(
         workers is not None or not isolated,
@@ -111,8 +118,15 @@ def rollout_groups(
         workers,
         seconds or Seconds(),
         ordered,
+        own.start,
     )
-    return _run_to_end(episodes.run())
+    found = _run_to_end(episodes.run())
+    if world.size == 1:
+        return found
+    place = {id(problem): n for n, problem in zip(own, given, strict=True)}
+    rows = [[place[id(g.problem)], g.role, list(map(rollout_row, g.rollouts))] for g in found]
+    gathered = [row for rows in world.gather(rows) for row in rows]
+    return [group_of_rows(every[n], role, members) for n, role, members in gathered]
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -288,6 +302,7 @@ class _Episodes:
     workers: WorkerPool | None
     seconds: Seconds
     ordered: bool
+    first: int = 0  # the place of the first problem among those of all processes
 
     def __post_init__(self) -> None:
         self.prompts: dict[int, Segment] = {}  # by the problem's place
@@ -493,7 +508,7 @@ class _Episodes:
 
     async def episode(self, draw: int, sample: int) -> list[Rollout]:
         """One episode to its end. What the task's code raises is a named failure of what was sampled so far."""
-        seed = derive(derive(self.seed, draw), sample)
+        seed = derive(derive(self.seed, self.first + draw), sample)
         problem = self.problems[draw]
         limits = self.task.limits(problem)
         generate = Episode(self, draw, sample, next(self.sessions), seed, limits)

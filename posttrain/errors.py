@@ -41,6 +41,10 @@ class Waiting(Interrupted):
     """The run ends until people have done their part; then `resume` goes on. Exit code 0."""
 
 
+class PeerFailed(Exception):
+    """Another process of the run has ended or does not answer. Exit code 75."""
+
+
 # Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
 RENAMED = {
     "agreement.least": "min_agreement",

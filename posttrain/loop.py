@@ -34,6 +34,7 @@ from posttrain.runs.layout import Row, TokenArrays
 from posttrain.runs.metrics import Best, best_score, group_metrics, merge
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
+from posttrain.system.world import World, current
 from posttrain.train import checkpoint
 from posttrain.train.pack import mini_batches
 from posttrain.train.saving import Store
@@ -119,6 +120,7 @@ class Loop:
     state: State = field(default_factory=dict)  # the algorithm's
     ended: bool = False  # `on_step` asked for no further step
     identities: dict[str, JSON] | None = None  # derived: of the frozen models
+    world: World = field(default_factory=current)
     stage_monitor: StageMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,14 +153,16 @@ class Loop:
                 with monitor.step(self.step + 1):
                     figures = self.one_step()
                 seconds = time.perf_counter() - began
-                self.elapsed += seconds
                 speed = figures["tokens"] / seconds
                 figures |= {"seconds/total": seconds, "tokens_per_second": speed}
+                # what is decided from them, all processes decide
+                figures, self.elapsed = self.world.same([figures, self.elapsed + seconds])
                 if is_due(self.step, schedule.evaluate_every, last=self.finished()):
                     figures |= self.measure()
                 self.report(console, figures)
                 monitor.after(self.step, figures)
-                interrupted = self.interrupt.requested
+                flags = self.world.gather([self.interrupt.requested, self.ended])
+                interrupted, self.ended = (any(each) for each in zip(*flags, strict=True))
                 due = is_due(self.step, schedule.checkpoint_every) and not self.finished()
                 if interrupted or due:
                     monitor.check_frozen(self.step)
@@ -269,7 +273,8 @@ class Loop:
         before, self.best = self.best, best_score(self.best, self.step, figures)
         if self.keep_best and self.best is not before:
             weights = self.trainer.learners[0].weights()
-            self.checkpoints.keep(checkpoint.Checkpoint(self.step, weights, {}, {}))
+            if self.world.first:
+                self.checkpoints.keep(checkpoint.Checkpoint(self.step, weights, {}, {}))
         return figures
 
     def take_best(self) -> None:
@@ -304,6 +309,8 @@ class Loop:
         self, step: int, groups: Sequence[Group], trained: Sequence[TrainedArrays]
     ) -> None:
         """Write the rollouts of a step as text and, of those that were trained on, the arrays of the prepared step."""
+        if not self.world.first:
+            return
         rollouts = [r for g in groups for r in g.rollouts]
         found: list[dict[str, np.ndarray] | None] = [None] * len(rollouts)
         for one in trained:
@@ -347,7 +354,8 @@ class Loop:
             **self.stage_monitor.state(),
         }
         weights, moments = self.trainer.weights(), self.trainer.moments()
-        self.checkpoints.save(checkpoint.Checkpoint(self.step, weights, moments, state))
+        if self.world.first:
+            self.checkpoints.save(checkpoint.Checkpoint(self.step, weights, moments, state))
 
     def frozen(self) -> dict[str, JSON]:
         """Identities of the frozen models, by their weights; computed once."""
@@ -361,7 +369,7 @@ class Loop:
 
     def resume(self) -> None:
         """Restore the newest checkpoint that verifies; report what was wrong with newer ones."""
-        path, problems = self.checkpoints.newest()
+        path, problems = self.newest()
         for problem in problems:
             self.writer.events.emit("damaged", problem, "warning", stage=self.stage)
         if path is None:
@@ -379,6 +387,12 @@ class Loop:
             text = f"{path} is not of this stage ({what}); remove it, then resume"
             raise UserError(text) from error
         self.writer.resumed(self.stage, self.step)
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that verifies, by the process that writes them, and what was wrong with newer ones."""
+        path, problems = self.checkpoints.newest() if self.world.first else (None, [])
+        place, problems = self.world.same([None if path is None else str(path), problems])
+        return None if place is None else Path(place), problems
 
     def restore(self, saved: checkpoint.Checkpoint, path: Path) -> None:
         """Put everything back; the generators last, because the rest may draw from them."""

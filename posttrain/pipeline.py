@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import platform
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    redirect_stdout,
+    suppress,
+)
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -49,6 +58,8 @@ from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder, explained
 from posttrain.system.workers import WorkerPool
+from posttrain.system.world import World, current
+from posttrain.train import processes
 from posttrain.trust import trusting
 from posttrain.types import JSON
 
@@ -56,7 +67,9 @@ from posttrain.types import JSON
 def start(settings: Settings, on_step: OnStep | None = None) -> Path:
     """Start a new run and go on to its end; returns its directory. `on_step` is called after each training step, see loop.py. With
     `again` or `only` the directory may hold a run already: stages that are done and have not changed are left alone."""
-    directory = Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
+    if follows(settings):
+        return follow(settings)
+    directory = place(settings)
     check_only(settings, directory)
     tree = config.to_config(settings)
     continued = bool(settings.again or settings.only) and (directory / CONFIG).is_file()
@@ -100,9 +113,9 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     the work is done, and stages that have not begun; `arguments` may also make a stage longer, of a complete run too. What would make
     it another run is refused."""
     run = Run(directory)
-    check_format(run)
-    pairs = dict(config.pair(argument) for argument in arguments)
-    settings = config.from_config(run.config, str(directory / "config.yaml"), pairs, allow_code)
+    settings, pairs = settings_of(run, allow_code, arguments)
+    if follows(settings):
+        return follow(settings)
     complete = (
         f"{directory} is complete; see {directory / SUMMARY}, or start another with 'posttrain run'"
     )
@@ -121,6 +134,42 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
         writer.event("config", {"config": tree, "changed": list(found.named)})
         _run(settings, writer)
     return directory
+
+
+def settings_of(
+    run: Run, allow_code: bool, arguments: Sequence[str]
+) -> tuple[Settings, dict[str, JSON]]:
+    """The settings of a run that goes on, and those of them that were given now."""
+    check_format(run)
+    pairs = dict(config.pair(argument) for argument in arguments)
+    place = str(run.directory / CONFIG)
+    return config.from_config(run.config, place, pairs, allow_code), pairs
+
+
+def follows(settings: Settings) -> bool:
+    """Whether this is one of several processes, and not the one that writes the run directory. Refuses a number of processes that
+    nobody has started, or that cannot share a step."""
+    count = settings.processes
+    check_processes(settings, max(count, processes.size()))
+    started = processes.size() if processes.size() > 1 or count == 1 else 0
+    how = "start it with the command 'posttrain', or with torchrun"
+    require(started > 0, f"processes={count}: a program cannot start itself again; {how}")
+    same = count in (1, processes.size())
+    require(same, f"processes={count}, and torchrun has started {processes.size()}; leave it out")
+    return processes.rank() > 0
+
+
+def check_processes(settings: Settings, count: int) -> None:
+    """Refuse more processes than there are GPUs, or than a step of a stage has something to do for."""
+    if count > 1 and machine.device(settings.device).startswith("cuda"):
+        processes.check_devices(min(count, settings.processes) if settings.processes > 1 else 1)
+    for stage in (stage for stage in settings.recipe.stages if stage.shares):
+        there = getattr(stage, stage.shares)
+        few = (
+            f"{stage.name}.{stage.shares}={there}: {count} processes cannot share a step of {there}"
+        )
+        advice = f"use processes={there} or fewer, or raise {stage.name}.{stage.shares}"
+        require(there >= count, f"{few}; {advice}")
 
 
 def check_format(run: Run) -> None:
@@ -168,6 +217,11 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     return found
 
 
+def place(settings: Settings) -> Path:
+    """Where a new run is written: as set, or the first directory under runs/ that does not exist."""
+    return Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
+
+
 def fresh(root: Path, name: str) -> Path:
     """The first directory root/name-N that does not exist."""
     numbered = (root / f"{name}-{number}" for number in count(1))
@@ -177,7 +231,8 @@ def fresh(root: Path, name: str) -> Path:
 def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -> None:
     began = time.perf_counter()
     # worker processes are forked before anything uses CUDA or starts a thread
-    with trusting(settings.trust), worker_pool(settings.recipe.stages) as workers:
+    with trusting(settings.trust), worker_pool(settings.recipe.stages) as workers, joined(settings):
+        current().same(str(writer.directory))
         context = _run_stages(settings, writer, workers, on_step)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
@@ -195,39 +250,94 @@ def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -
     conclude(settings, context, *drawn)
 
 
+def follow(settings: Settings) -> Path:
+    """Work with the first process of several, which writes the run directory; returns that. What this one says of its own is kept
+    apart and forgotten."""
+    with (
+        trusting(settings.trust),
+        worker_pool(settings.recipe.stages) as workers,
+        tempfile.TemporaryDirectory() as folder,
+        RunWriter(Path(folder)) as writer,
+        redirect_stdout(io.StringIO()),
+        joined(settings),
+    ):
+        place = Path(str(current().same(None)))
+        _run_stages(settings, writer, workers, None, place)
+    return place
+
+
+def joined(settings: Settings) -> AbstractContextManager[World]:
+    """This process with those that were started with it, which must have the same versions and the same to do."""
+    tree = {**config.to_config(settings), "out": "", "processes": 0}
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
+    sharding = {"auto": "auto", "ddp": "never", "fsdp": "always"}[settings.parallel]
+    identity = {**versions(), "settings": digest[:12]}
+    return processes.joined(machine.device(settings.device), sharding, identity)
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {
+        "posttrain": VERSION,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def _run_stages(
-    settings: Settings, writer: RunWriter, workers: WorkerPool, on_step: OnStep | None
+    settings: Settings,
+    writer: RunWriter,
+    workers: WorkerPool,
+    on_step: OnStep | None,
+    place: Path | None = None,
 ) -> Context:
+    """Run the stages; `place` is the run directory where another process writes it."""
     import torch
 
     from posttrain.train.saving import Saving
     from posttrain.train.torch_settings import use_deterministic_kernels
 
     device, stages = machine.device(settings.device), settings.recipe.stages
+    world = current()
     missing = device.startswith("cuda") and not torch.cuda.is_available()
     require(not missing, f"device={device}: torch sees no CUDA device here; use device=cpu")
+    device = processes.local_device(device)
     check_device(device)
     shared = writer, settings.seed, device
-    due = unfinished(stages, Context(*shared), settings.only)
+    due = unfinished(stages, Context(*shared, place=place), settings.only)
     # what the first one reads at once need not be read twice
     reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
     check_stages(stages, settings.seed, device, [stage.name for stage in due], reading)
     if settings.deterministic:
         use_deterministic_kernels(device)
     torch.manual_seed(settings.seed)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    threads = settings.threads
+    if world.size > 1 and not threads:
+        threads = max(1, machine.cores() // world.size)
+    if threads:
+        torch.set_num_threads(threads)
     keep, hook = settings.checkpoint_keep, settings.checkpoint_hook
     saving = Saving(keep=keep, synchronous=settings.checkpoint_sync, hook=hook)
     with ExitStack() as stack:
         trackers = None
-        if settings.trackers:
+        if settings.trackers and place is None:
             trackers = Trackers.open(settings.trackers, writer, config.to_config(settings))
             stack.enter_context(closing(trackers))
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
-        interrupt = stack.enter_context(interrupts(writer.directory))
-        rest = interrupt, trackers, settings.threads
-        context = Context(*shared, *rest, saving=saving, on_step=on_step, workers=workers)
+        interrupt = stack.enter_context(interrupts(place or writer.directory))
+        rest = interrupt, trackers, threads
+        context = Context(
+            *shared,
+            *rest,
+            saving=saving,
+            on_step=on_step,
+            workers=workers,
+            say=place is None,
+            place=place,
+        )
         run_stages(stages, context, settings.only, settings.again)
     return context
 
@@ -242,7 +352,8 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         if interrupt.requested:
             raise KeyboardInterrupt
         interrupt.requested = True
-        console.write_text("\nstopping after this step (again: at once)\n", sys.stderr)
+        if current().first:
+            console.write_text("\nstopping after this step (again: at once)\n", sys.stderr)
 
     previous = {}
     with suppress(ValueError):  # not in the main thread: the program that embeds us handles signals
@@ -271,9 +382,6 @@ def _export(context: Context, settings: Settings) -> None:
 
 
 def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, JSON]:
-    import torch
-    import transformers
-
     tree = config.to_config(settings)
     results = {stage.name: context.result(stage.name) or {} for stage in settings.recipe.stages}
     lineage = {name: result.pop("lineage", None) for name, result in results.items()}
@@ -288,12 +396,7 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
         "seconds": round(seconds, 1),
         "attempts": context.writer.attempt,
         "config_sha256": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
-        "versions": {
-            "posttrain": VERSION,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
 
 

@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "data": f"{LEAVES} ops system.files",
     "models": f"{LEAVES} ops data.safe_readers system.files",
     "engine": f"{MODELS} system",
-    "train": f"{MODELS} system.files algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking rewards._models",
+    "train": f"{MODELS} system.files system.world algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking"
+    " rewards._models",
     "evals": f"{LEAVES} collect tasks rewards.compose runs ops.kl data.steps data.stream data.text engine.sampler",
     "episodes": f"{LEAVES} system rewards tasks data engine.random",
     "collect": f"{BELOW_COLLECT} episodes runs.metrics",
@@ -58,7 +59,7 @@ MAY_IMPORT = {
     "pipeline": f"{LOOP} runs loop stages recipes config monitor __version__",
     "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline serve __version__",
     "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe",
-    "cluster": f"{MODELS} train",
+    "cluster": f"{MODELS} system train runs.layout runs.console",
     "serve": f"{MODELS} engine",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream system.files runs.read runs.layout "

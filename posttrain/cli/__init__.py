@@ -5,6 +5,7 @@ A command file has a docstring (its help), `EXAMPLE`, `add_arguments(parser)` an
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,13 +14,15 @@ from typing import NoReturn
 from posttrain import __version__ as VERSION
 from posttrain import catalogue
 from posttrain.cli.base import fail, print_lines
-from posttrain.errors import GuardStop, Interrupted, UserError, Waiting, unknown
+from posttrain.errors import GuardStop, Interrupted, PeerFailed, UserError, Waiting, unknown
+from posttrain.system.processes import PEER_FAILED, STARTED, end_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 a crash (with its traceback) or doctor reported a problem, 2 bad input, 3 stopped by a
-    guard, 130 interrupted."""
+    guard, 75 another process of the run was lost, 130 interrupted."""
     try:
+        end_with_parent()
         options = parse(sys.argv[1:] if arguments is None else arguments)
         return options.call(options) or 0
     except UserError as error:
@@ -32,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as error:
         more = f"; continue with: posttrain resume {error.directory}" if error.directory else ""
         return fail(f"{error}{more}", 130)
+    except PeerFailed as error:
+        # the process that started them says which one failed
+        return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except BrokenPipeError:

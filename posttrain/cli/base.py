@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imports numpy
+    from pathlib import Path
+
+    from posttrain.config import Settings
     from posttrain.types import JSON
 
 TRUST = "trust the YAML file or the run like a program: code, addresses and files it names"
@@ -37,6 +40,24 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def print_json(value: JSON, indent: int | None = 2) -> None:
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")
+
+
+def to_be_started(settings: Settings) -> bool:
+    """Whether a run asks for several processes, and this is not one of them."""
+    from posttrain.train import processes
+
+    return settings.processes > 1 and processes.size() == 1
+
+
+def start_processes(words: list[str], allow_code: bool, settings: Settings, directory: Path) -> int:
+    """Run the same command in several processes; its exit code."""
+    from posttrain.cluster.launch import launch
+    from posttrain.pipeline import check_processes
+
+    check_processes(settings, settings.processes)
+    return launch(
+        [*words, *(["--allow-code"] if allow_code else [])], settings.processes, directory
+    )
 
 
 def fail(text: str, code: int) -> int:

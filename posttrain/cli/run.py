@@ -6,7 +6,14 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.cli.base import add_allow_code, add_settings, print_lines, report_sweep
+from posttrain.cli.base import (
+    add_allow_code,
+    add_settings,
+    print_lines,
+    report_sweep,
+    start_processes,
+    to_be_started,
+)
 from posttrain.errors import UserError
 
 EXAMPLE = "posttrain run quickstart seed=1 rl.lr=1e-4"
@@ -61,5 +68,10 @@ def call(options: argparse.Namespace) -> int | None:
     if sweep.axes(options.settings, options.sweep)[1]:
         words = options.recipe, options.settings, options.sweep
         return report_sweep(sweep.run(*words, options.allow_code))
-    pipeline.start(config.parse(options.recipe, options.settings, options.allow_code))
+    settings = config.parse(options.recipe, options.settings, options.allow_code)
+    if to_be_started(settings):
+        directory = pipeline.place(settings)
+        command = ["run", options.recipe, *options.settings, f"out={directory}"]
+        return start_processes(command, options.allow_code, settings, directory)
+    pipeline.start(settings)
     return None

@@ -139,6 +139,10 @@ def run(
     settings = config.parse(recipe, common, allow_code, source)
     whole = not settings.only and not settings.again
     require(whole, "a sweep runs whole pipelines: leave out only and again")
+    single = (
+        "the runs of a sweep have one process each: leave out processes, or start them one by one"
+    )
+    require(settings.processes == 1, single)
     out = dict(config.pair(argument) for argument in plain).get("out")
     directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     check_tree(directory)

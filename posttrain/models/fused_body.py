@@ -3,6 +3,9 @@ input done as one, and the element-wise rest one pass over memory each way."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +19,7 @@ from posttrain.models.layers import (
     Projection,
     RopeTable,
     describe,
+    describe_layer,
     prove,
     report_plain_path,
 )
@@ -26,18 +30,31 @@ from posttrain.ops.fused import add_norm, gated, rotate
 class FusedBody:
     """Final hidden states of flat tokens, differentiable in the module's parameters."""
 
-    def __init__(self, described: ModelDescription):
-        self.described = described
+    def __init__(self, described: ModelDescription, sharded: bool = False):
+        self.described, self.sharded = described, sharded
 
     def hidden(self, id_T: Tensor, position_T: Tensor, positions: int, attend: Attend) -> Tensor:
         """[T] ids at positions below `positions` -> [T, H]."""
         body = self.described.body
         x, y, rope = self.embed(id_T), None, self.described.rope_table(positions)
         recomputed = body.gradient_checkpointing and torch.is_grad_enabled()
-        for layer in self.described.layers:
-            given = (layer, x, y, rope, position_T, attend)
-            x, y = checkpoint(_layer, *given, use_reentrant=False) if recomputed else _layer(*given)
+        for number in range(len(self.described.layers)):
+            given = (number, x, y, rope, position_T, attend)
+            x, y = (
+                checkpoint(self.layer, *given, use_reentrant=False)
+                if recomputed
+                else self.layer(*given)
+            )
         return _add_norm(x, y, self.described.norm)[1]
+
+    def layer(self, number: int, *given: Any) -> tuple[Tensor, Tensor]:
+        """One layer; of a sharded model with its weights gathered."""
+        described = self.described.layers[number]
+        if not self.sharded:
+            return _layer(described, *given)
+        module = self.described.body.layers[number]
+        # FSDP looks for tensors in what is given: those of the description would get gradients
+        return module.within(partial(_gathered, module, described), *given)[1]  # type: ignore[no-any-return]
 
     def embed(self, id_T: Tensor) -> Tensor:
         return self.described.body.embed_tokens(id_T)  # type: ignore[no-any-return]
@@ -45,7 +62,7 @@ class FusedBody:
     def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
         rope = self.described.rope_table(max(packed.lengths))
         attend = attend_packed(packed.lengths, x_TH.device)
-        x, y = _layer(self.described.layers[number], x_TH, None, rope, position_T, attend)
+        x, y = self.layer(number, x_TH, None, rope, position_T, attend)
         return x + y
 
     def final_norm(self, x_TH: Tensor) -> Tensor:
@@ -79,6 +96,13 @@ def _layer(
     return x, _linear(layer.down, gated(_linear(layer.gate_up, inner), layer.tanh))
 
 
+def _gathered(module: Any, described: LayerDescription, *given: Any) -> tuple[Tensor, Tensor]:
+    """A layer whose parameters are others since its weights were gathered."""
+    now = describe_layer(described.number, module, described.rule)
+    assert isinstance(now, LayerDescription)
+    return _layer(now, *given)
+
+
 def _add_norm(x: Tensor, y: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     return add_norm(x, y, norm.weight, norm.epsilon, norm.shifted)
 
@@ -105,7 +129,7 @@ def fused_body(network: Network) -> FusedBody | None:
     described = _fitting(network)
     reason = described
     if isinstance(described, ModelDescription):
-        body = FusedBody(described)
+        body = FusedBody(described, network.sharded is not None)
         reason = prove(network, described, "training", lambda: body)
         if not reason:
             return body

@@ -173,7 +173,10 @@ def describe(network: Network) -> ModelDescription | str:
     listed = isinstance(getattr(body, "layers", None), nn.ModuleList)
     if not listed or _parts(body) != BODY:
         return f"{type(body).__name__} is not built like a Llama"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in body.modules()):
+    # those of a sharded one gather its weights, also for another pass (Network.within)
+    if not network.sharded and any(
+        m._forward_hooks or m._forward_pre_hooks for m in body.modules()
+    ):
         return "the model has hooks"
     kind = getattr(body.rotary_emb, "rope_type", "")
     if not isinstance(kind, str) or kind not in STATIC_ROPE:
@@ -188,7 +191,7 @@ def describe(network: Network) -> ModelDescription | str:
         return rules
     layers = []
     for number, module in enumerate(body.layers):
-        layer = _layer(number, module, rules[number])
+        layer = describe_layer(number, module, rules[number])
         if isinstance(layer, str):
             return layer
         layers.append(layer)
@@ -216,7 +219,8 @@ def _tanh(activation: nn.Module) -> bool | None:
     return False if "silu" in name else True if name in ("gelutanh", "pytorchgelutanh") else None
 
 
-def _layer(number: int, module: Any, rule: Rule) -> LayerDescription | str:
+def describe_layer(number: int, module: Any, rule: Rule) -> LayerDescription | str:
+    """The description of one layer, with its parameters as they are now."""
     attention, mlp = module.self_attn, module.mlp
     projections = qkv, out, gate_up, down = (
         Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from posttrain.models.attention import LAYOUT, Packed, install
 from posttrain.models.load import FEWER, check_positions
 from posttrain.ops.logprobs import Head, head_logits
 
+Result = TypeVar("Result")
 HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
 
 
@@ -27,6 +29,7 @@ class Network:
     tokenizer: Any
     source: str
     events = Events()  # for messages about the model: the run's, where a stage loaded it
+    sharded: Any = None  # train/sharding.py: where the weights are spread over processes
 
     @property
     def device(self) -> torch.device:
@@ -39,6 +42,12 @@ class Network:
     @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
+
+    def within(self, function: Callable[..., Result], *given: Any) -> Result:
+        """What a function of the weights gives, with those of a sharded network gathered where it reads them."""
+        if self.sharded is None:
+            return function(*given)
+        return self.model.within(partial(function, *given))[1]  # type: ignore[no-any-return]
 
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
         """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""

@@ -10,8 +10,9 @@ from posttrain.types import JSON
 # Settings that decide how the work is done, or what is looked at, but not what is learned. Threads and devices may change the last
 # bits of a number; a micro-batch budget does not change a batch.
 _HARMLESS = """
-    name device deterministic threads trackers checkpoint_hook checkpoint_sync checkpoint_keep token_budget checkpointing release_cache
-    max_rows checkpoint_every evaluate_every evaluate_problems evaluate_units rollouts_every reference_device watch_kl monitor
+    name device deterministic threads processes parallel trackers checkpoint_hook checkpoint_sync checkpoint_keep token_budget
+    checkpointing release_cache max_rows checkpoint_every evaluate_every evaluate_problems evaluate_units rollouts_every
+    reference_device watch_kl monitor
 """
 HARMLESS = frozenset(_HARMLESS.split())
 # of which these decide what a stage with keep=best exports

@@ -42,7 +42,9 @@ from posttrain.stages import _lineage
 from posttrain.stages._plan import DryRun
 from posttrain.system.files import atomic_write, read_json
 from posttrain.system.workers import WorkerPool
+from posttrain.system.world import ALONE, current, using
 from posttrain.tasks.base import Task
+from posttrain.train.parts import gathering, plain_network
 from posttrain.train.saving import Saving, Store
 from posttrain.train.torch_settings import use_threads
 from posttrain.types import JSON, Sampler
@@ -64,6 +66,8 @@ class Context:
     saving: Saving = field(default_factory=Saving)  # how checkpoints are written
     on_step: OnStep | None = None  # called after each training step
     workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
+    # the run, where another process writes it and `writer` is of this process alone
+    place: Path | None = None
 
     def __post_init__(self) -> None:
         self.events.show = print_message if self.say else lambda event: None
@@ -75,7 +79,12 @@ class Context:
 
     @property
     def directory(self) -> Path:
-        return self.writer.directory
+        return self.place or self.writer.directory
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the run directory."""
+        return self.place is None
 
     def folder(self, stage: str) -> Path:
         return self.directory / "stages" / stage
@@ -102,7 +111,15 @@ class Context:
     ) -> None:
         """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and also kept
         in peft's format."""
-        adapter, folder = None, self.folder(stage) / name
+        network = plain_network(network)
+        if self.writes:
+            self._save_model(stage, network, lora, name)
+        current().same(None)  # it is there for all processes
+
+    def _save_model(
+        self, stage: str, network: Policy | Scorer, lora: Lora | None, name: str
+    ) -> None:
+        adapter = None
         if lora is not None:
             dtype, adapter = str(network.dtype).removeprefix("torch."), peft_files(network, lora)
             kept = merge_adapters(network.model)
@@ -112,10 +129,13 @@ class Context:
                     f" differ from the base; {name}/adapter has the adapters themselves, for peft"
                 )
                 self.announce(stage, [line])
+        folder = self.folder(stage) / name
         save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
         """Keep per-problem results, or data that was made, with the stage's result."""
+        if not self.writes:
+            return
         path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
@@ -160,6 +180,9 @@ class Stage(Checked, ABC):
 
     # what a later stage can use of it by its name: a model or data; "": neither; None: not known
     leaves: ClassVar[str | None] = None
+    # whether several processes run it together; else the first alone
+    together: ClassVar[bool] = False
+    shares: ClassVar[str] = ""  # the key that says how much of a step there is for them to share
     reads_first: ClassVar[bool] = (
         False  # whether its plan, and its run before all else, reads its data as `check_data` does
     )
@@ -283,7 +306,10 @@ def run_stages(
         with worker_pool(stages) as workers:
             run_stages(stages, replace(context, workers=workers), only, again)
         return
-    names = check_names(stages, only)
+    if not context.writes:
+        follow_stages(stages, context)
+        return
+    names, world = check_names(stages, only), current()
     for stage in unfinished(stages, context, only):
         context.announce(stage.name, stage.warnings(), "warning")
     for place, stage in enumerate(stages):
@@ -315,11 +341,28 @@ def run_stages(
         context.begin(stage.name, now)
         context.events.emit("stage", stage=stage.name)
         began = time.perf_counter()
-        with context.events.at(stage.name), prefixed(stage.name):
+        world.begin(stage.name, stage.together)
+        with (
+            context.events.at(stage.name),
+            prefixed(stage.name),
+            using(world if stage.together else ALONE),
+        ):
             result = stage.run(context)
         made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
         seconds = time.perf_counter() - began
         context.finish(stage.name, {"seconds": seconds, **result, "lineage": made})
+        world.end()
+    world.begin("", together=True)
+
+
+def follow_stages(stages: Sequence[Stage], context: Context) -> None:
+    """Run what the first process runs with the others; what it makes is in the run directory when all have ended."""
+    world, named = current(), {stage.name: stage for stage in stages}
+    while name := world.begin("", together=True):
+        if name in named:
+            with context.events.at(name), prefixed(name):
+                named[name].run(context)
+        world.end()
 
 
 def unfinished(
@@ -381,8 +424,9 @@ def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: s
 
 
 def make_sampler(policy: Policy, rows: int = 0, processes: int = 0) -> Sampler:
-    """The engine in this process; see `Context.sampler`."""
-    return Engine(policy, rows or (1024 if policy.device.type == "cuda" else 256), processes)
+    """The engine in this process; see `Context.sampler`. With weights that are spread over processes, on a copy of them."""
+    rows = rows or (1024 if policy.device.type == "cuda" else 256)
+    return gathering(policy, lambda whole: Engine(whole, rows, processes))
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:

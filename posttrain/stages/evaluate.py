@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from typing import ClassVar
 
 from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
@@ -55,6 +56,8 @@ def answer_problems(
 class EvaluateStage(AnswerStage):
     """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy. `reference` gives
     KL(model || reference) on the answers, which must be samples then; `text` the perplexity on held-out text."""
+
+    together: ClassVar[bool] = True
 
     problems: Count = 500
     samples: Several = 1

@@ -51,6 +51,7 @@ class RLStage(ReferenceStage):
     needs besides the policy is made here: a frozen reference, a critic, pretraining text."""
 
     reads = ("rollouts",)
+    shares = "prompts"
     builds = ("critic", "pretraining", "proximal", "reference")
 
     task: Task

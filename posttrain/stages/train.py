@@ -47,6 +47,7 @@ class TrainStage(Stage):
     material comes from."""
 
     leaves: ClassVar[str | None] = "model"
+    together: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ()
     builds: ClassVar[tuple[str, ...]] = ("proximal",)
 
@@ -227,6 +228,7 @@ class DataStage(TrainStage):
     """A stage that learns from given examples: for a number of `steps` or for `epochs`, passes over what is not held out. It is
     measured every `evaluate_every` steps on a share `held_out` of the prompts, which is kept apart."""
 
+    shares = "batch"
     either: ClassVar[tuple[str, ...]] = ("steps", "epochs")  # one of the two is given
 
     steps: Count | None = None  # 300 where there are no epochs

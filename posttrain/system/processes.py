@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
+STARTED = "POSTTRAIN_STARTED"  # the process that started this one, where `processes=N` did
+PEER_FAILED = 75  # exit code of a process that lost another one of its run
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -46,6 +48,16 @@ def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
         code = 0
     finally:
         os._exit(code)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it as one of several."""
+    parent = os.environ.get(STARTED)
+    if parent is None or LIBC is None:
+        return
+    LIBC.prctl(DEATH_SIGNAL, signal.SIGKILL)
+    if str(os.getppid()) != parent:  # it died before the kernel was told
+        os._exit(PEER_FAILED)
 
 
 def end(pid: int, into: int | None, out: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
 from posttrain.system.files import MAX_FILE, atomic_folder, atomic_write, open_file, read_json
+from posttrain.train.parts import own_part, part_of
 from posttrain.types import JSON
 
 MANIFEST = "manifest.json"
@@ -62,7 +63,7 @@ def restore_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
         for name, tensor in own.items():
             saved, shape = tensors[name], tuple(tensor.shape)
             require(saved.shape == shape, f"{OTHER}: {name} is {tuple(saved.shape)}, not {shape}")
-            tensor.copy_(saved)
+            own_part(tensor).copy_(part_of(saved, tensor))
 
 
 def identity(module: nn.Module) -> str:

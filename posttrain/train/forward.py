@@ -23,6 +23,10 @@ SHARED = 4  # sequences that begin with at least this many equal tokens share th
 
 def forward(policy: Policy, batch: Batch) -> Outputs:
     """log pi and entropy at every loss token, 0 elsewhere. Token t is predicted by the hidden state before it, t - 1."""
+    return policy.within(_forward, policy, batch)
+
+
+def _forward(policy: Policy, batch: Batch) -> Outputs:
     hidden_KH, source_T = states(policy, batch)
     at = _sent(np.flatnonzero(host_mask(batch)), batch)
     before = at - 1 if source_T is None else source_T[at - 1]
@@ -60,6 +64,10 @@ def _sent(array: np.ndarray, batch: Batch) -> Tensor:
 
 def scores(scorer: Scorer, batch: Batch) -> Tensor:
     """[T]: a scorer's number for everything up to and with each token."""
+    return scorer.within(_scores, scorer, batch)
+
+
+def _scores(scorer: Scorer, batch: Batch) -> Tensor:
     hidden_KH, source_T = states(scorer, batch)
     score_K = scorer.score(hidden_KH)
     return score_K if source_T is None else score_K[source_T]

@@ -8,19 +8,22 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, UserError, require
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
+from posttrain.system.world import ALONE, current
 from posttrain.train import checkpoint
+from posttrain.train.parts import own_part, part_of, whole
 
 BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
 MIN_NARROW = 4096  # a tensor with fewer numbers keeps moments of 32 bits
@@ -99,13 +102,18 @@ class Optimizer:
         }
         require(bool(self.parameters), "the model has no trainable parameters")
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
+        # what this process keeps of each: all of it, or where it is sharded a part, in the same memory
+        self.parts: dict[str, Tensor] = {n: own_part(p) for n, p in self.parameters.items()}
         self.masters: dict[str, Tensor] = {
-            n: p.detach().float().clone() if narrow else p for n, p in self.parameters.items()
+            n: p.detach().float().clone() if narrow else p for n, p in self.parts.items()
         }
+        self.sharded = any(p is not self.parameters[n] for n, p in self.parts.items())
+        whole = "optimizer.moments=int8 needs whole weights, in blocks; use parallel=ddp, or leave it out"
+        require(not self.sharded or settings.moments != "int8", whole)
         # an earlier stage's optimizer must not take this one's gradients
         for handle in COLLECTORS.pop(module, ()):
             handle.remove()
-        if narrow:
+        if narrow or self.sharded:
             COLLECTORS[module] = [
                 p.register_post_accumulate_grad_hook(self._collect(self.masters[name]))  # type: ignore[no-untyped-call]
                 for name, p in self.parameters.items()
@@ -129,9 +137,8 @@ class Optimizer:
 
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            master.grad = (
-                parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
-            )
+            found = own_part(parameter.grad)
+            master.grad = found.to(master.dtype) if master.grad is None else master.grad.add_(found)
             parameter.grad = None
 
         return hook
@@ -142,11 +149,15 @@ class Optimizer:
     def norm(self) -> Tensor:
         """The norm of the whole gradient, in float32."""
         gradients = [g.detach() for g in self.gradients()]
-        if not gradients:
+        if not gradients and not self.sharded:
             return torch.zeros(())
         norms = [n.float() for n in torch._foreach_norm(gradients, 2.0)]
-        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return whole
+        found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        if self.sharded:
+            squared = found.double().square()
+            dist.all_reduce(squared)
+            found = squared.sqrt()
+        return found
 
     def step(self, rate: float, norm: float | None = None) -> float:
         """Clip to the global norm and update; returns the norm before clipping. A non-finite gradient changes nothing. `norm` is
@@ -161,9 +172,9 @@ class Optimizer:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         self._update()
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
+            for name, part in self.parts.items():
+                if self.masters[name] is not part:
+                    part.copy_(self.masters[name])
         self.zero()
         return norm
 
@@ -181,24 +192,26 @@ class Optimizer:
             tensor.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, by parameter name."""
-        tensors: dict[str, Tensor] = {}
+        """Everything a resumed run needs, by parameter name; of sharded weights, in the first process."""
+        return of_first(self._tensors()) if self.sharded else dict(self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                tensors[f"master.{name}"] = master
+            like = self.parameters[name]
+            if master is not self.parts[name]:
+                yield f"master.{name}", whole(master, like)
             for key, value in self.adam.state.get(master, {}).items():
-                parts = {"": value}
+                parts = {"": value if value.ndim == 0 else whole(value, like)}
                 if hasattr(value, "codes"):
                     parts = {"_codes": value.codes, "_scale": value.scale}
-                tensors |= {f"{key}{part}.{name}": tensor for part, tensor in parts.items()}
-        return tensors
+                yield from ((f"{key}{part}.{name}", tensor) for part, tensor in parts.items())
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Put saved moments and master weights back, bit for bit."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 if f"master.{name}" in tensors:
-                    master.copy_(tensors[f"master.{name}"])
+                    master.copy_(part_of(tensors[f"master.{name}"], self.parameters[name]))
                 if f"step.{name}" in tensors:
                     keys = ("step", "exp_avg", "exp_avg_sq")
                     self.adam.state[master] = {k: self._moment(tensors, k, name) for k in keys}
@@ -207,18 +220,18 @@ class Optimizer:
         master, narrow = self.masters[name], self.settings.moments == "int8"
         if key == "step":  # torchao counts on the CPU
             return tensors[f"step.{name}"].clone().to("cpu" if narrow else master.device)
-        whole = tensors.get(f"{key}.{name}")
+        saved = tensors.get(f"{key}.{name}")
         int8 = "the checkpoint has moments of 8 bits: go on with optimizer.moments=int8"
-        require(narrow or whole is not None, int8)
+        require(narrow or saved is not None, int8)
         blocks = narrow and master.numel() >= MIN_NARROW and master.numel() % BLOCK == 0
-        if whole is not None and not blocks:
-            return whole.clone().to(master.device)
+        if saved is not None and not blocks:
+            return part_of(saved, self.parameters[name]).clone().to(master.device)
         from torchao.optim.subclass_8bit import OptimState8bit
 
         signed, kind = key == "exp_avg", (master.device, master.dtype)
         moment = OptimState8bit.zeros(master.shape, signed, BLOCK, *kind)
-        if whole is not None:  # of a run that began with float32
-            return moment.copy_(whole.to(master.device))  # type: ignore[no-any-return]
+        if saved is not None:  # of a run that began with float32
+            return moment.copy_(saved.to(master.device))  # type: ignore[no-any-return]
         moment.codes.copy_(tensors[f"{key}_codes.{name}"])
         moment.scale.copy_(tensors[f"{key}_scale.{name}"])
         return moment  # type: ignore[no-any-return]
@@ -231,17 +244,23 @@ class Learner:
         self, name: str, network: Policy | Scorer, settings: Optimization, prefix: str = ""
     ):
         self.name, self.network, self.settings, self.prefix = name, network, settings, prefix
+        if current() is not ALONE:
+            from posttrain.train.sharding import spread
+
+            spread(network, settings.moment_bytes)
         self.optimizer = Optimizer(network.model, settings)
 
     @property
     def state_bytes(self) -> float:
         """Of gradients and moments."""
-        count = sum(p.numel() for p in self.optimizer.parameters.values())
+        count = sum(p.numel() for p in self.optimizer.parts.values())
         return (4 + self.settings.moment_bytes) * count
 
     def weights(self) -> dict[str, Tensor]:
-        """Everything that learns, by its name in a checkpoint."""
-        return self._named(checkpoint.weights(self.network.model))
+        """Everything that learns, by its name in a checkpoint; of a sharded network, in the first process."""
+        if self.network.sharded is None:
+            return self._named(checkpoint.weights(self.network.model))
+        return self._named(of_first(self.network.sharded.weights()))
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's state, by its name in a checkpoint."""
@@ -249,11 +268,18 @@ class Learner:
 
     def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         """Put back what `weights` and `moments` gave, under their own names, bit for bit."""
+        if self.network.sharded is not None:
+            self.network.sharded.reshard()
         checkpoint.restore_weights(self.network.model, weights)
         self.optimizer.restore(moments)
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {self.prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def of_first(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors in the host memory of the first process; the others help to put them together, and keep none."""
+    return {name: tensor.cpu() for name, tensor in tensors if current().first}
 
 
 def check_compiler(device: str) -> None:

@@ -250,7 +250,7 @@ def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
     The weights were fixed for the whole step before this, so the pieces add up to the same gradient however they are cut.
     """
     cuts, held = [0], 0
-    units = _run_ends(batch.unit_N)
+    units = unit_ends(batch)
     for begin, end in zip([0, *units], units, strict=False):
         tokens = batch.starts[end] - batch.starts[begin]
         if held and held + tokens > token_budget:
@@ -272,6 +272,11 @@ def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
     cuts = [len(ends) * i // count for i in range(count + 1)]
     dealt = [sorted(order[a:b].tolist()) for a, b in pairwise(cuts)]
     return [gather(batch, [n for one in groups for n in range(*members[one])]) for groups in dealt]
+
+
+def unit_ends(batch: Batch) -> list[int]:
+    """After which sequence each unit ends."""
+    return _run_ends(batch.unit_N)
 
 
 def _run_ends(numbers: Sequence[int]) -> list[int]:

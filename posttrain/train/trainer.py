@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
@@ -16,10 +18,13 @@ from posttrain.events import Events
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate
+from posttrain.system.world import current
+from posttrain.train import parallel
 from posttrain.train.forward import PASSES
 from posttrain.train.memory import at_hand, checkpointing_pays, set_checkpointing, step_bytes
 from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.pack import host_mask, micro_batches, with_loss
+from posttrain.train.parts import is_sharded, own_part
 from posttrain.train.roles.base import Addition, Role
 from posttrain.types import Batch, Metric, Outputs
 
@@ -65,6 +70,8 @@ class Trainer:
         own = Learner("policy", policy, settings)
         self.optimizer = own.optimizer
         self.learners = (own, *(role.learner for role in roles if role.learner is not None))
+        # then every pass is one of all processes
+        self.sharded = any(learner.network.sharded is not None for learner in self.learners)
         self.token_budget = settings.token_budget
         self.events = events or Events()
         self.checkpointed = self._choose_checkpointing(reserved_bytes)
@@ -76,7 +83,7 @@ class Trainer:
         if chosen == "auto" and have is not None:
             learning = sum(learner.state_bytes for learner in self.learners)
             need += step_bytes(networks, learning, self.token_budget, False)
-        on = checkpointing_pays(chosen, need, have)
+        on = current().any(checkpointing_pays(chosen, need, have))
         for network in networks:
             set_checkpointing(network.model, on)
         if on and chosen == "auto" and have is not None:
@@ -90,19 +97,25 @@ class Trainer:
 
     def _within_memory(self, work: Callable[[], Result]) -> Result:
         """What `work` gives; where memory runs out in it, with all gradients dropped and half the token budget, once in the trainer's
-        life. The weights of the loss are those of the whole step, so that smaller pieces add up to the same gradient."""
+        life. The weights of the loss are those of the whole step, so that smaller pieces add up to the same gradient. All processes
+        do so, where it happens in one; with sharded weights the others are in the middle of a pass, and the run ends."""
+        found, seen = list[Result](), ""
         try:
-            return work()
+            found.append(work())
         except torch.OutOfMemoryError as error:
-            if self.token_budget < self.settings.token_budget or self.token_budget < 2:
+            halved = self.token_budget < self.settings.token_budget or self.token_budget < 2
+            if halved or self.sharded:
                 raise
             seen = " ".join(str(error).split())[:120]
+        if not current().any(bool(seen)):
+            return found[0]
+        found.clear()
         self._drop()  # beyond the except: while the error is alive, so is the memory of the pass that failed
         self.token_budget //= 2
         self.events.emit(
             "memory",
-            f"memory: out of memory in training ({seen}); token_budget is halved to {self.token_budget} for the rest of the run, "
-            "and the step is done again: the gradient is the same; the next time stops",
+            f"memory: out of memory in training ({seen or 'in another process'}); token_budget is halved to {self.token_budget} "
+            "for the rest of the run, and the step is done again: the gradient is the same; the next time stops",
         )
         return work()
 
@@ -120,10 +133,15 @@ class Trainer:
         for role in self.roles:
             if role.columns and batch.sequences and (shown or not role.only_shown):
                 with role.resident(batch.ids_T.device):
-                    parts = self._each(batch, role.fill)
-                columns = {name: torch.cat([part[name] for part in parts]) for name in role.columns}
-                batch = batch.replace(**columns)
+                    parts = self._within_memory(partial(self._fill, role, batch))
+                columns = {n: torch.cat([part[n] for part in parts]) for n in role.columns if parts}
+                batch = batch.replace(**parallel.join_columns(columns, batch))
         return batch
+
+    def _fill(self, role: Role, batch: Batch) -> list[Mapping[str, Tensor]]:
+        """The columns of this process's share."""
+        pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
+        return [role.fill(piece) for piece in (*pieces, *idle)][: len(pieces)]
 
     def role_metrics(self, filled: Batch) -> list[Metric]:
         return [metric for role in self.roles for metric in role.metrics(filled)]
@@ -146,7 +164,20 @@ class Trainer:
         live = with_loss(batch)
         if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
-        metrics = self._within_memory(lambda: self._accumulate(live, added, meanwhile))
+        found = self._within_memory(lambda: self._accumulate(live, added, meanwhile))
+        metrics = [Metric("trained", int(host_mask(live).sum()), 1)]
+        for (
+            name,
+            own,
+        ) in found:  # beyond the work that may be done again: here processes wait for each other
+            summed = of_one_update(parallel.sum_metrics(own))
+            metrics += (
+                [replace(m, name=f"{name}/{m.name}") for m in summed if m.name != "loss"]
+                if name
+                else summed
+            )
+        for learner in () if self.sharded else self.learners:
+            parallel.sum_gradients(learner.optimizer)
         norms = [float(learner.optimizer.norm()) for learner in self.learners]
         self._check(metrics, norms)  # of everyone, before anyone moves
         for learner, norm in zip(self.learners, norms, strict=True):
@@ -163,23 +194,28 @@ class Trainer:
 
     def _accumulate(
         self, batch: Batch, added: Sequence[tuple[str, Addition]], meanwhile: Callable[[], None]
-    ) -> list[Metric]:
-        """Forward and backward over all micro-batches: the step's gradient is in the optimizers."""
+    ) -> list[tuple[str, list[Metric]]]:
+        """Forward and backward over all micro-batches of this process: its part of the step's gradient is in the optimizers. The
+        figures of the step, and by name those of what roles added."""
         # layers are checkpointed in training mode alone; nothing else differs in it
         for learner in self.learners:
             learner.network.model.train()
-        found = list[Metric]()
-        for piece in micro_batches(batch, self.token_budget):
-            found += self.forward_backward(piece)
-            meanwhile()
-        trained = int(host_mask(batch).sum())
-        metrics = [Metric("trained", trained, 1), *of_one_update(found)]
+        found = [("", self._passes(batch, meanwhile))]
         for name, more in added if "policy" not in batch.resting else ():
-            pieces = micro_batches(with_loss(more.batch), self.token_budget)
-            found = [m for piece in pieces for m in self.forward_backward(piece, more.algorithm)]
-            parts = [m for m in of_one_update(found) if m.name != "loss"]
-            metrics += [replace(m, name=f"{name}/{m.name}") for m in parts]
-        return metrics
+            found.append((name, self._passes(with_loss(more.batch), lambda: None, more.algorithm)))
+        return found
+
+    def _passes(
+        self, batch: Batch, meanwhile: Callable[[], None], algorithm: Algorithm | None = None
+    ) -> list[Metric]:
+        pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
+        found = list[Metric]()
+        for piece in pieces:
+            found += self.forward_backward(piece, algorithm)
+            meanwhile()
+        for piece in idle:
+            self.forward_backward(piece, algorithm, 0.0)
+        return found
 
     def _check(self, metrics: Sequence[Metric], norms: Sequence[float]) -> None:
         """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
@@ -198,9 +234,11 @@ class Trainer:
             found = found.join(role.outputs(piece))
         return found
 
-    def forward_backward(self, piece: Batch, algorithm: Algorithm | None = None) -> list[Metric]:
+    def forward_backward(
+        self, piece: Batch, algorithm: Algorithm | None = None, factor: float = 1.0
+    ) -> list[Metric]:
         """Add one micro-batch's gradient; the loss is a plain sum, because the weights are those of the whole step. `algorithm` is
-        that of a batch which a role added, and sees the model that learns alone."""
+        that of a batch which a role added, and sees the model that learns alone. A `factor` of 0 adds nothing."""
         more: list[Metric] = []
         if algorithm is None:
             outputs = self.outputs(piece)
@@ -211,7 +249,7 @@ class Trainer:
             terms = algorithm.terms(PASSES[algorithm.trains](self.policy, piece), piece)
         losses = [(term.name, (term.weight * term.loss).sum()) for term in terms.terms]
         total = torch.stack([loss for _, loss in losses]).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        (total if factor == 1.0 else factor * total).backward()  # type: ignore[no-untyped-call]
         named = [Metric(f"loss/{name}", loss.detach(), None) for name, loss in losses]
         return [Metric("loss", total.detach(), None), *named, *terms.metrics, *more]
 
@@ -225,6 +263,9 @@ class Trainer:
     @torch.no_grad()
     def checksum(self) -> int | None:
         """A checksum of every weight that must not move: the sum of their bits as integers. None where there are none."""
+        for learner in self.learners if self.sharded else ():
+            if learner.network.sharded is not None:
+                learner.network.sharded.reshard()
         models = [learner.network.model for learner in self.learners]
         still = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}
         learning = {id(p) for model in models for p in model.parameters() if p.requires_grad}
@@ -232,11 +273,21 @@ class Trainer:
             frozen = () if role.frozen is None else role.frozen.parameters()
             still |= {id(p): p for p in frozen if id(p) not in learning}
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        if not still:
+            return None
         sums = [
-            p.detach().contiguous().view(whole[p.element_size()]).sum(dtype=torch.int64).cpu()
+            own_part(p.detach())
+            .contiguous()
+            .view(whole[p.element_size()])
+            .sum(dtype=torch.int64)
+            .cpu()
             for p in still.values()
+            if current().first or is_sharded(p) or not self.sharded
         ]
-        return int(torch.stack(sums).sum()) if sums else None
+        found = torch.stack([torch.zeros((), dtype=torch.int64), *sums]).sum()
+        if self.sharded:  # what is whole in every process is counted in the first
+            dist.all_reduce(found)
+        return int(found)
 
     def weights(self) -> dict[str, Tensor]:
         """Everything that is trained, by name."""

@@ -50,6 +50,7 @@ AUDITED = {
         "data/safe_readers.py",
         "rewards/sandbox/mechanisms.py",
         "commands/doctor.py",
+        "cluster/launch.py",
         # the studio starts, stops and resumes runs and model servers, with posttrain's own command line
         "studio/jobs.py",
     },
@@ -66,6 +67,7 @@ AUDITED = {
         "system/workers.py",
         "serve/app.py",
         "serve/server.py",
+        "cluster/launch.py",
     },
     "multiprocessing": set(),
     "http": set(),

@@ -1,0 +1,67 @@
+"""The part of a tensor that this process keeps where it is sharded (a DTensor, rows of its first dimension), and the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from posttrain.models.policy import Network, Policy
+from posttrain.system.world import current
+from posttrain.types import Sampler
+
+N = TypeVar("N", bound=Network)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, in the same memory; a plain tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor.detach()
+    return sharded.to_local()  # type: ignore[no-any-return]
+
+
+def part_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """What of a whole tensor this process keeps, where `like` is sharded."""
+    if not is_sharded(like):
+        return tensor
+    rows = -(-len(tensor) // current().size)
+    found = tensor[rows * current().rank : rows * (current().rank + 1)]
+    assert found.shape == own_part(like).shape
+    return found
+
+
+def plain_network(network: N) -> N:
+    """A network with whole weights, for the first process to save: itself, or the plain twin of a sharded one, on the CPU."""
+    if network.sharded is None:
+        return network
+    return network.sharded.copied(torch.device("cpu"), current().first)  # type: ignore[no-any-return]
+
+
+def gathering(policy: Policy, make: Callable[[Policy], Sampler]) -> Sampler:
+    """A sampler of the policy; of one with sharded weights, on a copy of them."""
+    if policy.sharded is None:
+        return make(policy)
+    from posttrain.train.sharding import GatheringSampler
+
+    copied = policy.sharded.copied(policy.device)
+    return GatheringSampler(make(copied), copied, policy.sharded)
+
+
+def whole(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A sharded tensor put together; or the tensor whose part this is, sharded as `like` is. All processes must ask for it."""
+    sharded: Any = tensor
+    if like is not None and is_sharded(like):
+        from torch.distributed.tensor import DTensor
+
+        placed: Any = like
+        shape, stride = like.shape, like.stride()
+        mesh, placements = placed.device_mesh, placed.placements
+        sharded = DTensor.from_local(tensor, mesh, placements, shape=shape, stride=stride)
+    return sharded.detach().full_tensor() if is_sharded(sharded) else tensor

@@ -1,0 +1,172 @@
+"""Weights that learn, spread over the processes (FSDP2): each keeps a part of every tensor with its gradient and moments.
+
+torch's `fully_shard` gathers the weights of a layer for its pass and sums gradients while the backward pass goes on. What needs whole
+weights gets them from `Sharded`: a checkpoint, an export, and the copy that the engine generates with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from posttrain.errors import require
+from posttrain.models.fused_body import takes_fused_pass
+from posttrain.models.policy import Network, Policy
+from posttrain.models.scorer import Scorer
+from posttrain.system.world import current
+from posttrain.train import checkpoint
+from posttrain.train.memory import learning_bytes, weight_bytes
+from posttrain.train.parts import whole
+from posttrain.types import Completion, Outputs, Request, Sampler, Statistics
+
+ROOM = 0.5  # of a device: weights, gradients and moments beyond this are spread
+
+
+def wanted(network: Network, count: int, moments: float) -> bool:
+    """Whether the weights of a network that learns are to be spread: as set, or where they would take half of a GPU."""
+    world = current()
+    if world.sharding != "auto" or network.device.type != "cuda":
+        return world.sharding == "always"
+    learning = sum(size for _, size in learning_bytes(network, count, moments))
+    whole = torch.cuda.get_device_properties(network.device).total_memory
+    return world.any(weight_bytes(network) + learning > ROOM * whole)
+
+
+def spread(network: Policy | Scorer, moments: float) -> None:
+    """Have a network that learns, with the weights of the first process, in all processes: whole, or a part in each."""
+    learning = [p for p in network.model.parameters() if p.requires_grad]
+    for parameter in learning:
+        dist.broadcast(parameter.detach(), 0)
+    if network.sharded is None and wanted(network, sum(p.numel() for p in learning), moments):
+        network.sharded = Sharded(network)
+
+
+class Sharded:
+    """The sharded weights of a network, and a plain twin of it, which has no memory until it is asked for."""
+
+    def __init__(self, network: Policy | Scorer):
+        model: Any = network.model
+        wide = all(p.is_floating_point() for p in model.parameters())
+        require(wide, "weights in 4 bits cannot be spread over processes; use parallel=ddp")
+        # proved now, where its layers can be run one by one
+        takes_fused_pass(network)
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            for p in model.parameters()
+        }
+        self.network, self.device = network, network.device
+        self.plain: Policy | Scorer = replace(network, model=copy.deepcopy(model, memo))
+        self.plain.events = network.events
+        mesh = init_device_mesh(self.device.type, (current().size,))
+        narrow = network.dtype in (torch.bfloat16, torch.float16)
+        # sums over processes are made in float32
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
+        kinds = set(getattr(model, "_no_split_modules", None) or ())
+        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+            # the weights of the loss are those of the whole step: gradients add
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.within = MethodType(_within, module)
+            register_fsdp_forward_method(module, "within")
+
+    def weights(self, every: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights by name, one at a time; all processes must take them. Those that learn and persistent buffers, as
+        `checkpoint.weights`, or `every` parameter."""
+        model = self.reshard()
+        found = dict(model.named_parameters()) if every else checkpoint.weights(model)
+        for name, tensor in found.items():
+            yield name, whole(tensor)
+
+    def reshard(self) -> Any:
+        """The model with its sharded parameters in place: after a pass, some are whole."""
+        for module in self.network.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return self.network.model
+
+    def copied(self, device: torch.device, kept: bool = True) -> Policy | Scorer:
+        """The plain twin with whole weights on a device; where they are not to be `kept`, this process helps the others."""
+        twins = dict(self.plain.model.named_parameters())
+        for name, weight in self.weights(every=True):
+            if kept:
+                replace_parameter(self.plain.model, twins[name], weight.to(device))
+        if not kept:
+            return self.plain
+        buffers = dict(self.network.model.named_buffers())
+        for name, buffer in self.plain.model.named_buffers():
+            buffer.data = buffers[name].detach().to(device)
+        return self.plain
+
+
+def _within(model: nn.Module, function: Any, *given: Any) -> tuple[list[Tensor], Any]:
+    """A pass that is not the module's forward. Tensors of the result are returned apart: the hooks of FSDP look for them."""
+    found = function(*given)
+    tensors = list(found) if isinstance(found, tuple) else [found]
+    if isinstance(found, Outputs):
+        tensors = [*found.columns.values(), *(p.hidden_MH for p in found.predictions.values())]
+    return tensors, found
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: Tensor) -> None:
+    """Put a new parameter in the place, or places, of an old one."""
+    made = nn.Parameter(new, old.requires_grad)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter is old:
+                setattr(module, name, made)
+
+
+class GatheringSampler:
+    """A sampler with a copy of sharded weights: `publish` gathers them, `release` gives the memory of the copy back."""
+
+    def __init__(self, sampler: Sampler, policy: Policy, sharded: Sharded):
+        self.sampler, self.policy, self.sharded = sampler, policy, sharded
+        self.sizes = {p: p.untyped_storage().nbytes() for p in policy.model.parameters()}
+
+    @property
+    def capacity(self) -> int:
+        return self.sampler.capacity
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.sampler.statistics
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.sampler.submit(requests)
+
+    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+        return self.sampler.poll(timeout)
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        self.sampler.cancel(sessions)
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        for parameter, size in self.sizes.items():
+            if not parameter.untyped_storage().nbytes():
+                parameter.untyped_storage().resize_(size)
+        given = self.sharded.weights(every=True) if weights is None else weights
+        self.sampler.publish(version, given)
+
+    def release(self) -> None:
+        self.sampler.release()
+        for parameter in self.sizes if self.policy.device.type == "cuda" else ():
+            parameter.untyped_storage().resize_(0)
+
+    def close(self) -> None:
+        self.sampler.close()

@@ -1,0 +1,241 @@
+"""The processes of a run are started and ended together: one that is lost ends the others, in bounded time and with one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks_for_tests as ranks
+import torch
+
+from posttrain import pipeline
+from posttrain.cli import main
+from posttrain.cluster import launch as launcher
+from posttrain.errors import UserError
+from posttrain.system.processes import PEER_FAILED
+from posttrain.train import processes
+from tests.faults import harness
+
+ROOT = Path(__file__).parents[2]
+# A process of a run as far as its launcher knows: it says where it is, then does what it is told, by its rank.
+SCRIPT = """
+import os, sys, time
+from posttrain.system.processes import end_with_parent
+end_with_parent()
+open(f"{sys.argv[1]}/pid-{os.environ['RANK']}", "w").write(str(os.getpid()))
+while len([n for n in os.listdir(sys.argv[1]) if n.startswith("pid-")]) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+exec(sys.argv[2 + int(os.environ["RANK"])])
+"""
+WAIT = "time.sleep(600)"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "COMMAND", (sys.executable, "-c", SCRIPT))
+    monkeypatch.setattr(launcher, "GRACE", 0.3)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def alive(folder: Path) -> list[int]:
+    found = []
+    for path in folder.glob("pid-*"):
+        try:
+            state = Path(f"/proc/{path.read_text()}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found += [int(path.read_text())] if state not in "ZX" else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "line"),
+    [
+        (["pass", "pass"], 0, ""),
+        ([WAIT, "os.kill(os.getpid(), 9)"], 1, "posttrain: process 1 of 2 was ended by SIGKILL; the others were stopped"),
+        (["os.kill(os.getpid(), 9)", WAIT], 1, "posttrain: process 0 of 2 was ended by SIGKILL; the others were stopped"),
+        # who lost another process is not the cause, whichever ends first
+        (
+            [f"sys.exit({PEER_FAILED})", "time.sleep(0.2); os.kill(os.getpid(), 11)"],
+            1,
+            "posttrain: process 1 of 2 was ended by SIGSEGV",
+        ),
+        ([WAIT, "sys.exit('out of memory')"], 1, "out of memory\nposttrain: process 1 of 2 ended with exit code 1"),
+        # the first ends in the middle, to wait for people; the others notice
+        (["pass", f"time.sleep(0.2); sys.exit({PEER_FAILED})"], 0, ""),
+        # a mistake that all of them find is said by the first
+        (["time.sleep(0.2); sys.exit(2)", "sys.exit(2)"], 2, ""),
+        ([f"sys.exit({PEER_FAILED})", "sys.stderr.write('a reward was refused\\n'); sys.exit(2)"], 2, "a reward was refused\n"),
+    ],
+)
+def test_one_that_ends_ends_the_others(
+    does: list[str], code: int, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    assert launcher.launch([str(tmp_path), *does], 2, tmp_path / "run") == code
+    assert time.monotonic() - began < 30
+    said = capfd.readouterr().err
+    assert said.startswith(line) if line else not said
+    assert said.count("posttrain:") <= 1 and not alive(tmp_path)
+
+
+def test_the_line_names_what_to_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    launcher.launch([str(tmp_path), WAIT, "os.kill(os.getpid(), 9)"], 2, tmp_path)
+    assert f"continue with: posttrain resume {tmp_path}" in capfd.readouterr().err
+
+
+def test_they_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    """Even where that is killed, and cannot say goodbye."""
+    program = (
+        f"import sys; from posttrain.cluster import launch; launch.COMMAND = (sys.executable, '-c', {SCRIPT!r}); "
+        f"launch.launch([{str(tmp_path)!r}, {WAIT!r}, {WAIT!r}], 2, __import__('pathlib').Path('run'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(alive(tmp_path)) == 2
+    process.kill()
+    process.wait(10)
+    while alive(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(tmp_path)
+
+
+def test_a_signal_is_passed_on_to_all(tmp_path: Path) -> None:
+    """Ctrl-C reaches each process once: a second one would mean 'at once'."""
+    catch = "import signal; signal.signal(15, lambda *_: sys.exit(130)); "
+    ask = catch + "time.sleep(0.5); os.kill(os.getppid(), 15); "
+    assert launcher.launch([str(tmp_path), catch + WAIT, ask + WAIT], 2, tmp_path) == 130
+    assert not alive(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["rl.prompts=1"], "rl.prompts=1: 2 processes cannot share a step of 1; use processes=1 or fewer, or raise rl.prompts"),
+        (["sft.batch=1"], "sft.batch=1: 2 processes cannot share a step of 1; use processes=1 or fewer, or raise sft.batch"),
+        (["processes=9999"], "processes=9999 is more than 8 for each of the"),
+        (["processes=0"], "processes"),
+        (["parallel=tensor"], "parallel"),
+        (["seeds=0,1"], "the runs of a sweep have one process each: leave out processes"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_in_one_line(
+    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word for word in ["processes=2", "device=cpu"] if word.partition("=")[0] not in " ".join(words)]
+    assert main(["run", "quickstart", f"out={tmp_path / 'run'}", *given, *words]) == 2
+    said = capsys.readouterr()
+    assert line in said.err and len(said.err.strip().splitlines()) == 1
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="processes=4: torch sees 2 CUDA device.*use processes=2"):
+        processes.check_devices(4)
+
+
+def joining(identities: list[dict[str, str]]) -> Any:
+    def join() -> None:
+        with processes.joined("cpu", "never", identities[processes.rank()]):
+            pass
+
+    return join
+
+
+def test_processes_of_other_versions_are_refused() -> None:
+    ended = ranks.start(2, joining([{"torch": "2.13.0"}, {"torch": "2.11.0"}]))
+    text = "UserError: process 1 has torch 2.11.0 and process 0 has torch 2.13.0; start all processes with the same"
+    assert [text in said for said in ended.raised] == [True, True], ended.raised
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1.*in use"), processes.joined("cpu", "never", {}):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one in the environment is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT is not in the environment"),
+    ],
+)
+def test_a_wrong_environment_is_named(variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in processes.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=line), processes.joined("cpu", "never", {}):
+        pass
+
+
+def test_a_program_cannot_start_itself_again(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    settings = replace(harness.settings("sft", tmp_path / "run"), processes=2)
+    with pytest.raises(UserError, match="processes=2: a program cannot start itself again; start it with the command"):
+        pipeline.start(settings)
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "COMMAND", (sys.executable, "-m", "posttrain"))
+    monkeypatch.setattr(launcher, "GRACE", 5.0)
+
+
+RECIPE = """
+name: letters
+stages:
+  - {{stage: rl, name: rl, model: "tiny:nano", task: {{name: "{task}", workers: false}}, steps: 4, prompts: 4,
+     algorithm: {{name: grpo, group: 4}}, sampling: {{max_new_tokens: 6}}, evaluate_every: 0, checkpoint_every: 1, rollouts_every: 1}}
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_real_run_whose_process_is_killed_says_so_and_resumes(
+    real: None, parallel: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command line: a run left alone, and one of which the process that reads the order dies in the middle of a step."""
+    recipe, orders = tmp_path / "recipe.yaml", tmp_path / "orders"
+    recipe.write_text(RECIPE.format(task=harness.LETTERS))
+    words = ["run", str(recipe), "--allow-code", "processes=2", "device=cpu", f"parallel={parallel}"]
+    assert main([*words, f"out={tmp_path / 'alone'}"]) == 0, capfd.readouterr().err
+    monkeypatch.setenv("LETTERS_ORDERS", str(orders))
+    orders.write_text("die")
+    began = time.monotonic()
+    assert main([*words, f"out={tmp_path / 'killed'}"]) == 1
+    assert time.monotonic() - began < 120
+    said = capfd.readouterr().err
+    assert "of 2 was ended by SIGKILL; the others were stopped; continue with: posttrain resume" in said
+    assert said.count("posttrain: ") == 1 and "Traceback" not in said
+    left = subprocess.run(["pgrep", "-f", str(recipe)], capture_output=True, text=True, timeout=10, check=False)
+    assert not [pid for pid in left.stdout.split() if int(pid) != os.getpid()]
+    assert main(["resume", str(tmp_path / "killed"), "--allow-code"]) == 0, capfd.readouterr().err
+    first, second = (rows(tmp_path / name) for name in ("alone", "killed"))
+    assert first == second
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    kept = {row["step"]: row for row in lines}
+    timed = ("time", "attempt", "seconds/", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in kept.values()]
