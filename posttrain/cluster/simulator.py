@@ -1,0 +1,239 @@
+"""The asynchronous loop on a virtual clock: rollout workers, a trainer, weight updates, crashes and resumes, replayed from a seed.
+
+No model and no process is involved: durations are drawn, and what is decided is decided by `Admission`, as in a real run. A run of a
+few steps takes less than a millisecond, so that thousands of interleavings can be checked for what must never happen; with rates that
+were measured on one GPU, it estimates throughput and staleness.
+
+    report = simulate(Plan(steps=100, batch=64, max_staleness=1, workers=8, generate=40.0, train=60.0))
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Annotated
+
+from posttrain.cluster.admission import Admission, Begun, Staleness
+from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, Whole
+from posttrain.types import JSON
+
+DEADLOCK = "nothing is left that could happen, and the run is not at its end"
+
+
+class Broken(AssertionError):
+    """Something that must never happen: a group lost, trained on twice or too late, or a run that stands still."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Checked):
+    """A run: `batch` groups a step, `workers` that generate up to `slots` groups at once each. Seconds are means: `generate` of a
+    group, whose lengths spread by `spread` (of the logarithm), `train` of a step, `publish` of new weights. Chances of a crash are by
+    second."""
+
+    where = "simulator: "
+
+    steps: Count = 10
+    batch: Count = 8
+    max_staleness: Whole = 0
+    workers: Count = 2
+    slots: Count = 4
+    generate: Positive = 1.0
+    spread: NotNegative = 0.5
+    train: Positive = 1.0
+    publish: NotNegative = 0.0
+    restarts: bool = False  # groups are begun again at new weights, in place of going on with them
+    checkpoint_every: Annotated[int, Range(ge=1)] = 5
+    worker_crashes: Share = 0.0
+    trainer_crashes: Share = 0.0
+    recovery: NotNegative = 5.0  # seconds until a worker, or the trainer, is there again
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of a run that came to its end: virtual seconds, groups trained on a second, staleness of each group that was trained on, and
+    what share of its time the trainer and the workers were busy."""
+
+    seconds: float
+    trained: tuple[int, ...]  # numbers of the groups, in the order of training
+    staleness: tuple[int, ...]
+    crashes: int
+    begun: int
+    train_busy: float
+    generate_busy: float
+
+    @property
+    def rate(self) -> float:
+        return len(self.trained) / self.seconds
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(self.staleness) / len(self.staleness)
+
+
+@dataclass(eq=False)
+class Simulation:
+    """One run. Events happen in the order of their times; what happens at one time is ordered by chance."""
+
+    plan: Plan
+    seed: int
+    clock: float = 0.0
+    events: list[tuple[float, float, int, Callable[[], None]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.chance, self.order = random.Random(self.seed), count()
+        settings = Staleness(batch=plan.batch, max_staleness=plan.max_staleness)
+        self.admission = Admission(settings)
+        self.at_work: list[dict[int, Begun]] = [{} for _ in range(plan.workers)]  # by attempt
+        self.alive = [True] * plan.workers
+        self.training = False
+        self.paused = False  # while new weights are published
+        self.life = 0  # of the trainer: what belongs to an earlier one is ignored
+        self.trained: list[int] = []
+        self.staleness: list[int] = []
+        self.saved: tuple[JSON, int] = (self.admission.state(), 0)
+        self.crashes, self.train_busy, self.generate_busy = 0, 0.0, 0.0
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(
+            self.events, (self.clock + seconds, self.chance.random(), next(self.order), what)
+        )
+
+    def run(self) -> Report:
+        plan = self.plan
+        for worker in range(plan.workers):
+            self._crash_later(plan.worker_crashes, lambda worker=worker: self._worker_crash(worker))  # type: ignore[misc]
+        self._crash_later(plan.trainer_crashes, self._trainer_crash)
+        self._go_on()
+        while self.admission.version < plan.steps:
+            if not self.events:
+                raise Broken(DEADLOCK)
+            self.clock, _, _, what = heapq.heappop(self.events)
+            what()
+            self._go_on()
+            self._check()
+        return Report(
+            self.clock,
+            tuple(self.trained),
+            tuple(self.staleness),
+            self.crashes,
+            self.admission.attempts,
+            self.train_busy / self.clock,
+            self.generate_busy / (self.clock * plan.workers * plan.slots),
+        )
+
+    def _go_on(self) -> None:
+        """Begin whatever may be begun: a step, and groups in free slots."""
+        if not (self.training or self.paused):
+            chosen = self.admission.next_step()
+            if chosen is not None:
+                self.training = True
+                seconds = self.plan.train * self.chance.uniform(0.9, 1.1)
+                life = self.life
+                self.after(seconds, lambda: self._step(chosen, seconds, life))
+        while not self.paused and (worker := self._free()) is not None:
+            group = self.admission.begin()
+            if group is None:
+                return
+            self.at_work[worker][group.attempt] = group
+            seconds = self._length()
+            self.after(seconds, lambda w=worker, g=group, s=seconds: self._finish(w, g, s))  # type: ignore[misc]
+
+    def _free(self) -> int | None:
+        """The worker with the fewest groups among those that have a slot."""
+        able = [
+            n for n, up in enumerate(self.alive) if up and len(self.at_work[n]) < self.plan.slots
+        ]
+        return min(able, key=lambda n: len(self.at_work[n]), default=None)
+
+    def _length(self) -> float:
+        spread = self.plan.spread
+        return self.plan.generate * math.exp(self.chance.gauss(0.0, spread) - spread**2 / 2)
+
+    def _finish(self, worker: int, group: Begun, seconds: float) -> None:
+        if self.at_work[worker].pop(group.attempt, None) is not None:
+            self.generate_busy += seconds
+            self.admission.finish(group)
+
+    def _step(self, groups: tuple[Begun, ...], seconds: float, life: int) -> None:
+        if life != self.life:
+            return
+        for group in groups:
+            self.staleness.append(self.admission.version - group.version)
+            self.trained.append(group.number)
+        self.admission.trained(groups)
+        self.training, self.train_busy = False, self.train_busy + seconds
+        if self.admission.version % self.plan.checkpoint_every == 0:
+            self.saved = self.admission.state(), len(self.trained)
+        if self.plan.publish:
+            self.paused = True
+            self.after(self.plan.publish, lambda: self._published(life))
+
+    def _published(self, life: int) -> None:
+        if life != self.life:
+            return
+        self.paused = False
+        if self.plan.restarts:
+            for working in self.at_work:
+                for group in working.values():
+                    self.admission.fail(group)
+                working.clear()
+
+    def _crash_later(self, chance: float, crash: Callable[[], None]) -> None:
+        if chance > 0:
+            self.after(self.chance.expovariate(chance), crash)
+
+    def _worker_crash(self, worker: int) -> None:
+        """Its groups are begun again, by others or by itself once it is back."""
+        if self.alive[worker]:
+            self.crashes, self.alive[worker] = self.crashes + 1, False
+            for group in self.at_work[worker].values():
+                self.admission.fail(group)
+            self.at_work[worker].clear()
+            self.after(self.plan.recovery, lambda: self._recovered(worker))
+        self._crash_later(self.plan.worker_crashes, lambda: self._worker_crash(worker))
+
+    def _recovered(self, worker: int) -> None:
+        self.alive[worker] = True
+
+    def _trainer_crash(self) -> None:
+        """Everything goes back to the last checkpoint: what was trained on since is not in the weights any more."""
+        self.crashes, self.life = self.crashes + 1, self.life + 1
+        state, length = self.saved
+        self.admission.restore(state)
+        del self.trained[length:], self.staleness[length:]
+        self.training, self.paused = False, True  # until it is back
+        life = self.life
+        self.after(self.plan.recovery, lambda: self._resumed(life))
+        self._crash_later(self.plan.trainer_crashes, self._trainer_crash)
+
+    def _resumed(self, life: int) -> None:
+        if life == self.life:
+            self.paused = False
+            for working in self.at_work:  # of before: nobody waits for it
+                working.clear()
+
+    def _check(self) -> None:
+        """What holds after every event."""
+        admission, settings = self.admission, self.admission.settings
+        if self.staleness and max(self.staleness[-settings.batch :]) > settings.max_staleness:
+            raise Broken(f"a group was trained on {max(self.staleness)} versions after it began")
+        if admission.outstanding > settings.room:
+            raise Broken(
+                f"{admission.outstanding} groups are begun, and there is room for {settings.room}"
+            )
+        open_groups = {*admission.running, *admission.finished, *admission.waiting}
+        every = [*self.trained, *open_groups]
+        if len(set(every)) != len(every):
+            raise Broken("a group was trained on twice")
+        if len(every) != admission.drawn:
+            raise Broken("a group was drawn and is neither trained on nor begun")
+
+
+def simulate(plan: Plan, seed: int = 0) -> Report:
+    """Run a plan to its end; raises `Broken` where something happens that must not."""
+    return Simulation(plan, seed).run()
