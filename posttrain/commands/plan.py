@@ -33,7 +33,9 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages._check import check_stages
 from posttrain.stages._plan import DryRun, size_text
 from posttrain.stages.base import Context, Stage, load_policy, worker_pool
+from posttrain.stages.train import TrainStage
 from posttrain.system import machine
+from posttrain.train.memory import learning_bytes, weight_bytes
 from posttrain.trust import trusting
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
             inner = [f"warning: {text}" for text in stage.warnings()]
             with prefixed(stage.name):
                 inner += stage_lines(stage, context, policies, before)
+            inner += shared_lines(stage, policies.get(stage.name), settings)
             inner += [dry_run_line(seen[stage.name])] if dry else []
             lines += [f"  {line}" for line in inner]
             before[stage.name] = stage
@@ -86,6 +89,26 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
         whole = f"the whole run: about {time_text(total)}{upper_bound(longest, total)}"
         lines += ["", f"{whole}, by a dry run on this machine"]
     return lines
+
+
+def shared_lines(stage: Stage, policy: Policy | None, settings: Settings) -> list[str]:
+    """What several processes divide of a stage's memory, which is that of one process."""
+    count = settings.processes
+    if count == 1 or policy is None or not isinstance(stage, TrainStage):
+        return []
+    adapters = 0 if stage.lora is None else stage.lora.parameters(policy.body)
+    learning = learning_bytes(policy, adapters or policy.parameters, stage.optimizer.moment_bytes)
+    whole = weight_bytes(policy) + sum(size for _, size in learning)
+    copied = (
+        f" and {size_text(weight_bytes(policy))} of the copy for generation"
+        if stage.shares == "prompts"
+        else ""
+    )
+    kept = f"{size_text(whole)} of weights, gradients and moments"
+    divided = f"parallel=fsdp has {size_text(whole / count)} of it{copied}"
+    return [
+        f"{count} processes share a step (parallel={settings.parallel}): with ddp each has {kept}; {divided}"
+    ]
 
 
 def time_text(seconds: float) -> str:

@@ -203,3 +203,15 @@ def test_a_directory_that_a_run_could_not_have_is_refused_by_plan_too(
             told.append(capsys.readouterr().err)
         assert told[0] == told[1] and said in told[0] and told[0].count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"file", "used"}
+
+
+def test_what_processes_divide_is_priced() -> None:
+    """199,392 float32 weights with gradients and moments are 16 bytes each; the copy for generation 4."""
+    lines = plan.describe(config.parse("quickstart", ["processes=2", "parallel=fsdp", "device=cpu"]))
+    shared = [line.strip() for line in lines if "processes share a step" in line]
+    whole = size_text(16 * 199_392)
+    assert shared == [
+        f"2 processes share a step (parallel=fsdp): with ddp each has {whole} of weights, gradients and moments; parallel=fsdp has "
+        f"{size_text(8 * 199_392)} of it{copied}"
+        for copied in ("", f" and {size_text(4 * 199_392)} of the copy for generation")
+    ]

@@ -1,0 +1,454 @@
+"""What a run of any size would need on a number of GPUs: memory of each, a layout that fits, tokens a second, days and money.
+
+Nothing is loaded: a model is its size ("70B", "30B-A3B"), or the shape that a config states. The arithmetic is that of the trainer:
+bfloat16 weights, float32 gradients, master weights and two moments (18 bytes a weight that learns), divided over the GPUs by FSDP2,
+activations kept by layer. Times are rooflines with the shares below, which published runs reach; docs/cluster.md compares.
+
+    train = sum over passes of 2 * weights * tokens * factor / (GPUs * FLOP/s * TRAIN)
+    generate = mean * (weights + keys and values of the rows) / (bandwidth * READ) + (limit - mean) * weights / (bandwidth * READ)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from posttrain.errors import UserError, require, unknown
+
+TRAIN, TRAIN_EXPERTS = (
+    0.35,
+    0.12,
+)  # of the peak FLOP/s in training: dense models, mixtures of experts
+READ = 0.6  # of the bandwidth while decoding
+OTHER = 1.2  # scoring, weight updates, waiting
+# seconds that a layer takes in decoding besides reading: alone, and where its weights are divided within and beyond a node
+LAYER, LAYER_DIVIDED, LAYER_APART = 30e-6, 80e-6, 250e-6
+ROOM = 0.9  # of a GPU's memory, the rest is for CUDA and fragments
+RECOMPUTED = 8 / 6  # forward, backward, and forward again where activations are kept by layer
+GB = 1e9
+LEARNING = 18.0  # bytes of a weight that learns: itself 2, gradient 4, master 4, moments 8
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """Memory in GB, dense bfloat16 TFLOP/s, bandwidth in TB/s (by the vendors' data sheets), and dollars an hour (an assumption)."""
+
+    memory: float
+    flops: float
+    bandwidth: float
+    price: float
+    node: int = 8  # GPUs that share fast links
+
+
+GPUS = {
+    "a100": GPU(80, 312, 2.0, 1.8),
+    "h100": GPU(80, 989, 3.35, 2.5),
+    "h800": GPU(80, 989, 3.35, 2.5),
+    "h200": GPU(141, 989, 4.8, 3.5),
+    "h20": GPU(96, 148, 4.0, 1.5),
+    "b200": GPU(180, 2250, 8.0, 5.0),
+    "l40s": GPU(48, 362, 0.86, 1.0),
+    "rtx4090": GPU(24, 165, 1.0, 0.4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Weights, those that a token uses, and what decides activations and caches."""
+
+    weights: float
+    active: float
+    layers: int
+    hidden: int
+    keys: int  # width of the keys of a layer
+    vocabulary: int = 128_000
+
+    @property
+    def cache(self) -> float:
+        """Bytes of keys and values of a token."""
+        return 4.0 * self.keys * self.layers
+
+
+# Published dense models: weights in billions, layers, width, width of the keys.
+KNOWN = (
+    (0.5, 24, 896, 128), (1.5, 28, 1536, 256), (3, 36, 2048, 256), (8, 32, 4096, 1024), (14, 40, 5120, 1024),
+    (32, 64, 5120, 1024), (70, 80, 8192, 1024), (123, 88, 12288, 1024), (405, 126, 16384, 1024),
+)  # fmt: skip
+
+
+def shape_of(text: str) -> Shape:
+    """The shape of a size, like that of the published model whose size is nearest.
+
+    >>> shape_of("70B").layers, shape_of("30B-A3B").active / 1e9
+    (80, 3.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([bm])(?:-a(\d+(?:\.\d+)?)b)?", text.strip().lower())
+    if found is None:
+        return named_shape(text)
+    size = float(found[1]) * (1e9 if found[2] == "b" else 1e6)
+    active = float(found[3]) * 1e9 if found[3] else size
+    require(
+        0 < active <= size, f"--params {text}: a token uses some of the weights, not more than all"
+    )
+    _, layers, hidden, keys = min(KNOWN, key=lambda known: abs(math.log(known[0] * 1e9 / size)))
+    return Shape(size, active, layers, hidden, keys)
+
+
+def named_shape(name: str) -> Shape:
+    """The shape that the config of a model states, in a folder or on the hub. Its weights are not read."""
+    from posttrain.models.load import locate, read_config
+
+    if not Path(name).exists() and "/" not in name:
+        advice = "give a size such as 7B, 350M or 30B-A3B, or a model's folder or name"
+        raise UserError(f"--params {name}: {advice}")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from posttrain.train.memory import key_width
+
+    config = read_config(locate(name, weights=False))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config()
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    experts = sum(size for n, size in sizes.items() if ".experts." in n)
+    every = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    used = getattr(text, "num_experts_per_tok", None) or every
+    weights = float(sum(sizes.values()))
+    active = weights - experts * (1 - used / every)
+    layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
+    return Shape(weights, active, layers, hidden, key_width(text), int(text.vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step: what is sampled and trained on, and by which models."""
+
+    algorithm: str = "grpo"
+    prompts: int = 512
+    group: int = 16
+    prompt: int = 256  # tokens
+    response: int = 2048  # on average
+    limit: int = 0  # the longest; 0: four times the average
+    steps: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise unknown("algorithm of an estimate", self.algorithm, ALGORITHMS)
+        for name in ("prompts", "group", "prompt", "response", "steps"):
+            require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
+        require(
+            self.limit in (0,) or self.limit >= self.response,
+            "limit is the longest response, not below the average",
+        )
+
+    @property
+    def models(self) -> Models:
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * (self.group if self.models.samples else 2)
+
+    @property
+    def tokens(self) -> int:
+        return self.responses * (self.prompt + self.response)
+
+    @property
+    def longest(self) -> int:
+        return self.limit or 4 * self.response
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Models of the policy's size that an algorithm has: learners, frozen ones that read every token, and whether it samples."""
+
+    learners: int
+    frozen: int
+    samples: bool
+
+
+ALGORITHMS = {
+    "sft": Models(1, 0, False),
+    "dpo": Models(1, 1, False),
+    "iterative_dpo": Models(1, 2, True),  # a reference, and a reward model that makes the pairs
+    "grpo": Models(1, 1, True),
+    "rlvr": Models(1, 0, True),  # rewards that are verified; no reference
+    "ppo": Models(2, 2, True),  # a critic; a reference and a reward model
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the work lies on the GPUs: all of them train, weights divided over `shards` and a sequence over `context` of them; generation
+    has copies on `tensor` GPUs each, at a time when the states of training wait in host memory where `offloaded`."""
+
+    gpus: int
+    shards: int
+    tensor: int
+    offloaded: bool
+    context: int = 1
+
+    def text(self) -> str:
+        how = (
+            "whole weights on each GPU (ddp)"
+            if self.shards == 1
+            else f"FSDP2 over {self.shards} GPUs"
+        )
+        how += (
+            f", a sequence over {self.context} (context parallelism, planned)"
+            if self.context > 1
+            else ""
+        )
+        if not self.tensor:
+            return how
+        copies = f"{self.gpus // self.tensor} copies for generation on {self.tensor} GPU(s) each"
+        copies += " (by vLLM, planned)" if self.tensor > 1 else ""
+        waits = "; what trains waits in host memory meanwhile (planned)" if self.offloaded else ""
+        return f"{how}; {copies}{waits}"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Memory of a GPU in bytes, by item, in training and in generation; seconds of a step."""
+
+    layout: Layout
+    training: dict[str, float]
+    generation: dict[str, float]
+    train: float
+    generate: float
+
+    @property
+    def memory(self) -> float:
+        return max(sum(self.training.values()), sum(self.generation.values()))
+
+    @property
+    def step(self) -> float:
+        return OTHER * (self.train + self.generate)
+
+
+def layouts(gpus: int, gpu: GPU, samples: bool) -> list[Layout]:
+    """All that are considered."""
+    tensors = [t for t in (1, 2, 4, 8, 16, 32) if t <= gpus and gpus % t == 0] if samples else [0]
+    shards, contexts = (
+        sorted({1, min(gpu.node, gpus), gpus}),
+        [c for c in (1, 2, 4, 8) if gpus % c == 0],
+    )
+    kept = (False, True)[: 1 + samples]
+    every = product(contexts, kept, tensors, shards)
+    return [Layout(gpus, s, t, offloaded, c) for c, offloaded, t, s in every]
+
+
+def memory_of(
+    shape: Shape, work: Work, layout: Layout
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of each GPU in training, and in generation without keys and values."""
+    models, shards = work.models, layout.shards
+    learning = models.learners * LEARNING * shape.weights / shards
+    frozen = models.frozen * 2.0 * shape.weights / shards
+    tokens = (work.prompt + work.longest) / layout.context  # a micro-batch of the longest sequence
+    layer = (
+        2.0 * 34 * shape.hidden * tokens
+    )  # one layer at work, of about 34 numbers of width H a token
+    training = {
+        "weights that learn, gradients, moments": learning,
+        "frozen models": frozen,
+        "activations by layer": 2.0 * shape.layers * shape.hidden * tokens + layer,
+        "logits": 6.0 * min(tokens * shape.vocabulary, 1 << 28),
+        "a gathered layer": 0.0 if shards == 1 else 3 * 2.0 * shape.weights / shape.layers,
+    }
+    if not layout.tensor:
+        return training, {}
+    generation = {"weights of the copy": 2.0 * shape.weights / layout.tensor}
+    if not layout.offloaded:
+        generation |= {"weights that learn, moments": learning, "frozen models": frozen}
+    return training, generation
+
+
+def estimate(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> Estimate | None:
+    """The estimate of a layout; None where it does not fit."""
+    room = ROOM * gpu.memory * GB
+    training, generation = memory_of(shape, work, layout)
+    left = room - sum(generation.values())
+    cached = 0.0
+    if layout.tensor:
+        copies = layout.gpus // layout.tensor
+        rows = -(-work.responses // copies)
+        every = rows * (work.prompt + work.response) * shape.cache / layout.tensor
+        smallest = (work.prompt + work.longest) * shape.cache / layout.tensor  # of one row
+        cached = min(every, left)
+        if cached < smallest:
+            return None
+        generation = generation | {"keys and values": cached}
+    if sum(training.values()) > room:
+        return None
+    return Estimate(
+        layout,
+        training,
+        generation,
+        train_seconds(shape, work, gpu, layout),
+        generate_seconds(shape, work, gpu, layout, cached),
+    )
+
+
+def train_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> float:
+    """Forward and backward of the learners, and the forward passes of all others; with log-probs of what was sampled once more."""
+    models, share = work.models, TRAIN if shape.active == shape.weights else TRAIN_EXPERTS
+    passes = 3 * RECOMPUTED * models.learners + models.frozen + (1 if models.samples else 0)
+    length = work.prompt + work.response
+    attention = (
+        2.0 * shape.layers * shape.hidden * length
+    )  # of a token: half of the positions, scores and values
+    flops = passes * work.tokens * (2.0 * shape.active + attention)
+    slower = 1.0 if layout.context == 1 else 1.15  # keys and values go around
+    return slower * flops / (layout.gpus * gpu.flops * 1e12 * share)
+
+
+def generate_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout, cached: float) -> float:
+    """All rows at once where their caches fit, else in turns; then the longest alone."""
+    if not layout.tensor:
+        return 0.0
+    copies, bandwidth = layout.gpus // layout.tensor, gpu.bandwidth * 1e12 * READ
+    divided = LAYER_DIVIDED if layout.tensor <= gpu.node else LAYER_APART
+    waits = shape.layers * (LAYER if layout.tensor == 1 else divided)
+    rows = -(-work.responses // copies)
+    every = rows * (work.prompt + work.response) * shape.cache / layout.tensor
+    turns = max(1.0, every / cached)
+    used = min(shape.weights, shape.active * rows / turns)  # experts that no row uses are not read
+    read = 2.0 * used / layout.tensor / bandwidth
+    computed = 2.0 * shape.active * rows / turns / layout.tensor / (gpu.flops * 1e12 * TRAIN)
+    full = waits + max(read + min(every, cached) / 2 / bandwidth, computed)
+    alone = waits + 2.0 * shape.active / layout.tensor / bandwidth
+    return turns * work.response * full + (work.longest - work.response) * alone
+
+
+def best(shape: Shape, work: Work, gpu: GPU, gpus: int) -> Estimate | None:
+    """The fastest layout that fits."""
+    found = [
+        estimate(shape, work, gpu, layout) for layout in layouts(gpus, gpu, work.models.samples)
+    ]
+    return min((one for one in found if one is not None), key=lambda one: one.step, default=None)
+
+
+def fewest(shape: Shape, work: Work, gpu: GPU, limit: int = 1 << 14) -> int | None:
+    """The smallest number of GPUs, by powers of 2, on which it fits."""
+    count = 1
+    while count <= limit:
+        if best(shape, work, gpu, count) is not None:
+            return count
+        count *= 2
+    return None
+
+
+# What textbooks and guides say of a few runs, as GPUs of 80 GB, from and to.
+TEXTBOOK = (
+    ("DPO, 7B", "7B", Work("dpo", prompts=64, response=512, steps=1000), 8, 8),
+    (
+        "iterative DPO, 7B",
+        "7B",
+        Work("iterative_dpo", prompts=128, group=8, response=512, steps=500),
+        8,
+        8,
+    ),
+    ("GRPO, 70B", "70B", Work("grpo", prompts=128, group=16, response=2048, steps=500), 32, 64),
+    ("PPO, 70B", "70B", Work("ppo", prompts=512, group=1, response=1024, steps=1000), 64, 128),
+    (
+        "online RLVR, 405B",
+        "405B",
+        Work("rlvr", prompts=128, group=16, response=2048, steps=500),
+        128,
+        256,
+    ),
+)
+
+
+def textbook_lines(gpu: GPU) -> list[str]:
+    """The table that textbooks give, with what this arithmetic says."""
+    lines = ["what is usually said, and what this arithmetic says:"]
+    for name, size, work, low, high in TEXTBOOK:
+        shape, need = shape_of(size), fewest(shape_of(size), work, gpu)
+        said = f"{low}" if low == high else f"{low}-{high}"
+        found = best(shape, work, gpu, low) if need is not None else None
+        days = (
+            ""
+            if found is None
+            else f"; {work.steps} steps on {low} take {found.step * work.steps / 86400:.1f} days"
+        )
+        fits = "fits on no number of these" if need is None else f"fits from {need}"
+        differs = need is None or need > low
+        verdict = (
+            "does not fit in the fewer"
+            if differs
+            else "fits"
+            if need == low
+            else "fits on fewer, if waiting is cheap"
+        )
+        lines.append(f"  {name}: said {said} GPUs; {fits}{days} ({verdict})")
+    return lines
+
+
+def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
+    """The plan of a run as lines; one that does not fit is refused, with the number of GPUs that would do."""
+    if name not in GPUS:
+        raise unknown("GPU", name, GPUS)
+    require(gpus > 0, f"--gpus {gpus}: give a number of GPUs")
+    gpu = GPUS[name]
+    found = best(shape, work, gpu, gpus)
+    if found is None:
+        need = fewest(shape, work, gpu)
+        verdict = (
+            f"it fits on {need}"
+            if need
+            else "it fits on no number of these: shorten the responses, or take larger GPUs"
+        )
+        raise UserError(
+            f"{work.algorithm} of {shape.weights / 1e9:g}B weights does not fit on {gpus} x {name}; {verdict}"
+        )
+    seconds, tokens = found.step, work.tokens
+    days = seconds * work.steps / 86400
+    size = f"{shape.weights / 1e9:g}B weights" + (
+        f", {shape.active / 1e9:g}B a token" if shape.active < shape.weights else ""
+    )
+    sampled = (
+        f"{work.prompts} prompts x {work.group}" if work.models.samples else f"{work.prompts} pairs"
+    )
+    assumed = f"{TRAIN:.0%} of the peak FLOP/s in training ({TRAIN_EXPERTS:.0%} with experts), {READ:.0%} of the bandwidth in decoding"
+    longest = f", at most {work.longest}" if work.models.samples else ""
+    return [
+        f"an estimate: {work.algorithm}, {size}, on {gpus} x {name} ({gpu.memory:g} GB, {gpu.flops:g} TFLOP/s, {gpu.bandwidth:g} TB/s)",
+        f"a step: {sampled}, {work.prompt} tokens of prompt and {work.response} of response on average{longest} = {tokens:,} tokens",
+        f"layout: {found.layout.text()}",
+        _memory_line("training", found.training, gpu),
+        *([_memory_line("generation", found.generation, gpu)] if found.generation else []),
+        f"time: {seconds:.0f} s a step (training {found.train:.0f} s, generation {found.generate:.0f} s, other {OTHER - 1:.0%}), "
+        f"{tokens / seconds / gpus:,.0f} tokens/s a GPU",
+        f"{work.steps} steps: {days:.1f} days, {days * 24 * gpus:,.0f} GPU hours, about ${days * 24 * gpus * gpu.price:,.0f} "
+        f"at ${gpu.price:g} an hour (an assumption)",
+        f"assumed: {assumed}, +{OTHER - 1:.0%} for scoring and weight updates; real runs differ by a factor of up to 2",
+        *textbook_lines(gpu),
+    ]
+
+
+def _memory_line(phase: str, items: dict[str, float], gpu: GPU) -> str:
+    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in items.items() if size)
+    return (
+        f"memory of a GPU in {phase}: {sum(items.values()) / GB:.1f} of {gpu.memory:g} GB ({parts})"
+    )
+
+
+def with_settings(work: Work, words: Sequence[str]) -> Work:
+    """Work with other numbers, as they were typed: prompts=256."""
+    changes: dict[str, int | str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        require(bool(equals), f"{word!r} is not key=value: with --params there is no recipe")
+        known = ("algorithm", "prompts", "group", "prompt", "response", "limit", "steps")
+        if key not in known:
+            raise unknown("key of an estimate", key, known)
+        require(key == "algorithm" or text.isdecimal(), f"{key}={text}: give a whole number")
+        changes[key] = text if key == "algorithm" else int(text)
+    return replace(work, **changes)  # type: ignore[arg-type]
