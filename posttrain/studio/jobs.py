@@ -22,6 +22,10 @@ from posttrain.runs import layout
 from posttrain.runs.lock import live_owner
 from posttrain.types import JSON
 
+# the first lines of a program that ends when its parent does: nobody else holds the other end of its input
+WATCH = """import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
+"""
 SETTING = re.compile(r"[a-z0-9_.]{1,80}=.{0,400}", re.IGNORECASE)
 MAX_PROCESSES = 8  # processes at once
 # settings that name a place, a program or an address: a page may not
@@ -101,10 +105,11 @@ def start_demo(root: Path) -> None:
 
 
 def start_serving(directory: Path) -> subprocess.Popen[str]:
-    """`posttrain serve RUN` at a free port; it prints its address."""
-    words = [sys.executable, "-m", "posttrain", "serve", str(directory), "port=0"]
-    void, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-    return subprocess.Popen(words, text=True, stdin=void, stdout=pipe, stderr=both)
+    """`posttrain serve RUN` at a free port; it prints its address, and ends with this process, however that ends."""
+    program = f"{WATCH}from posttrain import cli\nsys.exit(cli.main(sys.argv[1:]))"
+    words = [sys.executable, "-c", program, "serve", str(directory), "port=0"]
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe, stderr=both)
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -13,7 +16,7 @@ from runs_for_tests import make_run
 from studio_for_tests import Studio
 
 from posttrain.errors import UserError
-from posttrain.studio import models
+from posttrain.studio import jobs, models
 from posttrain.studio.library import run_id
 from posttrain.studio.models import Models, Server
 
@@ -88,6 +91,19 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         Server("http://127.0.0.1:9/v1").names()
     with pytest.raises(UserError, match="no model server"):
         Models().named()
+
+
+def test_a_server_ends_with_the_studio_that_started_it() -> None:
+    child = f"{jobs.WATCH}print(os.getpid(), flush=True)\nimport time\ntime.sleep(60)"
+    parent = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdin=subprocess.PIPE).wait(60)"
+    with subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE, text=True) as studio:
+        assert studio.stdout
+        pid = int(studio.stdout.readline())
+        studio.kill()
+        began = time.monotonic()
+        assert studio.stdout.read() == ""  # until the child, who holds it too, is gone
+        assert time.monotonic() - began < 30  # it would sleep for 60
+    assert not Path(f"/proc/{pid}/cmdline").is_file() or not Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_only_a_few_servers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
