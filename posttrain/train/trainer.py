@@ -209,9 +209,9 @@ class Trainer:
         self, batch: Batch, meanwhile: Callable[[], None], algorithm: Algorithm | None = None
     ) -> list[Metric]:
         pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
-        found = list[Metric]()
+        found, by = list[Metric](), () if algorithm is None else (algorithm,)
         for piece in pieces:
-            found += self.forward_backward(piece, algorithm)
+            found += self.forward_backward(piece, *by)
             meanwhile()
         for piece in idle:
             self.forward_backward(piece, algorithm, 0.0)
