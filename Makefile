@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/made-by-$(notdir $(PYTHON))
 READY := $(VENV)/ready
 PEERS := $(VENV)/peers
+ENVIRONMENTS := $(VENV)/environments
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Two processes. A file stays in one of them, whose tests share models and runs; files keep their order, in which the last are short.
@@ -18,7 +19,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers lint format docs recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments lint format docs recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,12 +33,22 @@ $(BASE):
 
 $(READY): $(BASE) pyproject.toml constraints.txt
 	@echo "installing posttrain and its tools into $(VENV) (a few minutes the first time)"
-	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data,int8,serve,studio]'
+	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data,int8,serve,studio,gymnasium]'
 	@touch $@
 
 $(PEERS): $(READY)
 	@echo "installing the libraries that are compared with"
 	@$(PIP_INSTALL) -e '.[bench,lora,tensorboard]'
+	@touch $@
+
+# An environment of its own that sees the packages of the first: verifiers wants another openai. Nothing here may choose another torch.
+$(ENVIRONMENTS)/ready: $(READY) constraints-environments.txt
+	@echo "installing TextArena, OpenEnv and verifiers into $(ENVIRONMENTS) (a few minutes the first time)"
+	@$(PYTHON) -m venv --clear $(ENVIRONMENTS)
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$($(ENVIRONMENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/first.pth"
+	@$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-environments.txt \
+		-e '.[gymnasium,textarena,openenv,verifiers]'
 	@touch $@
 
 demo: $(READY) ## train a small model on this machine and see it improve
@@ -67,6 +78,9 @@ test-studio: $(READY) ## the studio in Debian's chromium, which is installed whe
 
 test-peers: $(PEERS) ## the same mathematics in other libraries
 	@$(BIN)/python -m pytest -q -m peers
+
+test-environments: $(ENVIRONMENTS)/ready ## published environments of Gymnasium, TextArena, OpenEnv and verifiers, played with the real packages
+	@$(ENVIRONMENTS)/bin/python -m pytest -q -m environments
 
 fuzz: $(READY) ## readers of what others write, on damaged input for 5 minutes: no traceback, no hang, no growth (SECONDS=60, SEED=1)
 	@$(BIN)/python -m tests.security.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)

@@ -109,6 +109,12 @@ class Trust:
         text = f": {name} evaluates what the model writes, outside of a sandbox; "
         self._require(said, text, "name the task on the command line")
 
+    def require_package(self, name: str) -> None:
+        """For a task whose episodes are those of an installed package that it names."""
+        said = name in (text.rpartition(":")[2] for text in texts(self.typed))
+        text = f": the environment {name} would run code of an installed package; "
+        self._require(said, text, "name the task on the command line")
+
     def require_program(self, command: JSON) -> None:
         said = not command or self.typed.get("checkpoint_hook") == command
         self._require(said, ": checkpoint_hook would run a program; ")

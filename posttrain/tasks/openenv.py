@@ -1,0 +1,117 @@
+"""Environments of OpenEnv: a server with sessions, yours or one on this machine (`openenv:http://127.0.0.1:8000`).
+
+    task = OpenEnv("http://127.0.0.1:8000", action="message", observation="echoed_message")
+
+Needs the package: pip install 'posttrain[openenv]'. Each episode is a session of its own: start the server with at least as many
+(`max_concurrent_envs`) as episodes run at once, prompts x group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+from urllib.request import urlopen
+
+from posttrain.errors import Count, Seed, Whole, check_fields, require
+from posttrain.tasks._packaged import Packaged, Tally
+from posttrain.tasks.base import Generate
+from posttrain.types import JSON, Problem, Rollout
+
+HEALTH_SECONDS = 10.0
+REFUSED = "VALIDATION_ERROR"  # what a server says of an action of another form
+
+
+@dataclass(frozen=True)
+class OpenEnv(Packaged):
+    """`action` is the field of an action that has the text of a turn; where it is "", a turn is a JSON object, the whole action.
+    `observation` is the field that the policy reads; where it is "", it reads all of them as JSON. `instruction` comes before the
+    first. `reset` are arguments of a reset besides its seed; `seeded` says that a seed decides where an episode begins. The score is
+    the sum of the rewards, or each turn is paid its own (`credit=turn`)."""
+
+    name: ClassVar[str] = "openenv"
+    module: ClassVar[str] = "openenv.core"
+    shorthand: ClassVar[str] = "url"
+
+    url: str
+    action: str = "message"
+    observation: str = ""
+    instruction: str = ""
+    reset: Mapping[str, JSON] = field(default_factory=dict)
+    seeded: bool = True
+    credit: Literal["end", "turn"] = "end"
+    invalid: Whole = (
+        1  # actions that the server refuses, or that are no JSON, which an episode may have
+    )
+    max_turns: Count = 16
+    train: Count = 10_000
+    test: Count = 500
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "openenv: ")
+        web = self.url.startswith(("http://", "https://"))
+        require(web, f"openenv: url is http://HOST:PORT, not {self.url!r}")
+
+    @property
+    def title(self) -> str:
+        return self.url
+
+    @property
+    def verifiable(self) -> bool:
+        return False
+
+    @property
+    def resettable(self) -> bool:
+        return self.seeded
+
+    def ready(self) -> tuple[str, ...]:
+        """That the server answers; a client, which has a thread, is not begun before the workers."""
+        self.package()
+        try:
+            urlopen(f"{self.url.rstrip('/')}/health", timeout=HEALTH_SECONDS).close()
+        except OSError as error:
+            require(False, f"openenv: no server answers at {self.url}: {error}")
+        return ()
+
+    def begin(self, seed: int) -> Any:
+        """A session, whose own thread answers the server's pings while the policy writes."""
+        client = self.package().GenericEnvClient(base_url=self.url, message_timeout_s=self.seconds)
+        return client.sync()
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout:
+        tally = Tally(generate, self.invalid, self.credit == "turn")
+        with self.begin(0) as session:
+            result = session.reset(seed=int(problem.facts["seed"]), **dict(self.reset))
+            text = "\n".join(t for t in (self.instruction, self.shown(result.observation)) if t)
+            while not result.done:
+                reply = await tally.ask(text)
+                try:
+                    action = self.acted(reply.text)
+                    result = session.step(action)
+                except (ValueError, RuntimeError) as error:
+                    if isinstance(error, RuntimeError) and REFUSED not in str(error):
+                        raise  # the environment's own failure
+                    tally.invalid()
+                    text = f"That is no action: {str(error)[:500]}"
+                    continue
+                tally.pay(float(result.reward or 0.0))
+                text = self.shown(result.observation)
+        return generate.rollout(tally.score())
+
+    def acted(self, text: str) -> dict[str, JSON]:
+        if self.action:
+            return {self.action: text}
+        action = json.loads(text)
+        if not isinstance(action, dict):
+            raise ValueError("an action is a JSON object")
+        return action
+
+    def shown(self, observation: Mapping[str, JSON]) -> str:
+        if not self.observation:
+            kept = {k: v for k, v in observation.items() if k not in ("metadata", "done", "reward")}
+            return json.dumps(kept, ensure_ascii=False)
+        if self.observation not in observation:
+            raise LookupError(f"no field {self.observation}; it has {', '.join(observation)}")
+        return str(observation[self.observation])

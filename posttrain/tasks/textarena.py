@@ -1,0 +1,127 @@
+"""Games of the package TextArena, for one player or several (`textarena:TicTacToe-v0`).
+
+    task = TextArena("TicTacToe-v0", opponent="self")
+
+Needs the package: pip install 'posttrain[textarena]'. A game is made anew for every episode: its wrappers keep what was said across
+`reset`, and it seeds the global generator of its process, which is a worker's.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from posttrain.errors import Count, Seed, check_fields, require, unknown
+from posttrain.tasks._packaged import INVALID, Packaged, Tally
+from posttrain.tasks.base import Generate
+from posttrain.types import JSON, Problem, Rollout, Score
+
+MOVES = re.compile(r"'\[([^\[\]']+)\]'")
+
+
+@dataclass(frozen=True)
+class TextArena(Packaged):
+    """`game` is the id that `textarena.make` knows, `options` are its arguments. Of several players, `opponent` says who the others
+    are: `self`, the policy itself, with a conversation and a rollout for each (roles `player 0`, ...); or `random`, one of the moves
+    that the game lists last as '[move]'. The policy's own seat then changes from problem to problem. A subclass may play otherwise
+    (`reply`).
+
+    The score is the game's reward of a player, usually 1, 0 or -1. The game itself says that a move is invalid, and ends after the
+    second in a row; a player who ends it so has at most 0, whatever the game pays for having come near.
+    """
+
+    name: ClassVar[str] = "textarena"
+    module: ClassVar[str] = "textarena"
+    shorthand: ClassVar[str] = "game"
+
+    game: str
+    options: Mapping[str, JSON] = field(default_factory=dict)
+    players: Count = 1
+    opponent: Literal["self", "random"] = "self"
+    max_turns: Count = 50
+    train: Count = 10_000
+    test: Count = 500
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "textarena: ")
+        require(bool(self.game), "textarena: give a game, such as textarena:GuessTheNumber-v0")
+
+    @property
+    def title(self) -> str:
+        return self.game
+
+    def begin(self, seed: int) -> Any:
+        textarena = self.package()
+        known = textarena.envs.registration.ENV_REGISTRY
+        if self.game not in known:
+            raise unknown("game of textarena", self.game, known)
+        game = textarena.make(self.game, **dict(self.options))
+        game.reset(num_players=self.players, seed=seed)
+        return game
+
+    async def run(self, problem: Problem, generate: Generate) -> list[Rollout]:
+        seed = int(problem.facts["seed"])
+        game, draw = self.begin(seed), random.Random(seed)
+        everyone = self.opponent == "self" and self.players > 1
+        seat = (seed // 2) % self.players
+        seats = (
+            {n: generate.session(f"player {n}") for n in range(self.players)}
+            if everyone
+            else {seat: generate}
+        )
+        tallies = {n: Tally(session, 0) for n, session in seats.items()}
+        read: dict[int, str] = {}
+        last: dict[int, str] = {}
+        done = False
+        while not done:
+            player, whole = game.get_observation()
+            text = unread(whole, read.get(player, ""), last.get(player, ""))
+            read[player] = whole
+            if player in tallies:
+                last[player] = (await tallies[player].ask(text)).text
+                done, _ = game.step(last[player])
+                tallies[player].generate.count("env/steps")
+                if getattr(game.state, "error_count", 0) and not done:
+                    tallies[player].generate.count("env/invalid")
+            else:
+                done, _ = game.step(self.reply(text, draw))
+        rewards, about = game.close()
+        return [
+            session.rollout(scored(rewards, about, n, session))
+            for n, session in seats.items()
+            if n in last  # else the game was over before its first move
+        ]
+
+    def reply(self, observation: str, draw: random.Random) -> str:
+        """The move of a player who is not the policy, after what is new to it."""
+        listed = MOVES.findall(observation.splitlines()[-1] if observation else "")
+        if not listed:
+            raise LookupError(f"{self.game} lists no moves as '[move]' for a random opponent")
+        return f"[{draw.choice(listed)}]"
+
+
+def unread(whole: str, read: str, said: str) -> str:
+    """What a player has not read yet; its own move, which the game repeats to it, is left out.
+
+    >>> unread("a[GAME] b", "a", ""), unread("a\\n[Player 0] [4]\\n[GAME] b", "a", "4")
+    ('[GAME] b', '[GAME] b')
+    """
+    new = whole[len(read) :] if whole.startswith(read) else whole
+    own = re.match(r"\n?\[[^\]\n]*\] \[?" + re.escape(said) + r"\]?", new) if said else None
+    return (new[own.end() :] if own else new).strip("\n")
+
+
+def scored(
+    rewards: Mapping[int, Any] | None, about: Mapping[int, Any], player: int, session: Generate
+) -> Score:
+    if rewards is None or player not in rewards:
+        return Score.failed("the game ended without a reward")
+    value = float(rewards[player])
+    if about.get(player, {}).get("invalid_move"):
+        session.count("env/invalid")
+        return Score(min(value, 0.0), outcome=INVALID)
+    return Score(value)

@@ -1,0 +1,286 @@
+"""Environments of the package verifiers, of its v1 interface, by the id of their taskset (`verifiers:gsm8k-v1`).
+
+    task = Verifiers("textarena", {"taskset": {"game": "Hangman-v0"}})
+
+Needs the package: pip install 'posttrain[verifiers]'. Environment, agents, stops and rewards run unchanged, in a thread with
+an event loop of its own: what blocks there keeps no sampler waiting. The program of an agent is a chat loop there: what it asks is
+answered by the policy, and kept as ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
+from types import ModuleType
+from typing import Any, ClassVar
+
+from posttrain.errors import Count, Positive, UserError, check_fields, require
+from posttrain.tasks._packaged import packaged
+from posttrain.tasks._procedural import TEST_BUCKETS, require_split
+from posttrain.tasks.base import STOPS, Generate, Task
+from posttrain.trust import active
+from posttrain.types import JSON, Problem, Rollout, Score
+
+HARNESS = "posttrain_chat"
+MANY = 4  # requests for each turn that an agent may have: those beyond its limit are refused
+TURN_SECONDS = (
+    86_400.0  # for a turn, which waits for those of others; the episode has a limit of its own
+)
+OUTCOMES = {"max_turns": "turn limit"}
+
+
+class EnvironmentFailed(Exception):
+    """The environment did not do its part: the episode is not scored."""
+
+
+@dataclass(frozen=True)
+class Verifiers(Task):
+    """`taskset` is an id as `eval ID` takes it, `config` the block `[env]` of its configuration. Problems are the first `tasks` tasks;
+    each fifth is held out. Every agent is a role with rollouts of its own, and is scored by the reward of its trace; those that the
+    environment does not train (a judge) are left out. An agent with a `client` in `config` is another model."""
+
+    shorthand: ClassVar[str] = "taskset"
+
+    taskset: str
+    config: Mapping[str, JSON] = field(default_factory=dict)
+    max_turns: Count = 16  # of an agent, in an episode
+    max_seconds: Positive = 300.0  # of an episode
+    tasks: Count = 1000
+
+    def __post_init__(self) -> None:
+        check_fields(self, "verifiers: ")
+        require(bool(self.taskset), "verifiers: give a taskset, such as verifiers:gsm8k-v1")
+
+    def problems(self, split: str, level: int | None = None) -> list[Problem]:
+        require_split(split)
+        active().require_package(self.taskset)
+        made = _tasks(self.taskset, self._settings, self.tasks)
+        found = [
+            Problem(f"{self.taskset}/{n}", _text(task.data.prompt), facts={"index": n})
+            for n, task in enumerate(made)
+            if (n % TEST_BUCKETS == 0) == (split == "test")
+        ]
+        require(bool(found), f"verifiers: {self.taskset} has no task for {split}")
+        return found
+
+    @property
+    def _settings(self) -> str:
+        return json.dumps(dict(self.config), sort_keys=True)
+
+    def ready(self) -> tuple[str, ...]:
+        packaged("uvicorn", "verifiers")
+        self.problems("test")
+        return ()
+
+    def observation_roles(self, template: str) -> tuple[str, ...]:
+        return ()  # a conversation that the template cannot continue begins anew
+
+    @property
+    def verifiable(self) -> bool:
+        return False
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score(0.0)
+
+    def demonstration(self, problem: Problem) -> str:
+        raise UserError("verifiers has no worked episodes; it can be trained by reward only")
+
+    async def run(self, problem: Problem, generate: Generate) -> list[Rollout]:
+        from posttrain.tasks._served import ServedEpisode, episode_server
+
+        names = agents(self.taskset, self._settings)
+        alone = len(names) == 1
+        served = {
+            name: ServedEpisode(
+                generate if alone else generate.session(name), MANY * self.max_turns
+            )
+            for name in names
+        }
+        task = _tasks(self.taskset, self._settings, self.tasks)[int(problem.facts["index"])]
+        try:
+            with ExitStack() as stack:
+                server = episode_server()
+                urls = {n: stack.enter_context(server.serving(s))[0] for n, s in served.items()}
+                playing = _play(task, self.seats(urls))
+                there = asyncio.run_coroutine_threadsafe(playing, _loop(os.getpid()))
+                async with asyncio.timeout(self.max_seconds):
+                    episode = await asyncio.wrap_future(there)
+        finally:
+            for one in served.values():
+                await one.close()
+        rollouts = [r for name, one in served.items() for r in _rollouts(episode, name, one)]
+        if not rollouts:
+            raise EnvironmentFailed(_errors(episode.errors) or "no agent that is trained was asked")
+        return rollouts
+
+    def seats(self, urls: Mapping[str, str]) -> JSON:
+        """The environment's configuration with the policy in the seats that have no model of their own."""
+        tree = _tree(self.taskset, self._settings)
+        for name, url in urls.items():
+            seat = {"max_turns": self.max_turns, **tree.get(name, {})}
+            seat.setdefault("runtime", {"type": "subprocess"})
+            seat.setdefault("harness", {"id": HARNESS})
+            client = {"type": "eval", "base_url": url, "api_key_var": "POSTTRAIN_NO_KEY"}
+            tree[name] = seat | {"client": client, "model": "policy"}
+        return tree
+
+
+def _tree(taskset: str, settings: str) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads(settings)
+    return tree | {"taskset": {"id": taskset, **tree.get("taskset", {})}}
+
+
+@lru_cache(maxsize=8)
+def _tasks(taskset: str, settings: str, count: int) -> list[Any]:
+    loaders = _loaders()
+    try:
+        config = loaders.resolve_env_config(_tree(taskset, settings))
+        return list(islice(iter(loaders.load_taskset(config.taskset)), count))
+    except STOPS:
+        raise
+    except Exception as error:  # its own check of the configuration, or its code
+        raise UserError(f"verifiers: {taskset} cannot be loaded: {str(error)[:300]}") from None
+
+
+@lru_cache(maxsize=8)
+def agents(taskset: str, settings: str) -> tuple[str, ...]:
+    """The seats that the policy takes."""
+    _tasks(taskset, settings, 1)
+    config = _loaders().resolve_env_config(_tree(taskset, settings))
+    fields = packaged("verifiers.v1.configs.agent", "verifiers").agent_config_fields(config)
+    return tuple(name for name, seat in fields.items() if seat.client is None)
+
+
+@lru_cache(maxsize=1)
+def _loaders() -> Any:
+    """What finds tasksets and environments by their ids; it then also finds our harness by its own."""
+    packaged("verifiers.v1", "verifiers")
+    sys.modules[HARNESS] = _harness()
+    return packaged("verifiers.v1.utils.loaders", "verifiers")
+
+
+@lru_cache(maxsize=1)
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """Where episodes run: one thread for all, as verifiers expects; it ends with the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="verifiers").start()
+    return loop
+
+
+async def _play(task: Any, settings: JSON) -> Any:
+    """One episode."""
+    vf, loaders = packaged("verifiers.v1", "verifiers"), _loaders()
+    env = loaders.load_environment(loaders.resolve_env_config(settings))
+    async with env.serving():
+        return await env.run_episode(task, vf.ModelContext("policy", vf.EvalClientConfig()))
+
+
+def _rollouts(episode: Any, name: str, served: Any) -> list[Rollout]:
+    """The rollouts of an agent. Runs of one agent come one after the other, and so do their conversations."""
+    traces = [trace for trace in episode.traces if trace.agent.name == name]
+    if not served.turns or (traces and not traces[0].agent.trainable):
+        return []
+    made: list[Rollout] = served.rollouts(served.generate.rollout(Score(0.0)))
+    if not traces or (episode.errors and not served.ended):
+        lost = Score.failed(_errors(episode.errors) or "no trace", "env failed")
+        return [replace(rollout, score=lost) for rollout in made]
+    if len(traces) > 1 and len(traces) != len(made):
+        raise EnvironmentFailed(f"{len(made)} conversations of {len(traces)} runs of {name}")
+    each = traces if len(traces) > 1 else traces * len(made)
+    scores = [_score(trace, served.ended) for trace in each]
+    return [replace(rollout, score=score) for rollout, score in zip(made, scores, strict=True)]
+
+
+def _score(trace: Any, ended: str) -> Score:
+    outcome = ended or OUTCOMES.get(trace.stop_condition, "")
+    if not trace.ok and not ended:
+        return Score.failed(_errors(trace.errors), "env failed")
+    parts = {key: float(one.value) for key, one in trace.rewards.items() if one is not None}
+    value = float(trace.reward)
+    if not math.isfinite(value):
+        return Score.failed(f"a reward of {value}")
+    return Score(value, parts if len(parts) > 1 else {}, outcome=outcome)
+
+
+def _errors(errors: Any) -> str:
+    return "; ".join(f"{error.type}: {error.message}" for error in errors)[:500]
+
+
+def _text(prompt: Any) -> str:
+    if prompt is None or isinstance(prompt, str):
+        return prompt or "(the environment speaks first)"
+    return "\n".join(str(message.content) for message in prompt)
+
+
+def _harness() -> ModuleType:
+    """A module with the program of an agent, as verifiers looks for one: a chat loop in this process, with the task's MCP tools."""
+    vf = packaged("verifiers.v1", "verifiers")
+    wire = packaged("verifiers.v1.dialects.chat", "verifiers").message_to_wire
+    mcp = packaged("verifiers.v1.harnesses.utils.mcp", "verifiers")
+    openai = packaged("openai", "verifiers")
+
+    class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[name-defined, misc]
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
+        EXECUTES_CODE = NEEDS_CONTAINER = False
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            urls: Any,
+            data: Any,
+        ) -> Any:
+            system, prompt = self.resolve_prompt(data)
+            said: list[JSON] = [{"role": "system", "content": system}] if system else []
+            text = isinstance(prompt, str)
+            said += (
+                [{"role": "user", "content": prompt}] if text else [wire(m) for m in prompt or ()]
+            )
+            async with AsyncExitStack() as stack:
+                made = openai.AsyncOpenAI(
+                    base_url=endpoint, api_key=secret, max_retries=0, timeout=TURN_SECONDS
+                )
+                client = await stack.enter_async_context(made)
+                limit = self.config.tool_timeout
+                named = {name: {"url": url, "timeout": limit} for name, url in urls.items()}
+                tools, known, servers = await mcp.connect_mcp({"mcpServers": named}, stack)
+                while True:
+                    more = {"tools": tools} if tools else {}
+                    found = await client.chat.completions.create(
+                        model=ctx.model, messages=said, **more
+                    )
+                    reply = found.choices[0].message
+                    said.append(reply.model_dump(exclude_none=True))
+                    if not reply.tool_calls:
+                        return vf.ProgramResult(exit_code=0, stdout=reply.content or "", stderr="")
+                    for call in reply.tool_calls:
+                        content = await _called(mcp, servers, known, call.function)
+                        said.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+    module = ModuleType(HARNESS)
+    module.__dict__.update(Chat=Chat, __all__=["Chat"])
+    return module
+
+
+async def _called(mcp: Any, servers: Any, known: Any, function: Any) -> Any:
+    """What a tool returns, or what was wrong with the call: that is for the model to read."""
+    try:
+        return await mcp.call_mcp(
+            servers, known, function.name, json.loads(function.arguments or "{}")
+        )
+    except KeyError:
+        return f"error: there is no tool {function.name}; there are {', '.join(known)}"
+    except Exception as error:
+        return f"error: {error}"[:500]
