@@ -213,6 +213,7 @@ class Published(Questions):
     # the hub's data set and configuration of each split
     sources: ClassVar[dict[str, tuple[str, str]]]
     files: ClassVar[dict[str, tuple[str, ...]]]  # what the file of a split may be called
+    more_styles: ClassVar[tuple[str, ...]] = ()
 
     data: str = ""
     test_data: str = ""
@@ -221,7 +222,7 @@ class Published(Questions):
     examples: int = 0  # solved training problems shown before the question: few-shot
 
     def __post_init__(self) -> None:
-        self.check_style(self.name)
+        self.check_style(self.name, *self.more_styles)
         paired = bool(self.data) or not self.test_data
         require(paired, f"{self.name}: test_data goes with data, the training file")
 
@@ -229,6 +230,11 @@ class Published(Questions):
     @abstractmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
         """The problem of a row."""
+
+    def ask(self, question: str) -> str:
+        if self.style == "marked":
+            return MARKED.replace("{marker}", HASHES.marker).replace("{question}", question)
+        return super().ask(question)
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return _read_published(type(self), self.data, self.test_data)[split == "test"].problems
@@ -262,9 +268,11 @@ def found_answer(style: str, response: str) -> str | None:
 
     >>> found_answer("boxed", "so 12"), found_answer("direct", "so 12 - 5 = 7."), found_answer("direct", r"7 is \boxed{x}")
     (None, '7', 'x')
-    >>> found_answer("thinking", "5 and 6\n#### 1,234")
-    '1,234'
+    >>> found_answer("thinking", "5 and 6\n#### 1,234"), found_answer("marked", "so 12")
+    ('1,234', None)
     """
+    if style == "marked":
+        return final_answer(response, HASHES)
     boxed = final_answer(response)
     if boxed or style == "boxed":
         return boxed

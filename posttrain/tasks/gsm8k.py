@@ -25,6 +25,7 @@ class Gsm8k(Published):
 
     name: ClassVar[str] = "gsm8k"
     sources: ClassVar = dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))
+    more_styles: ClassVar = ("marked",)  # what stands after #### counts, and nothing else
     files: ClassVar = {split: (f"gsm8k-{split}", f"gsm8k_{split}", split) for split in sources}
 
     # the share of the value that an answer in the asked form earns, right or wrong
