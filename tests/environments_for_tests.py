@@ -29,9 +29,10 @@ def needs(package: str, extra: str) -> Any:
     return pytest.importorskip(package, reason=hint)
 
 
-def play(task: Task, problems: Sequence[Problem], policy: Policy, samples: int = 1) -> list[Group]:
-    """The groups of episodes in which the policy says what the function returns."""
+def play(task: Task, problems: Sequence[Problem], policy: Policy, samples: int = 1, template: str = "") -> list[Group]:
+    """The groups of episodes in which the policy, whose chat template may be another, says what the function returns."""
     tokenizer = character_tokenizer(PRINTABLE)
+    tokenizer.chat_template = template or tokenizer.chat_template
 
     def reply(request: Any) -> Any:
         text = policy(tokenizer.decode(request.ids), request.turn)

@@ -119,7 +119,8 @@ class Verifiers(Task):
                 await one.close()
         rollouts = [r for name, one in served.items() for r in _rollouts(episode, name, one)]
         if not rollouts:
-            raise EnvironmentFailed(_errors(episode.errors) or "no agent that is trained was asked")
+            said = _errors([e for one in (episode, *episode.traces) for e in one.errors])
+            raise EnvironmentFailed(said or "no agent that is trained was asked")
         return rollouts
 
     def seats(self, urls: Mapping[str, str]) -> JSON:

@@ -67,7 +67,17 @@ def test_both_sizes_have_the_same_loss_and_the_calculator() -> None:
 
 
 def test_the_toy_runs_and_the_real_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shorter = ["pretrain.steps=4", "steps=2", "prompts=2", "group=4", "problems=4", "rl.evaluate_every=0", "threads=1"]
+    shorter = [
+        "pretrain.steps=4",
+        "steps=2",
+        "prompts=2",
+        "group=4",
+        "problems=4",
+        "rl.evaluate_every=0",
+        "before.samples=1",
+        "after.samples=1",
+        "threads=1",
+    ]
     assert cli.main(["run", "nanochat_rl", f"out={tmp_path / 'run'}", *shorter]) == 0
     assert "rl 2/2" in capsys.readouterr().out
     for split in ("train", "test"):

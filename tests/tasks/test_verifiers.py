@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,45 @@ class Debate(vf.Env[Config]):
         await agents.critic.run(task.with_data(prompt=f"Is {said} right?"))
 """
 
+TOOLS = '''
+import verifiers.v1 as vf
+
+__all__ = ["Doubles"]
+
+class Tools(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    async def double(self, number: int) -> int:
+        """Twice a number."""
+        return 2 * number
+
+class Config(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+class Double(vf.Task[vf.TaskData, vf.State, Config]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(config.tools)]
+
+    @vf.reward()
+    async def right(self, trace) -> float:
+        return float(trace.branches[-1].messages[-1].content == "It is 10.")
+
+class SetConfig(vf.TasksetConfig):
+    task: Config = Config()
+
+class Doubles(vf.Taskset[Double, SetConfig]):
+    def load(self):
+        for n in range(10):
+            yield Double(vf.TaskData(prompt=f"Double {n}."), self.config.task)
+
+if __name__ == "__main__":
+    Tools.run()
+'''
+HERMES = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools> <tool_call>\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
 
 @pytest.fixture(autouse=True)
 def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +98,9 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         return
     needs("verifiers.v1", "verifiers")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "own_debate.py").write_text(OWN)
+    (tmp_path / "own_tools.py").write_text(TOOLS)
 
 
 def test_a_published_environment_is_played_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +137,22 @@ def test_every_agent_is_a_role_and_is_scored_by_its_own_trace() -> None:
     solver, critic = play(task, [problem], lambda text, turn: "no" if "right?" in text else "10", samples=2)
     assert (solver.role, critic.role) == ("solver", "critic")
     assert [r.score for r in solver.rollouts] == [Score(2.0)] * 2 and [r.score for r in critic.rollouts] == [Score(0.0)] * 2
+
+
+def test_the_tools_of_a_task_are_called_and_read() -> None:
+    task = Verifiers("own_tools", tasks=10, max_turns=4)
+    (problem,) = (p for p in task.problems("test") if p.question == "Double 5.")
+    names: list[str] = []
+
+    def policy(text: str, turn: int) -> str:
+        names.extend(re.findall(r'"name": ?"(\w*double)"', text))
+        return f'<tool_call>{{"name": "{names[0]}", "arguments": {{"number": 5}}}}</tool_call>' if turn == 0 else "It is 10."
+
+    (group,) = play(task, [problem], policy, template=HERMES)
+    (rollout,) = group.rollouts
+    assert rollout.score == Score(1.0) and rollout.turns == 2 and "10" in rollout.segments[2].text
+    (group,) = play(task, [problem], policy)
+    assert "the chat template does not show the tools" in str(group.rollouts[0].score.failure)
 
 
 def test_what_the_environment_breaks_has_no_score() -> None:
