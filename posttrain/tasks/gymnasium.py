@@ -48,8 +48,8 @@ class Gymnasium(Packaged):
     module: ClassVar[str] = "gymnasium"
     shorthand: ClassVar[str] = "env"
 
-    env: str
-    options: Mapping[str, JSON] = field(default_factory=dict)
+    env: str  # the id of an environment
+    options: Mapping[str, JSON] = field(default_factory=dict)  # arguments of gymnasium.make
     credit: Literal["end", "turn"] = "end"
     invalid: Whole = 1  # invalid actions that an episode may have
     max_turns: Count = 100

@@ -34,7 +34,7 @@ class OpenEnv(Packaged):
     module: ClassVar[str] = "openenv.core"
     shorthand: ClassVar[str] = "url"
 
-    url: str
+    url: str  # of the server of the environment
     action: str = "message"
     observation: str = ""
     instruction: str = ""

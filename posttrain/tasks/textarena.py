@@ -37,9 +37,9 @@ class TextArena(Packaged):
     module: ClassVar[str] = "textarena"
     shorthand: ClassVar[str] = "game"
 
-    game: str
-    options: Mapping[str, JSON] = field(default_factory=dict)
-    players: Count = 1
+    game: str  # the id of a game
+    options: Mapping[str, JSON] = field(default_factory=dict)  # arguments of textarena.make
+    players: Count = 1  # of a game
     opponent: Literal["self", "random"] = "self"
     max_turns: Count = 50
     train: Count = 10_000

@@ -51,7 +51,7 @@ class Verifiers(Task):
     shorthand: ClassVar[str] = "taskset"
 
     taskset: str
-    config: Mapping[str, JSON] = field(default_factory=dict)
+    config: Mapping[str, JSON] = field(default_factory=dict)  # the block [env] of its configuration
     max_turns: Count = 16  # of an agent, in an episode
     max_seconds: Positive = 300.0  # of an episode
     tasks: Count = 1000
