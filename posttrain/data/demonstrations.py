@@ -54,7 +54,7 @@ class Teaching(Protocol):
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]: ...
     def prompt(self, problem: Problem) -> tuple[Message, ...]: ...
-    def demonstration(self, problem: Problem) -> str: ...
+    def conversation(self, problem: Problem) -> tuple[Message, ...]: ...
 
 
 def from_task(
@@ -73,9 +73,8 @@ def from_task(
         drawn += [problems[i] for i in _distinct(size, count, seed, level)]
     examples = []
     for problem in (drawn[i] for i in permutation(len(drawn), "demonstrations", seed)):
-        prompt, answer = task.prompt(problem), Message("assistant", task.demonstration(problem))
-        where = f"the demonstration of {problem.id}"
-        examples.append(render_example(tokenizer, (*prompt, answer), where, given=len(prompt)))
+        where, given = f"the demonstration of {problem.id}", len(task.prompt(problem))
+        examples.append(render_example(tokenizer, task.conversation(problem), where, given))
     return examples
 
 

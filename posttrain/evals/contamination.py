@@ -99,9 +99,11 @@ def sample(task: Task, split: str) -> list[Problem]:
 
 
 def text(problem: Problem) -> str:
-    """What a problem asks. A conversation is known by all its turns, not by its last one."""
-    given = problem.facts.get("messages")
-    return "\n".join(str(m["content"]) for m in given) if given else problem.question
+    """What a problem asks. A conversation is known by all its turns, not by its last one; the start of an environment by its question
+    and by what it hides, the fact `state`."""
+    given, state = problem.facts.get("messages"), problem.facts.get("state")
+    asked = "\n".join(str(m["content"]) for m in given) if given else problem.question
+    return asked if state is None else f"{asked}\n{state}"
 
 
 def require_clean(task: Task, where: str, refuse: bool = True) -> Overlap:

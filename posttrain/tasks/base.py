@@ -201,8 +201,12 @@ class Task(ABC):
         return ()
 
     def demonstration(self, problem: Problem) -> str:
-        """A worked response that scores 1, for supervised training."""
+        """A worked response that scores 1."""
         return problem.answer
+
+    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+        """What supervised training learns from: the prompt and its demonstration; in an environment, the turns of an episode."""
+        return (*self.prompt(problem), Message("assistant", self.demonstration(problem)))
 
 
 @contextmanager

@@ -1,0 +1,160 @@
+"""Tic-tac-toe, against itself or against a program.
+
+A board is nine characters, row by row, `x.o......`; the prompt is the board and who the policy is, `x:x.o......`. A move is the number
+of an empty field, 1 to 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import Annotated, ClassVar, Literal
+
+from posttrain.errors import Range, check_fields
+from posttrain.tasks._procedural import Procedural, stable_hash
+from posttrain.tasks._turns import Environment, Play, Reply, drawn
+from posttrain.tasks.base import Generate
+from posttrain.types import Message, Problem, Rollout, Score
+
+LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
+EMPTY = "." * 9
+SIDES = ("x", "o")
+
+
+@dataclass(frozen=True)
+class TicTacToe(Environment):
+    """Games begin after up to `opening` random moves. With `opponent: self` the policy plays both sides, each a role with groups of its
+    own, and is paid 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`, which never loses) the value is 1 where the
+    result is at least what perfect play makes of the opening."""
+
+    alphabet: ClassVar[str] = "123456789xo.:"
+
+    opponent: Literal["self", "random", "best"] = "self"  # who plays the other side
+    opening: Annotated[int, Range(ge=1, le=5)] = 4
+    seed: int = 0  # which problems are drawn; never which side of the split a problem is on
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tictactoe: ")
+
+    def problems(self, split: str, level: int | None = None) -> Procedural:
+        return drawn("tictactoe", split, self._draw, _problem, self.seed)
+
+    def _draw(self, source: Random) -> tuple[str]:
+        board = EMPTY
+        for _ in range(source.randrange(self.opening + 1)):
+            following = after(board, source.choice(free(board)))
+            if not winner(following):
+                board = following
+        return (board,)
+
+    def begin(self, problem: Problem) -> Play:
+        return _Game(problem.answer, "best" if self.opponent == "best" else "random", problem.id)
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
+        if self.opponent != "self":
+            return await super().run(problem, generate)
+        players = {side: generate.session(side) for side in SIDES}
+        board, moved, paid = problem.answer, set[str](), {"x": 0.5, "o": 0.5}
+        outcome = "draw"
+        while free(board) and not winner(board):
+            side = to_move(board)
+            turn = await players[side](
+                [Message("user", shown(board) if side not in moved else board)]
+            )
+            moved.add(side)
+            if turn.text not in free(board):
+                paid, outcome = {**paid, side: 0.0}, "illegal move"
+                break
+            board = after(board, turn.text)
+            if winner(board):
+                paid, outcome = {other: float(other == side) for other in SIDES}, "won"
+        return [
+            players[side].rollout(Score(paid[side], outcome=outcome))
+            for side in SIDES
+            if side in moved
+        ]
+
+
+def _problem(name: str, drawn: tuple[str | int, ...]) -> Problem:
+    board = str(drawn[0])
+    return Problem(name, shown(board), board)
+
+
+def to_move(board: str) -> str:
+    return "x" if board.count("x") == board.count("o") else "o"
+
+
+def shown(board: str) -> str:
+    """A board as the side reads it first whose move it is."""
+    return f"{to_move(board)}:{board}"
+
+
+def free(board: str) -> list[str]:
+    return [str(n + 1) for n, field in enumerate(board) if field == "."]
+
+
+def after(board: str, move: str) -> str:
+    place = int(move) - 1
+    return board[:place] + to_move(board) + board[place + 1 :]
+
+
+def winner(board: str) -> str:
+    """x, o, or "" where nobody has three in a row."""
+    lines = ({board[int(place)] for place in line} for line in LINES)
+    return next((line.pop() for line in lines if len(line) == 1 and "." not in line), "")
+
+
+@lru_cache(maxsize=10_000)
+def value(board: str) -> int:
+    """What perfect play makes of a board: 1 where x wins, -1 where o does."""
+    if (won := winner(board)) or not free(board):
+        return {"x": 1, "o": -1, "": 0}[won]
+    found = [value(after(board, move)) for move in free(board)]
+    return max(found) if to_move(board) == "x" else min(found)
+
+
+def best_move(board: str) -> str:
+    """The first move that keeps the value of a board, a win at once before all others."""
+    sign = 1 if to_move(board) == "x" else -1
+    rank = {
+        move: (sign * value(after(board, move)), bool(winner(after(board, move))))
+        for move in free(board)
+    }
+    return max(rank, key=lambda move: rank[move])
+
+
+class _Game(Play):
+    """A game against a program, from an opening in which it is the policy's turn."""
+
+    def __init__(self, board: str, opponent: str, name: str) -> None:
+        self.board, self.opponent, self.side = board, opponent, to_move(board)
+        self.source = Random(stable_hash("tictactoe", "opponent", name))
+        self.sign = 1 if self.side == "x" else -1
+        self.due = self.sign * value(board)
+
+    def move(self, text: str) -> Reply:
+        if text not in free(self.board):
+            return Reply(value=0.0, outcome="illegal move")
+        self.board = after(self.board, text)
+        if not self._over():
+            moves = free(self.board)
+            answer = best_move(self.board) if self.opponent == "best" else self.source.choice(moves)
+            self.board = after(self.board, answer)
+        if not self._over():
+            return Reply(self.board)
+        result = self.sign * value(self.board)
+        return Reply(
+            value=float(result >= self.due),
+            outcome="correct" if result >= self.due else "lost" if result < 0 else "drawn",
+        )
+
+    def _over(self) -> bool:
+        return bool(winner(self.board)) or not free(self.board)
+
+    def best(self) -> str:
+        return best_move(self.board)
+
+    def legal(self) -> list[str]:
+        return free(self.board)
