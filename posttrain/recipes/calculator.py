@@ -1,0 +1,13 @@
+"""A small model learns when to call a calculator: for sums that it cannot do alone, and for those alone."""
+
+from __future__ import annotations
+
+from posttrain.recipes._agents import Agent
+from posttrain.recipes.base import Recipe
+from posttrain.tasks.calculator import CalculatorSums
+
+
+def calculator(size: str = "nano") -> Recipe:
+    """Half of the sums need only be copied, half have three digits that carry. SFT shows calls and answers by chance; a call
+    costs 0.1, so RL keeps those that pay."""
+    return Agent(task=CalculatorSums(), tokens=16).recipe(size, "posttrain run calculator seed=1")
