@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -230,8 +230,9 @@ class Range:
         if not isinstance(value, Real):
             return False
         try:
-            number = float(value)
-        except OverflowError:  # a whole number beyond all floats
+            # a whole number as it is: as a float, 2**63 - 1 would be 2**63
+            number = int(value) if isinstance(value, Integral) else float(value)
+        except OverflowError:  # a fraction beyond all floats
             return False
         below = number < self.lt or (self.infinite and number == math.inf)
         return below and self.gt < number and self.ge <= number <= self.le

@@ -51,6 +51,7 @@ BOUNDED = {
     "episodes.py: asyncio.gather(*(self.score(problem, r) for r in rollouts))": "the same",
     "episodes.py: self.changed.wait()": "the same",
     "system/workers.py: os.read(worker.scores, 1 << 16)": "after select",
+    "system/workers.py: lines.readline()": "of a worker, which ends with its parent",
     "system/workers.py: os.waitpid(ended, 0)": "after SIGKILL",
     "data/safe_readers.py: process.stdout.readline()": "a timer ends the process",
     "rewards/_asking.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` has `seconds`, after MAX_WAIT",

@@ -162,7 +162,7 @@ def test_a_frozen_model_from_elsewhere_that_is_not_what_it_was(
 @pytest.mark.parametrize("damage", [cut, zero])
 def test_a_stages_result(damage: Callable[[Path], None], stopped: Path) -> None:
     damage(stopped / "stages/reward/result.json")
-    assert "result.json is damaged; remove" in refusal(stopped)
+    assert "result.json is damaged: it is not valid JSON; remove" in refusal(stopped)
 
 
 @pytest.mark.parametrize(("damage", "line"), [(zero, "is not valid YAML"), (lose, "no run in")])

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from posttrain import cli, pipeline
+from posttrain.data import safe_readers
 from posttrain.errors import Interrupted, UserError
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
@@ -49,6 +50,7 @@ def one_thread() -> Iterator[None]:
 def nothing_left_behind() -> Iterator[None]:
     threads = threading.active_count()
     yield
+    safe_readers._renderer.stop()  # it serves all templates of a process, and ends with it
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
     assert threading.active_count() == threads

@@ -249,7 +249,7 @@ def test_same_seed_same_adapters_and_the_generator_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, "lora: rank must be at least 1, not 0"),
+        ({"rank": 0}, "lora: rank must be at least 1 and at most 65,536, not 0"),
         ({"alpha": 0.0}, "lora: alpha must be above 0, not 0.0"),
     ],
 )

@@ -273,7 +273,7 @@ def test_a_run_with_two_evaluations_of_several_samples_draws_pass_at_k(
             assert not pipeline.pass_at_k(context, settings.recipe.stages), "one curve is no comparison"
             context.finish(stage, figures)
             context.write_lines(stage, [json.dumps(row), json.dumps(row | {"problem": "q"})])
-        pipeline.conclude(settings, context)
+        pipeline.conclude(settings, context, *pipeline._draw(settings, context))
     assert f"pass@k:   {tmp_path / 'run' / 'pass_at_k.png'}" in capsys.readouterr().out
     assert (tmp_path / "run" / "pass_at_k.png").read_bytes()[:4] == b"\x89PNG"
 
