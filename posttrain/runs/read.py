@@ -143,7 +143,8 @@ class History:
         resumes = tuple(
             (e.attempt, str(e.details.get("stage")), step)
             for e in events
-            if e.kind == "resume" and (step := _whole_number(e.details.get("step"))) is not None
+            # -1: from before the first step
+            if e.kind == "resume" and (step := _whole_number(e.details.get("step"), -1)) is not None
         )
         kept = {str(e.details.get("stage")): e.attempt for e in events if e.kind == "kept"}
         # the order matters only where something may be superseded; a run that never resumed need not be read for it
@@ -194,9 +195,9 @@ def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
     return sorted(current.values(), key=lambda row: (order[row.stage], row.step))
 
 
-def _whole_number(value: JSON) -> int | None:
+def _whole_number(value: JSON, first: int = 0) -> int | None:
     """A count that a run may hold; None for what is none."""
-    return value if type(value) is int and 0 <= value < 2**53 else None
+    return value if type(value) is int and first <= value < 2**53 else None
 
 
 def parse_event(record: Mapping[str, JSON]) -> EventRow | None:

@@ -208,6 +208,9 @@ def test_a_stop_text_ends_the_answer_before_it_and_ends_decoding(scripted: Calla
     # the ids are those that were sampled, up to the token that completes the stop text
     assert sum(len(c.token_ids) for c in choices) == len("one two STOP")
     engine = next(iter(served.models.ready.values())).engine
+    until = time.monotonic() + 30  # the client has its answer before the engine's thread has ended the rest
+    while not engine.cancelled and time.monotonic() < until:  # type: ignore[attr-defined]
+        time.sleep(0.01)
     assert served.idle() and engine.cancelled == [engine.requests[0].session]  # type: ignore[attr-defined]
 
 
@@ -250,6 +253,7 @@ def test_what_only_looks_like_a_call_stays_text(scripted: Callable[[str], Served
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_ends_what_is_decoded_for_it(served: Served, stream: bool) -> None:
+    served.client().chat.completions.create(model="tiny", messages=HI, max_tokens=1)  # loads the model
     before = next(iter(served.models.ready.values())).engine.statistics.sampled
     body = json.dumps({"messages": HI, "max_tokens": 2000, "min_tokens": 2000, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as connection:
