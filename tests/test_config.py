@@ -11,6 +11,7 @@ import pytest
 from posttrain import cli, config
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import UserError
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
@@ -184,3 +185,14 @@ def test_an_error_in_a_users_file_names_the_file_and_the_line(
     file.write_text(code)
     assert cli.main(["plan", f"{file}:recipe"]) == 2
     assert f"{file} {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["trueish", "falsehood", "true-model", "TRUEST"])
+def test_a_word_that_begins_like_a_truth_is_text(word: str) -> None:
+    assert read_yaml(f"a: {word}", "x.yaml") == {"a": word}
+
+
+@pytest.mark.parametrize("value", ["!!bool perhaps", "!!int x", "!!int ''", "!!timestamp x", "!!float '1:2:'"])
+def test_a_tag_that_does_not_fit_its_value_is_one_line(value: str) -> None:
+    with pytest.raises(UserError, match=r"x\.yaml is not valid YAML"):
+        read_yaml(f"a: {value}", "x.yaml")

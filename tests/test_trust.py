@@ -794,3 +794,14 @@ def test_a_path_is_relative_to_the_working_directory(folder: Path, capsys: pytes
         refused(capsys, ["run", write(folder, {"stages": [EVALUATE, late]})], words)
         refused(capsys, ["run", write(folder, {"stages": [EVALUATE, late]}), "--allow-code"], words)
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+def test_a_file_cannot_name_an_environment_on_another_machine(tmp_path: Path) -> None:
+    from posttrain.tasks.openenv import OpenEnv
+    from posttrain.trust import Trust, trusting
+
+    with trusting(Trust(str(tmp_path / "recipe.yaml"))):
+        OpenEnv("http://127.0.0.1:8000")
+        with pytest.raises(UserError, match=r"would send texts and your key to http://10\.0\.0\.1:80"):
+            OpenEnv("http://10.0.0.1:80")
+    OpenEnv("http://10.0.0.1:80")

@@ -170,7 +170,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF")
+    "tag:yaml.org,2002:bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
 
@@ -199,6 +199,8 @@ def read_values(text: str, where: str) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise UserError(f"{where} is not valid YAML: it is nested too deep") from None
+    except (LookupError, AttributeError, TypeError) as error:  # of a tag, such as !!bool perhaps
+        raise ValueError(f"a tag does not fit its value: {error}") from None
     finally:
         loader.dispose()
 

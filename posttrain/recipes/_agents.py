@@ -23,10 +23,10 @@ class Agent:
     task: Task
     tokens: int
     demonstrations: int = 4000
-    sft_steps: int = 300
-    steps: int = 200
+    sft_steps: int = 400
+    steps: int = 100
     lr: float = 1e-3
-    prompts: int = 32
+    prompts: int = 16
     algorithm: Algorithm = field(
         default_factory=lambda: GRPO(group=16, beta=0.0, reduction="token_mean")
     )

@@ -117,8 +117,10 @@ def flatten(tree: Mapping[str, JSON]) -> dict[str, JSON]:
             flat[prefix] = value
 
     walk("", {key: value for key, value in tree.items() if key != "stages"})
-    for stage in tree.get("stages", []):
-        walk(str(stage["name"]), stage)
+    stages = tree.get("stages", [])
+    for place, stage in enumerate(stages if isinstance(stages, list | tuple) else [stages]):
+        # what another program wrote may lack a name, and then differs
+        walk(str(stage.get("name", place) if isinstance(stage, Mapping) else place), stage)
     return flat
 
 

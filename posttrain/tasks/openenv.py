@@ -17,6 +17,7 @@ from urllib.request import urlopen
 from posttrain.errors import Count, Seed, Whole, check_fields, require
 from posttrain.tasks._packaged import Packaged, Tally
 from posttrain.tasks.base import Generate
+from posttrain.trust import active
 from posttrain.types import JSON, Problem, Rollout
 
 HEALTH_SECONDS = 10.0
@@ -53,6 +54,7 @@ class OpenEnv(Packaged):
         check_fields(self, "openenv: ")
         web = self.url.startswith(("http://", "https://"))
         require(web, f"openenv: url is http://HOST:PORT, not {self.url!r}")
+        active().require_address(self.url)
 
     @property
     def title(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.runs.resume_policy import compare
+from posttrain.runs.resume_policy import compare, flatten
 
 BASE: dict[str, Any] = {
     "seed": 0,
@@ -115,3 +115,8 @@ def test_a_stage_may_have_a_field_that_is_called_as_one_of_the_recipe() -> None:
     old, new = ({"before": a, "stages": [{"name": "compare", "before": a}]} for a in ("x", "y"))
     found = compare(old, new, ["compare"])
     assert found.named == ("before: x -> y",) and found.refused == ("compare.before: x -> y",)
+
+
+@pytest.mark.parametrize("stages", [[{}], [3], "rl", [[]]])
+def test_a_configuration_that_another_program_wrote_is_flat_too(stages: object) -> None:
+    assert flatten({"seed": 0, "stages": stages}) != flatten({"seed": 0, "stages": [{"name": "rl"}]})  # type: ignore[dict-item]

@@ -74,7 +74,7 @@ AUDITED = {
     "socketserver": set(),
     "xmlrpc": set(),
     "telnetlib": set(),
-    "urllib.request": set(),
+    "urllib.request": {"tasks/openenv.py"},  # asks the server that the user named whether it is up
     "ftplib": set(),
     "zipfile": set(),
     "tarfile": set(),
@@ -126,7 +126,7 @@ def test_the_source_never_turns_data_into_code(check: Callable[[Path], list[str]
     ("check", "source", "complaint"),
     [
         (uses, "import subprocess", "subprocess is for"),
-        (uses, "def f():\n    from urllib.request import urlopen", "urllib.request.urlopen is for nobody"),
+        (uses, "def f():\n    from urllib.request import urlopen", "urllib.request.urlopen is for tasks/openenv.py"),
         (uses, "import jinja2", "jinja2 is for nobody"),
         (calls, "import subprocess\nsubprocess.run('ls', shell=True)", "with a shell"),
         (calls, "import os\nos.system('ls')", "os.system"),

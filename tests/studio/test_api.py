@@ -247,7 +247,8 @@ def until(true: Callable[[], bool]) -> None:
 def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that is started here is a stand-in that opens the run and waits to be interrupted."""
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom posttrain.runs.write import RunWriter\n"
+        "import signal, sys, time\nfrom pathlib import Path\nfrom posttrain.runs.write import RunWriter\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # as a run does; a parent in the background may ignore it
         "out = next((a[4:] for a in sys.argv if a.startswith('out=')), sys.argv[-1])\n"
         "if 'bad=1' in sys.argv: sys.exit('posttrain: no such key')\n"
         "made = RunWriter.resume(out) if Path(out, 'config.yaml').exists() else RunWriter.create(out, {'name': 'quickstart'})\n"
