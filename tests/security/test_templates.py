@@ -113,7 +113,7 @@ def test_the_limits_hold_everywhere_a_template_renders(way: str, name: str) -> N
     ways = {
         "prompt": lambda: render_prompt(tokenizer, ASK),
         "prompts": lambda: render_prompts(tokenizer, [("row 1", [Message("user", "2+2=")])] + [("row 2", ASK)] * 99),
-        "turn": lambda: render_turn(tokenizer, [Message("user", "2+2=")], ASK, None),
+        "turn": lambda: render_turn(tokenizer, ASK, None),
         "example": lambda: render_example(tokenizer, reply),
         "marked": lambda: render_example(tokenizer, reply),
     }
