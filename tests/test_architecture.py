@@ -41,9 +41,9 @@ MAY_IMPORT = {
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",
     "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve",
-    "runs": f"{LEAVES} data.safe_readers system.files system.processes",
+    "runs": f"{LEAVES} data.safe_readers system.files system.processes system.sqlite",
     "algorithms": f"{LEAVES} ops",
-    "data": f"{LEAVES} ops system.files",
+    "data": f"{LEAVES} ops system.files system.sqlite",
     "models": f"{LEAVES} ops data.safe_readers system.files",
     "engine": f"{MODELS} system",
     "train": f"{MODELS} system.files system.world algorithms rewards.ensemble rewards.implicit rewards.judge rewards._asking"

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -31,6 +31,7 @@ from posttrain.data.records import read_rows
 from posttrain.data.stream import permutation
 from posttrain.errors import UserError, require
 from posttrain.system.files import atomic_write
+from posttrain.system.sqlite import transaction
 from posttrain.types import JSON
 
 TIE, BAD, SKIP = "tie", "bad", "skip"
@@ -144,16 +145,8 @@ class Labels:
         connection: sqlite3.Connection = self._local.connection
         return connection
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        connection = self._connection()
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield connection
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        connection.execute("COMMIT")
+    def _transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        return transaction(self._connection())
 
     def votes(self) -> list[Vote]:
         """What counts, in the order in which it was said."""

@@ -30,6 +30,7 @@ from posttrain.runs import layout
 from posttrain.runs.layout import EpisodeRow, EventRow, RolloutRow
 from posttrain.runs.read import History, Run, parse_event, parse_rollout, parse_row
 from posttrain.system.files import open_file
+from posttrain.system.sqlite import transaction
 from posttrain.types import JSON
 
 FOLDER, FILE, VERSION = ".studio", "index.sqlite", 3
@@ -196,15 +197,8 @@ class Index:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._writing:
-            connection = self._connection()
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
+        with self._writing, transaction(self._connection()) as connection:
+            yield connection
 
     def _state(self, name: str) -> int:
         return int(next(iter(self._get("SELECT value FROM state WHERE name = ?", [name])), (0,))[0])

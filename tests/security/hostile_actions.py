@@ -122,7 +122,7 @@ ACTIONS = {
     ],
     "files": [
         "open('/tmp/program.py', 'w').write('def double(n): return 2 * n')", "open('json.py', 'w').write('raise SystemExit')",
-        "os.symlink('/', '/tmp/root'); open('/tmp/root/made', 'w')", "os.chroot('/tmp')", "open('/etc/passwd').read()", "open('/proc/self/mem', 'r+b')",
+        "os.symlink('/', '/tmp/whole'); open('/tmp/whole/made', 'w')", "os.chroot('/tmp')", "open('/etc/passwd').read()", "open('/proc/self/mem', 'r+b')",
         "os.remove('/usr')", "open(os.__file__, 'a')", "os.truncate(os.__file__, 0)", "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)", "os.chmod(os.__file__, 0)",
         "os.rename('/tmp', '/x')", "os.mkfifo('/tmp/f'); open('/tmp/f')", "os.chdir('/'); open('made', 'w')", "os.link(os.__file__, '/tmp/os.py')",
         "for root in os.walk('/'): pass\nopen('/home/made', 'w')",
