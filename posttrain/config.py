@@ -36,6 +36,7 @@ from posttrain.runs.layout import FORMAT
 from posttrain.stages._lineage import MODELS, PLACES, inside, place
 from posttrain.stages.base import Stage, check_name, check_names
 from posttrain.stages.reward_sources import RewardSource
+from posttrain.stages.train import STAGES
 from posttrain.system.machine import check_threads, requested_threads
 from posttrain.tasks.base import Task
 from posttrain.tasks.tools.base import Tool
@@ -335,8 +336,12 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         tag = "stage" if kind is Stage else "name"
         rest = {k: v for k, v in tree.items() if k != tag}
         require(tag in tree, f"{where}: no {tag!r} says which {NAMED[kind]} it is")
-        made = catalogue.load(NAMED[kind], str(tree[tag]), kind)
-        return from_tree(_grouped(rest, made, where) if kind is Stage else rest, made, where)
+        if kind is not Stage:
+            return from_tree(rest, catalogue.load(NAMED[kind], str(tree[tag]), kind), where)
+        made = _stage(str(tree[tag]))
+        return from_tree(
+            _grouped({"name": catalogue.name_of(made), **rest}, made, where), made, where
+        )
     if dataclasses.is_dataclass(kind):
         if not isinstance(tree, dict | list | bool | None) and hasattr(kind, "shorthand"):
             tree = {kind.shorthand: tree}
@@ -353,6 +358,17 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
     if optional and type(None) in inner:
         return None if tree is None else from_tree(tree, optional[0], where)
     return _check(where, kind, tree)
+
+
+def _stage(name: str) -> Any:
+    """The class of a stage; for the name of an algorithm, advice which stage takes it."""
+    if name in catalogue.names("algorithm") and name not in catalogue.names("stage"):
+        algorithm = catalogue.load("algorithm", name, Algorithm)
+        stage = STAGES[algorithm.learns_from].split()[1]
+        raise UserError(
+            f"stage: {name} is an algorithm; write stage: {stage} with algorithm: {name}"
+        )
+    return catalogue.load("stage", name, Stage)
 
 
 def _named(tree: JSON, kind: Any) -> JSON:

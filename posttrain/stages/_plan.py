@@ -157,9 +157,17 @@ def sft_plan(
 def how_long(stage: DataStage, size: int = 0) -> str:
     """The length of a stage in words, over `size` examples where they are known."""
     if stage.steps is None:
-        return f"{stage.epochs:g} epoch{'s' * (stage.epochs != 1)}"
-    steps = f"{stage.steps} step{'s' * (stage.steps != 1)}"
+        return many(stage.epochs, "epoch")
+    steps = many(stage.steps, "step")
     return f"{steps} = {stage.steps * stage.batch / size:.1f} passes over" if size else steps
+
+
+def many(number: float, word: str) -> str:
+    """
+    >>> many(1, "step"), many(2000, "step"), many(0.5, "epoch")
+    ('1 step', '2,000 steps', '0.5 epochs')
+    """
+    return f"{number:,}".removesuffix(".0") + f" {word}{'s' * (number != 1)}"
 
 
 def counted_warnings(stage: DataStage, counted: DataStage) -> list[str]:
@@ -204,6 +212,14 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
     share = (longest + (group - 1) * new) / (group * longest)
     tokens = round(share * min(budget, samples * longest))
 
+    held_out = len(stage.task.problems("test")[: stage.evaluate_problems])
+    what = "accuracy" if stage.task.verifiable else "reward"
+    scored = (
+        f"held-out {what} on {many(held_out, 'problem')} every {many(stage.evaluate_every, 'step')}"
+    )
+    if not (held_out and stage.evaluate_every):
+        scored = "there is no held-out score"
+
     def memory(one: RLStage) -> Memory:
         rewards = reward_bytes(one, policy, before)
         return rl_memory(one, policy, tokens, one.cache_bytes(policy, training=False), rewards)
@@ -212,9 +228,9 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
         f"then {updates} optimizer update(s) of {samples // reuse.mini_batches} responses each; at full length "
         f"{-(-samples * longest // budget)} micro-batch(es) of up to {budget} tokens (this changes memory, never the gradient)",
-        f"{stage.steps} step{'s' * (stage.steps != 1)} = {stage.steps * samples:,} responses and {stage.steps * updates:,} updates",
-        f"levels {', '.join(map(str, stage.task.levels))}; held-out accuracy on {stage.evaluate_problems} problems every "
-        f"{stage.evaluate_every} steps",
+        f"{many(stage.steps, 'step')} = {many(stage.steps * samples, 'response')} and "
+        f"{many(stage.steps * updates, 'update')}",
+        f"levels {', '.join(map(str, stage.task.levels))}; {scored}",
         memory(stage).line(),
         checkpointing_line(stage, policy, tokens, memory(stage).total, at_hand(policy.device)),
         *savings(stage, memory),
