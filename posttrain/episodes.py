@@ -575,8 +575,10 @@ class _Episodes:
 
 async def _timed(run: Awaitable[Result], seconds: float) -> Result:
     """What an episode returns; a named end where its time is over."""
+    if not seconds:
+        return await run
     try:
-        async with asyncio.timeout(seconds or None) as limit:
+        async with asyncio.timeout(seconds) as limit:
             return await run
     except TimeoutError:
         if limit.expired():

@@ -40,7 +40,9 @@ class Decoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
-        self._complete: dict[int, str] = {}  # texts of ids whose bytes are whole characters
+        # of ids whose bytes are whole characters: their texts, and how many characters they have (-1: of the others)
+        self._complete: dict[int, str] = {}
+        self._length_V = np.full(len(tokenizer), -1, np.int64)
         self._special = set(tokenizer.all_special_ids)
         self._joins = _joins_bytes(tokenizer)
         self._anchor = self._find_anchor()
@@ -51,7 +53,12 @@ class Decoder:
         The last offset is always the length of the text, and offsets never fall. A token that ends inside a character (part of
         an emoji) completes none; the character counts at the token that finishes it.
         """
-        listed = np.asarray(ids, dtype=np.int64).tolist()
+        array = np.asarray(ids, dtype=np.int64)
+        if self._joins and array.size and array.max() < len(self._length_V):
+            length_T = self._length_V[array]
+            if length_T.min() >= 0:
+                return "".join(map(self._complete.__getitem__, array.tolist())), length_T.cumsum()
+        listed = array.tolist()
         pieces = self._pieces(listed)
         joined = "".join(pieces)
         text = joined if self._joins else self._text(listed)
@@ -91,6 +98,8 @@ class Decoder:
             known = self._bytes[i] = b"" if i in self._special else self._find_bytes(i)
             with suppress(UnicodeDecodeError):
                 self._complete[i] = known.decode()
+                if i < len(self._length_V):
+                    self._length_V[i] = len(self._complete[i])
         return known
 
     def _find_bytes(self, i: int) -> bytes:

@@ -177,10 +177,15 @@ def _literal(text: str) -> Fraction | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """(start, end) of the contents of every complete box that stands in no other, in one pass."""
+    r"""(start, end) of the contents of every complete box that stands in no other, in one pass. Braces before the first box change
+    nothing, but the backslashes right before it do: \\boxed is a new line and a word."""
+    places = [place for word in (r"\boxed", r"\fbox") if (place := text.find(word)) >= 0]
+    if not places:
+        return []
+    first = len(text[: min(places)].rstrip("\\"))
     found: list[tuple[int, int]] = []
     opened: list[int] = []  # where each open brace's contents start if it is a box's, else -1
-    for match in _BOX.finditer(text):
+    for match in _BOX.finditer(text, first):
         token = match[0]
         if bare := match["number"] or match["letter"]:
             found.append((match.end() - len(bare), match.end()))

@@ -51,6 +51,9 @@ class Limits(Checked):
     seconds: NotNegative = 0.0  # since the episode began; it ends also in the middle of a turn
 
 
+NO_LIMITS = Limits()
+
+
 class Generate(Protocol):
     """What a task's `run` is given: one conversation with the policy. Awaiting it samples a turn."""
 
@@ -126,7 +129,7 @@ class Task(ABC):
 
     def limits(self, problem: Problem) -> Limits:
         """Where an episode of this problem ends that does not end by itself."""
-        return Limits()
+        return NO_LIMITS
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
         """Roles of the messages that `run` gives after the first turn, to a policy with this chat template: one that cannot go on with
