@@ -131,11 +131,12 @@ class TokenArrays:
         return len(self.starts) - 1
 
     def sequence(self, n: int) -> Mapping[str, np.ndarray]:
-        """The arrays of sequence n."""
+        """The arrays of sequence n, without those that are NaN in all of it: they were measured on others."""
         if not 0 <= n < self.sequences:
             raise IndexError(f"sequence {n} of {self.sequences}")
         span = slice(self.starts[n], self.starts[n + 1])
-        return {name: array[span] for name, array in self.arrays.items()}
+        arrays = ((name, array[span]) for name, array in self.arrays.items())
+        return {name: array for name, array in arrays if not len(array) or (array == array).any()}
 
 
 def require_run(directory: Path | str) -> None:

@@ -218,6 +218,13 @@ def take(batch: Batch, first: int, last: int) -> Batch:
     )
 
 
+def first_tokens(batch: Batch, tokens: int) -> Batch:
+    """The first units of a batch that have at most so many tokens together; at least one."""
+    ends = unit_ends(batch)
+    held = [end for end in ends if batch.starts[end] <= tokens] or ends[:1]
+    return batch if held[-1] == batch.sequences else take(batch, 0, held[-1])
+
+
 def _select(
     batch: Batch,
     at_T: Tensor | slice,

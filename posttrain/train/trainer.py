@@ -23,12 +23,13 @@ from posttrain.train import parallel
 from posttrain.train.forward import PASSES
 from posttrain.train.memory import at_hand, checkpointing_pays, set_checkpointing, step_bytes
 from posttrain.train.optimizer import Learner, Optimization
-from posttrain.train.pack import host_mask, micro_batches, with_loss
+from posttrain.train.pack import first_tokens, host_mask, micro_batches, with_loss
 from posttrain.train.parts import is_sharded, own_part
 from posttrain.train.roles.base import Addition, Role
 from posttrain.types import Batch, Metric, Outputs
 
 Result = TypeVar("Result")
+SHOWN_TOKENS = 1 << 16  # of a step that are measured where nothing is learned from it
 
 
 class NonFinite(GuardStop):
@@ -129,13 +130,21 @@ class Trainer:
     @torch.no_grad()
     def fill(self, batch: Batch, shown: bool = False) -> Batch:
         """Add the columns of the roles, before anything moves. `shown` says that the step's rollouts are written down: some columns
-        serve that alone."""
+        serve that alone, and are NaN beyond the first sequences, of which there are enough for a mean."""
         for role in self.roles:
             if role.columns and batch.sequences and (shown or not role.only_shown):
+                part = first_tokens(batch, SHOWN_TOKENS) if role.only_shown else batch
                 with role.resident(batch.ids_T.device):
-                    parts = self._within_memory(partial(self._fill, role, batch))
-                columns = {n: torch.cat([part[n] for part in parts]) for n in role.columns if parts}
-                batch = batch.replace(**parallel.join_columns(columns, batch))
+                    parts = self._within_memory(partial(self._fill, role, part))
+                columns = {n: torch.cat([one[n] for one in parts]) for n in role.columns if parts}
+                columns = parallel.join_columns(columns, part)
+                rest = (0, batch.tokens - part.tokens)
+                batch = batch.replace(
+                    **{
+                        n: torch.nn.functional.pad(c, rest, value=math.nan)
+                        for n, c in columns.items()
+                    }
+                )
         return batch
 
     def _fill(self, role: Role, batch: Batch) -> list[Mapping[str, Tensor]]:
@@ -152,7 +161,7 @@ class Trainer:
         )
 
     def update(
-        self, batch: Batch, rate: float, meanwhile: Callable[[], None] = lambda: None
+        self, batch: Batch, rate: float, meanwhile: Callable[[], object] = lambda: None
     ) -> Update:
         """Forward and backward over the micro-batches of a prepared step and over what roles add to it, then one update. `meanwhile` is
         called after each micro-batch: a device computes while it runs, because no result is waited for before the last one.
@@ -193,7 +202,7 @@ class Trainer:
         return rate if first else rate / self.settings.lr * learner.settings.lr
 
     def _accumulate(
-        self, batch: Batch, added: Sequence[tuple[str, Addition]], meanwhile: Callable[[], None]
+        self, batch: Batch, added: Sequence[tuple[str, Addition]], meanwhile: Callable[[], object]
     ) -> list[tuple[str, list[Metric]]]:
         """Forward and backward over all micro-batches of this process: its part of the step's gradient is in the optimizers. The
         figures of the step, and by name those of what roles added."""
@@ -206,7 +215,7 @@ class Trainer:
         return found
 
     def _passes(
-        self, batch: Batch, meanwhile: Callable[[], None], algorithm: Algorithm | None = None
+        self, batch: Batch, meanwhile: Callable[[], object], algorithm: Algorithm | None = None
     ) -> list[Metric]:
         pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
         found, by = list[Metric](), () if algorithm is None else (algorithm,)

@@ -35,12 +35,14 @@ class Reference(Role):
         """KL over the sampled tokens, where no term of the loss uses it."""
         if not self.only_shown or "reference_T" not in filled.columns:
             return ()
-        return (Metric("kl", kl_of(filled).sum(), filled.mask_T.sum()),)
+        measured_T = filled.mask_T & ~filled.reference_T.isnan()
+        return (Metric("kl", kl_of(filled).where(measured_T, 0.0).sum(), measured_T.sum()),)
 
     def token_arrays(self, batch: Batch) -> Mapping[str, Tensor]:
         return {"kl": kl_of(batch)} if "reference_T" in batch.columns else {}
 
 
 def kl_of(batch: Batch) -> Tensor:
-    """[T]: KL from the reference at the sampled tokens, by the k3 estimate."""
-    return kl_estimate("k3", batch.behaviour_T, batch.reference_T).where(batch.mask_T, 0.0)
+    """[T]: KL from the reference at the sampled tokens, by the k3 estimate; NaN in sequences where it was not measured."""
+    kl_T = kl_estimate("k3", batch.behaviour_T, batch.reference_T)
+    return kl_T.where(batch.mask_T | batch.reference_T.isnan(), 0.0)

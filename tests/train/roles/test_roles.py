@@ -11,6 +11,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.models.scorer import from_policy
 from posttrain.ops.kl import kl_estimate
+from posttrain.runs.layout import TokenArrays
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.critic import Critic
 from posttrain.train.roles.reference import Reference
@@ -31,6 +32,23 @@ def test_a_watched_reference_fills_only_what_is_shown_and_gives_the_kl() -> None
     assert metric.name == "kl" and metric.value == pytest.approx(float(kl_T.sum() / step.mask_T.sum()))
     needed = Trainer(small_policy(), GRPO(), Optimization(), [Reference(shared_policy(1))])
     assert needed.role_metrics(needed.fill(step)) == [], "the algorithm has its own"
+
+
+def test_a_watched_reference_measures_the_first_groups_of_a_large_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, role = GRPO(beta=0.0), Reference(shared_policy(1), watched=True)
+    step = material(algorithm)
+    trainer = Trainer(small_policy(), algorithm, Optimization(), [role])
+    whole = trainer.fill(step, shown=True).reference_T
+    cut = step.starts[step.sequences // 2]
+    monkeypatch.setattr("posttrain.train.trainer.SHOWN_TOKENS", cut)
+    shown = trainer.fill(step, shown=True)
+    torch.testing.assert_close(shown.reference_T[:cut], whole[:cut])
+    assert bool(shown.reference_T[cut:].isnan().all())
+    (metric,) = trainer.role_metrics(shown)
+    kl_T = kl_estimate("k3", step.behaviour_T, whole).where(step.mask_T, 0.0)[:cut]
+    assert metric.value == pytest.approx(float(kl_T.sum() / step.mask_T[:cut].sum()))
+    arrays = TokenArrays(np.array(step.starts), {"ids": step.ids_T.numpy(), "kl": role.token_arrays(shown)["kl"].numpy()})
+    assert {"ids", "kl"} == set(arrays.sequence(0)) and {"ids"} == set(arrays.sequence(step.sequences - 1))
 
 
 def test_a_critic_is_a_learner_with_a_prefix_and_a_rate_of_its_own() -> None:
