@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -195,19 +196,11 @@ class Loop:
         rate = trainer.settings.rate(self.step, schedule.steps)
         figures: dict[str, float] = {}
         arrays: list[TrainedArrays] = []
-        # done here, while the device is busy with the first update
-        work: list[Callable[[], object]] = [lambda: figures.update(monitor.monitor.measure(groups))]
-        if groups:
-            work.insert(0, lambda: metrics.extend(group_metrics(groups)))
         write = shown and bool(groups)
-        if write and algorithm.reuse.once:  # then the first update has everything that is written
-            work.append(lambda: self.write_rollouts(step, groups, arrays))
-        work.append(collect_garbage)
-
-        def meanwhile() -> None:
-            """One piece of the work after each micro-batch."""
-            if work:
-                work.pop(0)()
+        # then the first update has everything that is written
+        written = arrays if write and algorithm.reuse.once else None
+        work = self.beside(step, groups, metrics, figures, written)
+        meanwhile = partial(next, work, None)
 
         if not filled.sequences:  # nothing was selected
             metrics.append(Metric("skipped", 1, None))
@@ -216,8 +209,8 @@ class Loop:
         ):
             monitor.check_coefficients(step, filled, self.state, groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
-        while work:  # more than there were micro-batches
-            meanwhile()
+        for _ in work:  # there was more of it than micro-batches
+            pass
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
         self.step = step
         if self.sampler is not None:
@@ -227,6 +220,26 @@ class Loop:
         self.source.observe(groups)
         return figures | dict(merge(metrics)) | {"learning_rate": rate}
 
+    def beside(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        metrics: list[Metric],
+        figures: dict[str, float],
+        arrays: Sequence[TrainedArrays] | None,
+    ) -> Iterator[None]:
+        """What is done while the device is busy with the first update, in pieces that are shorter than a micro-batch."""
+        if groups:
+            metrics += group_metrics(groups)
+            yield
+        for part in self.stage_monitor.monitor.measuring(groups):
+            figures.update(part)
+            yield
+        if arrays is not None:
+            self.write_rollouts(step, groups, arrays)
+            yield
+        collect_garbage()
+
     def update(
         self,
         filled: Batch,
@@ -234,7 +247,7 @@ class Loop:
         groups: Sequence[Group],
         metrics: list[Metric],
         arrays: list[TrainedArrays] | None,
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], object],
     ) -> bool:
         """Prepare and update, once or more on the same rollout. Figures are added to `metrics`, and what the first pass trains on to
         `arrays`. False: an update was not made, because it was not finite."""

@@ -61,14 +61,22 @@ class Monitor:
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
         """Figures of a step's rollouts, with those that need earlier steps: `keyword`, the share of responses with the most widespread
         word that was rare at first, and `agreement` of reward and gold over the last steps, where both are known."""
-        figures, rollouts = rollout_figures(groups), [r for g in groups for r in g.rollouts]
+        figures: dict[str, float] = {}
+        for part in self.measuring(groups):
+            figures |= part
+        return figures
+
+    def measuring(self, groups: Sequence[Group]) -> Iterator[dict[str, float]]:
+        """`measure` in pieces, for those who have something else to do in between."""
+        yield rollout_figures(groups)
+        rollouts = [r for g in groups for r in g.rollouts]
         if not rollouts:
-            return figures
+            return
         having = words(rollouts)
-        figures["keyword"] = self.keywords.share(having, len(rollouts))
+        yield {"keyword": self.keywords.share(having, len(rollouts))}
         self.traits.add(groups, having)
         agreement = self.traits.agreement()
-        return figures if agreement is None else {**figures, "agreement": agreement}
+        yield {} if agreement is None else {"agreement": agreement}
 
     def observe(self, step: int, figures: Mapping[str, float]) -> list[Alarm]:
         """Add the figures of a step to the series, and apply the rules to them. Only what was sampled has limits and trends: in

@@ -157,7 +157,7 @@ def sft_plan(
 def how_long(stage: DataStage, size: int = 0) -> str:
     """The length of a stage in words, over `size` examples where they are known."""
     if stage.steps is None:
-        return many(stage.epochs, "epoch")
+        return many(stage.epochs or 0.0, "epoch")
     steps = many(stage.steps, "step")
     return f"{steps} = {stage.steps * stage.batch / size:.1f} passes over" if size else steps
 

@@ -19,7 +19,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
-from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
+from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
@@ -269,10 +269,10 @@ class DataStage(TrainStage):
         """The same, announced."""
         stage = self.counted(size)
         if stage is not self:
-            passes = f"{many(self.epochs, 'epoch')} of {size:,} examples"
+            passes = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {size:,} examples"
             context.announce(
                 self.name,
-                [f"{passes} = {many(stage.steps, 'step')} of {stage.batch}"],
+                [f"{passes} = {stage.steps} step{'s' * (stage.steps != 1)} of {stage.batch}"],
             )
             context.announce(self.name, stage.warnings(), "warning")
         return stage
