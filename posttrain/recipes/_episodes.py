@@ -1,0 +1,84 @@
+"""What the recipes of environments share: SFT on the episodes of a scripted player, RL in the environment, success before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
+from posttrain.recipes.base import Recipe
+from posttrain.stages._material import Data
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.base import Task
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+Name = Literal["grpo", "ppo"]
+
+
+def episodes(
+    name: str,
+    size: str,
+    task: Task,
+    tokens: int,
+    *,
+    algorithm: Name = "grpo",
+    lr: float = 1e-3,
+    steps: int = 100,
+    prompts: int = 16,
+    shown: int = 4000,
+    sft_steps: int = 400,
+    temperature: float = 1.0,
+    measured: Mapping[str, Task] | None = None,
+    **more: Any,
+) -> Recipe:
+    """A turn has at most `tokens` tokens. SFT sees `shown` episodes; both algorithms sample `prompts` x 16 of them a step. Success is
+    measured at `temperature` in the task, or in those of `measured`, by what their stages' names end with; `more` is for the RL stage."""
+    sft, critic = Optimization(lr=3e-3, warmup=20, schedule="cosine"), None
+    policy = Optimization(lr=lr, warmup=10, schedule="linear", final=0.1)
+    chosen: Algorithm = GRPO(group=16, beta=0.0, reduction="token_mean")
+    if algorithm == "ppo":
+        chosen = PPO(group=16, beta=0.0, epochs=2, mini_batches=2, lam=1.0, critic_warmup=5)
+        critic = Optimization(lr=1e-3)
+
+    def evaluations(when: str, model: str) -> list[EvaluateStage]:
+        return [
+            EvaluateStage(
+                name=when + suffix,
+                model=model,
+                task=environment,
+                problems=1000,
+                sampling=Sampling(tokens, temperature=temperature),
+            )
+            for suffix, environment in (measured or {"": task}).items()
+        ]
+
+    stages = (
+        SFTStage(
+            name="sft",
+            model=f"tiny:{size}",
+            data=(Data(task=task, counts={0: shown}),),
+            steps=sft_steps,
+            optimizer=sft,
+        ),
+        *evaluations("before", "sft"),
+        RLStage(
+            name="rl",
+            model="sft",
+            task=task,
+            steps=steps,
+            prompts=prompts,
+            algorithm=chosen,
+            sampling=Sampling(tokens),
+            watch_kl=True,
+            optimizer=policy,
+            critic_optimizer=critic,
+            **more,
+        ),
+        *evaluations("after", "rl"),
+    )
+    return Recipe(stages, "before", "after", f"posttrain run {name} seed=1")

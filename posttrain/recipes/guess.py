@@ -1,0 +1,20 @@
+"""A small model learns to halve what is left: SFT on a careless player of "guess the number", then RL."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from posttrain.recipes._episodes import Name, episodes
+from posttrain.recipes.base import Recipe
+from posttrain.tasks.guess import Guess
+
+
+def guess(
+    size: str = "nano", pay: Literal["turn", "end"] = "turn", algorithm: Name = "grpo"
+) -> Recipe:
+    """Numbers from 1 to 30, five guesses. The player that SFT imitates forgets every other time what the hints say. With `pay=turn` a
+    guess also earns what it found out, with `pay=end` only the number itself is worth something."""
+    task = Guess(pay=pay)
+    return episodes(
+        "guess", size, task, tokens=4, algorithm=algorithm, lr=2e-3, steps=150, prompts=32
+    )

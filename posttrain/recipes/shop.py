@@ -1,0 +1,13 @@
+"""A small model learns to ask for what it has to know: SFT on random sales talk, then RL with a simulated customer."""
+
+from __future__ import annotations
+
+from posttrain.recipes._episodes import Name, episodes
+from posttrain.recipes.base import Recipe
+from posttrain.tasks.shop import Shop
+
+
+def shop(size: str = "nano", algorithm: Name = "grpo") -> Recipe:
+    """A customer has three wishes and says some of them. SFT shows questions and sales by chance; a right sale is worth 1, less 0.1 for
+    each question whose answer was known."""
+    return episodes("shop", size, Shop(), tokens=28, algorithm=algorithm, steps=150)

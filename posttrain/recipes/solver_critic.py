@@ -1,0 +1,13 @@
+"""Two roles of one model learn together: a solver of sums, and a critic that says whether an answer is right."""
+
+from __future__ import annotations
+
+from posttrain.recipes._episodes import episodes
+from posttrain.recipes.base import Recipe
+from posttrain.tasks.solver_critic import SolverCritic
+
+
+def solver_critic(size: str = "nano") -> Recipe:
+    """SFT shows answers, corrections and verdicts. In RL a solver whose answer the critic rejects may answer once more; it is paid for
+    its last answer, the critic for its verdict, each compared with its own kind."""
+    return episodes("solver_critic", size, SolverCritic(), tokens=6, steps=150)

@@ -1,0 +1,14 @@
+"""A small model learns tic-tac-toe from games against itself, after SFT on random moves."""
+
+from __future__ import annotations
+
+from posttrain.recipes._episodes import episodes
+from posttrain.recipes.base import Recipe
+from posttrain.tasks.tictactoe import TicTacToe
+
+
+def tictactoe(size: str = "nano") -> Recipe:
+    """Both sides are the model, each compared with its own kind from the same opening. Success is measured in games that it never
+    trained on, against a program that plays perfectly and one that plays at random: a result that perfect play could not better."""
+    others = {"": TicTacToe("best"), "_random": TicTacToe("random")}
+    return episodes("tictactoe", size, TicTacToe(), tokens=2, measured=others, evaluate_every=0)
