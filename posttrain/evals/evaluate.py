@@ -69,6 +69,13 @@ class Evaluation:
         return Evaluation(tuple(self.groups[n] for n in kept), finals) if kept else None
 
     @property
+    def roles(self) -> dict[str, Interval]:
+        """The accuracy of each role, where the episodes have several."""
+        names = sorted({group.role for group in self.groups if scored(group)})
+        own = {name: self.without([group.role != name for group in self.groups]) for name in names}
+        return {name: part.accuracy for name, part in own.items() if part and len(names) > 1}
+
+    @property
     def reward(self) -> Interval | None:
         """The mean score over problems; None where nothing was scored."""
         return self._averaged([g.rewards for g in self.groups])
@@ -167,10 +174,14 @@ def solved_share(row: Mapping[str, JSON]) -> float:
 
 
 def same_problems(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
-    """Saved rows of the problems that both have, by id and question, in the order of the first."""
-    other = {(row["problem"], row["question"]): row for row in second}
-    keys = [(row["problem"], row["question"]) for row in first]
+    """Saved rows of the problems that both have, by id, question and role, in the order of the first."""
+    other = {_place(row): row for row in second}
+    keys = [_place(row) for row in first]
     return [(row, other[key]) for row, key in zip(first, keys, strict=True) if key in other]
+
+
+def _place(row: Row) -> tuple[JSON, ...]:
+    return row["problem"], row["question"], row.get("role", "")
 
 
 def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:

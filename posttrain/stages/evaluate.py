@@ -163,10 +163,10 @@ def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[di
 
 
 def summarise(evaluation: Evaluation) -> dict[str, JSON]:
-    """The figures of an evaluation, each with its interval; format and answer apart."""
+    """The figures of an evaluation, each with its interval; format and answer apart, and the accuracy of each role."""
     samples, reward = len(evaluation.groups[0].rollouts), evaluation.reward
     ks = [k for k in KS if k <= samples]
-    parts = {name: evaluation.part(name) for name in evaluation.part_names}
+    parts = {name: evaluation.part(name) for name in evaluation.part_names} | evaluation.roles
     majorities = {k: evaluation.majority(k) for k in ks if k > 2} if evaluation.has_finals else {}
     return {
         "problems": evaluation.problems,
@@ -187,6 +187,7 @@ def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
     return [
         {
             "problem": group.problem.id,
+            **({"role": group.role} if group.role else {}),
             "prompt": content_hash(asked),
             "question": group.problem.question,
             "answer": group.problem.answer,

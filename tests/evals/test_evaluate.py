@@ -101,3 +101,15 @@ def test_different_numbers_of_problems_are_compared_on_those_of_both() -> None:
     assert compare_rows([]) is None and compare_rows(same_problems(rows(evaluation([[None]], [])), after)) is None
     moved = [{**row, "question": "another"} for row in after]
     assert same_problems(before, moved) == []
+
+
+def test_roles_of_an_episode_are_counted_and_compared_apart() -> None:
+    def both(solver: list[list[float | None]], critic: list[list[float | None]]) -> Evaluation:
+        sides = {"solver": evaluation(solver, []), "critic": evaluation(critic, [])}
+        return Evaluation(tuple(replace(g, role=role) for role, side in sides.items() for g in side.groups))
+
+    before, after = both([[0], [0], [0]], [[1], [1], [None]]), both([[1], [0], [0]], [[1], [1], [1]])
+    assert summarise(after)["parts"] == {"critic": wilson(3, 3).row(), "solver": wilson(1, 3).row()}
+    assert summarise(before)["parts"]["critic"] == wilson(2, 2).row() and not summarise(evaluation([[1], [0]], []))["parts"]
+    found = compare_rows(same_problems(rows(before), rows(after)))
+    assert found is not None and found.difference.value == 1 / 5, "of five pairs, none of two roles"
