@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ RECIPES = (*BEFORE_AFTER, *VERSUS)
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo"), "0,1,2"
 
 
-def run(recipe: str, seed: int, out: Path) -> float:
-    """Run or resume a recipe; returns its seconds."""
+def run(recipe: str, seed: int, out: Path, given: Sequence[str] = ()) -> float:
+    """Run or resume a recipe with the settings that are given; returns its seconds."""
     began = time.perf_counter()
     if not (out / "summary.json").is_file():
-        words = ["resume", str(out)] if (out / "config.yaml").is_file() else ["run", recipe, f"seed={seed}", f"out={out}"]
+        words = (
+            ["resume", str(out)] if (out / "config.yaml").is_file() else ["run", recipe, *given, f"seed={seed}", f"out={out}"]
+        )
         subprocess.run([sys.executable, "-m", "posttrain", *words], check=True, stdout=subprocess.DEVNULL)
     return float(json.loads((out / "summary.json").read_text()).get("seconds", time.perf_counter() - began))
 

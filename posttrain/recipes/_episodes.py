@@ -37,7 +37,7 @@ def episodes(
     **more: Any,
 ) -> Recipe:
     """A turn has at most `tokens` tokens. SFT sees `shown` episodes; both algorithms sample `prompts` x 16 of them a step. Success is
-    measured at `temperature` in the task, or in those of `measured`, by what their stages' names end with; `more` is for the RL stage."""
+    measured at `temperature` in the task, or in those of `measured`, by the ends of their stages' names; `more` is for the RL stage."""
     sft, critic = Optimization(lr=3e-3, warmup=20, schedule="cosine"), None
     policy = Optimization(lr=lr, warmup=10, schedule="linear", final=0.1)
     chosen: Algorithm = GRPO(group=16, beta=0.0, reduction="token_mean")
