@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from random import Random
 from statistics import mean, stdev
@@ -126,7 +126,9 @@ def draw(recipe: str, found: dict[str, Any], folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [row for row in found["rows"] if row["arm"].split()[0] == recipe]
+    rows = sorted(
+        (row for row in found["rows"] if row["arm"].split()[0] == recipe), key=lambda row: list(ARMS).index(row["arm"])
+    )
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.2), gridspec_kw={"width_ratios": [1.3, 1]})
     shown = bars(recipe, rows, found["players"])
     for place, values in enumerate(shown.values()):
@@ -196,9 +198,11 @@ def main() -> int:
     if not options.read:
         wanted = [(arm, int(seed), options.out) for arm in options.arms.split(",") for seed in options.seeds.split(",")]
         options.out.mkdir(parents=True, exist_ok=True)
+        found, rows = {"date": time.strftime("%Y-%m-%d"), "players": beside()}, []
         with ThreadPoolExecutor(options.processes) as pool:
-            rows = list(pool.map(lambda words: one(*words), wanted))
-        file.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows, "players": beside()}))
+            for done in as_completed([pool.submit(one, *words) for words in wanted]):
+                rows.append(done.result())
+                file.write_text(json.dumps({**found, "rows": rows}))
     found = json.loads(file.read_text())
     for arm in ARMS:
         if any(row["arm"] == arm for row in found["rows"]):
