@@ -21,7 +21,8 @@ from typing import Any
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
           "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3"}  # fmt: skip
 BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after"),
-                "r1": ("base_sums", "final_sums")}  # fmt: skip
+                "r1": ("base_sums", "final_sums"),
+                **dict.fromkeys(("calculator", "guess", "shop", "solver_critic", "tictactoe"), ("before", "after"))}  # fmt: skip
 RECIPES = (*BEFORE_AFTER, *VERSUS)
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo"), "0,1,2"
 

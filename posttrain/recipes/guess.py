@@ -13,7 +13,8 @@ def guess(
     size: str = "nano", pay: Literal["turn", "end"] = "turn", algorithm: Name = "grpo"
 ) -> Recipe:
     """Numbers from 1 to 30, five guesses. The player that SFT imitates forgets every other time what the hints say. With `pay=turn` a
-    guess also earns what it found out, with `pay=end` only the number itself is worth something."""
+    guess also earns what it found out, with `pay=end` only the number itself is worth something.
+    `algorithm=ppo` has a critic as its baseline in place of groups, and learns from as many episodes."""
     task = Guess(pay=pay)
     return episodes(
         "guess", size, task, tokens=4, algorithm=algorithm, lr=2e-3, steps=150, prompts=32

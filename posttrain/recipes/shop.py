@@ -9,5 +9,5 @@ from posttrain.tasks.shop import Shop
 
 def shop(size: str = "nano", algorithm: Name = "grpo") -> Recipe:
     """A customer has three wishes and says some of them. SFT shows questions and sales by chance; a right sale is worth 1, less 0.1 for
-    each question whose answer was known."""
+    each question whose answer was known. `algorithm=ppo` has a critic as its baseline in place of groups."""
     return episodes("shop", size, Shop(), tokens=28, algorithm=algorithm, steps=150)
