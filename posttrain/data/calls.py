@@ -1,6 +1,7 @@
 """How a call is written, as the chat template of a model teaches it, and how its result is read.
 
-hermes  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>  Qwen and others; the template shows the tools
+hermes  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>  Qwen and others; the template shows the tools. Some of them, such
+        as Qwen2.5-Coder, write the JSON in a fenced block or alone: read too, where the turn has no tag and a tool has that name
 llama3  {"name": "add", "parameters": {"a": 1}}                        the whole turn; the template shows the tools
 tag     <add>1</add>                                                   any model; the prompt explains it
 call    add(1)=                                                        tiny models: the end of a turn, and nothing is explained
@@ -27,6 +28,8 @@ class Named(Protocol):
 Format = Literal["hermes", "llama3", "tag", "call"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HERMES = re.compile(rf"{OPEN}(.*?)({CLOSE}|\Z)", re.DOTALL)
+# a second opening line is read as the end of the first, so this is linear in the text
+FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*?)\n```", re.DOTALL | re.MULTILINE)
 PYTHON_TAG = "<|python_tag|>"
 EXPLAINED = """You can use tools. To call one, end your turn with its argument between its tags, such as <{0}>...</{0}>; what it
 returns follows. The tools:
@@ -79,6 +82,14 @@ def calls(form: Format, text: str, names: Collection[str]) -> list[Call]:
 
 
 def _hermes(text: str, names: Collection[str]) -> list[Call]:
+    if OPEN not in text:
+        alone = text.strip()
+        bodies = [alone] if alone.startswith("{") else FENCED.findall(text)
+        named = [
+            body for body in bodies if re.search(r'"name"\s*:', body) and '"arguments"' in body
+        ]
+        read = [_json(body, "arguments") for body in named]
+        return [call for call in read if call.problem or call.name in names]
     return [
         _json(body, "arguments") if end else Call(problem=f"{OPEN} is not closed with {CLOSE}")
         for body, end in HERMES.findall(text)
@@ -91,9 +102,10 @@ def _llama3(text: str, names: Collection[str]) -> list[Call]:
 
 
 def _json(body: str, key: str) -> Call:
-    """{"name": ..., "arguments": {...}}; arguments may be JSON within a string, as OpenAI's interface has them."""
+    """{"name": ..., "arguments": {...}}; arguments may be JSON within a string, as OpenAI's interface has them. A line break in a
+    string need not be escaped."""
     try:
-        tree = json.loads(body)
+        tree = json.loads(body, strict=False)
         arguments = tree.get(key, tree.get("arguments", tree.get("parameters", {})))
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         if isinstance(tree["name"], str) and isinstance(arguments, dict):

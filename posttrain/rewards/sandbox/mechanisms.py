@@ -26,6 +26,7 @@ import zoneinfo
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -112,7 +113,8 @@ def interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def readable() -> list[str]:
+@lru_cache(maxsize=1)
+def readable() -> tuple[str, ...]:
     """What an interpreter must be able to read: its standard library, shared libraries, time zones; and two devices."""
     paths = {
         "/lib",
@@ -130,7 +132,8 @@ def readable() -> list[str]:
         paths.add(os.path.join(str(folder), str(name)))
     # all of the base installation, nothing of a virtual environment; a link is followed to where Landlock sees it
     found = {os.path.realpath(path) for path in paths if os.path.exists(path)}
-    return sorted(path for path in found if not found & set(map(str, Path(path).parents)))
+    outer = (path for path in found if not found & set(map(str, Path(path).parents)))
+    return tuple(sorted(outer))
 
 
 def open_to_all(path: str) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from functools import lru_cache
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 Numbers = dict[str, tuple[int | None, int | None]]
@@ -138,6 +139,7 @@ def _opening(flags: int) -> list[bytes]:
     return [*steps, _step(RETURN, ALLOW), _step(RETURN, FAIL | errno.EPERM)]
 
 
+@lru_cache(maxsize=2)
 def program(private: bool = False) -> bytes:
     """The filter for this machine, as the kernel's struct sock_filter[]; `private`: the program has a file system of its own.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -12,7 +13,11 @@ from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.limits import Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.rewards.sandbox.session import Ended
+from posttrain.system.machine import cores
 from posttrain.tasks.tools.base import Tool, ToolError, ToolFailure
+
+# programs of all episodes that run at once: each has open files here, and more than there are cores only wait for each other
+_at_once = threading.BoundedSemaphore(2 * cores())
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Python(Tool):
             fenced = [body for _, body in blocks(code)]
             cell = fenced[-1] if fenced else code
             try:
-                printed = run_cells([*cells, cell], Limits(wall=self.wall), self.sandbox)
+                with _at_once:
+                    printed = run_cells([*cells, cell], Limits(wall=self.wall), self.sandbox)
             except Ended as ended:
                 raise ToolError(f"the program was ended: {ended.outcome}") from None
             except (Infrastructure, OSError) as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,8 @@ import pytest
 from posttrain import config
 from posttrain.data.calls import Call, calls, format_of
 from posttrain.errors import UserError
+from posttrain.rewards.sandbox import pool
+from posttrain.tasks.tools import python as python_tool
 from posttrain.tasks.tools.answer import Answer
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolFailure
 from posttrain.tasks.tools.calculator import Calculator
@@ -149,6 +154,14 @@ WRONG = Call(problem='a call is {"name": "...", "arguments": {...}} in JSON')
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [WRONG]),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", [WRONG]),
         ("hermes", "the answer is 42", []),
+        ("hermes", f"so\n```json\n{CALL}\n```", [ADD]),
+        ("hermes", f"```\n{CALL}\n```\nand\n```json\n{TEXT}\n```", [ADD, ADD]),
+        ("hermes", f" {CALL}\n", [ADD]),
+        ("hermes", '{"name": "add", "arguments": {"a": "1\n2"}}', [Call("add", {"a": "1\n2"})]),
+        ("hermes", f"```json\n{CALL[:-1]}\n```", [WRONG]),
+        ("hermes", f"```json\n{CALL}", []),
+        ("hermes", '```json\n{"name": "Ulm", "arguments": {}}\n```', []),
+        ("hermes", '```json\n{"name": "Ulm"}\n```', []),
         ("llama3", '{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ("llama3", '{"name": "add", "parameters"', [Call(problem='a call is {"name": "...", "parameters": {...}} in JSON')]),
@@ -170,7 +183,7 @@ def test_calls_are_read_in_the_format_of_the_template(form: Any, text: str, foun
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "tag", "call"])
-@pytest.mark.parametrize("text", ["<tool_call>", "(", ")=", "{", "<add>", "</add>", "a"])
+@pytest.mark.parametrize("text", ["<tool_call>", "(", ")=", "{", "<add>", "</add>", "a", "```json\n", "a```\n", "\n", "```\n "])
 def test_a_long_turn_is_read_in_linear_time(form: Any, text: str) -> None:
     began = time.perf_counter()
     calls(form, text * 50_000 + ")=", ("add",))
@@ -313,6 +326,25 @@ def test_an_interpreter_keeps_its_state_between_calls_and_not_between_episodes()
     assert counting.counts == {"tool/calls": 6.0, "tool/error": 1.0, "tool/cut": 1.0}
     (other,), _ = said([Python()], "<python>x</python>")
     assert other == ["NameError: name 'x' is not defined\n"]
+
+
+def test_many_episodes_may_call_the_interpreter_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program has open files here: forty at once would need more than there are."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(python_tool, "_at_once", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(pool, "_pool", pool.Pool(spare=1))
+    boxes = [Toolbox((Python(),), Counting(), "tag") for _ in range(40)]  # type: ignore[arg-type]
+
+    async def every() -> list[Any]:
+        return await asyncio.gather(*(box.answer(f"<python>{n} * 2</python>") for n, box in enumerate(boxes)))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, limit[1]))
+    try:
+        found = asyncio.run(every())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert [one[0].content for one in found] == [f"<output>\n{n * 2}\n\n</output>" for n in range(40)]
 
 
 def test_search_finds_the_passage(tmp_path: Path) -> None:
