@@ -16,17 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engine.fused import Fused, advance, attend_pages, choose, fused, tile_rows
+from posttrain.engine.fused import (
+    Fused,
+    advance,
+    attend_pages,
+    choose,
+    fused,
+    tile_rows,
+)
 from posttrain.engine.rows import INTEGERS, PAGE, Rows, RowTable
 from posttrain.engine.scheduler import Work
 from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
 from posttrain.models.policy import Policy
+from posttrain.ops.fused import power_of_two
 from posttrain.ops.logprobs import head_logits
 
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
 BURST = 64  # max steps between two looks of the host
 STOPPABLE = 16  # the same where a response may end at any of them
+PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
 MARGIN = 0.08  # of the device's memory that the cache leaves to others
 
@@ -170,7 +179,9 @@ class CUDABackend:
         pool += sum(pages_of(len(w.ids)) for w in begun)
         pages = pages_of(max(limit for w in works for limit in w.limits))
         positions = max(len(w.ids) + max(w.limits) for w in works)
-        self._allocate(pages, pages_of(max(len(w.ids) for w in works)), pool, positions)
+        # a history grows from turn to turn: by powers of two, so that graphs are seldom captured anew
+        prompt_pages = max(PROMPT_PAGES, power_of_two(pages_of(max(len(w.ids) for w in works))))
+        self._allocate(pages, prompt_pages, pool, positions)
 
     def _refresh(self) -> None:
         if self.decoder.places == self.decoder.addresses():
@@ -309,7 +320,8 @@ class CUDABackend:
         self.steps = min(BURST if self.endless else STOPPABLE, left)
         self._reserve(self.steps)
         size = bucket(rows.count, self.capacity)
-        tiles = bucket(self._tiles().shape[1], size)
+        # few sizes: later turns have prompts of their own among those that a group shares, and a tile without rows costs nothing
+        tiles = min(power_of_two(self._tiles().shape[1]), size)
         key = (size, tiles, self.queries, self.truncated)
         if key not in self.graphs:
             self.graphs[key] = self._capture(size, tiles)
