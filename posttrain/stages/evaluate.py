@@ -178,7 +178,15 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
         "reward": reward.row() if reward and evaluation.problems > 1 else None,
         "length": evaluation.length,
         "failed": evaluation.failed,
+        **({"counts": counts} if (counts := mean_counts(evaluation)) else {}),
     }
+
+
+def mean_counts(evaluation: Evaluation) -> dict[str, JSON]:
+    """What episodes counted (calls of tools, say), as means over all of them."""
+    rollouts = [rollout for group in evaluation.groups for rollout in group.rollouts]
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.counts)
+    return {n: sum(r.counts.get(n, 0.0) for r in rollouts) / len(rollouts) for n in names}
 
 
 def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:

@@ -13,7 +13,7 @@ from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Interval, Several, Whole, prefixed
+from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters
@@ -56,6 +56,9 @@ class RLStage(ReferenceStage):
 
     task: Task
     steps: Count = 200
+    seconds: NotNegative = (
+        0.0  # end after the step that passes so many, with what is learned by then; 0: never
+    )
     prompts: Several = 16
     algorithm: Algorithm = field(default_factory=GRPO)
     sampling: Sampling = field(default_factory=Sampling)
@@ -206,7 +209,9 @@ class RLStage(ReferenceStage):
                 problems,
             ),
             replace(
-                self.schedule(self.evaluate_every if self.task.problems("test") else 0),
+                self.schedule(
+                    self.evaluate_every if self.task.problems("test") else 0, self.seconds
+                ),
                 rollouts_every=self.rollouts_every,
             ),
             evaluate=lambda: self.evaluate(sampler, policy.tokenizer, context, rating, reference),

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.data.calls import Format, format_of, shows_tools
 from posttrain.errors import Count, NotNegative, Whole, check_fields, require
 from posttrain.tasks._nested import Nested
-from posttrain.tasks.base import Generate, Limits, Task
+from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
 from posttrain.tasks.tools.base import Tool
 from posttrain.tasks.tools.toolbox import MAX_OUTPUT, Toolbox
-from posttrain.types import Problem, Rollout
+from posttrain.types import Message, Problem, Rollout
 
 
 @dataclass(frozen=True)
 class ToolUse(Nested):
     """Problems, prompts and scores are those of `task`. What is scored is the final answer: the argument of the tool `answer`, else the
-    first turn without a call. `format` is how calls are written, `auto` as the chat template teaches (data/calls.py)."""
+    first turn without a call; an episode that ends at a limit after a call has given none. `format` is how calls are written, `auto`
+    as the chat template teaches (data/calls.py)."""
 
     task: Task
     tools: tuple[Tool, ...]
     format: Literal["auto", "hermes", "llama3", "tag", "call"] = "auto"
+    instruction: str = ""  # a last paragraph of the prompt: how the tools are to be used
+    reminder: str = ""  # a user's message after what the tools of a turn returned
     max_turns: Count = 8
     max_tokens: Whole = 0  # sampled in all turns of an episode; 0: as many as fit
     max_thinking: Whole = 0  # of these, in blocks of reasoning
@@ -37,17 +40,27 @@ class ToolUse(Nested):
     async def run(self, problem: Problem, generate: Generate) -> Rollout:
         form: Format | None = None if self.format == "auto" else self.format
         box = Toolbox(self.tools, generate, form, self.max_output)
-        reply = await generate(box.prompt(self.task.prompt(problem)), tools=box.schemas)
-        while said := await box.answer(reply.text):
-            reply = await generate(said)
+        after = [Message("user", self.reminder)] if self.reminder else []
+        reply = await generate(box.prompt(self.prompt(problem)), tools=box.schemas)
+        try:
+            while said := await box.answer(reply.text):
+                reply = await generate([*said, *after])
+        except EpisodeEnd as end:  # else what it said before would be paid, and not count as solved
+            return generate.rollout(outcome=end.outcome, answer="")
         return generate.rollout(answer=reply.text if box.final is None else box.final)
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        *before, last = self.task.prompt(problem)
+        more = f"\n\n{self.instruction}" if self.instruction else ""
+        return (*before, replace(last, content=f"{last.content}{more}"))
 
     def limits(self, problem: Problem) -> Limits:
         return Limits(self.max_turns, self.max_tokens, self.max_thinking, self.max_seconds)
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
         form = format_of(template) if self.format == "auto" else self.format
-        return ("tool",) if shows_tools(form) else ("user",)
+        result = "tool" if shows_tools(form) else "user"
+        return (result, "user") if self.reminder and result != "user" else (result,)
 
     def ready(self) -> tuple[str, ...]:
         return (*super().ready(), *(line for tool in self.tools for line in tool.ready()))
