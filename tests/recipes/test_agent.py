@@ -1,0 +1,79 @@
+"""The recipe of an agent with a Python interpreter: its stages in both sizes, and one episode as a real model writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sampler_for_tests import ScriptedSampler, completion
+
+from posttrain import cli
+from posttrain.data.text import Decoder
+from posttrain.episodes import rollout_groups
+from posttrain.models.tiny import character_tokenizer
+from posttrain.recipes.agent import agent
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.tool_use import ToolUse
+from posttrain.types import Problem, Sampling
+
+QWEN = (
+    "<|system|>{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools> <tool_call>{% endif %}<|end|>"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response><|end|>"
+    "{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_both_sizes_compare_the_same_problems_without_and_with_the_tool() -> None:
+    for recipe in (agent(), agent("m", "d")):
+        stages = {s.name: s for s in recipe.stages if isinstance(s, EvaluateStage)}
+        (rl,) = (s for s in recipe.stages if isinstance(s, RLStage))
+        assert list(stages) == ["alone", "before", "after"] and (recipe.before, recipe.after) == ("before", "after")
+        assert isinstance(rl.task, ToolUse) and type(stages["alone"].task) is type(rl.task.task)
+        assert stages["before"].task == stages["after"].task == rl.task
+        assert stages["alone"].model == stages["before"].model == rl.model and stages["after"].model == "rl"
+        assert len({(s.problems, s.sampling) for s in stages.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("turns", "value", "outcome"),
+    [
+        (
+            ['```json\n{\n "name": "python",\n "arguments": {"code": "n = 16 - 3 - 4\nn * 2"}\n}\n```', "So 18.0"],
+            1.0,
+            "correct",
+        ),
+        (["\\boxed{18}"], 1.0, "correct"),
+        (['\\boxed{18} <tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'] * 4, 0.0, "turn limit"),
+    ],
+)
+def test_the_number_of_the_last_turn_is_paid_and_nothing_else(turns: list[str], value: float, outcome: str) -> None:
+    (stage,) = (s for s in agent("m", "d").stages if isinstance(s, RLStage))
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    tokenizer.chat_template = QWEN
+    end = tokenizer.eos_token_id
+    sampler = ScriptedSampler(lambda r: completion([*tokenizer(turns[r.turn], add_special_tokens=False)["input_ids"], end]))
+    problem = Problem("p", "16 eggs, 3 eaten, 4 baked, 2 dollars each. How much?", "18")
+    (group,) = rollout_groups(stage.task, sampler, Decoder(tokenizer), [problem], 1, Sampling(320), 0)
+    (rollout,) = group.rollouts
+    assert (rollout.score.value, rollout.score.outcome) == (value, outcome)
+    if len(turns) == 2:
+        assert rollout.counts == {"tool/calls": 1.0}
+        assert tokenizer.decode(sampler.requests[1].ids) == (
+            "<|user|><tool_response>18\n</tool_response><|end|><|user|>Give the final answer in \\boxed{}.<|end|><|assistant|>"
+        )
+
+
+def test_the_toy_runs_and_the_real_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shorter = ["pretrain.steps=4", "steps=3", "prompts=2", "group=4", "problems=4", "seconds=0.001", "threads=1"]
+    assert cli.main(["run", "agent", f"out={tmp_path / 'run'}", *shorter]) == 0
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open() if '"rl"' in line] == [1]
+    for split, first in (("train", 1), ("test", 9)):
+        rows = [
+            {"question": f"Tom has {n} apples and buys {n}. How many?", "answer": f"#### {2 * n}"}
+            for n in range(first, first + 8)
+        ]
+        (tmp_path / f"gsm8k-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["plan", "agent", f"model={tmp_path / 'run' / 'export'}", f"data={tmp_path}"]) == 0
+    assert "alone" in capsys.readouterr().out
