@@ -143,7 +143,9 @@ def print_table(arguments: argparse.Namespace, rows: list[Any], bare: list[tuple
     print(f"answers of {length:.0f} tokens; mean step, of which every fifth writes rollouts: {mean:.3f} s, "
           f"{mean / alone - 1:+.1%} on the bare step")  # fmt: skip
     result = {"median": median, "bare": {"generate": generate, "train": train}, "mean_step": mean, "mean_bare": alone,
-              "over_bare": mean / alone - 1, "length": length, "steps": len(rows), "algorithm": arguments.algorithm}  # fmt: skip
+              "over_bare": mean / alone - 1, "length": length, "steps": len(rows), "algorithm": arguments.algorithm,
+              "by_step": [[*(round(float(row.figures.get(name, 0.0)), 3) for name in PARTS), *(round(one, 3) for one in parts)]
+                          for row, parts in zip(rows, bare, strict=True)]}  # fmt: skip
     print(json.dumps(result))
 
 
