@@ -6,10 +6,11 @@ It samples with the policy's own parameters, so there is nothing to copy: `publi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,33 @@ class Session:
     ids: np.ndarray  # all of them, those of the last request included
     turn: int
     waits: bool = True  # for a completion
-    worker: forked.EngineWorker | None = None  # the process that has its cache
+    worker: Any = None  # the process that has its cache
+
+
+def check_requests(
+    requests: Sequence[Request], sessions: Mapping[int, Session], policy: Policy
+) -> None:
+    """Refuse requests that do not follow from what is known of their sessions, or may come to more tokens than the model has
+    positions."""
+    longest = 0
+    for request in requests:
+        require(not request.model, f"this sampler has the policy alone, no model {request.model!r}")
+        session = sessions.get(request.session)
+        if request.turn:
+            ready = session is not None and not session.waits and session.turn == request.turn - 1
+            require(
+                ready,
+                f"turn {request.turn} of session {request.session} needs turn {request.turn - 1} finished and kept",
+            )
+        else:
+            require(session is None, f"session {request.session} is there already")
+        before = 0 if session is None else len(session.ids)
+        longest = max(longest, before + len(request.ids) + request.sampling.max_new_tokens)
+    policy.check_length(longest)
+    require(
+        len({request.session for request in requests}) == len(requests),
+        "requests submitted together must be of different sessions",
+    )
 
 
 class Engine:
@@ -63,12 +90,7 @@ class Engine:
         return Statistics(*(sum(getattr(s, f.name) for s in every) for f in fields(Statistics)))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        longest = max((self._check(request) for request in requests), default=0)
-        self.policy.check_length(longest)
-        require(
-            len({request.session for request in requests}) == len(requests),
-            "requests submitted together must be of different sessions",
-        )
+        check_requests(requests, self.sessions, self.policy)
         works, scheduler = self._works(requests), self._scheduler()
         if isinstance(scheduler.backend, CUDABackend):
             scheduler.backend.check_room(works)
@@ -129,7 +151,8 @@ class Engine:
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         if weights is not None:
             self.release()
-            own = dict(self.policy.model.named_parameters())
+            model = self.policy.model
+            own = dict(model.named_parameters()) | dict(model.named_buffers())
             with torch.no_grad():
                 for name, weight in weights:
                     require(name in own, f"the policy has no parameter {name!r}")
@@ -152,21 +175,6 @@ class Engine:
         self.pool.close()
         self.cancel(list(self.sessions))
         self.release()
-
-    def _check(self, request: Request) -> int:
-        """Refuse a request that does not follow from what is known of its session; the number of tokens that it may come to."""
-        require(not request.model, f"this sampler has the policy alone, no model {request.model!r}")
-        session = self.sessions.get(request.session)
-        before = 0 if session is None else len(session.ids)
-        if request.turn:
-            ready = session is not None and not session.waits and session.turn == request.turn - 1
-            require(
-                ready,
-                f"turn {request.turn} of session {request.session} needs turn {request.turn - 1} finished and kept",
-            )
-        else:
-            require(session is None, f"session {request.session} is there already")
-        return before + len(request.ids) + request.sampling.max_new_tokens
 
     def _works(self, requests: Sequence[Request]) -> list[Work]:
         """Neighbouring samples of a group as one work, everything else alone."""

@@ -17,18 +17,24 @@ import os
 import select
 import sys
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from posttrain.engine.scheduler import Scheduler, Work, without
 from posttrain.system import machine, processes
-from posttrain.types import JSON, Completion, Request, Sampling, Statistics
+from posttrain.system.wire import (
+    Finished,
+    decode_completions,
+    encode_completions,
+    to_line,
+    whole_lines,
+)
+from posttrain.types import JSON, Request, Sampling, Statistics
 
 CORES = machine.requested_threads() or machine.cores()
 MAX_PARAMETERS = 8_000_000  # above, weights leave the shared cache and cores that read them twice are slower than threads
@@ -41,8 +47,6 @@ LOOK, SILENCE = (
 REPLY_SECONDS = 0.02  # between replies of a worker: each wakes the parent, which may take its core
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
-
-Finished = list[tuple[Request, Completion]]
 
 
 def worthwhile(works: Sequence[Work], parameters: int, count: int) -> bool:
@@ -206,7 +210,7 @@ class EngineWorker:
 
     def send(self, *message: JSON) -> None:
         """Replies are read meanwhile: a worker whose pipe is full would not read."""
-        self.worked, view = (-1.0, time.monotonic()), memoryview(_line(message))
+        self.worked, view = (-1.0, time.monotonic()), memoryview(to_line(message))
         self.sent += 1
         while view and not self.gone:
             readable, writable, _ = select.select([self.out], [self.into], [], LOOK)
@@ -222,22 +226,16 @@ class EngineWorker:
         """Take what the worker wrote since. Completions of requests that were cancelled meanwhile are left out."""
         piece = os.read(self.out, 1 << 20)
         self.gone = not piece
-        for line in _lines(self.received, piece):
-            self.seen, counts, rows, texts = json.loads(line)
+        for line in whole_lines(self.received, piece):
+            self.seen, counts, finished = json.loads(line)
             self.statistics = Statistics(*counts)
-            arrays = [
-                np.frombuffer(b64decode(t), kind)
-                for t, (_, kind) in zip(texts, ARRAYS, strict=True)
-            ]
-            ends = list(accumulate((length for *_, length in rows), initial=0))
-            for (session, turn, finish, _), (start, end) in zip(rows, pairwise(ends), strict=True):
-                message, work = self.works.get((session, turn), (self.seen + 1, None))
+            for key, completion in decode_completions(finished):
+                message, work = self.works.get(key, (self.seen + 1, None))
                 if work is None or message > self.seen:
                     continue
-                del self.works[session, turn]
-                request = next(r for r in work.requests if r.session == session)
-                ids, logprobs, versions = (array[start:end].copy() for array in arrays)
-                self.finished.append((request, Completion(ids, logprobs, versions, finish)))
+                del self.works[key]
+                request = next(r for r in work.requests if r.session == key[0])
+                self.finished.append((request, completion))
 
     def unfinished(self) -> list[Work]:
         """Works, without the requests that were finished. Their ids were computed before, there."""
@@ -253,9 +251,7 @@ class EngineWorker:
 
     def idle(self) -> float:
         """Seconds since it last used its core. Work may take any time; a lock that nobody will release takes no processor time."""
-        with open(f"/proc/{self.pid}/stat") as file:
-            columns = file.read().rpartition(")")[2].split()
-        used, now = float(columns[11]) + float(columns[12]), time.monotonic()
+        used, now = processes.processor_time(self.pid), time.monotonic()
         if used != self.worked[0]:
             self.worked = (used, now)
         return now - self.worked[1]
@@ -303,7 +299,7 @@ def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
             piece = os.read(requests, 1 << 20)
             if not piece:
                 return
-            for line in _lines(received, piece):
+            for line in whole_lines(received, piece):
                 what, *about = json.loads(line)
                 seen += 1
                 paused = what == "release" or (paused and what == "cancel")
@@ -324,36 +320,8 @@ def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
             finished, sent = [], time.monotonic()
 
 
-ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
-
-
 def _reply(seen: int, statistics: Statistics, finished: Finished) -> bytes:
-    """The arrays of all completions one after the other: to encode each by itself took as long as to decode several tokens."""
-    rows = [(r.session, r.turn, c.finish, len(c.ids)) for r, c in finished]
-    texts = []
-    for name, kind in ARRAYS:
-        parts = [np.zeros(0, kind), *(getattr(c, name) for _, c in finished)]
-        texts.append(b64encode(np.concatenate(parts).astype(kind).tobytes()).decode())
-    return _line((seen, astuple(statistics), rows, texts))
-
-
-def _line(message: JSON) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _lines(received: bytearray, piece: bytes) -> list[bytes]:
-    """Whole lines, of which `received` had the beginning; it keeps that of the next one.
-
-    >>> rest = bytearray(b"[1")
-    >>> _lines(rest, b", 2]\\n[3]\\n[4"), rest
-    ([b'[1, 2]', b'[3]'], bytearray(b'[4'))
-    """
-    received += piece
-    if b"\n" not in piece:
-        return []
-    *lines, rest = bytes(received).split(b"\n")
-    received[:] = rest
-    return lines
+    return to_line((seen, astuple(statistics), encode_completions(finished)))
 
 
 def _encode_works(works: Sequence[Work]) -> JSON:

@@ -102,9 +102,12 @@ class Context:
         for line in lines:
             self.events.emit("message", line, level, stage=stage)
 
-    def sampler(self, policy: Policy, rows: int = 0) -> Sampler:
-        """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device."""
-        return make_sampler(policy, rows, self.threads)
+    def sampler(
+        self, policy: Policy, rows: int = 0, kind: str = "engine", count: int = 1
+    ) -> Sampler:
+        """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device. `kind` and `count` are
+        the keys sampler and sampler_processes of the rl stage."""
+        return make_sampler(policy, rows, self.threads, kind, count)
 
     def save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None = None, name: str = "model"
@@ -423,10 +426,17 @@ def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: s
     return policy
 
 
-def make_sampler(policy: Policy, rows: int = 0, processes: int = 0) -> Sampler:
-    """The engine in this process; see `Context.sampler`. With weights that are spread over processes, on a copy of them."""
+def make_sampler(
+    policy: Policy, rows: int = 0, processes: int = 0, kind: str = "engine", count: int = 1
+) -> Sampler:
+    """The engine in this process, or a sampler in `count` others; see `Context.sampler`. With weights that are spread over processes,
+    on a copy of them."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
-    return gathering(policy, lambda whole: Engine(whole, rows, processes))
+    if kind == "engine":
+        return gathering(policy, lambda whole: Engine(whole, rows, processes))
+    from posttrain.cluster.remote import remote_sampler
+
+    return gathering(policy, lambda whole: remote_sampler(whole, rows, processes, kind, count))
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:

@@ -65,6 +65,9 @@ class RLStage(ReferenceStage):
     curriculum: Curriculum = field(default_factory=Curriculum)
     optimizer: Optimization = field(default_factory=Optimization)
     max_rows: Whole = 0  # responses written at once; 0: all of a step on a GPU, 256 on a CPU
+    # what samples: the engine in this process, or in others that are sent the weights after each step
+    sampler: Literal["engine", "process"] = "engine"
+    sampler_processes: Count = 1  # of sampler=process
     release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
     evaluate_every: Interval = 50
     evaluate_problems: Whole = 200
@@ -186,7 +189,8 @@ class RLStage(ReferenceStage):
         reference = next((role.policy for role in roles if isinstance(role, Reference)), None)
         rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)
         trainer = self.make_trainer(context, policy, roles, self.cache_bytes(policy))
-        sampler = context.sampler(policy, self.rows(policy.device.type))
+        rows = self.rows(policy.device.type)
+        sampler = context.sampler(policy, rows, self.sampler, self.sampler_processes)
         problems = {level: source.problems("train", level) for level in source.levels}
         sizes = [*map(len, problems.values())]
         curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)

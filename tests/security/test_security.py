@@ -51,6 +51,7 @@ AUDITED = {
         "rewards/sandbox/mechanisms.py",
         "commands/doctor.py",
         "cluster/launch.py",
+        "cluster/remote.py",
         # the studio starts, stops and resumes runs and model servers, with posttrain's own command line
         "studio/jobs.py",
     },

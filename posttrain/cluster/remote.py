@@ -1,0 +1,446 @@
+"""A sampler whose work is done in other processes of this machine, each with a copy of the weights.
+
+A session stays with one process, which has its cache. A process that dies or hangs is replaced: the new one gets the weights of the
+same version, and the requests of the old one with the same seeds, a later turn with all ids of its session. Processes end with this
+one, even where it is killed, and every wait for one of them has a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.cluster.publish import (
+    Buckets,
+    Receipt,
+    Receipts,
+    fill,
+    layout,
+    probe_prompts,
+    published_weights,
+)
+from posttrain.cluster.worker import WorkerSettings
+from posttrain.engine.engine import Session, check_requests
+from posttrain.errors import UserError, require
+from posttrain.models.attention import LAYOUT, Packed
+from posttrain.models.lora import adapter_of
+from posttrain.models.policy import Policy
+from posttrain.ops.logprobs import head_logits
+from posttrain.system.processes import STARTED, processor_time
+from posttrain.system.wire import (
+    Finished,
+    decode_completions,
+    encode_requests,
+    to_line,
+    whole_lines,
+)
+from posttrain.types import JSON, Completion, Request, Statistics
+
+LOOK = 1.0  # seconds between looks at a process that says nothing
+SILENCE = 60.0  # seconds that one with work may use no processor time
+HUNG = 1800.0  # seconds that one with work may say nothing at all
+ENDING = 5.0  # seconds that one has to end by itself
+RESTARTS = 3  # deaths in a row, without a completion between, that are taken for an accident
+# what the processes of a run are told of each other, and a sampler's are not
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) -> WorkerSettings:
+    """What a worker needs to make the same model; `more` are other fields."""
+    found = [(n, adapter_of(m)) for n, m in policy.model.named_modules() if hasattr(m, "lora_A")]
+    lora: dict[str, JSON] | None = None
+    for name, adapter in found:
+        plain = adapter is not None
+        require(plain, f"the adapter of {name} is not one that a sampler in a process can have")
+        assert adapter is not None
+        rank = adapter.a_RI.shape[0]
+        targets = sorted({name.rsplit(".", 1)[-1] for name, _ in found})
+        lora = {"rank": rank, "alpha": adapter.scale * rank, "targets": targets}
+    config = policy.model.config
+    return WorkerSettings(
+        config=json.loads(config.to_json_string(use_diff=False)),
+        vocabulary=int(config.get_text_config().vocab_size),
+        stop_ids=policy.stop_ids,
+        dtype=str(policy.dtype).removeprefix("torch."),
+        device=str(policy.device),
+        rows=rows,
+        processes=processes,
+        threads=torch.get_num_threads(),
+        lora=lora,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        source=policy.source,
+        **more,
+    )
+
+
+def remote_sampler(
+    policy: Policy, rows: int, processes: int, kind: str, count: int
+) -> RemoteSampler:
+    """A sampler of the policy in `count` processes, which decode up to `rows` responses together. `processes` is how many each may
+    start on a CPU; 0: all cores."""
+    return RemoteSampler(policy, worker_settings(policy, -(-rows // count), processes), count)
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """One process, what it was sent, and what it said."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    into: int  # pipes
+    out: int
+    said: IO[bytes]  # its stderr
+    # by session and turn, as they were sent to it; and in which message
+    open: dict[tuple[int, int], tuple[int, Request]] = field(default_factory=dict)
+    received: bytearray = field(default_factory=bytearray)
+    statistics: Statistics = field(default_factory=Statistics)
+    sent: int = 0  # messages to it, and how many of them it had read when it last replied
+    seen: int = 0
+    freed: int = 0  # buckets of this publish that it has read
+    receipt: Receipt | None = None
+    complete: bool = False  # it has had all weights, frozen ones too
+    gone: bool = False
+    last_reply: float = field(default_factory=time.monotonic)  # when it last said something
+    worked: tuple[float, float] = (-1.0, 0.0)  # its processor time, and when that last changed
+
+    @property
+    def name(self) -> str:
+        return f"the sampler's process {self.number} (pid {self.process.pid})"
+
+    def reason(self) -> str:
+        """How it ended, in its own words where it left some."""
+        self.said.seek(0)
+        lines = self.said.read().decode(errors="replace").strip().splitlines()
+        code = self.process.poll()
+        ended = "does not answer" if code is None else f"ended with exit code {code}"
+        return f"{ended}: {lines[-1][:300]}" if lines else ended
+
+    def silent(self) -> bool:
+        """Whether it hangs: a lock that nobody will release takes no processor time."""
+        used, now = processor_time(self.process.pid), time.monotonic()
+        if used != self.worked[0]:
+            self.worked = (used, now)
+        return now - max(self.worked[1], self.last_reply) > SILENCE or now - self.last_reply > HUNG
+
+
+class RemoteSampler:
+    """A `Sampler` in `count` processes of `python` that sample the policy. Requests leave with the next `poll`: a burst of them is
+    decoded together, as in this process."""
+
+    def __init__(
+        self, policy: Policy, settings: WorkerSettings, count: int = 1, python: str = sys.executable
+    ):
+        self.policy, self.settings, self.python = policy, settings, python
+        self.capacity = settings.rows * count
+        self.version: int | None = None  # None: nothing was published yet
+        self.sessions: dict[int, Session] = {}
+        self.first_turns: dict[int, int] = {}  # of sessions that moved: where they began anew
+        self.queued: list[Request] = []
+        self.finished: Finished = []
+        self.probes: list[tuple[int, Completion, str]] = []  # not compared yet
+        self.past = Statistics()  # of processes that are gone
+        self.deaths = 0
+        self.receipts, self.buckets = Receipts(), Buckets()
+        self.workers: list[WorkerProcess] = []
+        weakref.finalize(self, _end_all, self.workers, self.buckets)
+        for number in range(count):
+            self.workers.append(self._start(number))
+
+    @property
+    def statistics(self) -> Statistics:
+        every = (self.past, *(worker.statistics for worker in self.workers))
+        return Statistics(*(sum(getattr(s, f.name) for s in every) for f in fields(Statistics)))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        check_requests(requests, self.sessions, self.policy)
+        for request in requests:
+            known, ids = self.sessions.get(request.session), np.array(request.ids, np.int64)
+            if known is not None:
+                ids = np.concatenate([known.ids, ids])
+            worker = None if known is None else known.worker
+            self.sessions[request.session] = Session(ids, request.turn, worker=worker)
+        self.queued += requests
+
+    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+        if self.queued:
+            self._ready()
+            self._send_requests()
+        busy = any(worker.open for worker in self.workers)
+        if busy and not self.finished:
+            self._read(self.workers, LOOK if timeout is None else min(timeout, LOOK))
+            self._replace_gone()
+            self._check_probes()
+        found, self.finished = self.finished, []
+        for request, completion in found:
+            session = self.sessions[request.session]
+            if request.keep:
+                session.ids, session.waits = np.concatenate([session.ids, completion.ids]), False
+            else:
+                self._forget([request.session])
+        return found
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        known = [session for session in sessions if session in self.sessions]
+        for worker in self.workers:
+            there = [s for s in known if self.sessions[s].worker is worker]
+            worker.open = {k: v for k, v in worker.open.items() if k[0] not in there}
+            if there:
+                self._send(worker, "cancel", there)
+        self.queued = [r for r in self.queued if r.session not in known]
+        self.finished = [pair for pair in self.finished if pair[0].session not in known]
+        self._forget(known)
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        if weights is not None:
+            own = dict(self.policy.model.named_parameters())
+            with torch.no_grad():
+                for name, weight in weights:
+                    own[name].copy_(weight)
+        self.version = version
+        self._send_weights(self.workers)
+        self._replace_gone()
+
+    def release(self) -> None:
+        for worker in self.workers:
+            self._send(worker, "release")
+        self._wait(self.workers, lambda worker: worker.seen >= worker.sent)
+        self._replace_gone()
+
+    def close(self) -> None:
+        _end_all(self.workers, self.buckets)
+        self.sessions, self.queued, self.finished = {}, [], []
+
+    def _forget(self, sessions: Iterable[int]) -> None:
+        for session in sessions:
+            del self.sessions[session]
+            self.first_turns.pop(session, None)
+
+    def _ready(self) -> None:
+        if self.version is None:
+            self.publish(0)
+
+    def _start(self, number: int) -> WorkerProcess:
+        """A new process, which is told its settings; it makes its sampler while this one goes on."""
+        theirs, into = os.pipe()
+        out, ours = os.pipe()
+        environment = {k: v for k, v in os.environ.items() if k not in RANKS}
+        environment |= {STARTED: str(os.getpid())}
+        handles = [theirs, ours, *self.buckets.handles]
+        said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        program = "import sys; sys.path.insert(0, sys.argv.pop()); from posttrain.cluster.worker import main; main()"
+        command = [self.python, "-c", program, str(theirs), str(ours), _importable()]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=handles,
+                process_group=0,  # signals of the terminal come to this process alone
+            )
+        finally:
+            os.close(theirs)
+            os.close(ours)
+        os.set_blocking(into, False)
+        worker = WorkerProcess(number, process, into, out, said)
+        self._write(worker, (asdict(self.settings), self.buckets.handles, self.buckets.size))
+        return worker
+
+    def _send(self, worker: WorkerProcess, *message: JSON) -> None:
+        worker.sent += 1
+        self._write(worker, message)
+
+    def _write(self, worker: WorkerProcess, message: JSON) -> None:
+        """Replies are read meanwhile: a process whose pipe is full would not read."""
+        view = memoryview(to_line(message))
+        worker.worked, worker.last_reply = (-1.0, time.monotonic()), time.monotonic()
+        while view and not worker.gone:
+            readable, writable, _ = select.select([worker.out], [worker.into], [], LOOK)
+            if readable:
+                self._take(worker)
+            try:
+                view = view[os.write(worker.into, view) :] if writable else view
+            except OSError:
+                worker.gone = True
+            worker.gone |= not (readable or writable) and worker.silent()
+
+    def _read(self, workers: Sequence[WorkerProcess], wait: float) -> None:
+        """Take what these processes wrote; notice those that died or hang."""
+        alive = [worker for worker in workers if not worker.gone]
+        ready = select.select([worker.out for worker in alive], [], [], wait)[0] if alive else []
+        for worker in alive:
+            if worker.out in ready:
+                self._take(worker)
+            elif worker.open or worker.seen < worker.sent:
+                worker.gone |= worker.silent()
+
+    def _take(self, worker: WorkerProcess) -> None:
+        piece = os.read(worker.out, 1 << 20)
+        worker.gone |= not piece
+        worker.last_reply = time.monotonic()
+        for line in whole_lines(worker.received, piece):
+            what, *about = json.loads(line)
+            if what == "free":
+                worker.freed += 1
+            elif what == "receipt":
+                worker.receipt = Receipt(*about)
+            elif what == "error":
+                raise UserError(f"{worker.name}: {about[0]}")
+            else:
+                worker.seen, counts = about[0], about[1]
+                worker.statistics = Statistics(*counts)
+                for key, completion in decode_completions(about[2]):
+                    self._completed(worker, key, completion)
+
+    def _completed(
+        self, worker: WorkerProcess, key: tuple[int, int], completion: Completion
+    ) -> None:
+        if key[0] < 0:
+            self.probes.append((key[0], completion, worker.name))
+            return
+        message, request = worker.open.get(key, (worker.seen + 1, None))
+        if request is None or message > worker.seen:  # it was cancelled
+            return
+        del worker.open[key]
+        self.deaths = 0
+        self.finished.append((request, completion))
+
+    def _wait(
+        self, workers: Sequence[WorkerProcess], done: Callable[[WorkerProcess], bool]
+    ) -> None:
+        """Until it is so of all that live; `_read` gives up those that hang."""
+        while waiting := [w for w in workers if not w.gone and not done(w)]:
+            self._read(waiting, LOOK)
+
+    def _send_requests(self) -> None:
+        """Give what waits to the processes: a session to the one that has it, a group to the one with the least to do."""
+        shares: dict[int, list[Request]] = {}
+        chosen: dict[int, WorkerProcess] = {}  # by group
+        load = {worker.number: len(worker.open) for worker in self.workers}
+        for request in self.queued:
+            session, first = self.sessions[request.session], 0
+            worker = session.worker
+            if worker is None:
+                smallest = min(self.workers, key=lambda worker: load[worker.number])
+                worker = chosen.get(request.group, smallest) if request.group >= 0 else smallest
+                chosen[request.group], session.worker = worker, worker
+                first = self.first_turns[request.session] = request.turn
+            first = self.first_turns[request.session]
+            given = replace(request, turn=request.turn - first)
+            if request.turn and not given.turn:  # its process is gone: all ids again
+                given = replace(given, ids=tuple(session.ids.tolist()), group=-1)
+            worker.open[given.session, given.turn] = (worker.sent + 1, request)
+            load[worker.number] += 1
+            shares.setdefault(worker.number, []).append(given)
+        self.queued = []
+        for worker in self.workers:
+            if worker.number in shares:
+                self._send(worker, "submit", encode_requests(shares[worker.number]))
+
+    def _send_weights(self, workers: Sequence[WorkerProcess]) -> None:
+        """Send the weights of the present version to these processes, and check their receipts."""
+        every = not all(worker.complete for worker in workers)
+        weights = published_weights(self.policy.model, every)
+        plan = layout(weights)
+        for worker in workers:
+            worker.freed, worker.receipt = 0, None
+            self._send(worker, "publish", self.version, plan)
+        for number, _ in enumerate(fill(weights.values(), self.buckets.memory)):
+            for worker in workers:
+                self._send(worker, "bucket")
+            # the bucket that is filled next was read
+            self._wait(workers, lambda worker, number=number: worker.freed >= number)  # type: ignore[misc]
+        assert self.version is not None
+        logprobs = probe_logprobs(self.policy, self.settings.vocabulary)
+        self.receipts.expect(self.version, weights, logprobs, self.policy.dtype)
+        self._wait(workers, lambda worker: worker.receipt is not None)
+        for worker in workers:
+            if worker.receipt is not None:
+                self.receipts.check(worker.receipt, worker.name)
+                worker.complete = True
+        self._check_probes()
+
+    def _check_probes(self) -> None:
+        while self.probes:
+            self.receipts.probe(*self.probes.pop())
+
+    def _replace_gone(self) -> None:
+        """Start a new process for each that is gone, with the same weights and requests."""
+        while gone := [worker for worker in self.workers if worker.gone]:
+            self.deaths += len(gone)
+            fine = self.deaths <= RESTARTS
+            require(fine, f"{gone[0].name} {gone[0].reason()}; {self.deaths} in a row")
+            for worker in gone:
+                left = [request for _, request in worker.open.values()]
+                _end(worker)
+                self.past = replace(
+                    _sum(self.past, worker.statistics),
+                    failed_workers=self.past.failed_workers + 1,
+                    recomputed=self.past.recomputed + sum(len(r.ids) for r in left),
+                )
+                for session in self.sessions.values():
+                    if session.worker is worker:
+                        session.worker = None
+                self.queued = left + self.queued
+                self.workers[self.workers.index(worker)] = self._start(worker.number)
+            if self.version is not None:
+                self._send_weights([worker for worker in self.workers if not worker.complete])
+            self._send_requests()
+
+
+def probe_logprobs(policy: Policy, vocabulary: int) -> Tensor:
+    """What the trainer's own forward pass says of every token after each prompt of a probe, [P, V]."""
+    rows = []
+    with torch.no_grad():
+        for prompt in probe_prompts(vocabulary):
+            ids = torch.tensor([prompt], device=policy.device)
+            places = torch.arange(len(prompt), device=policy.device)[None]
+            layout = {LAYOUT: Packed((0, len(prompt)), policy.device)}
+            hidden = policy.hidden(ids, places, **layout)[0, -1:]
+            rows.append(head_logits(hidden, policy.head).log_softmax(-1))
+    return torch.cat(rows)
+
+
+def _importable() -> str:
+    """A folder from which a Python with other packages can import posttrain, and nothing else of this one's."""
+    return str(Path(__file__).parents[2])
+
+
+def _sum(one: Statistics, other: Statistics) -> Statistics:
+    return Statistics(*(getattr(one, f.name) + getattr(other, f.name) for f in fields(Statistics)))
+
+
+def _end(worker: WorkerProcess) -> None:
+    """End a process and close its pipes."""
+    for handle in (worker.into, worker.out):
+        with suppress(OSError):
+            os.close(handle)
+    if not worker.gone:
+        with suppress(subprocess.TimeoutExpired):  # it ends when its pipe is closed
+            worker.process.wait(ENDING)
+    worker.process.kill()
+    worker.process.wait(ENDING)
+    worker.said.close()
+
+
+def _end_all(workers: list[WorkerProcess], buckets: Buckets) -> None:
+    for worker in workers:
+        _end(worker)
+    workers.clear()
+    buckets.close()

@@ -1,0 +1,213 @@
+"""A sampler as a worker: in a process of its own, whose program this module is, or in an actor of Ray.
+
+It makes its sampler from settings that JSON can carry, without weights: those come by `publish`, so that it needs no files of the
+trainer. Where vLLM samples, this runs in the Python that has it, so nothing here imports more of posttrain than that has packages for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING
+
+from posttrain.errors import UserError
+from posttrain.system.processes import end_with_parent
+from posttrain.system.wire import Channel, decode_requests, encode_completions
+from posttrain.types import JSON, Completion, Request, Sampler, Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from posttrain.cluster.publish import Buckets, Receipt
+
+REPLY_SECONDS = 0.02  # between replies with completions
+HEARTBEAT = 1.0  # seconds between replies where nothing finishes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker makes its sampler from."""
+
+    config: Mapping[str, JSON]  # of the model, as in config.json
+    vocabulary: int
+    stop_ids: tuple[int, ...]
+    kind: str = "engine"  # or vllm
+    dtype: str = "float32"
+    device: str = "cpu"
+    rows: int = 256  # decoded at once
+    processes: int = 0  # of the engine on a CPU
+    threads: int = 1  # of torch
+    # of the policy's adapters, where it has some: rank, alpha, targets
+    lora: Mapping[str, JSON] | None = None
+    deterministic: bool = False
+    source: str = ""  # where the model came from, for messages
+
+
+class SamplerWorker:
+    """Holds a sampler. `publish` returns a receipt, and has the sampler answer the prompts of a probe: `poll` gives these completions
+    back too, with negative sessions, for `Receipts.probe`."""
+
+    def __init__(self, settings: WorkerSettings):
+        self.vocabulary = settings.vocabulary
+        self.sampler = make_sampler(settings)
+        self.open: set[tuple[int, int]] = set()  # sessions and turns
+        self.probed = Statistics()
+        self.found: list[tuple[Request, Completion]] = []
+
+    @property
+    def capacity(self) -> int:
+        return self.sampler.capacity
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.open or self.found)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of the sampler, without its probes."""
+        found, own = self.sampler.statistics, self.probed
+        prefilled, sampled = found.prefilled - own.prefilled, found.sampled - own.sampled
+        return replace(found, prefilled=prefilled, sampled=sampled)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.sampler.submit(requests)
+        self.open |= {(r.session, r.turn) for r in requests}
+
+    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+        found, self.found = self.found, []
+        found += self.sampler.poll(timeout) if not found else []
+        for request, completion in found:
+            self.open.discard((request.session, request.turn))
+            if request.session < 0:
+                prefilled, sampled = len(request.ids), len(completion.ids)
+                self.probed = Statistics(
+                    self.probed.prefilled + prefilled, self.probed.sampled + sampled
+                )
+        return found
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        self.sampler.cancel(sessions)
+        self.open = {key for key in self.open if key[0] not in sessions}
+        self.found = [pair for pair in self.found if pair[0].session not in sessions]
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+        """Take new weights; the receipt is read off what the sampler then samples with."""
+        from posttrain.cluster.publish import Receipt, hashes, probe_requests
+
+        probes = probe_requests(self.vocabulary)
+        self.cancel({r.session for r in probes})
+        idle, names = not self.busy, list[str]()
+
+        def noted() -> Iterable[tuple[str, Tensor]]:
+            for name, weight in weights:
+                names.append(name)
+                yield name, weight
+
+        self.sampler.publish(version, noted())
+        receipt = Receipt(self.sampler_version(), hashes(self.weights(names)))
+        self.submit(probes)
+        while idle and self.open:  # else others are being decoded, and the probes come with them
+            self.found += self.sampler.poll()
+            self.open -= {(r.session, r.turn) for r, _ in self.found}
+        return receipt
+
+    def sampler_version(self) -> int:
+        return int(getattr(self.sampler, "version", -1))
+
+    def weights(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The tensors called so, as the sampler has them now."""
+        model = self.sampler.policy.model  # type: ignore[attr-defined]  # of an engine
+        own = dict(model.named_parameters()) | dict(model.named_buffers())
+        return {name: own[name] for name in names}
+
+    def release(self) -> None:
+        self.sampler.release()
+
+    def close(self) -> None:
+        self.sampler.close()
+
+
+def make_sampler(settings: WorkerSettings) -> Sampler:
+    """Our engine on a model of the given configuration, whose weights are still random."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from posttrain.engine.engine import Engine
+    from posttrain.models.load import attention_for
+    from posttrain.models.lora import Lora, add_adapters
+    from posttrain.models.policy import wrap_model
+    from posttrain.train.torch_settings import use_deterministic_kernels
+
+    if settings.deterministic:
+        use_deterministic_kernels(settings.device)
+    torch.set_num_threads(settings.threads)
+    config = AutoConfig.for_model(**settings.config)
+    with torch.device(settings.device):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, settings.dtype),
+            attn_implementation=attention_for(config),
+        )
+    policy = wrap_model(model.eval(), None, tuple(settings.stop_ids), settings.source)
+    if settings.lora is not None:
+        add_adapters(policy.model, Lora(**settings.lora), seed=0)
+    policy.model.requires_grad_(False)
+    return Engine(policy, settings.rows, settings.processes)
+
+
+def serve(channel: Channel) -> None:
+    """A worker's life: messages in, completions and receipts out, until the other end is closed."""
+    settings, handles, size = channel.receive()
+    worker = SamplerWorker(WorkerSettings(**settings))
+    seen, sent = 0, 0.0
+    finished: list[tuple[Request, Completion]] = []
+    buckets: Buckets | None = None
+
+    def filled() -> None:
+        nonlocal seen
+        channel.receive()
+        seen += 1
+
+    while True:
+        while not worker.busy or channel.ready():
+            what, *about = channel.receive()
+            seen += 1
+            if what == "submit":
+                worker.submit(decode_requests(about[0]))
+            elif what == "cancel":
+                worker.cancel(about[0])
+            elif what == "publish":
+                from posttrain.cluster.publish import Buckets, unpack
+
+                buckets = buckets or Buckets(size, handles)
+                given = unpack(about[1], buckets.memory, filled, lambda: channel.send("free"))
+                receipt = worker.publish(about[0], given)
+                channel.send("receipt", receipt.version, dict(receipt.hashes))
+            elif what == "release":
+                worker.release()
+            if what != "submit":
+                channel.send("reply", seen, astuple(worker.statistics), [[], ["", "", ""]])
+        finished += worker.poll()
+        late = time.monotonic() - sent
+        if late > HEARTBEAT or (finished and (late > REPLY_SECONDS or not worker.busy)):
+            completed = encode_completions(finished)
+            channel.send("reply", seen, astuple(worker.statistics), completed)
+            finished, sent = [], time.monotonic()
+
+
+def main() -> None:
+    """`python -m posttrain.cluster.worker REQUESTS REPLIES`: the numbers of two inherited pipes."""
+    end_with_parent()
+    channel = Channel(int(sys.argv[1]), int(sys.argv[2]))
+    try:
+        serve(channel)
+    except EOFError:
+        pass  # the trainer has ended, or closed its sampler
+    except UserError as error:
+        channel.send("error", str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What a sampler in another process is asked and answers, as lines of JSON: requests, completions, and pipes that carry them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from posttrain.system import processes
+from posttrain.types import JSON, Completion, Request, Sampling
+
+Finished = list[tuple[Request, Completion]]
+ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
+
+
+class Channel:
+    """The end of two pipes in a process that answers: messages in, messages out. It ends with the process at the other end."""
+
+    def __init__(self, requests: int, replies: int):
+        self.requests, self.replies = requests, replies
+        self.received, self.waiting = bytearray(), deque[bytes]()
+
+    def ready(self) -> bool:
+        """Whether there is something to read."""
+        return bool(self.waiting or select.select([self.requests], [], [], 0)[0])
+
+    def receive(self) -> JSON:
+        """The next message; an EOFError where the other end is closed."""
+        while not self.waiting:
+            piece = os.read(self.requests, 1 << 20)
+            if not piece:
+                raise EOFError
+            self.waiting += whole_lines(self.received, piece)
+        return json.loads(self.waiting.popleft())
+
+    def send(self, *message: JSON) -> None:
+        processes.write_all(self.replies, to_line(message))
+
+
+def to_line(message: JSON) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def whole_lines(received: bytearray, piece: bytes) -> list[bytes]:
+    """Whole lines, of which `received` had the beginning; it keeps that of the next one.
+
+    >>> rest = bytearray(b"[1")
+    >>> whole_lines(rest, b", 2]\\n[3]\\n[4"), rest
+    ([b'[1, 2]', b'[3]'], bytearray(b'[4'))
+    """
+    received += piece
+    if b"\n" not in piece:
+        return []
+    *lines, rest = bytes(received).split(b"\n")
+    received[:] = rest
+    return lines
+
+
+def encode_completions(finished: Finished) -> JSON:
+    """The arrays of all completions one after the other: to encode each by itself took as long as to decode several tokens."""
+    rows = [(r.session, r.turn, c.finish, len(c.ids)) for r, c in finished]
+    texts = []
+    for name, kind in ARRAYS:
+        parts = [np.zeros(0, kind), *(getattr(c, name) for _, c in finished)]
+        texts.append(b64encode(np.concatenate(parts).astype(kind).tobytes()).decode())
+    return [rows, texts]
+
+
+def decode_completions(message: JSON) -> list[tuple[tuple[int, int], Completion]]:
+    """Completions, each with the session and turn of its request."""
+    rows, texts = message
+    kinds = [kind for _, kind in ARRAYS]
+    arrays = [np.frombuffer(b64decode(t), kind) for t, kind in zip(texts, kinds, strict=True)]
+    ends = list(accumulate((length for *_, length in rows), initial=0))
+    found = []
+    for (session, turn, finish, _), (start, end) in zip(rows, pairwise(ends), strict=True):
+        ids, logprobs, versions = (array[start:end].copy() for array in arrays)
+        found.append(((session, turn), Completion(ids, logprobs, versions, finish)))
+    return found
+
+
+def encode_requests(requests: Sequence[Request]) -> JSON:
+    """Ids and settings that requests share are sent once."""
+    settings: dict[Sampling, int] = {}
+    prompts: dict[tuple[int, ...], int] = {}
+    rows = [
+        (
+            prompts.setdefault(r.ids, len(prompts)),
+            r.seed,
+            settings.setdefault(r.sampling, len(settings)),
+            r.session,
+            r.turn,
+            r.group,
+            r.keep,
+            r.model,
+        )
+        for r in requests
+    ]
+    return [[list(ids) for ids in prompts], [asdict(sampling) for sampling in settings], rows]
+
+
+def decode_requests(message: JSON) -> list[Request]:
+    prompts = [tuple(ids) for ids in message[0]]
+    settings = [Sampling(**sampling) for sampling in message[1]]
+    return [
+        Request(prompts[prompt], seed, settings[which], *rest)
+        for prompt, seed, which, *rest in message[2]
+    ]

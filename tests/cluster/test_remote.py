@@ -1,0 +1,165 @@
+"""A sampler in other processes: the same completions, a session that stays, processes that die and are replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.cluster.remote import RemoteSampler, worker_settings
+from posttrain.data.text import Decoder
+from posttrain.engine.engine import Engine
+from posttrain.episodes import rollout_groups
+from posttrain.errors import UserError
+from posttrain.models.policy import Policy, wrap_model
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.types import Completion, Request, Sampler, Sampling
+
+TASK = Arithmetic(level=2)
+PROBLEMS = TASK.problems("train")[:4]
+
+
+def make_policy(seed: int) -> Policy:
+    tokenizer = character_tokenizer(str(TASK.alphabet))
+    return wrap_model(tiny_model(tokenizer, "nano", seed), tokenizer, (tokenizer.eos_token_id,))
+
+
+def remote(policy: Policy, count: int = 1) -> RemoteSampler:
+    return RemoteSampler(policy, worker_settings(policy, 64, processes=1), count)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return make_policy(0)
+
+
+@pytest.fixture(scope="module")
+def sampler(policy: Policy) -> Iterator[RemoteSampler]:
+    made = remote(policy, 2)
+    yield made
+    made.close()
+
+
+def finished(sampler: Sampler, count: int, seconds: float = 30.0) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    deadline = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < deadline:
+        found |= {request.session: completion for request, completion in sampler.poll(0.1)}
+    assert len(found) == count
+    return found
+
+
+def same(one: dict[int, Completion], other: dict[int, Completion]) -> None:
+    assert one.keys() == other.keys()
+    for session, completion in one.items():
+        assert completion.ids.tolist() == other[session].ids.tolist()
+        assert completion.finish == other[session].finish
+        assert completion.logprobs.tobytes() == other[session].logprobs.tobytes()
+
+
+def requests(count: int, tokens: int = 12) -> list[Request]:
+    return [Request((6, 7, 8 + n % 3), 100 + n, Sampling(tokens), session=n) for n in range(count)]
+
+
+def test_groups_are_those_of_the_engine_in_this_process(sampler: RemoteSampler, policy: Policy) -> None:
+    for version in (0, 1):
+        if version:
+            policy.model.load_state_dict(make_policy(1).model.state_dict())
+            sampler.publish(version)
+        here, there = (
+            rollout_groups(TASK, one, Decoder(policy.tokenizer), PROBLEMS, 3, Sampling(6), 5, ordered=True)
+            for one in (Engine(policy, processes=1), sampler)
+        )
+        assert [g.problem.id for g in there] == [p.id for p in PROBLEMS]
+        for a, b in zip((r for g in here for r in g.rollouts), (r for g in there for r in g.rollouts), strict=True):
+            assert a.sample == b.sample and a.ids.tolist() == b.ids.tolist() and a.score == b.score
+            assert set(b.segments[1].versions.tolist()) == {version}  # type: ignore[union-attr]
+    assert all(worker.statistics.sampled for worker in sampler.workers), "both processes have work"
+
+
+def test_completions_are_those_of_the_engine_to_the_bit(policy: Policy, sampler: RemoteSampler) -> None:
+    """With one worker at a time: the same rows are decoded together."""
+    engine = Engine(policy, 64, processes=1)
+    for batch in (requests(5), requests(4, 20)):
+        for one in (engine, sampler):
+            one.submit(batch)
+        # together in this process, apart in two others: a row depends on its request alone, its last bits on the company
+        here, there = finished(engine, len(batch)), finished(sampler, len(batch))
+        for session, completion in here.items():
+            assert completion.ids.tolist() == there[session].ids.tolist()
+            np.testing.assert_allclose(completion.logprobs, there[session].logprobs, atol=1e-5)
+    grouped = [Request((6, 7), 200 + n, Sampling(10), session=n, group=1) for n in range(4)]
+    for one in (engine, sampler):
+        one.submit(grouped)
+    same(finished(engine, 4), finished(sampler, 4))
+
+
+def turns(sampler: Sampler, kill: Sequence[int] = ()) -> list[dict[int, Completion]]:
+    """Three turns of three sessions; before each turn in `kill`, the processes with the sessions are killed."""
+    found = []
+    for turn in range(3):
+        if turn in kill:
+            assert isinstance(sampler, RemoteSampler)
+            for worker in sampler.workers:
+                os.kill(worker.process.pid, signal.SIGKILL)
+        sampler.submit([Request((6 + n, 7), 10 * turn + n, Sampling(8), n, turn, keep=True) for n in range(3)])
+        found.append(finished(sampler, 3))
+    sampler.cancel(range(3))
+    return found
+
+
+def test_turns_go_on_where_a_process_was_killed(policy: Policy, sampler: RemoteSampler) -> None:
+    before = sampler.statistics.failed_workers
+    here, there, killed = turns(Engine(policy, processes=1)), turns(sampler), turns(sampler, kill=(2,))
+    for one in (there, killed):
+        for a, b in zip(here, one, strict=True):
+            assert all(a[session].ids.tolist() == b[session].ids.tolist() for session in range(3))
+    assert sampler.statistics.failed_workers == before + 2 and not sampler.sessions
+
+
+def test_a_request_is_refused_at_once(sampler: RemoteSampler) -> None:
+    with pytest.raises(UserError, match="2048 positions"):
+        sampler.submit([Request((6,), 0, Sampling(5000))])
+    with pytest.raises(UserError, match="needs turn 0 finished"):
+        sampler.submit([Request((6,), 0, Sampling(4), session=9, turn=1)])
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from test_remote import make_policy, remote, requests
+sampler = remote(make_policy(0))
+sampler.submit(requests(4, 1500))
+sampler.poll(0.1)
+print(sampler.workers[0].process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_end_with_the_trainer_that_is_killed() -> None:
+    program = PARENT.format(tests=str(Path(__file__).parent))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(parent.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < deadline, "the sampler's process is an orphan"
+        time.sleep(0.05)
+
+
+def test_a_process_that_dies_at_once_is_named_with_its_reason(policy: Policy) -> None:
+    settings = worker_settings(policy, 64)
+    broken = RemoteSampler(policy, settings, python="/bin/false")
+    broken.submit(requests(1))
+    with pytest.raises(UserError, match=r"process 0 .* ended with exit code 1; 4 in a row"):
+        broken.poll()
+    broken.close()
