@@ -15,9 +15,12 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.errors import GuardStop
@@ -39,21 +42,40 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class Buckets:
-    """Two pieces of memory that other processes can open: by their handles, which a started process inherits, or on a GPU by the
-    handles of CUDA."""
+    """Two pieces of memory of this host that processes which are started inherit by their handles; or of a GPU, where it is the
+    `device` of both ends. Processes that share no memory but a file system exchange `write_folder` and `read_folder`."""
 
-    def __init__(self, size: int = BUCKET, handles: Sequence[int] = ()):
-        self.size, self.handles = size, list(handles)
-        for _ in range(0 if handles else BUCKETS):
-            self.handles.append(_anonymous_file(size))
-        maps = [mmap.mmap(handle, size) for handle in self.handles]
-        self.memory = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
+    def __init__(self, size: int = BUCKET, device: torch.device | None = None):
+        self.size, self.handles = size, list[int]()
+        if device is not None:
+            kind: dict[str, Any] = {"dtype": torch.uint8, "device": device}
+            self.memory = [torch.empty(size, **kind) for _ in range(BUCKETS)]
+            return
+        self.handles = [_anonymous_file(size) for _ in range(BUCKETS)]
+        self.memory = [_mapped(handle, size) for handle in self.handles]
+
+    def describe(self) -> JSON:
+        """What a process needs for `opened`. On a GPU, of one process alone: CUDA counts who has opened it."""
+        if self.handles:
+            return [self.size, self.handles]
+        return [share_cuda(memory) for memory in self.memory]
 
     def close(self) -> None:
         self.memory = []
         for handle in self.handles:
             os.close(handle)
         self.handles = []
+
+
+def opened(description: JSON) -> list[Tensor]:
+    """The memory that `Buckets.describe` describes, in the process that it was sent to."""
+    if isinstance(description[0], int):
+        return [_mapped(handle, description[0]) for handle in description[1]]
+    return [open_cuda(parts) for parts in description]
+
+
+def _mapped(handle: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
 
 
 def _anonymous_file(size: int) -> int:
@@ -80,6 +102,21 @@ def open_cuda(parts: JSON) -> Tensor:
     given = [b64decode(value) if kind == "b" else value for kind, value in parts]
     opened = storage._new_shared_cuda(*given)
     return torch.tensor([], dtype=torch.uint8, device=opened.device).set_(opened)
+
+
+def write_folder(folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
+    """Weights as a file that appears whole; its path, for `read_folder` in a process that sees the folder."""
+    path = folder / f"version-{version}.safetensors"
+    copies = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(copies, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+    return path
+
+
+def read_folder(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # it is no dictionary
+            yield name, file.get_tensor(name)
 
 
 def layout(weights: Mapping[str, Tensor]) -> JSON:
@@ -131,7 +168,7 @@ def unpack(
             count = min(left, size - used)
             pieces.append(memory[which % len(memory)][used : used + count])
             left, used = left - count, used + -(-count // ALIGNED) * ALIGNED
-        found = torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+        found = pieces[0] if len(pieces) == 1 else torch.cat([memory[0][:0], *pieces])
         yield name, found.view(dtype).view(shape)
     if which >= 0:
         _synchronize(memory[which % len(memory)])
@@ -186,10 +223,10 @@ def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a worker says of the weights that it samples with."""
+    """What a worker says of the weights that it samples with; None for a tensor that it has in another form."""
 
     version: int
-    hashes: Mapping[str, int]
+    hashes: Mapping[str, int | None]
 
 
 def probe_prompts(vocabulary: int) -> list[tuple[int, ...]]:
@@ -222,7 +259,10 @@ class Receipts:
         if receipt.version != self.version:
             text = f"{who} has the weights of version {receipt.version}, and version {self.version} was published"
             raise GuardStop(f"{text}; {AGAIN}")
-        wrong = [n for n, found in receipt.hashes.items() if found != self.hashes.get(n, found)]
+        own = {
+            n: h if receipt.hashes.get(n, 0) is not None else None for n, h in self.hashes.items()
+        }
+        wrong = sorted({n for n, _ in own.items() ^ dict(receipt.hashes).items()})
         if wrong:
             text = f"{who} has other weights than the trainer at version {self.version}: {', '.join(wrong[:2])}"
             more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""

@@ -155,7 +155,8 @@ class RemoteSampler:
         self.probes: list[tuple[int, Completion, str]] = []  # not compared yet
         self.past = Statistics()  # of processes that are gone
         self.deaths = 0
-        self.receipts, self.buckets = Receipts(), Buckets()
+        one_gpu = policy.device.type == "cuda" and settings.device == str(policy.device)
+        self.receipts, self.buckets = Receipts(), Buckets(device=policy.device if one_gpu else None)
         self.workers: list[WorkerProcess] = []
         weakref.finalize(self, _end_all, self.workers, self.buckets)
         for number in range(count):
@@ -259,7 +260,7 @@ class RemoteSampler:
             os.close(ours)
         os.set_blocking(into, False)
         worker = WorkerProcess(number, process, into, out, said)
-        self._write(worker, (asdict(self.settings), self.buckets.handles, self.buckets.size))
+        self._write(worker, (asdict(self.settings), self.buckets.describe()))
         return worker
 
     def _send(self, worker: WorkerProcess, *message: JSON) -> None:

@@ -20,7 +20,7 @@ from posttrain.types import JSON, Completion, Request, Sampler, Statistics
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from posttrain.cluster.publish import Buckets, Receipt
+    from posttrain.cluster.publish import Receipt
 
 REPLY_SECONDS = 0.02  # between replies with completions
 HEARTBEAT = 1.0  # seconds between replies where nothing finishes
@@ -159,11 +159,11 @@ def make_sampler(settings: WorkerSettings) -> Sampler:
 
 def serve(channel: Channel) -> None:
     """A worker's life: messages in, completions and receipts out, until the other end is closed."""
-    settings, handles, size = channel.receive()
+    settings, description = channel.receive()
     worker = SamplerWorker(WorkerSettings(**settings))
     seen, sent = 0, 0.0
     finished: list[tuple[Request, Completion]] = []
-    buckets: Buckets | None = None
+    memory: list[Tensor] = []
 
     def filled() -> None:
         nonlocal seen
@@ -179,10 +179,10 @@ def serve(channel: Channel) -> None:
             elif what == "cancel":
                 worker.cancel(about[0])
             elif what == "publish":
-                from posttrain.cluster.publish import Buckets, unpack
+                from posttrain.cluster.publish import opened, unpack
 
-                buckets = buckets or Buckets(size, handles)
-                given = unpack(about[1], buckets.memory, filled, lambda: channel.send("free"))
+                memory = memory or opened(description)
+                given = unpack(about[1], memory, filled, lambda: channel.send("free"))
                 receipt = worker.publish(about[0], given)
                 channel.send("receipt", receipt.version, dict(receipt.hashes))
             elif what == "release":

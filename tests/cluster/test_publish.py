@@ -1,0 +1,98 @@
+"""Weights through buckets, and receipts: whatever is not what the trainer has is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.cluster.publish import (
+    Buckets,
+    Receipt,
+    Receipts,
+    fill,
+    hashes,
+    layout,
+    opened,
+    read_folder,
+    tensor_hash,
+    unpack,
+    write_folder,
+)
+from posttrain.errors import GuardStop
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "odd": torch.randn(33, generator=generator).to(torch.bfloat16),
+        "wide": torch.randn(40, 50, generator=generator),
+        "transposed": torch.randn(17, 3, generator=generator).t(),
+        "counts": torch.arange(100),
+        "double": torch.randn(7, generator=generator, dtype=torch.float64),
+        "flags": torch.tensor([True, False, True]),
+        "long": torch.randn(3000, generator=generator, dtype=torch.float16),
+    }
+    return found
+
+
+def sent(weights: dict[str, Tensor], buckets: Buckets) -> Iterator[tuple[str, Tensor]]:
+    """What arrives at the other end of the same memory, one bucket ahead."""
+    filling = fill(weights.values(), buckets.memory)
+    freed: list[int] = []
+    return unpack(layout(weights), opened(buckets.describe()), lambda: next(filling), lambda: freed.append(1))
+
+
+@pytest.mark.parametrize("size", [16, 64, 4096, 1 << 20])
+def test_tensors_of_any_kind_arrive_through_buckets_of_any_size(size: int) -> None:
+    weights, buckets = tensors(), Buckets(size)
+    found = {name: weight.clone() for name, weight in sent(weights, buckets)}
+    assert list(found) == list(weights)
+    for name, weight in weights.items():
+        assert found[name].dtype == weight.dtype and torch.equal(found[name], weight), name
+    assert hashes(found) == hashes(weights)
+    buckets.close()
+
+
+def test_a_folder_carries_the_same(tmp_path: Path) -> None:
+    weights = tensors()
+    found = dict(read_folder(write_folder(tmp_path, 3, weights)))
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["version-3.safetensors"]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_the_hash_sees_one_bit_and_the_order_of_elements(kind: torch.dtype) -> None:
+    for count in (2, 1023, 1024, 1025, 5000):
+        plain = torch.randint(0, 100, (count,), generator=torch.Generator().manual_seed(count)).to(kind)
+        plain[0], plain[-1] = 3, 5
+        own = int(tensor_hash(plain))
+        assert own == int(tensor_hash(plain.clone().view(count, 1))), "it depends on bits alone"
+        changed = plain.clone()
+        changed[count // 2] += 1
+        exchanged = plain.clone()
+        exchanged[0], exchanged[-1] = 5, 3
+        rotated = plain.roll(1)
+        found = {int(tensor_hash(x)) for x in (changed, exchanged, rotated, plain[:-1])}
+        assert own not in found and len(found) == 4 - (count == 2), "with two elements, to exchange them is to rotate them"
+
+
+def test_a_receipt_of_other_weights_is_named() -> None:
+    weights = {"a": torch.ones(3), "b": torch.zeros(5)}
+    receipts, own = Receipts(), hashes(weights)
+    receipts.expect(4, weights, torch.zeros(3, 8), torch.float32)
+    receipts.check(Receipt(4, own), "it")
+    receipts.check(Receipt(4, own | {"b": None}), "it")
+    for receipt, text in (
+        (Receipt(3, own), "it has the weights of version 3, and version 4 was published"),
+        (Receipt(4, own | {"b": 1}), "it has other weights than the trainer at version 4: b;"),
+        (Receipt(4, {"a": own["a"]}), "at version 4: b;"),
+        (Receipt(4, own | {"c": 1}), "at version 4: c;"),
+    ):
+        with pytest.raises(GuardStop, match=text):
+            receipts.check(receipt, "it")
