@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,8 @@ from torch import Tensor
 
 from posttrain.cluster import remote as remote_module
 from posttrain.cluster.publish import Receipts, fill
-from posttrain.cluster.remote import RemoteSampler, probe_logprobs, worker_settings
+from posttrain.cluster.remote import RemoteSampler, WorkerProcess, probe_logprobs, worker_settings
+from posttrain.cluster.worker import serve
 from posttrain.config import Settings
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
@@ -28,6 +32,8 @@ from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.pipeline import start
 from posttrain.recipes.base import Recipe
 from posttrain.stages.rl import RLStage
+from posttrain.system.processes import end, fork
+from posttrain.system.wire import Channel
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Completion, Request, Sampler, Sampling
 from tests.faults.harness import fingerprint
@@ -45,6 +51,37 @@ def remote(policy: Policy, count: int = 1) -> RemoteSampler:
     return RemoteSampler(policy, worker_settings(policy, 64, processes=1), count)
 
 
+class FakeProcess:
+    """A thread in the place of a process: starts in no time."""
+
+    pid = os.getpid()
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self, timeout: float) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class ThreadSampler(RemoteSampler):
+    """The same messages through the same pipes, to workers in threads."""
+
+    def _start(self, number: int) -> WorkerProcess:
+        theirs, into = os.pipe()
+        out, ours = os.pipe()
+
+        def live() -> None:
+            with suppress(EOFError, OSError):
+                serve(Channel(theirs, ours))
+
+        threading.Thread(target=live, daemon=True).start()
+        process: Any = FakeProcess()
+        worker = WorkerProcess(number, process, into, out, BytesIO())
+        self._write(worker, (asdict(self.settings), self.buckets.describe()))
+        return worker
+
+
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     return make_policy(0)
@@ -52,7 +89,14 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def sampler(policy: Policy) -> Iterator[RemoteSampler]:
-    made = remote(policy, 2)
+    made = remote(policy)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def threads(policy: Policy) -> Iterator[ThreadSampler]:
+    made = ThreadSampler(policy, worker_settings(policy, 64, processes=1), 2)
     yield made
     made.close()
 
@@ -66,49 +110,49 @@ def finished(sampler: Sampler, count: int, seconds: float = 30.0) -> dict[int, C
     return found
 
 
-def same(one: dict[int, Completion], other: dict[int, Completion]) -> None:
-    assert one.keys() == other.keys()
-    for session, completion in one.items():
-        assert completion.ids.tolist() == other[session].ids.tolist()
-        assert completion.finish == other[session].finish
-        assert completion.logprobs.tobytes() == other[session].logprobs.tobytes()
-
-
 def requests(count: int, tokens: int = 12) -> list[Request]:
     return [Request((6, 7, 8 + n % 3), 100 + n, Sampling(tokens), session=n) for n in range(count)]
 
 
-def test_groups_are_those_of_the_engine_in_this_process(sampler: RemoteSampler, policy: Policy) -> None:
-    for version in (0, 1):
-        if version:
-            policy.model.load_state_dict(make_policy(1).model.state_dict())
-            sampler.publish(version)
+@pytest.mark.parametrize("count", [1, 2])
+def test_groups_are_those_of_the_engine_in_this_process(count: int, request: pytest.FixtureRequest, policy: Policy) -> None:
+    """To the bit where the same rows are decoded together; the company of a row changes its last bits."""
+    sampler = request.getfixturevalue("sampler" if count == 1 else "threads")
+    for version in (count, count + 1):
+        policy.model.load_state_dict(make_policy(version).model.state_dict())
+        sampler.publish(version)
         here, there = (
             rollout_groups(TASK, one, Decoder(policy.tokenizer), PROBLEMS, 3, Sampling(6), 5, ordered=True)
-            for one in (Engine(policy, processes=1), sampler)
+            for one in (Engine(policy, 64, processes=1), sampler)
         )
         assert [g.problem.id for g in there] == [p.id for p in PROBLEMS]
         for a, b in zip((r for g in here for r in g.rollouts), (r for g in there for r in g.rollouts), strict=True):
             assert a.sample == b.sample and a.ids.tolist() == b.ids.tolist() and a.score == b.score
+            own, other = a.segments[1].logprobs, b.segments[1].logprobs
+            assert own is not None and other is not None
+            np.testing.assert_allclose(own, other, rtol=0, atol=0 if count == 1 else 1e-5)
             assert set(b.segments[1].versions.tolist()) == {version}  # type: ignore[union-attr]
-    assert all(worker.statistics.sampled for worker in sampler.workers), "both processes have work"
+    assert all(worker.statistics.sampled for worker in sampler.workers), "every process has work"
 
 
-def test_completions_are_those_of_the_engine_to_the_bit(policy: Policy, sampler: RemoteSampler) -> None:
-    """With one worker at a time: the same rows are decoded together."""
-    engine = Engine(policy, 64, processes=1)
-    for batch in (requests(5), requests(4, 20)):
-        for one in (engine, sampler):
-            one.submit(batch)
-        # together in this process, apart in two others: a row depends on its request alone, its last bits on the company
-        here, there = finished(engine, len(batch)), finished(sampler, len(batch))
-        for session, completion in here.items():
-            assert completion.ids.tolist() == there[session].ids.tolist()
-            np.testing.assert_allclose(completion.logprobs, there[session].logprobs, atol=1e-5)
-    grouped = [Request((6, 7), 200 + n, Sampling(10), session=n, group=1) for n in range(4)]
-    for one in (engine, sampler):
-        one.submit(grouped)
-    same(finished(engine, 4), finished(sampler, 4))
+def test_sessions_stay_and_groups_are_not_cut(threads: ThreadSampler) -> None:
+    groups = [Request((6, 7 + n // 2), n, Sampling(4), session=n, group=n // 2, keep=True) for n in range(8)]
+    threads.submit(groups)
+    finished(threads, 8)
+    there = [threads.sessions[n].worker.number for n in range(8)]
+    assert there == [0, 0, 1, 1, 0, 0, 1, 1]
+    threads.submit([Request((6,), n, Sampling(4), session=n, turn=1) for n in range(8)])
+    assert len(finished(threads, 8)) == 8 and not threads.sessions
+
+
+def test_what_is_cancelled_does_not_come_back(threads: ThreadSampler) -> None:
+    threads.submit(requests(4, 400))
+    threads.poll(0.0)
+    threads.cancel([1, 2])
+    assert sorted(finished(threads, 2)) == [0, 3] and not threads.sessions
+    threads.submit([Request((6,), 0, Sampling(2), session=1)])
+    threads.release()
+    assert finished(threads, 1)[1].ids.size
 
 
 def turns(sampler: Sampler, kill: Sequence[int] = ()) -> list[dict[int, Completion]]:
@@ -125,6 +169,7 @@ def turns(sampler: Sampler, kill: Sequence[int] = ()) -> list[dict[int, Completi
 
 
 def test_turns_go_on_where_a_process_was_killed(policy: Policy, sampler: RemoteSampler) -> None:
+    sampler.publish(5)
     before = sampler.statistics.failed_workers
     here, there, killed = turns(Engine(policy, processes=1)), turns(sampler), turns(sampler, kill=(2,))
     for one in (there, killed):
@@ -140,22 +185,16 @@ def test_a_request_is_refused_at_once(sampler: RemoteSampler) -> None:
         sampler.submit([Request((6,), 0, Sampling(4), session=9, turn=1)])
 
 
-PARENT = """
-import sys, time
-sys.path[:0] = [{root!r}, {tests!r}]
-from test_remote import make_policy, remote
-sampler = remote(make_policy(0))
-print(sampler.workers[0].process.pid, flush=True)
-time.sleep(60)
-"""
+def test_processes_end_with_the_trainer_that_is_killed(policy: Policy) -> None:
+    def live(_: int, replies: int) -> None:
+        sampler = remote(policy)
+        os.write(replies, b"%d" % sampler.workers[0].process.pid)
+        time.sleep(60)
 
-
-def test_processes_end_with_the_trainer_that_is_killed() -> None:
-    program = PARENT.format(root=str(Path(__file__).parents[2]), tests=str(Path(__file__).parent))
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        os.kill(parent.pid, signal.SIGKILL)
+    child, into, out = fork(live)
+    pid = int(os.read(out, 100))
+    assert Path(f"/proc/{pid}").exists()
+    end(child, into, out)  # by SIGKILL
     deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
         assert time.monotonic() < deadline, "the sampler's process is an orphan"
@@ -172,9 +211,10 @@ def test_a_process_that_dies_at_once_is_named_with_its_reason(policy: Policy) ->
 
 
 def test_weights_that_are_not_the_trainers_stop_the_run(
-    policy: Policy, sampler: RemoteSampler, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, threads: ThreadSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted faults on the way to a real process, each named by the publish at which it happens."""
+    """Planted faults on the way to the workers, each named by the publish at which it happens."""
+    sampler = threads
     name = "model.layers.1.mlp.down_proj.weight"
     weights = remote_module.published_weights
 
