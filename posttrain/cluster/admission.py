@@ -8,6 +8,8 @@ latest: every one of them, not most. Nothing is dropped for its age, so that lon
 
 The first is kept by beginning no more, the second by waiting, before a step, until enough of the oldest have finished. With
 max_staleness 0 that is synchronous training: all are begun with the present weights, and all are waited for.
+
+A step that asks for k groups more (dynamic sampling) begins k and takes the k oldest: what is left after it is as many as without.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Admission:
             int
         ] = []  # of a failed worker, or of an earlier attempt of the run: begun again before new ones
         self.attempts = 0
+        self.asked = 0  # groups that the step being put together wants beyond `batch`
 
     @property
     def outstanding(self) -> int:
@@ -60,7 +63,7 @@ class Admission:
         """The next group to generate; None while there are enough."""
         if self.waiting:
             number = self.waiting.pop(0)
-        elif self.outstanding < self.settings.room:
+        elif self.outstanding < self.settings.room + self.asked:
             number, self.drawn = self.drawn, self.drawn + 1
         else:
             return None
@@ -81,15 +84,23 @@ class Admission:
             del self.running[group.number]
             self.waiting.append(group.number)
 
-    def next_step(self) -> tuple[Begun, ...] | None:
-        """The groups of the next step, oldest first; None while they must be waited for."""
+    def ask(self, count: int) -> None:
+        """The step being put together wants so many groups more: as many may be begun."""
+        self.asked += count
+
+    def next_step(
+        self, count: int | None = None, taken: Sequence[Begun] = ()
+    ) -> tuple[Begun, ...] | None:
+        """The groups of the next step, oldest first; None while they must be waited for. With `count` as many as were asked for
+        besides those it has `taken`."""
         batch, room = self.settings.batch, self.settings.max_staleness
-        if len(self.finished) < batch:
+        count = batch if count is None else count
+        ready = [one for one in self.finished.values() if one not in taken]
+        if len(ready) < count:
             return None
-        chosen = sorted(self.finished.values(), key=lambda one: (one.version, one.number))[:batch]
-        left = [one.version for one in (*self.running.values(), *self.finished.values())]
-        for group in chosen:
-            left.remove(group.version)
+        ready.sort(key=lambda one: (one.version, one.number))
+        chosen = ready[:count]
+        left = [one.version for one in (*self.running.values(), *ready[count:])]
         left += [self.version] * len(
             self.waiting
         )  # begun again with the present weights, at the earliest
@@ -103,7 +114,7 @@ class Admission:
         """A step was made on these groups."""
         for group in groups:
             del self.finished[group.number]
-        self.version += 1
+        self.version, self.asked = self.version + 1, 0
 
     def state(self) -> JSON:
         """For a checkpoint. What is running cannot be saved: it is begun again from its first turn."""
@@ -119,4 +130,4 @@ class Admission:
             list(state["again"]),
         )
         self.finished = {row["number"]: Begun(**row) for row in state["finished"]}
-        self.running = {}
+        self.running, self.asked = {}, 0

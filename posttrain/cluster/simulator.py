@@ -21,6 +21,8 @@ from posttrain.cluster.admission import Admission, Begun, Staleness
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, Whole
 from posttrain.types import JSON
 
+ROUNDS = 4  # how often a step asks for groups
+MANY_EVENTS = 1_000  # a step: crashes go on also where nothing else does
 DEADLOCK = "nothing is left that could happen, and the run is not at its end"
 
 
@@ -45,6 +47,9 @@ class Plan(Checked):
     spread: NotNegative = 0.5
     train: Positive = 1.0
     publish: NotNegative = 0.0
+    refills: Share = (
+        0.0  # the share of groups that teach nothing, in whose place a step asks for others
+    )
     restarts: bool = False  # groups are begun again at new weights, in place of going on with them
     checkpoint_every: Annotated[int, Range(ge=1)] = 5
     worker_crashes: Share = 0.0
@@ -85,12 +90,14 @@ class Simulation:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.chance, self.order = random.Random(self.seed), count()
+        self.chance, self.order, self.happened = random.Random(self.seed), count(), count()
         settings = Staleness(batch=plan.batch, max_staleness=plan.max_staleness)
         self.admission = Admission(settings)
         self.at_work: list[dict[int, Begun]] = [{} for _ in range(plan.workers)]  # by attempt
         self.alive = [True] * plan.workers
         self.training = False
+        self.taken: tuple[Begun, ...] = ()  # by the step that is being put together or made
+        self.wanted, self.rounds = plan.batch, 0
         self.paused = False  # while new weights are published
         self.life = 0  # of the trainer: what belongs to an earlier one is ignored
         self.trained: list[int] = []
@@ -110,7 +117,7 @@ class Simulation:
         self._crash_later(plan.trainer_crashes, self._trainer_crash)
         self._go_on()
         while self.admission.version < plan.steps:
-            if not self.events:
+            if not self.events or next(self.happened) > MANY_EVENTS * plan.steps:
                 raise Broken(DEADLOCK)
             self.clock, _, _, what = heapq.heappop(self.events)
             what()
@@ -129,12 +136,7 @@ class Simulation:
     def _go_on(self) -> None:
         """Begin whatever may be begun: a step, and groups in free slots."""
         if not (self.training or self.paused):
-            chosen = self.admission.next_step()
-            if chosen is not None:
-                self.training = True
-                seconds = self.plan.train * self.chance.uniform(0.9, 1.1)
-                life = self.life
-                self.after(seconds, lambda: self._step(chosen, seconds, life))
+            self._collect()
         while not self.paused and (worker := self._free()) is not None:
             group = self.admission.begin()
             if group is None:
@@ -142,6 +144,22 @@ class Simulation:
             self.at_work[worker][group.attempt] = group
             seconds = self._length()
             self.after(seconds, lambda w=worker, g=group, s=seconds: self._finish(w, g, s))  # type: ignore[misc]
+
+    def _collect(self) -> None:
+        """Take groups for the next step; begin it where it asks for no more."""
+        chosen = self.admission.next_step(self.wanted, self.taken)
+        if chosen is None:
+            return
+        self.taken += chosen
+        self.rounds += 1
+        self.wanted = sum(self.chance.random() < self.plan.refills for _ in chosen)
+        if self.wanted and self.rounds < ROUNDS:
+            self.admission.ask(self.wanted)
+            return
+        self.training, self.rounds, self.wanted = True, 0, self.plan.batch
+        seconds = self.plan.train * self.chance.uniform(0.9, 1.1)
+        groups, life = self.taken, self.life
+        self.after(seconds, lambda: self._step(groups, seconds, life))
 
     def _free(self) -> int | None:
         """The worker with the fewest groups among those that have a slot."""
@@ -166,6 +184,7 @@ class Simulation:
             self.staleness.append(self.admission.version - group.version)
             self.trained.append(group.number)
         self.admission.trained(groups)
+        self.taken = ()
         self.training, self.train_busy = False, self.train_busy + seconds
         if self.admission.version % self.plan.checkpoint_every == 0:
             self.saved = self.admission.state(), len(self.trained)
@@ -207,6 +226,7 @@ class Simulation:
         self.admission.restore(state)
         del self.trained[length:], self.staleness[length:]
         self.training, self.paused = False, True  # until it is back
+        self.taken, self.wanted, self.rounds = (), self.plan.batch, 0
         life = self.life
         self.after(self.plan.recovery, lambda: self._resumed(life))
         self._crash_later(self.plan.trainer_crashes, self._trainer_crash)
@@ -220,12 +240,11 @@ class Simulation:
     def _check(self) -> None:
         """What holds after every event."""
         admission, settings = self.admission, self.admission.settings
-        if self.staleness and max(self.staleness[-settings.batch :]) > settings.max_staleness:
+        if self.staleness and max(self.staleness) > settings.max_staleness:
             raise Broken(f"a group was trained on {max(self.staleness)} versions after it began")
-        if admission.outstanding > settings.room:
-            raise Broken(
-                f"{admission.outstanding} groups are begun, and there is room for {settings.room}"
-            )
+        room = settings.room + admission.asked
+        if admission.outstanding > room:
+            raise Broken(f"{admission.outstanding} groups are begun, and there is room for {room}")
         open_groups = {*admission.running, *admission.finished, *admission.waiting}
         every = [*self.trained, *open_groups]
         if len(set(every)) != len(every):
