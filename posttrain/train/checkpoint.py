@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent, verified on load, safetensors and JSON alone.
 
 A checkpoint is a directory `step-N` with `model.safetensors`, `optimizer.safetensors`, `state.json` and, written last,
-`manifest.json` with the size and sha256 of each. It is made under a temporary name, synced to disk and published by rename. Writing in
+`manifest.json` with the size and sha256 of each; where the state has arrays (rollouts that wait for their step), these are in
+`arrays.safetensors`. It is made under a temporary name, synced to disk and published by rename. Writing in
 the background is `saving.py`.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -27,6 +29,10 @@ from posttrain.types import JSON
 
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+ARRAYS, ARRAY = (
+    "arrays.safetensors",
+    "@array",
+)  # of the state, in which a key with a name stands for each
 FORMAT = 2  # 2: state.json names the frozen models by their weights
 READABLE = (1, 2)
 # what reading a manifest that something else wrote may raise
@@ -41,7 +47,35 @@ class Checkpoint:
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    state: JSON
+    state: JSON  # may hold NumPy arrays
+
+
+def without_arrays(state: JSON) -> tuple[JSON, dict[str, Tensor]]:
+    """A copy of a state as plain JSON, with names in the place of its arrays, and those.
+
+    >>> without_arrays({"ids": np.arange(2)})
+    ({'ids': {'@array': '0'}}, {'0': tensor([0, 1])})
+    """
+    arrays: dict[str, Tensor] = {}
+
+    def name(one: object) -> JSON:
+        if not isinstance(one, np.ndarray):
+            raise TypeError(f"{type(one).__name__} cannot be saved in a checkpoint")
+        arrays[key := str(len(arrays))] = torch.from_numpy(one.copy())
+        return {ARRAY: key}
+
+    return json.loads(json.dumps(state, default=name, allow_nan=False)), arrays
+
+
+def with_arrays(state: JSON, arrays: Mapping[str, Tensor]) -> JSON:
+    """What `without_arrays` took apart, with NumPy arrays."""
+    if isinstance(state, list):
+        return [with_arrays(one, arrays) for one in state]
+    if not isinstance(state, dict):
+        return state
+    if [*state] == [ARRAY]:
+        return arrays[state[ARRAY]].numpy()
+    return {name: with_arrays(one, arrays) for name, one in state.items()}
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -90,7 +124,10 @@ def save(
             for name, tensors in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
                 copies = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
                 save_file(copies, folder / f"{name}.safetensors")
-            _write_json(folder / "state.json", checkpoint.state)
+            state, arrays = without_arrays(checkpoint.state)
+            if arrays:
+                save_file(arrays, folder / ARRAYS)
+            _write_json(folder / "state.json", state)
             made = sorted(folder.iterdir())
             files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in made}
             manifest = {"format": FORMAT, "step": checkpoint.step, "files": files}
@@ -141,7 +178,7 @@ def verify(path: Path) -> str | None:
             return f"{path / MANIFEST} is of format {manifest['format']}, this version of posttrain reads {known}"
         if f"step-{manifest['step']}" != path.name:
             return f"{path / MANIFEST} says step {manifest['step']}"
-        for name in FILES:
+        for name in (*FILES, *({ARRAYS} & {*manifest["files"]})):
             file, facts = path / name, manifest["files"][name]
             if not file.exists():
                 return f"{file} is missing"
@@ -184,9 +221,10 @@ def load(path: Path) -> Checkpoint:
     try:
         state = read_json(path / "state.json", MAX_FILE)
         model, optimizer = (load_file(path / name) for name in FILES[:2])
-        return Checkpoint(_number(path), model, optimizer, state)
+        arrays = load_file(path / ARRAYS) if (path / ARRAYS).exists() else {}
+        return Checkpoint(_number(path), model, optimizer, with_arrays(state, arrays))
     # it verified, so it was made like this
-    except (SafetensorError, ValueError, UserError) as error:
+    except (SafetensorError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 
 
