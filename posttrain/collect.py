@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -129,26 +130,11 @@ class Rollouts:
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         """Draw, sample, score; let the algorithm select, and ask again while it wants more."""
         seconds = Seconds()
-        ordered = self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         groups: list[Group] = []
         began = time.monotonic()
         wanted = self.prompts
         for attempt in range(MAX_ROUNDS):
-            problems = [
-                self.problems[level][index] for level, index in self.curriculum_state.draw(wanted)
-            ]
-            fresh = rollout_groups(
-                self.task,
-                self.sampler,
-                self.decoder,
-                problems,
-                algorithm.group_size,
-                self.sampling,
-                derive(self.seed, step, attempt),
-                self.workers,
-                seconds,
-                ordered,
-            )
+            fresh = self.fresh(step, attempt, wanted, algorithm.group_size, seconds)
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
             self.mention_steps(algorithm, groups)
             selection = algorithm.select(groups, state)
@@ -174,6 +160,43 @@ class Rollouts:
         ):  # their work was done here, more slowly
             metrics += (Metric("failed_workers", failed, None),)
         return Collected(batch, tuple(groups), metrics)
+
+    def fresh(
+        self, step: int, attempt: int, wanted: int, samples: int, seconds: Seconds
+    ) -> Sequence[Group]:
+        """The groups of `wanted` problems, `samples` episodes of each, scored by the task."""
+        problems = [
+            self.problems[level][index] for level, index in self.curriculum_state.draw(wanted)
+        ]
+        return rollout_groups(
+            self.task,
+            self.sampler,
+            self.decoder,
+            problems,
+            samples,
+            self.sampling,
+            derive(self.seed, step, attempt),
+            self.workers,
+            seconds,
+            self.ordered,
+        )
+
+    @property
+    def ordered(self) -> bool:
+        """Whether what is sampled may not depend on how long anything took."""
+        return self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+    def publish(self, version: int) -> None:
+        """Have the sampler use the trainer's weights as they are now."""
+        self.sampler.publish(version)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While this lasts, others may use the sampler, the task and its workers."""
+        yield
+
+    def close(self) -> None:
+        """End what goes on by itself."""
 
     def mention_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
         """Say once that there are values of steps which are not learned from."""

@@ -120,7 +120,7 @@ def rollout_groups(
         ordered,
         own.start,
     )
-    found = _run_to_end(episodes.run())
+    found = [group for groups in _run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
         return found
     place = {id(problem): n for n, problem in zip(own, given, strict=True)}
@@ -303,13 +303,16 @@ class _Episodes:
     seconds: Seconds
     ordered: bool
     first: int = 0  # the place of the first problem among those of all processes
+    session: int = 0  # the number of its first session
+    # where others use the sampler too: set when turns are submitted. What polls it calls `receive`
+    shared: asyncio.Event | None = None
 
     def __post_init__(self) -> None:
         self.prompts: dict[int, Segment] = {}  # by the problem's place
         # other messages that were rendered, by the place of the problem (-1: after a turn), the token that ended the turn, tools
         self.rendered: dict[tuple[int, int | None, tuple[Message, ...], str], Segment] = {}
         self.prompt_ids: dict[int, tuple[int, ...]] = {}
-        self.sessions = count()
+        self.sessions = count(self.session)
         self.groups: dict[
             tuple[int, tuple[int, ...]], int
         ] = {}  # by the problem's place and the prompt
@@ -322,8 +325,8 @@ class _Episodes:
         self.polls, self.polled = 0, 0.0  # how often the sampler was polled, and when last
         self.together = type(self.task).score_group is not Task.score_group
 
-    async def run(self) -> list[Group]:
-        """Alternate between the sampler and the coroutines until every group is complete."""
+    async def run(self) -> list[list[Group]]:
+        """Alternate between the sampler and the coroutines until every group is complete: those of each problem."""
         began, before = time.perf_counter(), self.seconds.generate + self.seconds.tools
         self.changed = asyncio.Event()
         everything = asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))
@@ -336,7 +339,7 @@ class _Episodes:
                 round_over = not self.submitted and not self.running
                 if self.asked and (round_over or not self.ordered):
                     self.submit()
-                if self.submitted:
+                if self.submitted and self.shared is None:
                     self.poll()
                 else:
                     await self.idle()
@@ -346,7 +349,7 @@ class _Episodes:
             self.sampler.cancel(self.ended | open_sessions)
         total = time.perf_counter() - began
         self.seconds.score += total - (self.seconds.generate + self.seconds.tools - before)
-        return [group for groups in found for group in groups]
+        return found
 
     def submit(self) -> None:
         """Hand the asked turns to the sampler, in the order of (draw, sample, session)."""
@@ -360,6 +363,8 @@ class _Episodes:
         first = [turn for turn in turns if not turn.request.turn]
         for batch in filter(None, (later, first)):
             self.hand_over(batch)
+        if self.shared is not None:
+            self.shared.set()
         self.seconds.generate += time.perf_counter() - now
 
     def hand_over(self, turns: Sequence[_Turn]) -> None:
@@ -379,13 +384,18 @@ class _Episodes:
             self.deliver(turns[0], ContextFull(str(error)))
 
     def poll(self) -> None:
-        """Let the sampler go on for a burst; deliver what is finished, in the order of the requests where that counts."""
+        """Let the sampler go on for a burst."""
         now = time.perf_counter()
-        for request, completion in self.sampler.poll(POLL_SECONDS):
+        found = self.sampler.poll(POLL_SECONDS)
+        self.seconds.generate += time.perf_counter() - now
+        self.receive(found)
+
+    def receive(self, found: Sequence[tuple[Request, Completion]]) -> None:
+        """Deliver what is finished, in the order of the requests where that counts."""
+        for request, completion in found:
             if (request.session, request.turn) in self.submitted:  # else it was withdrawn
                 self.completed[request.session, request.turn] = completion
         self.polls, self.polled = self.polls + 1, time.perf_counter()
-        self.seconds.generate += self.polled - now
         for key in list(self.submitted if self.ordered else self.completed):
             if key not in self.completed:
                 return

@@ -40,7 +40,7 @@ from posttrain.train import checkpoint
 from posttrain.train.pack import mini_batches
 from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer
-from posttrain.types import JSON, Batch, Group, Metric, Sampler
+from posttrain.types import JSON, Batch, Group, Metric
 
 MANY_OBJECTS = 10_000  # made since garbage was last collected
 # what a checkpoint of another stage may raise
@@ -62,6 +62,12 @@ class Source(Protocol):
     def models(self) -> Sequence[torch.nn.Module]:
         """The frozen models that score, for a checkpoint to name them by their weights."""
         ...
+
+
+class Publisher(Protocol):
+    """What samples for the source: takes the weights of a new version."""
+
+    def publish(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +114,7 @@ class Loop:
     checkpoints: Store
     interrupt: Interrupt
     trackers: Trackers | None = None
-    sampler: Sampler | None = None
+    sampler: Publisher | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
     on_step: OnStep | None = None
     release: Callable[[], None] | None = None  # gives the sampler's cache back before training

@@ -14,7 +14,6 @@ from posttrain.ops.policy import mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
 
 DEFAULT_CAP = 2.0
-Correction = Literal["none", "proximal", "token", "sequence", "decoupled"]
 Drop = Literal["none", "mean", "sequence"]
 
 

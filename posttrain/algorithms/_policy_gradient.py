@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop, step_kl
-from posttrain.algorithms.base import Algorithm, Reuse, State
+from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, step_kl
+from posttrain.algorithms.base import Algorithm, Correction, Reuse, State
 from posttrain.errors import Count, NotNegative, Positive, Range
 from posttrain.ops.advantages import group_advantages, process_advantages, turn_advantages
 from posttrain.ops.kl import KINDS, kl_estimate
@@ -87,6 +87,10 @@ class PolicyGradient(Algorithm):
         if not (self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0):
             yield "constant (a length, in tokens) and reduction=constant_mean go together"
         yield from self.corrections.mistakes()
+
+    def corrected(self, correction: Correction) -> Self:
+        keeps = correction == "none" or self.corrections.weighs
+        return self if keeps else replace(self, correction=correction)
 
     @property
     def corrections(self) -> Corrections:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selec
 
 # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
 State = dict[str, JSON]
+# of samples of another policy; see _corrections.py
+Correction = Literal["none", "proximal", "token", "sequence", "decoupled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,10 @@ class Algorithm(Checked):
     def reuse(self) -> Reuse:
         """How often a frozen rollout is reused."""
         return Reuse()
+
+    def corrected(self, correction: Correction) -> Algorithm:
+        """Itself for samples of older weights: with this correction (_corrections.py) where it knows them and has none."""
+        return self
 
     def start(self) -> State:
         return {}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import Correction
 from posttrain.errors import NotNegative, Positive
 from posttrain.ops.policy import token_form
 
@@ -45,6 +46,9 @@ class DPPO(PolicyGradient):
             yield "clip_low and clip_high must be 0: delta is the trust region"
         if self.correction != "none":
             yield "correction must be none: its ratio and trust region are those to the policy that sampled"
+
+    def corrected(self, correction: Correction) -> Self:
+        return self  # the ratio is to the policy that sampled
 
     def surrogate(
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor

@@ -8,9 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from posttrain.algorithms._corrections import Correction
 from posttrain.algorithms._policy_gradient import PolicyGradient, Reduction, Supervision
-from posttrain.algorithms.base import State
+from posttrain.algorithms.base import Correction, State
 from posttrain.ops.policy import sequence_ratio, token_form
 from posttrain.types import Batch
 

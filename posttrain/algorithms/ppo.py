@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Self
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Correction, Corrections, Drop, step_kl
-from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
+from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, step_kl
+from posttrain.algorithms.base import Algorithm, Correction, Reuse, State, mean_of
 from posttrain.errors import Count, NotNegative, Positive, Range, Several, Share, Whole
 from posttrain.ops.advantages import (
     generalised_advantages,
@@ -97,6 +97,10 @@ class PPO(Algorithm):
             none = "one epoch of one mini-batch has none; raise epochs or mini_batches"
             yield f"target_kl stops the reuse of a rollout, and {none}"
         yield from self.corrections.mistakes()
+
+    def corrected(self, correction: Correction) -> Self:
+        keeps = correction == "none" or self.corrections.weighs
+        return self if keeps else replace(self, correction=correction)
 
     @property
     def corrections(self) -> Corrections:

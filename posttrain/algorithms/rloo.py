@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from posttrain.algorithms._corrections import Correction
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
-from posttrain.algorithms.base import State
+from posttrain.algorithms.base import Correction, State
 from posttrain.errors import NotNegative
 from posttrain.ops.policy import sequence_ratio, token_form
 from posttrain.types import Batch

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
+from posttrain.cluster.admission import Staleness
+from posttrain.cluster.asynchronous import Asynchronous, InFlight
 from posttrain.collect import Examples, Rollouts, rate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed
+from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed, require
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters
@@ -35,6 +38,7 @@ from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.stages.train import ReferenceStage, trained
+from posttrain.system.world import current
 from posttrain.tasks.base import Task
 from posttrain.train.memory import cache_bytes
 from posttrain.train.optimizer import Optimization
@@ -85,9 +89,18 @@ class RLStage(ReferenceStage):
     pretraining_batch: Several = 16  # texts an optimizer step
     pretraining_length: int = 1024  # longer ones are left out
     problems: str = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
+    # steps that may come between the beginning of a group and the step that trains on it; 0: generate and train in turn
+    max_staleness: Whole = 0
+    # what is being sampled when new weights come: goes on with them, or is begun again
+    in_flight: InFlight = "continue"
+    # of an algorithm without one, where max_staleness is above 0; none: leave it without
+    staleness_correction: Literal["token", "sequence", "decoupled", "none"] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_staleness:
+            corrected = self.algorithm.corrected(self.staleness_correction)
+            object.__setattr__(self, "algorithm", corrected)
         rated_alone = self.measure_problems > 0
         with prefixed(self.name):
             self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
@@ -122,6 +135,11 @@ class RLStage(ReferenceStage):
         if self.algorithm.learns_steps and not reward.gives_steps and not reward.rated:
             none = f"learns from the values of steps, and the reward {reward.name!r} gives none"
             yield f"supervision=process {none}; use reward=process, or supervision=outcome"
+        if self.max_staleness and self.sampler == "engine":
+            alone = f"max_staleness={self.max_staleness} needs a sampler that works while the model learns"
+            yield f"{alone}, and the engine of this process cannot; set sampler=process"
+        if self.max_staleness and self.release_cache:
+            yield "release_cache stops the sampler before training, and max_staleness has it go on; leave one of them out"
 
     def measures(self) -> bool:
         return super().measures() and self.evaluate_problems > 0
@@ -195,35 +213,53 @@ class RLStage(ReferenceStage):
         sizes = [*map(len, problems.values())]
         curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
-        loop = self.train(
-            context,
-            trainer,
-            Rollouts(
-                self.task,
-                sampler,
-                policy.tokenizer,
-                curriculum_state,
-                self.prompts,
-                self.sampling,
-                context.seed,
-                policy.device,
-                rating,
-                context.events,
-                context.workers,
-                problems,
-            ),
-            replace(
-                self.schedule(
-                    self.evaluate_every if self.task.problems("test") else 0, self.seconds
-                ),
-                rollouts_every=self.rollouts_every,
-            ),
-            evaluate=lambda: self.evaluate(sampler, policy.tokenizer, context, rating, reference),
-            sampler=sampler,
-            release=sampler.release if self.release_cache else None,
+        given = (
+            self.task,
+            sampler,
+            policy.tokenizer,
+            curriculum_state,
+            self.prompts,
+            self.sampling,
+            context.seed,
+            policy.device,
+            rating,
+            context.events,
+            context.workers,
+            problems,
         )
+        rollouts = self.rollouts(*given)
+
+        def evaluate() -> dict[str, float]:
+            with rollouts.quiet():
+                return self.evaluate(sampler, policy.tokenizer, context, rating, reference)
+
+        with closing(rollouts):
+            loop = self.train(
+                context,
+                trainer,
+                rollouts,
+                replace(
+                    self.schedule(
+                        self.evaluate_every if self.task.problems("test") else 0, self.seconds
+                    ),
+                    rollouts_every=self.rollouts_every,
+                ),
+                evaluate=evaluate,
+                sampler=rollouts,
+                release=sampler.release if self.release_cache else None,
+            )
         context.save_model(self.name, policy, self.lora)
         return {**trained(loop), "level": curriculum_state.level}
+
+    def rollouts(self, *given: Any) -> Rollouts:
+        """Where steps come from: sampled when they are wanted, or ahead."""
+        if not self.max_staleness:
+            return Rollouts(*given)
+        alone = "max_staleness above 0 and processes above 1 do not go together yet"
+        require(current().size == 1, f"{alone}; leave one of them out")
+        bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)
+        more: dict[str, Any] = {"steps": self.steps, "in_flight": self.in_flight}
+        return Asynchronous(*given, staleness=bound, **more)
 
     def training_task(self, context: Context) -> Task:
         """The task, with the problems that a mine stage chose where one is named."""

@@ -328,11 +328,20 @@ def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:
 
 def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
     """How far the trainer's log-probs are from those that were sampled with: the mean and the largest |log pi - log mu|, and
-    KL(mu || pi) by its k3 estimate, e^d - 1 - d with d = log pi - log mu."""
-    mask_T, count = piece.mask_T, piece.mask_T.sum()
+    KL(mu || pi) by its k3 estimate, e^d - 1 - d with d = log pi - log mu. Tokens of older weights are meant to differ: they have a
+    mean of their own."""
+    mask_T = piece.mask_T
     logprob_T, behaviour_T = logprob_T.where(mask_T, 0.0), piece.behaviour_T.where(mask_T, 0.0)
-    apart_T = (logprob_T - behaviour_T).abs()
+    apart_T, stale = (logprob_T - behaviour_T).abs(), []
+    if "stale_T" in piece.columns:
+        stale_T = piece.stale_T & mask_T
+        stale = [Metric("mismatch/stale", apart_T.where(stale_T, 0.0).sum(), stale_T.sum())]
+        mask_T = mask_T & ~stale_T
+        apart_T = apart_T.where(mask_T, 0.0)
+        logprob_T, behaviour_T = logprob_T.where(mask_T, 0.0), behaviour_T.where(mask_T, 0.0)
+    count = mask_T.sum()
     return [
+        *stale,
         Metric("mismatch", apart_T.sum(), count),
         Metric("mismatch/max", apart_T.max(), None, largest=True),
         Metric("mismatch/kl", kl_estimate("k3", behaviour_T, logprob_T).sum(), count),

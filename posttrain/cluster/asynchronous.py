@@ -1,0 +1,382 @@
+"""Rollouts that go on while the model learns: a step trains on groups that were begun up to `max_staleness` steps before it.
+
+The trainer's thread decides everything: which problems are drawn, which groups are begun and which are trained on (`Admission`). A
+second thread, the producer, runs episodes and is the only one that uses the sampler; they exchange groups through a queue. The sampler
+works in another process, so that it samples with weights that were published, never with some that are half updated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.cluster.admission import Admission, Begun, Staleness
+from posttrain.collect import Collected, Rollouts
+from posttrain.engine.random import derive
+from posttrain.episodes import POLL_SECONDS, Seconds, _Episodes
+from posttrain.errors import PeerFailed
+from posttrain.tasks._exchange import group_of_rows, rollout_row
+from posttrain.train.processes import LONGEST_WAIT
+from posttrain.types import JSON, Group, Metric, Problem, Sampler
+
+SESSIONS = 1 << 24  # conversations that a group may have
+CHECK_SECONDS = 1.0  # between two looks at a producer that is waited for
+InFlight = Literal["continue", "restart"]
+Together = tuple[Begun, ...]  # groups whose episodes run together
+Made = Sequence[Sequence[Group]]  # of each of them: one for each role
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A problem that was drawn. Randomness belongs to (seed, step, attempt, place), as in a run that generates and trains in turn."""
+
+    problem: Problem
+    level: int
+    index: int
+    step: int
+    attempt: int
+    place: int
+
+    def row(self) -> list[int]:
+        return [self.level, self.index, self.step, self.attempt, self.place]
+
+
+class Producer:
+    """Runs episodes in a thread of its own, which alone uses the sampler."""
+
+    def __init__(self, sampler: Sampler, longest_wait: float = LONGEST_WAIT):
+        self.sampler, self.longest_wait = sampler, longest_wait
+        self.results: SimpleQueue[tuple[Together, Made | BaseException]] = SimpleQueue()
+        self.numbers = count()
+        self.units: dict[
+            int, _Episodes
+        ] = {}  # by number: their sessions begin at that times SESSIONS
+        self.tasks: dict[Together, asyncio.Task[list[list[Group]]]] = {}
+        self.idle = self.reported = 0.0  # seconds in which nothing was asked of the sampler
+        self.active = time.monotonic()  # when a group was begun or a turn came last
+        self.error: BaseException | None = None
+        self.ends = False
+        self.loop = asyncio.new_event_loop()
+        self.submitted = asyncio.Event()
+        self.thread = threading.Thread(target=self._run, name="producer", daemon=True)
+        self.thread.start()
+
+    # --- called by the trainer's thread ---------------------------------------------------------------------------------
+
+    def begin(self, groups: Together, make: Callable[[int], _Episodes]) -> None:
+        """Run the episodes of some groups, which `make` makes, given the number of their first session."""
+        self.active = time.monotonic()
+        self._soon(self._begin, groups, make)
+
+    def cancel(self, groups: Together) -> None:
+        self._soon(self._cancel, groups)
+
+    def next(self) -> tuple[Together, Made]:
+        """The next groups that are finished; raises what went wrong with them."""
+        while True:
+            try:
+                groups, made = self.results.get(timeout=CHECK_SECONDS)
+            except Empty:
+                self._check()
+                continue
+            if isinstance(made, BaseException):
+                raise made
+            return groups, made
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """While this lasts, the caller alone uses the sampler: the thread stands still between two polls."""
+        entered, left = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            entered.set()
+            left.wait(self.longest_wait)
+
+        self.active = time.monotonic()
+        self._soon(stand_still)
+        while not entered.wait(CHECK_SECONDS):
+            self._check()
+        try:
+            yield
+        finally:
+            left.set()
+            self.active = time.monotonic()
+
+    def idle_seconds(self) -> float:
+        """How long nothing was asked of the sampler, since the last call."""
+        before, self.reported = self.reported, self.idle
+        return self.reported - before
+
+    def close(self) -> None:
+        """End the thread, and what it is at."""
+        if self.thread.is_alive():
+            self._soon(self._end)
+            self.thread.join(10 + POLL_SECONDS)
+
+    def _check(self) -> None:
+        """Raise where the producer will not give anything any more."""
+        if self.error is not None:
+            raise self.error
+        if not self.thread.is_alive():
+            raise PeerFailed("the thread that generates has ended")
+        silent = time.monotonic() - self.active
+        if silent > self.longest_wait:
+            where = f"the sampler has finished nothing for {silent:.0f} s, and groups wait for it"
+            raise PeerFailed(
+                f"{where}; resume the run, or allow more with POSTTRAIN_WAIT (seconds)"
+            )
+
+    def _soon(self, what: Callable[..., None], *given: Any) -> None:
+        if not self.loop.is_closed():  # else `_check` says why
+            self.loop.call_soon_threadsafe(what, *given)
+
+    # --- in the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_until_complete(self._pump())
+        except BaseException as error:  # raised again where somebody waits
+            self.error = error
+            self.results.put(((), error))
+        finally:
+            self.loop.close()
+
+    async def _pump(self) -> None:
+        """Poll the sampler for all episodes, as long as there are any that await a turn."""
+        while not self.ends:
+            await asyncio.sleep(0)  # coroutines go on as far as they can
+            if any(unit.submitted for unit in self.units.values()):
+                self._poll()
+                continue
+            began = time.perf_counter()
+            await self.submitted.wait()
+            self.submitted.clear()
+            self.idle += time.perf_counter() - began
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    def _poll(self) -> None:
+        for request, completion in self.sampler.poll(POLL_SECONDS):
+            self.active = time.monotonic()
+            unit = self.units.get(request.session // SESSIONS)
+            if unit is not None:  # else it was cancelled
+                unit.receive([(request, completion)])
+                unit.changed.set()
+
+    def _begin(self, groups: Together, make: Callable[[int], _Episodes]) -> None:
+        number = next(self.numbers)
+        self.units[number] = unit = make(number * SESSIONS)
+        self.tasks[groups] = task = self.loop.create_task(unit.run())
+        task.add_done_callback(lambda done: self._finished(number, groups, done))
+
+    def _finished(
+        self, number: int, groups: Together, task: asyncio.Task[list[list[Group]]]
+    ) -> None:
+        del self.units[number], self.tasks[groups]
+        if not task.cancelled():
+            self.results.put((groups, task.exception() or task.result()))
+
+    def _cancel(self, groups: Together) -> None:
+        if groups in self.tasks:
+            self.tasks[groups].cancel()
+
+    def _end(self) -> None:
+        self.ends = True
+        self.submitted.set()
+
+
+class Asynchronous(Rollouts):
+    """`Rollouts` that are sampled ahead. `steps` is the number of steps of the run, after which nothing is begun; `in_flight` says
+    whether groups that are being sampled go on with new weights or are begun again.
+
+    With `max_staleness` 0 the same requests are made in the same order as by `Rollouts`. Beyond it every problem that was drawn is
+    trained on once, also in a run that was killed and resumed: the checkpoint holds the groups that are finished and the numbers of
+    those that are not, which are begun again.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        staleness: Staleness,
+        steps: int,
+        in_flight: InFlight = "continue",
+        longest_wait: float = LONGEST_WAIT,
+        **more: Any,
+    ):
+        super().__init__(*given, **more)
+        self.admission, self.steps, self.in_flight = Admission(staleness), steps, in_flight
+        self.drawn: dict[int, Drawn] = {}  # by number: what is begun and not trained on
+        self.ready: dict[int, Sequence[Group]] = {}  # by number: what is finished
+        self.taken: tuple[Begun, ...] = ()  # by the step that is being made
+        self.planned = 0  # problems drawn, those that a step asked for besides apart
+        self.samples = 0
+        self.waited, self.longest_wait = 0.0, longest_wait
+        self.running: Producer | None = None
+
+    @property
+    def producer(self) -> Producer:
+        """Started with the first step: before, there are no weights to sample with."""
+        if self.running is None:
+            self.running = Producer(self.sampler, self.longest_wait)
+        return self.running
+
+    @property
+    def ahead(self) -> bool:
+        return self.admission.settings.max_staleness > 0
+
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        self.waited = 0.0
+        found = super().collect(step, algorithm, state)
+        batch = found.batch
+        age_T = (step - batch.version_T).where(batch.mask_T, 0)
+        waiting = len(self.admission.finished) - len(self.taken)
+        metrics = [
+            Metric("staleness/mean", age_T.sum(), batch.mask_T.sum()),
+            Metric("queue", waiting, None),
+            Metric("seconds/trainer_idle", self.waited, None),
+            Metric("seconds/sampler_idle", self.producer.idle_seconds(), None),
+        ]
+        if batch.sequences:
+            metrics.append(Metric("staleness/max", age_T.max(), None, largest=True))
+        if self.ahead:
+            batch = batch.replace(stale_T=age_T > 0)
+        return Collected(batch, found.groups, (*found.metrics, *metrics))
+
+    def fresh(
+        self, step: int, attempt: int, wanted: int, samples: int, seconds: Seconds
+    ) -> Sequence[Group]:
+        """Take the oldest of the groups that are finished; wait until there are enough."""
+        began, self.samples = time.perf_counter(), samples
+        if attempt:
+            self.admission.ask(wanted)
+            self.begin([(step, attempt, place) for place in range(wanted)])
+        else:
+            self.begin_planned()
+        while (chosen := self.admission.next_step(wanted, self.taken)) is None:
+            self.receive()
+        self.taken += chosen
+        self.waited += time.perf_counter() - began
+        seconds.generate = self.waited
+        return [group for one in chosen for group in self.ready[one.number]]
+
+    def begin_planned(self) -> None:
+        """Begin what there is room for, up to the end of the run."""
+        batch = self.admission.settings.batch
+        end = self.steps * batch
+        last = min(end, self.planned + self.admission.settings.room - self.admission.outstanding)
+        drawn = [(n // batch, 0, n % batch) for n in range(self.planned, last)]
+        self.planned = max(self.planned, last)
+        self.begin(drawn)
+
+    def begin(self, places: Sequence[tuple[int, int, int]]) -> None:
+        """Begin what is to be begun again, and new groups with these steps, attempts and places."""
+        begun = []
+        left = iter(places)
+        for _ in range(len(self.admission.waiting) + len(places)):
+            group = self.admission.begin()
+            assert group is not None
+            if group.number not in self.drawn:
+                ((level, index),) = self.curriculum_state.draw(1)
+                problem = self.problems[level][index]
+                self.drawn[group.number] = Drawn(problem, level, index, *next(left))
+            begun.append(group)
+        together = [tuple(begun)] if begun and not self.ahead else [(one,) for one in begun]
+        for groups in together:
+            self.producer.begin(groups, self.episodes(groups))
+
+    def episodes(self, groups: Together) -> Callable[[int], _Episodes]:
+        """Makes the episodes of groups that are run together."""
+        drawn, samples = [self.drawn[group.number] for group in groups], self.samples
+        seed = derive(self.seed, drawn[0].step, drawn[0].attempt)
+
+        def make(session: int) -> _Episodes:
+            return _Episodes(
+                self.task,
+                self.sampler,
+                self.decoder,
+                [one.problem for one in drawn],
+                samples,
+                self.sampling,
+                seed,
+                self.workers,
+                Seconds(),
+                self.ordered and not self.ahead,
+                drawn[0].place,
+                session,
+                self.producer.submitted,
+            )
+
+        return make
+
+    def receive(self) -> None:
+        """Take note of groups that the producer has finished."""
+        groups, made = self.producer.next()
+        for group, found in zip(groups, made, strict=True):
+            if self.admission.finish(group):  # else it was begun again meanwhile
+                self.ready[group.number] = found
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """A step was made and its weights are published: begin as many groups as it has taken."""
+        super().observe(groups)
+        self.admission.trained(self.taken)
+        for one in self.taken:
+            del self.drawn[one.number], self.ready[one.number]
+        self.taken = ()
+        if self.in_flight == "restart":
+            for one in list(self.admission.running.values()):
+                self.admission.fail(one)
+                self.producer.cancel((one,))
+        self.begin_planned()
+
+    def publish(self, version: int) -> None:
+        """Give the sampler the trainer's weights; what it is sampling goes on with them."""
+        if self.running is None:
+            self.sampler.publish(version)
+        else:
+            with self.running.exclusive():
+                self.sampler.publish(version)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Wait until everything that was begun is finished: then others can use the sampler, the task and its workers."""
+        while self.admission.running:
+            self.receive()
+        yield
+
+    def close(self) -> None:
+        if self.running is not None:
+            self.running.close()
+
+    def state(self) -> JSON:
+        finished = [
+            [number, [[g.role, [rollout_row(r) for r in g.rollouts]] for g in groups]]
+            for number, groups in self.ready.items()
+        ]
+        return {
+            "curriculum": super().state(),
+            "admission": self.admission.state(),
+            "planned": self.planned,
+            "drawn": [[number, *one.row()] for number, one in self.drawn.items()],
+            "finished": finished,
+        }
+
+    def restore(self, state: JSON) -> None:
+        super().restore(state["curriculum"])
+        self.admission.restore(state["admission"])
+        self.planned = state["planned"]
+        self.drawn = {
+            number: Drawn(self.problems[row[0]][row[1]], *row) for number, *row in state["drawn"]
+        }
+        self.ready = {
+            number: [group_of_rows(self.drawn[number].problem, *group) for group in groups]
+            for number, groups in state["finished"]
+        }

@@ -1,0 +1,341 @@
+"""Rollouts that are sampled ahead: the same as the plain ones at staleness 0; beyond it nothing is lost, doubled, too old or starved."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sampler_for_tests import ScriptedSampler
+
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.dapo import DAPO
+from posttrain.algorithms.dppo import DPPO
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
+from posttrain.algorithms.raft import RAFT
+from posttrain.cluster.admission import Staleness
+from posttrain.cluster.asynchronous import Asynchronous
+from posttrain.collect import Rollouts
+from posttrain.data.curriculum import Curriculum, CurriculumState
+from posttrain.engine.engine import Engine
+from posttrain.errors import PeerFailed, UserError
+from posttrain.loop import Loop
+from posttrain.models.policy import Policy
+from posttrain.models.tiny import character_tokenizer
+from posttrain.runs.layout import Row
+from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
+from posttrain.stages.base import Context
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Completion, Request, Sampling
+from tests.faults.letters import Letters
+
+TASK = Arithmetic(level=2)
+TOKENIZER = character_tokenizer(str(TASK.alphabet))
+TIMES = ("seconds", "tokens_per_second", "time", "memory")
+NEW = ("staleness", "queue")
+
+
+class Scripted(ScriptedSampler):
+    """Writes a token of each request in each poll, up to the length that `length` says; a token says which weights wrote it. `rows`
+    are written at once."""
+
+    def __init__(self, length: Callable[[Request], int], rows: int = 4):
+        super().__init__(lambda request: pytest.fail("not used"))
+        self.length, self.rows = length, rows
+        self.written: dict[int, list[int]] = {}  # versions, by session
+
+    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+        found = []
+        for request in self.waiting[: self.rows]:
+            versions = self.written.setdefault(request.session, [])
+            versions.append(self.version)
+            if len(versions) == self.length(request):
+                ids = np.array([TOKENIZER.eos_token_id] * len(versions))
+                done = Completion(
+                    ids, np.zeros(len(ids), np.float32), np.array(self.written.pop(request.session), np.int32), "stop"
+                )
+                found.append((request, done))
+                self.waiting.remove(request)
+        time.sleep(0.001)
+        return found
+
+
+def source_of(sampler: Any, staleness: int, batch: int = 2, steps: int = 6, **more: Any) -> Asynchronous:
+    problems = {2: TASK.problems("train", 2)[:400]}
+    state = CurriculumState([2], [400], Curriculum(), 0)
+    given = (TASK, sampler, TOKENIZER, state, batch, Sampling(64), 0, torch.device("cpu"))
+    bound = Staleness(batch=batch, max_staleness=staleness)
+    return Asynchronous(*given, problems=problems, staleness=bound, steps=steps, **more)
+
+
+def drive(source: Asynchronous, steps: int, algorithm: Algorithm, seconds: float = 0.0) -> Iterator[tuple[list[int], Any]]:
+    """A loop without a model: numbers of the groups of each step, and what was collected."""
+    for step in range(source.admission.version, source.admission.version + steps):
+        found = source.collect(step, algorithm, {})
+        numbers = [one.number for one in source.taken]
+        time.sleep(seconds)
+        source.publish(step + 1)
+        source.observe(found.groups)
+        yield numbers, found
+
+
+def test_long_answers_are_trained_on_as_often_as_they_are_offered() -> None:
+    """Every fifth problem takes thirty times as long; with rules that drop what is late none of those would be trained on."""
+    lengths: dict[tuple[int, ...], int] = {}
+
+    def length(request: Request) -> int:
+        return lengths.setdefault(request.ids, 30 if len(lengths) % 5 == 0 else 1)
+
+    with closing(source_of(Scripted(length, rows=6), 2, batch=2, steps=15)) as source:
+        steps = list(drive(source, 15, GRPO(group=2)))
+    assert sorted(n for numbers, _ in steps for n in numbers) == list(range(30)), "each once"
+    trained = Counter(r.length for _, found in steps for g in found.groups for r in g.rollouts)
+    assert trained == {30: 12, 1: 48}
+    ages = [m.value for _, found in steps for m in found.metrics if m.name == "staleness/max"]
+    assert max(ages) in (1, 2), "ahead, within the bound"
+
+
+def both(in_flight: str) -> tuple[list[list[int]], list[int]]:
+    """Versions of the tokens of the second of two groups, of which the first is short."""
+    first: list[Request] = []
+
+    def length(request: Request) -> int:
+        first.append(request)
+        return 1 if request.ids == first[0].ids else 60
+
+    found = []
+    with closing(source_of(Scripted(length), 1, 1, 2, in_flight=in_flight)) as source:
+        for _, collected in drive(source, 2, GRPO(group=2)):
+            found += [list(map(int, r.segments[1].versions)) for g in collected.groups for r in g.rollouts]
+    return found[:2], found[2]
+
+
+def test_what_is_in_flight_goes_on_with_new_weights_or_is_begun_again() -> None:
+    first, second = both("continue")
+    assert first == [[0], [0]] and sorted(set(second)) == [0, 1] and second == sorted(second)
+    first, second = both("restart")
+    assert first == [[0], [0]] and set(second) == {1} and len(second) == 60
+
+
+def test_a_step_that_asks_for_more_gets_it_and_nothing_is_lost() -> None:
+    """DAPO leaves out groups whose rewards are equal, here all of them, and asks again, three times."""
+    with closing(source_of(Scripted(lambda request: 1), 1, 2, 3)) as source:
+        steps = list(drive(source, 3, DAPO(group=2, l_max=0, l_cache=0)))
+        assert [len(numbers) for numbers, _ in steps] == [8, 8, 8]
+        assert sorted(n for numbers, _ in steps for n in numbers) == list(range(24))
+        assert source.planned == 6 and not source.admission.outstanding, "nothing is begun that no step is left for"
+
+
+def test_a_sampler_that_dies_ends_the_run_with_its_own_words() -> None:
+    class Dead(ScriptedSampler):
+        def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+            raise UserError("the sampler is gone")
+
+    source = source_of(Dead(lambda request: pytest.fail("not used")), 1)
+    began = time.monotonic()
+    with closing(source), pytest.raises(UserError, match="the sampler is gone"):
+        source.collect(0, GRPO(group=2), {})
+    with pytest.raises(UserError, match="the sampler is gone"):
+        source.publish(1)
+    assert time.monotonic() - began < 10
+
+
+def test_a_sampler_that_stands_still_ends_the_run_in_bounded_time() -> None:
+    class Stuck(ScriptedSampler):
+        def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+            time.sleep(0.01)
+            return []
+
+    source = source_of(Stuck(lambda request: pytest.fail("not used")), 1, longest_wait=0.5)
+    with closing(source), pytest.raises(PeerFailed, match=r"finished nothing for \d+ s.*POSTTRAIN_WAIT"):
+        source.collect(0, GRPO(group=2), {})
+    assert not source.producer.thread.is_alive()
+
+
+def test_an_error_of_an_episode_ends_the_run() -> None:
+    """A prompt that the sampler refuses, as in the plain loop."""
+
+    class Refusing(ScriptedSampler):
+        def submit(self, requests: Sequence[Request]) -> None:
+            raise UserError("the prompt is too long")
+
+    with closing(source_of(Refusing(lambda request: pytest.fail("not used")), 1)) as source:
+        with pytest.raises(UserError, match="the prompt is too long"):
+            source.collect(0, GRPO(group=2), {})
+
+
+# --- with a model -------------------------------------------------------------------------------------------------------
+
+
+class Copied(Engine):
+    """An engine with weights of its own: what a sampler in another process has."""
+
+    def __init__(self, policy: Policy):
+        own = copy.copy(policy)
+        own.model = copy.deepcopy(policy.model)
+        super().__init__(own, processes=1)
+        self.learner = policy
+
+    def publish(self, version: int, weights: Any = None) -> None:
+        super().publish(version, self.learner.model.named_parameters())
+
+
+def stage_of(algorithm: Algorithm | None = None, **more: Any) -> RLStage:
+    usual: dict[str, Any] = {
+        "steps": 5, "prompts": 2, "sampling": Sampling(6), "evaluate_every": 2, "evaluate_problems": 2, "rollouts_every": 1,
+        "optimizer": Optimization(lr=1e-2, warmup=1), "checkpoint_every": 2,
+    }  # fmt: skip
+    given = usual | more
+    task = Letters(workers=False, grades=2)
+    return RLStage(name="rl", model="tiny:nano", task=task, algorithm=algorithm or GRPO(group=4), **given)
+
+
+def train(stage: RLStage, folder: Path, on_step: Callable[[Loop, Row], bool | None] | None = None, own: bool = True) -> Run:
+    resumed = (folder / "config.yaml").is_file()
+    writer = RunWriter.resume(folder) if resumed else RunWriter(folder, config={"name": "rl"})
+    with writer, pytest.MonkeyPatch.context() as patch:
+        if own:
+            patch.setattr(Context, "sampler", lambda self, policy, *_: Copied(policy))
+        torch.manual_seed(0)
+        stage.run(Context(writer, seed=0, threads=1, say=False, on_step=on_step))
+    return Run(folder)
+
+
+def figures_of(run: Run) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.figures.items() if not k.startswith((*TIMES, *NEW))} for row in run.metrics()]
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(group=4), DAPO(group=2, l_max=0, l_cache=0)], ids=["grpo", "dapo with refills"])
+def test_staleness_0_is_the_plain_run_to_the_bit(algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = stage_of(algorithm)
+    plain = train(stage, tmp_path / "plain", own=False)
+
+    def ahead(self: RLStage, *given: Any) -> Rollouts:
+        return Asynchronous(*given, staleness=Staleness(batch=self.prompts), steps=self.steps)
+
+    monkeypatch.setattr(RLStage, "rollouts", ahead)
+    same = train(stage, tmp_path / "same", own=False)
+    assert figures_of(same) == figures_of(plain) and len(figures_of(plain)) == 6
+    assert all(row.figures["staleness/max"] == 0 for row in same.metrics()[1:] if "staleness/max" in row.figures)
+    assert max(row.get("grad_norm", 0.0) for row in figures_of(plain)) > 0, "something was learned"
+    weights = [(tmp_path / run / "stages/rl/model/model.safetensors").read_bytes() for run in ("plain", "same")]
+    assert weights[0] == weights[1]
+
+
+class Killed(BaseException):
+    pass
+
+
+def record(path: Path, kill_at: int = 0) -> Callable[[Loop, Row], bool | None]:
+    """Writes which groups each step was made of; kills the process after a step."""
+
+    def on_step(loop: Loop, row: Row) -> None:
+        source = loop.source
+        assert isinstance(source, Asynchronous)
+        trained = sorted({*range(source.admission.drawn)} - {*source.drawn})
+        with path.open("a") as file:
+            file.write(json.dumps([loop.step, trained]) + "\n")
+        if loop.step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return on_step
+
+
+def killed(stage: RLStage, folder: Path, path: Path) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    train(stage, folder, record(path, 3))
+
+
+def test_every_problem_is_trained_on_once_also_over_a_kill(tmp_path: Path) -> None:
+    stage, path = stage_of(max_staleness=2, sampler="process", steps=7, evaluate_every=0), tmp_path / "trained.jsonl"
+    child = multiprocessing.get_context("fork").Process(target=killed, args=(stage, tmp_path / "run", path))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    run = train(stage, tmp_path / "run", record(path))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [step for step, _ in rows] == [1, 2, 3, 3, 4, 5, 6, 7], "it went back to step 2"
+    after = dict(rows)
+    assert all(len(after[step]) == 2 * step for step in after), "two groups a step, none twice"
+    assert after[7] == list(range(14)), "and none is left out"
+    figures = [row.figures for row in run.metrics()]
+    assert max(row["staleness/max"] for row in figures) in (1, 2)
+    assert all("correction" in row for row in figures if row.get("updates")), "weights of the correction are logged"
+    assert {"staleness/mean", "queue", "seconds/trainer_idle", "seconds/sampler_idle"} <= {*figures[-1]}
+
+
+def test_a_checkpoint_holds_groups_that_wait_as_they_were_sampled(tmp_path: Path) -> None:
+    stage, kept = stage_of(max_staleness=2, sampler="process", steps=4, evaluate_every=0), []
+
+    def stop(loop: Loop, row: Row) -> bool:
+        assert isinstance(loop.source, Asynchronous)
+        with loop.source.quiet():
+            loop.save()
+        loop.checkpoints.finish()
+        kept.append(dict(loop.source.ready))
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(stage, tmp_path / "run", stop)
+
+    def compare(loop: Loop, row: Row) -> bool:
+        return False
+
+    ready, restore = kept[0], Asynchronous.restore
+    found: list[dict[int, Any]] = []
+
+    def restored(self: Asynchronous, state: Any) -> None:
+        restore(self, state)
+        found.append(dict(self.ready))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Asynchronous, "restore", restored)
+        train(stage, tmp_path / "run", compare)
+    assert {*found[0]} == {*ready} and len(ready) == 6, "three steps ahead"
+    for number, groups in ready.items():
+        for was, now in zip(groups, found[0][number], strict=True):
+            assert now.problem == was.problem
+            for a, b in zip(was.rollouts, now.rollouts, strict=True):
+                assert a.score == b.score and a.sample == b.sample
+                for s, t in zip(a.segments, b.segments, strict=True):
+                    for name in ("ids", "logprobs", "versions", "offsets"):
+                        x, y = getattr(s, name), getattr(t, name)
+                        assert (x is None and y is None) or (x.dtype == y.dtype and x.tobytes() == y.tobytes())
+
+
+def test_corrections_are_switched_on_where_samples_may_be_old() -> None:
+    ahead = {"max_staleness": 1, "sampler": "process"}
+    assert stage_of(**ahead).algorithm == GRPO(group=4, correction="token")
+    assert stage_of().algorithm == GRPO(group=4)
+    assert stage_of(**ahead, staleness_correction="none").algorithm == GRPO(group=4)
+    assert stage_of(GRPO(group=4, correction="sequence"), **ahead).algorithm.correction == "sequence"  # type: ignore[attr-defined]
+    assert stage_of(PPO(), **ahead, staleness_correction="decoupled").algorithm.correction == "decoupled"  # type: ignore[attr-defined]
+    for without in (DPPO(), RAFT()):
+        assert stage_of(without, **ahead).algorithm == without
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({}, "max_staleness=1 .* sampler=process"),
+        ({"sampler": "process", "release_cache": True}, "release_cache"),
+    ],
+)
+def test_what_cannot_go_on_while_the_model_learns_is_refused(wrong: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        stage_of(max_staleness=1, **wrong)
