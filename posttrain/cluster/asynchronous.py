@@ -21,13 +21,14 @@ from posttrain.algorithms.base import Algorithm, State
 from posttrain.cluster.admission import Admission, Begun, Staleness
 from posttrain.collect import Collected, Rollouts
 from posttrain.engine.random import derive
-from posttrain.episodes import POLL_SECONDS, Seconds, _Episodes
+from posttrain.episodes import Seconds, _Episodes
 from posttrain.errors import PeerFailed
 from posttrain.tasks._exchange import group_of_rows, rollout_row
 from posttrain.train.processes import LONGEST_WAIT
 from posttrain.types import JSON, Group, Metric, Problem, Sampler
 
 SESSIONS = 1 << 24  # conversations that a group may have
+POLL_SECONDS = 0.005  # that a poll may wait for a completion: a publish waits for the poll
 CHECK_SECONDS = 1.0  # between two looks at a producer that is waited for
 InFlight = Literal["continue", "restart"]
 Together = tuple[Begun, ...]  # groups whose episodes run together
@@ -119,7 +120,7 @@ class Producer:
         """End the thread, and what it is at."""
         if self.thread.is_alive():
             self._soon(self._end)
-            self.thread.join(10 + POLL_SECONDS)
+            self.thread.join(10)
 
     def _check(self) -> None:
         """Raise where the producer will not give anything any more."""
@@ -221,6 +222,8 @@ class Asynchronous(Rollouts):
         self.samples = 0
         self.waited, self.longest_wait = 0.0, longest_wait
         self.running: Producer | None = None
+        # of a sampler that reads the trainer's weights by itself, for a process that replaces a lost one: held while they change
+        self.changing: threading.Lock | None = getattr(self.sampler, "changing", None)
 
     @property
     def producer(self) -> Producer:
@@ -249,6 +252,8 @@ class Asynchronous(Rollouts):
             metrics.append(Metric("staleness/max", age_T.max(), None, largest=True))
         if self.ahead:
             batch = batch.replace(stale_T=age_T > 0)
+        if self.changing is not None:
+            self.changing.acquire(timeout=self.longest_wait)
         return Collected(batch, found.groups, (*found.metrics, *metrics))
 
     def fresh(
@@ -339,6 +344,8 @@ class Asynchronous(Rollouts):
 
     def publish(self, version: int) -> None:
         """Give the sampler the trainer's weights; what it is sampling goes on with them."""
+        if self.changing is not None and self.changing.locked():
+            self.changing.release()
         if self.running is None:
             self.sampler.publish(version)
         else:

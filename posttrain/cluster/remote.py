@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -157,6 +158,8 @@ class RemoteSampler:
         self.deaths = 0
         one_gpu = policy.device.type == "cuda" and settings.device == str(policy.device)
         self.receipts, self.buckets = Receipts(), Buckets(device=policy.device if one_gpu else None)
+        # held by a trainer that changes the weights while others poll: a new process waits for the next version
+        self.changing = threading.Lock()
         self.workers: list[WorkerProcess] = []
         weakref.finalize(self, _end_all, self.workers, self.buckets)
         for number in range(count):
@@ -383,6 +386,16 @@ class RemoteSampler:
 
     def _replace_gone(self) -> None:
         """Start a new process for each that is gone, with the same weights and requests."""
+        if not any(worker.gone for worker in self.workers):
+            return
+        if not self.changing.acquire(blocking=False):
+            return
+        try:
+            self._replace()
+        finally:
+            self.changing.release()
+
+    def _replace(self) -> None:
         while gone := [worker for worker in self.workers if worker.gone]:
             self.deaths += len(gone)
             fine = self.deaths <= RESTARTS

@@ -1,4 +1,4 @@
-"""Rollouts that are sampled ahead: the same as the plain ones at staleness 0; beyond it nothing is lost, doubled, too old or starved."""
+"""Rollouts that are sampled ahead: the plain ones at staleness 0; beyond it nothing is lost, doubled, too old or starved."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ from posttrain.stages.base import Context
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
+from posttrain.train.trainer import Trainer
 from posttrain.types import Completion, Request, Sampling
 from tests.faults.letters import Letters
 
@@ -174,9 +175,9 @@ def test_an_error_of_an_episode_ends_the_run() -> None:
         def submit(self, requests: Sequence[Request]) -> None:
             raise UserError("the prompt is too long")
 
-    with closing(source_of(Refusing(lambda request: pytest.fail("not used")), 1)) as source:
-        with pytest.raises(UserError, match="the prompt is too long"):
-            source.collect(0, GRPO(group=2), {})
+    source = source_of(Refusing(lambda request: pytest.fail("not used")), 1)
+    with closing(source), pytest.raises(UserError, match="the prompt is too long"):
+        source.collect(0, GRPO(group=2), {})
 
 
 # --- with a model -------------------------------------------------------------------------------------------------------
@@ -316,6 +317,39 @@ def test_a_checkpoint_holds_groups_that_wait_as_they_were_sampled(tmp_path: Path
                     for name in ("ids", "logprobs", "versions", "offsets"):
                         x, y = getattr(s, name), getattr(t, name)
                         assert (x is None and y is None) or (x.dtype == y.dtype and x.tobytes() == y.tobytes())
+
+
+def test_a_process_that_dies_while_the_model_learns_is_replaced_with_the_next_weights(tmp_path: Path) -> None:
+    """Its requests go on in the new one. With weights that are half updated, log-probs of later samples would not be the trainer's."""
+    update, killed = Trainer.update, []
+
+    def kill(self: Trainer, *given: Any) -> Any:
+        if sampler := made[-1] if len(killed) < made[-1].version else None:
+            worker = sampler.workers[0]
+            killed.append(sampler.version)
+            if len(killed) == 2:
+                worker.process.kill()
+                worker.process.wait(10)
+                time.sleep(0.1)  # the producer notices
+                assert sampler.workers[0] is worker, "not replaced while the weights change"
+        return update(self, *given)
+
+    made: list[Any] = []
+    make, path = Context.sampler, tmp_path / "trained.jsonl"
+
+    def sampler(self: Context, *given: Any) -> Any:
+        made.append(make(self, *given))
+        return made[-1]
+
+    stage = stage_of(max_staleness=1, sampler="process", steps=6, evaluate_every=0, sampling=Sampling(24))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Context, "sampler", sampler)
+        patch.setattr(Trainer, "update", kill)
+        run = train(stage, tmp_path / "run", record(path), own=False)
+    assert len(killed) > 2 and made[0].statistics.failed_workers == 1
+    assert json.loads(path.read_text().splitlines()[-1])[1] == list(range(12)), "each once"
+    fresh = [row.figures["mismatch"] for row in run.metrics() if row.figures.get("mismatch") == row.figures.get("mismatch")]
+    assert max(value for value in fresh if value is not None) < 1e-4
 
 
 def test_corrections_are_switched_on_where_samples_may_be_old() -> None:
