@@ -56,6 +56,7 @@ LOOK = 1.0  # seconds between looks at a process that says nothing
 SILENCE = 60.0  # seconds that one with work may use no processor time
 HUNG = 1800.0  # seconds that one with work may say nothing at all
 ENDING = 5.0  # seconds that one has to end by itself
+CHANGING = 0.01  # seconds that a poll waits for weights that are being changed
 RESTARTS = 3  # deaths in a row, without a completion between, that are taken for an accident
 # what the processes of a run are told of each other, and a sampler's are not
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -386,9 +387,8 @@ class RemoteSampler:
 
     def _replace_gone(self) -> None:
         """Start a new process for each that is gone, with the same weights and requests."""
-        if not any(worker.gone for worker in self.workers):
-            return
-        if not self.changing.acquire(blocking=False):
+        gone = any(worker.gone for worker in self.workers)
+        if not gone or not self.changing.acquire(timeout=CHANGING):
             return
         try:
             self._replace()

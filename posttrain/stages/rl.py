@@ -38,10 +38,10 @@ from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.stages.train import ReferenceStage, trained
-from posttrain.system.world import current
 from posttrain.tasks.base import Task
 from posttrain.train.memory import cache_bytes
 from posttrain.train.optimizer import Optimization
+from posttrain.train.processes import size
 from posttrain.train.roles.base import Role
 from posttrain.train.roles.critic import Critic
 from posttrain.train.roles.pretraining import Pretraining
@@ -166,6 +166,8 @@ class RLStage(ReferenceStage):
 
     def check_ready(self, device: str) -> None:
         super().check_ready(device)
+        alone = f"max_staleness={self.max_staleness}: several processes that train do not sample ahead yet"
+        require(not self.max_staleness or size() == 1, f"{alone}; use processes=1")
         self.task.problems("test")  # or refuse, where it is not fit to measure on
         self.reward.ready(self.task)
 
@@ -255,8 +257,6 @@ class RLStage(ReferenceStage):
         """Where steps come from: sampled when they are wanted, or ahead."""
         if not self.max_staleness:
             return Rollouts(*given)
-        alone = "max_staleness above 0 and processes above 1 do not go together yet"
-        require(current().size == 1, f"{alone}; leave one of them out")
         bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)
         more: dict[str, Any] = {"steps": self.steps, "in_flight": self.in_flight}
         return Asynchronous(*given, staleness=bound, **more)

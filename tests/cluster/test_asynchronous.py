@@ -373,3 +373,11 @@ def test_corrections_are_switched_on_where_samples_may_be_old() -> None:
 def test_what_cannot_go_on_while_the_model_learns_is_refused(wrong: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         stage_of(max_staleness=1, **wrong)
+
+
+def test_several_processes_that_train_are_refused_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stage_of().check_ready("cpu")
+    with pytest.raises(UserError, match="max_staleness=1: several processes .* processes=1"):
+        stage_of(max_staleness=1, sampler="process").check_ready("cpu")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from material_for_tests import small_policy
@@ -14,7 +15,7 @@ from material_for_tests import small_policy
 from posttrain.errors import UserError
 from posttrain.system import files
 from posttrain.train import checkpoint
-from posttrain.train.checkpoint import FILES, MANIFEST, Checkpoint
+from posttrain.train.checkpoint import ARRAYS, FILES, MANIFEST, Checkpoint
 
 STATE = {"stage": "rl", "algorithm": {"beta": 0.1}, "source": [1, 2, {"three": None}], "text": "é"}
 
@@ -48,6 +49,21 @@ def test_round_trip(tmp_path: Path) -> None:
     assert checkpoint.verify(path) is None
     assert checkpoint.newest(path.parent) == (path, [])
     assert_same(checkpoint.load(path), made(3))
+
+
+def test_arrays_of_the_state_come_back_and_are_checked(tmp_path: Path) -> None:
+    arrays = [np.arange(3, dtype=np.int32), np.array([0.1, -2.5], np.float32), np.empty((0,), np.int64)]
+    waiting = {"source": {"finished": [[7, arrays]], "drawn": [[7, 2]]}}
+    path = checkpoint.save(tmp_path, Checkpoint(1, {}, {}, waiting))
+    assert names(path) == sorted([*FILES, ARRAYS, MANIFEST]) and checkpoint.verify(path) is None
+    ((number, found),) = checkpoint.load(path).state["source"]["finished"]
+    assert number == 7 and [(a.dtype, a.tolist()) for a in found] == [(a.dtype, a.tolist()) for a in arrays]
+    data = bytearray((path / ARRAYS).read_bytes())
+    data[-1] ^= 1
+    (path / ARRAYS).write_bytes(data)
+    assert "damaged" in str(checkpoint.verify(path))
+    (path / ARRAYS).unlink()
+    assert "missing" in str(checkpoint.verify(path))
 
 
 def test_nothing_there(tmp_path: Path) -> None:

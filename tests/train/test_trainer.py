@@ -40,6 +40,12 @@ def test_sampler_and_trainer_are_compared_in_three_figures() -> None:
     assert figures["mismatch"] == pytest.approx((log(1.5) + log(1.25)) / 2)
     assert figures["mismatch/max"] == pytest.approx(log(1.5))
     assert figures["mismatch/kl"] == pytest.approx(((1.5 - 1 - log(1.5)) + (0.8 - 1 - log(0.8))) / 2)
+    # a token of older weights is meant to differ, and is counted apart
+    batch = batch.replace(stale_T=torch.tensor([True, True, False, False]))
+    figures = merge(trainer_module.mismatch(logprob_T, batch))
+    assert figures["mismatch/stale"] == pytest.approx(log(1.5))
+    assert figures["mismatch"] == figures["mismatch/max"] == pytest.approx(log(1.25))
+    assert figures["mismatch/kl"] == pytest.approx(0.8 - 1 - log(0.8))
 
 
 class Held:
