@@ -19,10 +19,13 @@ import yaml
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
+from posttrain.cluster.placement import LOCAL, check_address
 from posttrain.data.safe_readers import read_values, read_yaml
 from posttrain.errors import (
     LARGEST,
     Checked,
+    NotNegative,
+    Positive,
     Range,
     Seed,
     Several,
@@ -73,6 +76,14 @@ class Settings(Checked):
     processes: Several = 1
     # of several processes: whole weights in each (ddp), or a part in each (fsdp); auto: by their size
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    # ray: one of this machine, which ends with the run; or HOST:PORT of one that runs. It starts what `processes` and rl.sampler ask for
+    cluster: str = ""
+    cluster_spread: bool = False  # over the nodes, rather than on as few as have room
+    worker_cpus: Positive = 1.0  # of a cluster, for each sampler
+    # of a cluster, for each sampler; below 1, it shares a GPU. none: one where device=cuda
+    worker_gpus: NotNegative | None = None
+    # the group of processes goes on with fewer from the last checkpoint, or the run ends and can be resumed
+    on_lost_node: Literal["stop", "shrink"] = "stop"
     # stages to run alone, on what is in the directory; never part of a run's configuration
     only: tuple[str, ...] = ()
     again: bool = False  # let the directory hold a run, and do again what has changed
@@ -84,7 +95,10 @@ class Settings(Checked):
         check_machine(self.seed, self.device)
         super().__post_init__()
         check_threads(self.threads, "threads")
-        check_threads(self.processes, "processes")
+        if self.cluster:
+            check_address(self.cluster)
+        if self.cluster in ("", LOCAL):
+            check_threads(self.processes, "processes")
 
 
 def check_machine(seed: int, device: str) -> None:
@@ -166,6 +180,8 @@ def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
             found[key] = _check(key, hints[key], value)
     check_names(recipe.stages)
     check_named(recipe.stages)
+    if found.get("cluster", LOCAL) not in ("", LOCAL):
+        active().require_address(f"http://{found['cluster']}")
     active().require_trackers(found.get("trackers", ()))
     replacing = {key: found.get(key) for key in ("only", "again")}
     active().require_output(found.get("out", ""), replacing)

@@ -27,6 +27,7 @@ from types import FrameType
 
 from posttrain import __version__ as VERSION
 from posttrain import config
+from posttrain.cluster.placement import Placement, Resources
 from posttrain.config import Settings
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
@@ -161,7 +162,7 @@ def follows(settings: Settings) -> bool:
 
 def check_processes(settings: Settings, count: int) -> None:
     """Refuse more processes than there are GPUs, or than a step of a stage has something to do for."""
-    if count > 1 and machine.device(settings.device).startswith("cuda"):
+    if count > 1 and not settings.cluster and machine.device(settings.device).startswith("cuda"):
         processes.check_devices(min(count, settings.processes) if settings.processes > 1 else 1)
     for stage in (stage for stage in settings.recipe.stages if stage.shares):
         there = getattr(stage, stage.shares)
@@ -170,6 +171,26 @@ def check_processes(settings: Settings, count: int) -> None:
         )
         advice = f"use processes={there} or fewer, or raise {stage.name}.{stage.shares}"
         require(there >= count, f"{few}; {advice}")
+
+
+def placement(settings: Settings) -> Placement:
+    """What the run asks of its cluster."""
+    gpu = 1.0 if settings.device.startswith("cuda") else 0.0
+    shared = settings.worker_gpus
+    samplers = [
+        stage.sampler_processes
+        for stage in settings.recipe.stages
+        if getattr(stage, "sampler", "engine") != "engine"
+    ]
+    return Placement(
+        address=settings.cluster,
+        ranks=settings.processes,
+        samplers=max(samplers, default=0) * settings.processes,
+        rank=Resources(gpus=gpu),
+        sampler=Resources(settings.worker_cpus, gpu if shared is None else shared),
+        spread=settings.cluster_spread,
+        on_lost_node=settings.on_lost_node,
+    )
 
 
 def check_format(run: Run) -> None:

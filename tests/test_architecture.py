@@ -55,11 +55,11 @@ MAY_IMPORT = {
     "loop": f"{LOOP} collect episodes monitor",
     "stages": f"{LOOP} runs collect episodes monitor loop cluster.admission cluster.asynchronous cluster.remote",
     "recipes": f"{LOOP} runs monitor stages",
-    "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers",
-    "pipeline": f"{LOOP} runs loop stages recipes config monitor __version__",
+    "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers cluster.placement",
+    "pipeline": f"{LOOP} runs loop stages recipes config monitor cluster __version__",
     "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline serve __version__",
     "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe",
-    "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console",
+    "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console __version__",
     "serve": f"{MODELS} engine",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream system.files runs.read runs.layout "

@@ -52,12 +52,15 @@ def to_be_started(settings: Settings) -> bool:
 def start_processes(words: list[str], allow_code: bool, settings: Settings, directory: Path) -> int:
     """Run the same command in several processes; its exit code."""
     from posttrain.cluster.launch import launch
-    from posttrain.pipeline import check_processes
+    from posttrain.pipeline import check_processes, placement
 
     check_processes(settings, settings.processes)
-    return launch(
-        [*words, *(["--allow-code"] if allow_code else [])], settings.processes, directory
-    )
+    words = [*words, *(["--allow-code"] if allow_code else [])]
+    if not settings.cluster:
+        return launch(words, settings.processes, directory)
+    from posttrain.cluster.ray_cluster import launch_ranks
+
+    return launch_ranks(words, placement(settings), directory)
 
 
 def fail(text: str, code: int) -> int:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any, Protocol
 
 from posttrain.errors import UserError
 from posttrain.runs.console import write_text
@@ -32,7 +32,25 @@ LOOPBACK = "127.0.0.1"
 POLL = 0.05  # seconds between two looks at the processes
 # seconds that the others have to end by themselves: after one was failed, and after one ended for a reason that all have
 GRACE, ENDING = 5.0, 120.0
+# where all processes are on this machine
+ON_LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 SAID = (1, 2, 3, 130)  # exit codes of a process that has said why
+
+
+class Running(Protocol):
+    """What of a process its launcher uses: a process of this machine, or one on another node."""
+
+    returncode: int | Any
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -40,8 +58,8 @@ class Started:
     """One process of the run, and what it said on stderr; the first one says it to the terminal."""
 
     rank: int
-    process: subprocess.Popen[bytes]
-    said: IO[bytes] | None
+    process: Running
+    said: IO[bytes] | None = None
 
     def text(self) -> str:
         if self.said is None:
@@ -49,32 +67,73 @@ class Started:
         self.said.seek(0)
         return self.said.read().decode(errors="replace")
 
+    def ended(self) -> str:
+        """How it ended, in words."""
+        code = self.process.returncode
+        return (
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
 
-def launch(words: Sequence[str], count: int, directory: Path) -> int:
+    def end(self) -> None:
+        """End it, and what it has started."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Places(Protocol):
+    """Where the processes of a run are started, if not all on this machine: the first one is."""
+
+    address: str  # of this machine, by which the others reach it
+
+    def variables(self) -> dict[str, str]:
+        """Of the first process, besides those of all."""
+
+    def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started: ...
+
+
+def launch(
+    words: Sequence[str], count: int, directory: Path, places: Places | None = None
+) -> int:
     """Run `posttrain WORDS` in `count` processes; the exit code of the run."""
-    with server_socket() as server, forwarded() as started:
+    started, failed = run_group(words, count, places)
+    return 0 if failed is None else report(failed, started, directory)
+
+
+def run_group(
+    words: Sequence[str], count: int, places: Places | None = None
+) -> tuple[list[Started], Started | None]:
+    """Run them to their end; the processes, and the one that failed first."""
+    with server_socket(places.address if places else LOOPBACK) as server, forwarded() as started:
         try:
             for rank in range(count):
-                started.append(_start(words, rank, count, server))
-            failed = _wait(started)
+                environment = variables(rank, count, server)
+                if places is None or not rank:
+                    here = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+                    more = places.variables() if places else ON_LOOPBACK | here
+                    started.append(_start(words, rank, environment | more, server))
+                else:
+                    started.append(places.start(words, rank, environment))
+            return started, _wait(started)
         finally:
-            _end(started)
-    if failed is None:
-        return 0
-    return _report(failed, started, directory)
+            for one in started:
+                one.end()
+            for one in started:
+                one.process.wait(30)
 
 
 @contextmanager
-def server_socket() -> Iterator[socket.socket]:
-    """A socket that listens on a free port of the loopback interface."""
+def server_socket(address: str) -> Iterator[socket.socket]:
+    """A socket that listens on a free port of the loopback interface, or of the address by which the nodes of a cluster know this
+    one."""
     with socket.socket() as server:
         try:
-            server.bind((LOOPBACK, 0))
+            server.bind((address, 0))
             server.listen(1024)
         except OSError as error:
-            raise UserError(
-                f"processes: no port of {LOOPBACK} is free ({error.strerror})"
-            ) from None
+            raise UserError(f"processes: no port of {address} is free ({error.strerror})") from None
         yield server
 
 
@@ -97,24 +156,28 @@ def forwarded() -> Iterator[list[Started]]:
             signal.signal(number, old)
 
 
-def _start(words: Sequence[str], rank: int, count: int, server: socket.socket) -> Started:
-    environment = os.environ | {
+def variables(rank: int, count: int, server: socket.socket) -> dict[str, str]:
+    """What torchrun would put into the environment of a process."""
+    address, port = server.getsockname()[:2]
+    return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": "0",
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(server.getsockname()[1]),
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "NCCL_SOCKET_IFNAME": "lo",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": str(address),
+        "MASTER_PORT": str(port),
         SERVER_SOCKET: str(server.fileno()),
-        STARTED: str(os.getpid()),
     }
+
+
+def _start(
+    words: Sequence[str], rank: int, environment: dict[str, str], server: socket.socket
+) -> Started:
     first = rank == 0
     said = None if first else tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
     process = subprocess.Popen(
         [*COMMAND, *words],
-        env=environment,
+        env=os.environ | environment | {STARTED: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         stdout=None if first else subprocess.DEVNULL,
         stderr=said,
@@ -149,17 +212,7 @@ def _wait(started: Sequence[Started]) -> Started | None:
     return None if ended_well else failed
 
 
-def _end(started: Sequence[Started]) -> None:
-    """End what is left, and what it has started."""
-    for one in started:
-        if one.process.poll() is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(one.process.pid, signal.SIGKILL)
-    for one in started:
-        one.process.wait(30)
-
-
-def _report(failed: Started, started: Sequence[Started], directory: Path) -> int:
+def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
     """Say why a run ended, in one line, unless its first process has."""
     first = started[0].process.returncode
     if first in SAID:
@@ -168,10 +221,7 @@ def _report(failed: Started, started: Sequence[Started], directory: Path) -> int
     write_text(failed.text(), sys.stderr)
     if code in SAID[1:]:
         return code
-    how = (
-        f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    )
-    text = f"process {failed.rank} of {len(started)} {how}; the others were stopped"
+    text = f"process {failed.rank} of {len(started)} {failed.ended()}; the others were stopped"
     if (directory / CONFIG).is_file():
         text += f"; continue with: posttrain resume {directory}"
     write_text(f"posttrain: {text}\n", sys.stderr)

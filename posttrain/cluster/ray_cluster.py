@@ -1,0 +1,408 @@
+"""A run on a cluster of Ray: one that starts and ends with it on this machine, or one that runs already.
+
+Ray gives places: an actor on a node starts one process of posttrain there, with its share of the resources, and says how it ended. The
+processes are those that `processes=N` and `sampler=process` start on one machine. An actor ends with the process that asked for it, and
+what it has started ends with the actor, also where that is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from posttrain.cluster import placement
+from posttrain.cluster.launch import COMMAND, LOOPBACK, Started, report, run_group
+from posttrain.cluster.placement import LOCAL, Placement, Resources, shortage
+from posttrain.errors import UserError, require
+from posttrain.runs.console import write_text
+from posttrain.runs.layout import CONFIG
+from posttrain.system import machine
+from posttrain.system.processes import STARTED
+
+ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds: for a cluster, and a place
+ADDRESS = "POSTTRAIN_RAY"  # of the cluster that the process which started this one is connected with
+LOST = -1000  # as an exit code: the node or the actor of a process is gone
+STORE = 1 << 28  # bytes of the object store of a cluster of this machine
+SIOCGIFADDR = 0x8915
+INSTALL = "Ray is not installed; install posttrain[ray]"
+# of a cluster of this machine, before Ray is imported: it listens on the loopback interface, wants the token of this user, and
+# its processes end with the one that started it
+SETTINGS = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_process_group_cleanup_enabled": "1",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+PASSED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "POSTTRAIN_WAIT", "PYTHONPATH", "HF_HUB_OFFLINE")
+# run apart and ended after ANSWER: a client waits without a limit for a port that accepts and says nothing
+PROBE = """
+import json, sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+print("nodes " + json.dumps([[n["NodeManagerAddress"], n["Resources"]] for n in ray.nodes() if n["Alive"]]))
+"""
+
+
+def load_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(INSTALL) from error
+    return ray
+
+
+class Cluster:
+    """The connection of this process with a cluster; made at the first use. Close it."""
+
+    def __init__(self, settings: Placement):
+        self.settings, self.connected = settings, False
+        placement.check_address(settings.address)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.connected:
+            self.connected = False
+            load_ray().shutdown()
+
+    def connect(self) -> None:
+        """Start a cluster on this machine, or join the one that runs, if its nodes have what the run asks for."""
+        if self.connected:
+            return
+        given = os.environ.get(ADDRESS, "")
+        address = given or self.settings.address
+        os.environ.update({k: os.environ.get(k, v) for k, v in SETTINGS.items()})
+        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        if address == LOCAL:
+            own_token()
+            ray, cpus = load_ray(), sum(one.cpus for one in self.settings.bundles)
+            more = {"include_dashboard": False, "_node_ip_address": LOOPBACK}
+            # CPUs are counted, not given: processes share the cores as `processes=N` does
+            size = {"num_cpus": max(machine.cores(), int(cpus) + 1), "object_store_memory": STORE}
+            self._start(ray, **quiet, **more, **size)
+        else:
+            nodes = probe(address)
+            lacking = shortage([room for _, room in nodes], self.settings.bundles)
+            require(bool(given) or not lacking, f"cluster={address}: {lacking}")
+            self._start(load_ray(), address=address, **quiet)
+        self.connected = True
+        lacking = shortage([room for _, room in self.nodes()], self.settings.bundles)
+        if lacking and not given:
+            self.close()
+            raise UserError(f"cluster={address}: {lacking}")
+
+    def _start(self, ray: Any, **given: Any) -> None:
+        try:
+            ray.init(**given)
+        except (RuntimeError, ValueError, OSError, ConnectionError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise UserError(f"cluster={self.settings.address}: {text}") from None
+
+    @property
+    def address(self) -> str:
+        """For other processes of the run."""
+        return str(load_ray().get_runtime_context().gcs_address)
+
+    def here(self) -> str:
+        """The address of this node, by which others reach it."""
+        return str(load_ray().util.get_node_ip_address())
+
+    def nodes(self) -> list[tuple[str, Resources]]:
+        return [_node(n["NodeManagerAddress"], n["Resources"]) for n in load_ray().nodes() if n["Alive"]]
+
+    def places(self, resources: Resources, count: int) -> list[Any]:
+        """Hosts of `count` processes that have what they ask for, the first on this node."""
+        ray = load_ray()
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self.connect()
+        bundles = [_bundle(resources) for _ in range(count)]
+        bundles[0][f"node:{self.here()}"] = 0.001
+        group = placement_group(bundles, "SPREAD" if self.settings.spread else "PACK")
+        if not group.wait(ANSWER):
+            self._no_place(resources, count)
+        found = []
+        for number, bundle in enumerate(bundles):
+            place = PlacementGroupSchedulingStrategy(group, number)
+            found.append(self._host(resources, place, {k: v for k, v in bundle.items() if ":" in k}))
+        self._check(ray, found, resources)
+        return found
+
+    def place(self, resources: Resources) -> Any:
+        """The host of one more process; a TimeoutError where there is no room."""
+        ray = load_ray()
+        self.connect()
+        host = self._host(resources, "SPREAD" if self.settings.spread else "DEFAULT", {})
+        try:
+            self._check(ray, [host], resources)
+        except TimeoutError:
+            ray.kill(host)
+            raise
+        return host
+
+    def _host(self, resources: Resources, strategy: Any, more: Mapping[str, float]) -> Any:
+        ray = load_ray()
+        made = ray.remote(concurrency_groups={"in": 1, "out": 1})(_methods(ray))
+        given = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "resources": dict(more)}
+        return made.options(scheduling_strategy=strategy, max_restarts=0, **given).remote()
+
+    def _check(self, ray: Any, hosts: Sequence[Any], resources: Resources) -> None:
+        """Wait until all are there, and compare their versions."""
+        try:
+            found = ray.get([host.about.remote() for host in hosts], timeout=ANSWER)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(self._no_place(resources, len(hosts))) from None
+        except ray.exceptions.RayError as error:
+            text = " ".join(str(error).split())[-300:]
+            raise UserError(f"cluster={self.settings.address}: a node cannot run posttrain: {text}") from None
+        for node, versions in found:
+            placement.check_versions(placement.versions(), versions, node)
+
+    def _no_place(self, resources: Resources, count: int) -> str:
+        free = load_ray().available_resources()
+        text = f"cluster={self.settings.address}: no place for {count} process(es) with {resources} within {ANSWER:g} s"
+        return f"{text}; free are {free.get('CPU', 0):g} CPU(s) and {free.get('GPU', 0):g} GPU(s): others hold the rest"
+
+
+def own_token() -> None:
+    """Have the token that clusters of this user ask for, in a file that nobody else can read; Ray would make one that others can."""
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    path.chmod(0o600)
+
+
+def probe(address: str) -> list[tuple[str, Resources]]:
+    """The nodes of a cluster that runs already; one line where it does not answer, or is of another version."""
+    found = placement.check_address(address)
+    assert found is not None
+    advice = "look at 'ray status' there, or start one with 'ray start --head'"
+    try:
+        socket.create_connection(found, timeout=min(ANSWER, 10.0)).close()
+    except OSError as error:
+        reason = error.strerror or "no answer within 10 s"
+        raise UserError(f"cluster={address} cannot be reached: {reason}; {advice}") from None
+    load_ray()
+    command = [sys.executable, "-c", PROBE, address]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, check=False)
+    except subprocess.TimeoutExpired:
+        text = f"cluster={address}: something listens there and is no cluster of Ray"
+        raise UserError(f"{text} that answers within {ANSWER:g} s; {advice}") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("nodes ")]
+    if not lines:
+        said = [line for line in done.stderr.splitlines() if line.strip()][-12:]
+        text = " ".join(" ".join(said).split())[-300:]
+        raise UserError(f"cluster={address} refused this process: {text}")
+    return [_node(*row) for row in json.loads(lines[-1].removeprefix("nodes "))]
+
+
+def _node(address: str, resources: Mapping[str, float]) -> tuple[str, Resources]:
+    return address, Resources(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+
+
+def _bundle(resources: Resources) -> dict[str, float]:
+    return {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
+
+
+def interface(address: str) -> str:
+    """The network interface that has an address, by which gloo and NCCL are told where to listen; "" where none has.
+
+    >>> interface("127.0.0.1")
+    'lo'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
+
+
+class Host:
+    """In an actor on a node: the one process that it has started there, and pipes to it."""
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def __init__(self) -> None:
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the actor
+
+    def about(self) -> tuple[str, dict[str, str]]:
+        """The address of the node, and its versions."""
+        return str(load_ray().util.get_node_ip_address()), placement.versions()
+
+    def visible(self) -> str | None:
+        """The GPUs that Ray gave to it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def run(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> int:
+        """Start `posttrain WORDS` as one process of several; its process id."""
+        require(
+            os.path.isdir(folder),
+            f"node {self.about()[0]} has no folder {folder}: start the run in one that all nodes share",
+        )
+        self._start([*COMMAND, *words], environment, folder)
+        assert self.process is not None
+        return self.process.pid
+
+    def _start(self, command: Sequence[str], more: Mapping[str, str], folder: str | None = None, handles: Sequence[int] = ()) -> None:
+        name = interface(self.about()[0])
+        own = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | own | dict(more) | {STARTED: str(os.getpid())},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=self.said,
+            stderr=self.said,
+            pass_fds=handles,
+            process_group=0,
+        )
+
+    def wait(self) -> tuple[int, str]:
+        """How the process ended, and what it said; not before it has."""
+        assert self.process is not None
+        while self.process.poll() is None:
+            time.sleep(0.02)
+        self.said.seek(0)
+        return self.process.returncode, self.said.read().decode(errors="replace")
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
+
+
+class NodeProcess:
+    """A process on another node, as its launcher sees it."""
+
+    def __init__(self, host: Any, pid: int):
+        self.host, self.pid, self.returncode, self.said = host, pid, None, ""
+        self.result = host.wait.remote()
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float) -> int:
+        found = self._look(timeout)
+        return -signal.SIGKILL if found is None else found
+
+    def _look(self, seconds: float) -> int | None:
+        ray: Any = load_ray()
+        if self.returncode is None and ray.wait([self.result], timeout=seconds)[0]:
+            try:
+                self.returncode, self.said = ray.get(self.result, timeout=ANSWER)
+            except ray.exceptions.RayError:
+                self.returncode = LOST
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        self.host.signal.remote(sig)
+
+
+class StartedElsewhere(Started):
+    """A process of the run on another node."""
+
+    process: NodeProcess
+
+    def text(self) -> str:
+        return self.process.said
+
+    def ended(self) -> str:
+        if self.process.returncode == LOST:
+            return "was lost with its node or its actor"
+        return super().ended()
+
+    def end(self) -> None:
+        load_ray().kill(self.process.host)
+
+
+class Ranks:
+    """Places for the processes of a run: the first one is on this machine, the others where Ray has put them."""
+
+    def __init__(self, cluster: Cluster, count: int):
+        self.cluster = cluster
+        self.hosts = cluster.places(cluster.settings.rank, count)
+        self.address = cluster.here()
+        self.shared = {ADDRESS: cluster.address}
+        self.shared |= {name: os.environ[name] for name in PASSED if name in os.environ}
+
+    def variables(self) -> dict[str, str]:
+        ray, name = load_ray(), interface(self.address)
+        gpus = ray.get(self.hosts[0].visible.remote(), timeout=ANSWER)
+        own = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+        return own | self.shared | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+
+    def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started:
+        ray, host = load_ray(), self.hosts[rank]
+        started = host.run.remote(list(words), environment | self.shared, os.getcwd())
+        try:
+            pid = ray.get(started, timeout=ANSWER)
+        except ray.exceptions.RayTaskError as error:
+            raise UserError(str(error.cause)) from None
+        except ray.exceptions.RayError as error:
+            text = " ".join(str(error).split())[:200]
+            raise UserError(f"process {rank} could not be started on its node: {text}") from None
+        return StartedElsewhere(rank, NodeProcess(host, pid))
+
+    def close(self) -> None:
+        for host in self.hosts:
+            load_ray().kill(host)
+
+
+def launch_ranks(words: Sequence[str], settings: Placement, directory: Path) -> int:
+    """Run `posttrain WORDS` as several processes on the nodes of a cluster; its exit code. Where a node is lost and the group is to
+    shrink, the run goes on from its last checkpoint with the processes for which there is room."""
+    with Cluster(settings) as cluster:
+        count = settings.ranks
+        while True:
+            ranks = Ranks(cluster, count)
+            started, failed = run_group(words, count, ranks)
+            ranks.close()
+            if failed is None:
+                return 0
+            lost = [one for one in started if one.process.poll() == LOST]
+            if not lost or settings.on_lost_node == "stop" or count == 1:
+                return report(lost[0] if lost else failed, started, directory)
+            count -= len(lost)
+            text = f"{len(lost)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
+            write_text(f"posttrain: {text}\n", sys.stderr)
+            if (directory / CONFIG).is_file():
+                words = ["resume", str(directory), *_kept(words), f"processes={count}"]
+            else:
+                words = [*words, f"processes={count}"]
+
+
+def _kept(words: Sequence[str]) -> list[str]:
+    """Of a command, what a resume of the run needs again."""
+    return [word for word in words if word == "--allow-code"]
+
+
+def _methods(ray: Any) -> type:
+    """`Host` with the methods that may run beside each other in groups of their own."""
+
+    class Placed(Host):
+        wait = ray.method(concurrency_group="out")(Host.wait)
+
+    return Placed
