@@ -76,7 +76,8 @@ class Settings(Checked):
     processes: Several = 1
     # of several processes: whole weights in each (ddp), or a part in each (fsdp); auto: by their size
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    # ray: one of this machine, which ends with the run; or HOST:PORT of one that runs. It starts what `processes` and rl.sampler ask for
+    # ray: one of this machine, which ends with the run; or HOST:PORT of one that runs. It has places for what `processes` and
+    # rl.sampler start
     cluster: str = ""
     cluster_spread: bool = False  # over the nodes, rather than on as few as have room
     worker_cpus: Positive = 1.0  # of a cluster, for each sampler

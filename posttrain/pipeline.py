@@ -28,6 +28,7 @@ from types import FrameType
 from posttrain import __version__ as VERSION
 from posttrain import config
 from posttrain.cluster.placement import Placement, Resources
+from posttrain.cluster.ray_cluster import Cluster
 from posttrain.config import Settings
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
@@ -178,10 +179,14 @@ def placement(settings: Settings) -> Placement:
     gpu = 1.0 if settings.device.startswith("cuda") else 0.0
     shared = settings.worker_gpus
     samplers = [
-        stage.sampler_processes
+        int(getattr(stage, "sampler_processes", 1))
         for stage in settings.recipe.stages
         if getattr(stage, "sampler", "engine") != "engine"
     ]
+    require(
+        bool(samplers) or settings.processes > 1,
+        f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage",
+    )
     return Placement(
         address=settings.cluster,
         ranks=settings.processes,
@@ -350,6 +355,11 @@ def _run_stages(
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         interrupt = stack.enter_context(interrupts(place or writer.directory))
         rest = interrupt, trackers, threads
+        cluster = None
+        if settings.cluster:
+            cluster = stack.enter_context(Cluster(placement(settings)))
+            if cluster.settings.samplers:
+                cluster.connect()  # or refuse it, before the first stage
         context = Context(
             *shared,
             *rest,
@@ -358,6 +368,7 @@ def _run_stages(
             workers=workers,
             say=place is None,
             place=place,
+            cluster=cluster,
         )
         run_stages(stages, context, settings.only, settings.again)
     return context

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "collect": f"{BELOW_COLLECT} episodes runs.metrics",
     "monitor": f"{LOOP} collect",
     "loop": f"{LOOP} collect episodes monitor",
-    "stages": f"{LOOP} runs collect episodes monitor loop cluster.admission cluster.asynchronous cluster.remote",
+    "stages": f"{LOOP} runs collect episodes monitor loop cluster",
     "recipes": f"{LOOP} runs monitor stages",
     "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers cluster.placement",
     "pipeline": f"{LOOP} runs loop stages recipes config monitor cluster __version__",

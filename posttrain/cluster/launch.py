@@ -94,9 +94,7 @@ class Places(Protocol):
     def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started: ...
 
 
-def launch(
-    words: Sequence[str], count: int, directory: Path, places: Places | None = None
-) -> int:
+def launch(words: Sequence[str], count: int, directory: Path, places: Places | None = None) -> int:
     """Run `posttrain WORDS` in `count` processes; the exit code of the run."""
     started, failed = run_group(words, count, places)
     return 0 if failed is None else report(failed, started, directory)

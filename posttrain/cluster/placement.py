@@ -6,6 +6,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Literal
 
 from posttrain import __version__ as VERSION
@@ -95,13 +96,8 @@ def shortage(nodes: Sequence[Resources], asked: Sequence[Resources]) -> str:
 
 def versions() -> dict[str, str]:
     """Of what must be the same on all nodes; Ray looks after its own."""
-    import torch
-
-    return {
-        "posttrain": VERSION,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    torch = metadata.version("torch")  # without loading it
+    return {"posttrain": VERSION, "torch": torch, "python": platform.python_version()}
 
 
 def check_versions(own: Mapping[str, str], found: Mapping[str, str], node: str) -> None:

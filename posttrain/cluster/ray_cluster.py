@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import struct
@@ -30,10 +32,12 @@ from posttrain.errors import UserError, require
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG
 from posttrain.system import machine
-from posttrain.system.processes import STARTED
+from posttrain.system.processes import STARTED, write_all
 
 ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds: for a cluster, and a place
-ADDRESS = "POSTTRAIN_RAY"  # of the cluster that the process which started this one is connected with
+ADDRESS = (
+    "POSTTRAIN_RAY"  # of the cluster that the process which started this one is connected with
+)
 LOST = -1000  # as an exit code: the node or the actor of a process is gone
 STORE = 1 << 28  # bytes of the object store of a cluster of this machine
 SIOCGIFADDR = 0x8915
@@ -61,6 +65,7 @@ def load_ray() -> Any:
         import ray
     except ImportError as error:
         raise UserError(INSTALL) from error
+    logging.getLogger("ray").setLevel(logging.ERROR)
     return ray
 
 
@@ -125,7 +130,9 @@ class Cluster:
         return str(load_ray().util.get_node_ip_address())
 
     def nodes(self) -> list[tuple[str, Resources]]:
-        return [_node(n["NodeManagerAddress"], n["Resources"]) for n in load_ray().nodes() if n["Alive"]]
+        return [
+            _node(n["NodeManagerAddress"], n["Resources"]) for n in load_ray().nodes() if n["Alive"]
+        ]
 
     def places(self, resources: Resources, count: int) -> list[Any]:
         """Hosts of `count` processes that have what they ask for, the first on this node."""
@@ -142,7 +149,9 @@ class Cluster:
         found = []
         for number, bundle in enumerate(bundles):
             place = PlacementGroupSchedulingStrategy(group, number)
-            found.append(self._host(resources, place, {k: v for k, v in bundle.items() if ":" in k}))
+            found.append(
+                self._host(resources, place, {k: v for k, v in bundle.items() if ":" in k})
+            )
         self._check(ray, found, resources)
         return found
 
@@ -172,7 +181,9 @@ class Cluster:
             raise TimeoutError(self._no_place(resources, len(hosts))) from None
         except ray.exceptions.RayError as error:
             text = " ".join(str(error).split())[-300:]
-            raise UserError(f"cluster={self.settings.address}: a node cannot run posttrain: {text}") from None
+            raise UserError(
+                f"cluster={self.settings.address}: a node cannot run posttrain: {text}"
+            ) from None
         for node, versions in found:
             placement.check_versions(placement.versions(), versions, node)
 
@@ -186,9 +197,9 @@ def own_token() -> None:
     """Have the token that clusters of this user ask for, in a file that nobody else can read; Ray would make one that others can."""
     path = Path.home() / ".ray" / "auth_token"
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    with suppress(FileExistsError):
-        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    with suppress(FileExistsError), os.fdopen(os.open(path, flags, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
     path.chmod(0o600)
 
 
@@ -266,7 +277,13 @@ class Host:
         assert self.process is not None
         return self.process.pid
 
-    def _start(self, command: Sequence[str], more: Mapping[str, str], folder: str | None = None, handles: Sequence[int] = ()) -> None:
+    def _start(
+        self,
+        command: Sequence[str],
+        more: Mapping[str, str],
+        folder: str | None = None,
+        handles: Sequence[int] = (),
+    ) -> None:
         name = interface(self.about()[0])
         own = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
         self.process = subprocess.Popen(
@@ -280,13 +297,51 @@ class Host:
             process_group=0,
         )
 
-    def wait(self) -> tuple[int, str]:
-        """How the process ended, and what it said; not before it has."""
+    def sample(self, settings: Mapping[str, Any], size: int) -> int:
+        """Start a process that samples, see cluster/worker.py; its process id."""
+        from posttrain.cluster.publish import Buckets
+        from posttrain.system.wire import to_line
+
+        self.buckets = Buckets(size)
+        theirs, self.into = os.pipe()
+        self.out, ours = os.pipe()
+        command = [sys.executable, "-m", "posttrain.cluster.worker", str(theirs), str(ours)]
+        self._start(command, {}, None, [theirs, ours, *self.buckets.handles])
+        os.close(theirs)
+        os.close(ours)
+        self.put(to_line((settings, self.buckets.handles, size)))
+        assert self.process is not None
+        return self.process.pid
+
+    def put(self, line: bytes) -> None:
+        """Pass a message on."""
+        with suppress(OSError):  # it has ended, which `take` says
+            write_all(self.into, line)
+
+    def fill(self, which: int, data: Any) -> None:
+        """Have these bytes in a bucket."""
+        self.buckets.memory[which].numpy()[:] = data
+
+    def take(self, seconds: float) -> bytes | None:
+        """What the process has said; b"" where it says nothing for so long, None when it has ended."""
+        if not select.select([self.out], [], [], seconds)[0]:
+            return b""
+        return os.read(self.out, 1 << 20) or None
+
+    def ended(self) -> tuple[int | None, str]:
+        """How the process ended, and what it wrote besides."""
+        assert self.process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self.said.seek(0)
+        return self.process.returncode, self.said.read().decode(errors="replace")
+
+    def wait(self) -> tuple[int | None, str]:
+        """The same, not before it has."""
         assert self.process is not None
         while self.process.poll() is None:
             time.sleep(0.02)
-        self.said.seek(0)
-        return self.process.returncode, self.said.read().decode(errors="replace")
+        return self.ended()
 
     def signal(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -298,7 +353,8 @@ class NodeProcess:
     """A process on another node, as its launcher sees it."""
 
     def __init__(self, host: Any, pid: int):
-        self.host, self.pid, self.returncode, self.said = host, pid, None, ""
+        self.host, self.pid, self.said = host, pid, ""
+        self.returncode: int | Any = None
         self.result = host.wait.remote()
 
     def poll(self) -> int | None:
@@ -404,5 +460,8 @@ def _methods(ray: Any) -> type:
 
     class Placed(Host):
         wait = ray.method(concurrency_group="out")(Host.wait)
+        take = ray.method(concurrency_group="out")(Host.take)
+        put = ray.method(concurrency_group="in")(Host.put)
+        fill = ray.method(concurrency_group="in")(Host.fill)
 
     return Placed

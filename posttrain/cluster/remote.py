@@ -412,10 +412,13 @@ class RemoteSampler:
                     if session.worker is worker:
                         session.worker = None
                 self.queued = left + self.queued
-                self.workers[self.workers.index(worker)] = self._start(worker.number)
+                self._replace(worker)
             if self.version is not None:
                 self._send_weights([worker for worker in self.workers if not worker.complete])
             self._send_requests()
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        self.workers[self.workers.index(worker)] = self._start(worker.number)
 
 
 def probe_logprobs(policy: Policy, vocabulary: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, get_args, get_origin
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
+from posttrain.cluster.ray_cluster import Cluster
 from posttrain.engine.engine import Engine
 from posttrain.errors import (
     Checked,
@@ -68,6 +69,7 @@ class Context:
     workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
     # the run, where another process writes it and `writer` is of this process alone
     place: Path | None = None
+    cluster: Cluster | None = None  # where samplers are, if not on this machine
 
     def __post_init__(self) -> None:
         self.events.show = print_message if self.say else lambda event: None
@@ -107,7 +109,7 @@ class Context:
     ) -> Sampler:
         """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device. `kind` and `count` are
         the keys sampler and sampler_processes of the rl stage."""
-        return make_sampler(policy, rows, self.threads, kind, count)
+        return make_sampler(policy, rows, self.threads, kind, count, self.cluster)
 
     def save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None = None, name: str = "model"
@@ -427,13 +429,22 @@ def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: s
 
 
 def make_sampler(
-    policy: Policy, rows: int = 0, processes: int = 0, kind: str = "engine", count: int = 1
+    policy: Policy,
+    rows: int = 0,
+    processes: int = 0,
+    kind: str = "engine",
+    count: int = 1,
+    cluster: Cluster | None = None,
 ) -> Sampler:
-    """The engine in this process, or a sampler in `count` others; see `Context.sampler`. With weights that are spread over processes,
-    on a copy of them."""
+    """The engine in this process, or a sampler in `count` others, here or on a cluster; see `Context.sampler`. With weights that are
+    spread over processes, on a copy of them."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
     if kind == "engine":
         return gathering(policy, lambda whole: Engine(whole, rows, processes))
+    if cluster is not None:
+        from posttrain.cluster.ray_sampler import RaySampler
+
+        return gathering(policy, lambda whole: RaySampler(whole, rows, processes, count, cluster))
     from posttrain.cluster.remote import remote_sampler
 
     return gathering(policy, lambda whole: remote_sampler(whole, rows, processes, kind, count))

@@ -1,0 +1,156 @@
+"""The sampler of `cluster/remote.py` with its processes on the nodes of a Ray cluster.
+
+What is said is the same. It goes through the actor that has started the process, and a bucket of weights through the object store: put
+there once, taken once on each node. An actor that is lost is replaced like a process; where no node has room for a new one, the sampler
+goes on with those that are left, or the run ends, as `on_lost_node` says.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from posttrain.cluster.ray_cluster import ANSWER, Cluster, load_ray
+from posttrain.cluster.remote import HUNG, RemoteSampler, WorkerProcess, worker_settings
+from posttrain.errors import UserError
+from posttrain.events import Events
+from posttrain.models.policy import Policy
+from posttrain.system.wire import to_line
+from posttrain.types import JSON
+
+TAKE = 5.0  # seconds that an actor waits for something to pass on
+
+
+class Place:
+    """The actor of a process, in the place of the process itself."""
+
+    def __init__(self, host: Any, pid: int):
+        self.host, self.pid, self.code = host, pid, None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self, timeout: float) -> None:
+        """It is ended by `kill`, with its actor."""
+
+    def kill(self) -> None:
+        ray: Any = load_ray()
+        if ray.is_initialized():  # else all of them have ended with the connection
+            ray.kill(self.host)
+
+
+@dataclass(eq=False)
+class RayWorker(WorkerProcess):
+    """A process on a node."""
+
+    process: Any
+    filled: int = 0  # buckets of this publish that it was sent
+
+    @property
+    def name(self) -> str:
+        return f"the sampler's process {self.number} (pid {self.process.pid} on its node)"
+
+    def reason(self) -> str:
+        ray: Any = load_ray()
+        try:
+            code, text = ray.get(self.process.host.ended.remote(), timeout=ANSWER)
+        except ray.exceptions.RayError:
+            return "was lost with its node or its actor"
+        lines = text.strip().splitlines()
+        return f"ended with exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
+
+    def silent(self) -> bool:
+        """Ray notices the end of an actor; what is alive and says nothing is given the longest time."""
+        return time.monotonic() - self.last_reply > HUNG
+
+
+class RaySampler(RemoteSampler):
+    """A `Sampler` in `count` processes that a cluster has places for."""
+
+    def __init__(self, policy: Policy, rows: int, processes: int, count: int, cluster: Cluster):
+        self.cluster, self.events = cluster, policy.events or Events()
+        self.put: tuple[int, Any] = (-1, None)  # the last bucket in the object store
+        resources = cluster.settings.sampler
+        device = "cuda" if resources.gpus else "cpu"
+        settings = worker_settings(policy, -(-rows // count), processes)
+        super().__init__(policy, replace(settings, device=device), count)
+
+    def _start(self, number: int) -> WorkerProcess:
+        ray: Any = load_ray()
+        try:
+            host = self.cluster.place(self.cluster.settings.sampler)
+            pid = ray.get(
+                host.sample.remote(asdict(self.settings), self.buckets.size), timeout=ANSWER
+            )
+        except ray.exceptions.RayError as error:
+            text = " ".join(str(error).split())[-200:]
+            raise UserError(
+                f"the sampler's process {number} could not be started: {text}"
+            ) from None
+        out, ours = os.pipe()
+        relay = threading.Thread(target=_relay, args=(host, ours), name="ray sampler", daemon=True)
+        relay.start()
+        return RayWorker(number, Place(host, pid), -1, out, io.BytesIO())
+
+    def _write(self, worker: WorkerProcess, message: JSON) -> None:
+        assert isinstance(worker, RayWorker)
+        host = worker.process.host
+        worker.last_reply = time.monotonic()
+        if message[0] == "publish":
+            worker.filled, self.put = 0, (-1, None)
+        elif message[0] == "bucket":
+            host.fill.remote(worker.filled % len(self.buckets.memory), self._stored(worker.filled))
+            worker.filled += 1
+        host.put.remote(to_line(message))
+
+    def _stored(self, number: int) -> Any:
+        """A bucket in the object store, for all who read it; the one before is free then."""
+        ray: Any = load_ray()
+        if self.put[0] != number:
+            self.put = (-1, None)
+            try:
+                memory = self.buckets.memory[number % len(self.buckets.memory)]
+                self.put = (number, ray.put(memory.cpu().numpy()))
+            except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+                text = " ".join(str(error).split())[:160]
+                size = f"{self.buckets.size >> 20} MiB of weights"
+                advice = "give it more (ray start --object-store-memory), or end what fills it, and resume"
+                raise UserError(
+                    f"the object store of the cluster has no room for {size} ({text}); {advice}"
+                ) from None
+        return self.put[1]
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        try:
+            super()._replace(worker)
+        except TimeoutError as error:
+            settings = self.cluster.settings
+            if settings.on_lost_node == "stop" or len(self.workers) == 1:
+                advice = "resume when there is room again, or use on_lost_node=shrink"
+                raise UserError(f"{worker.name} was lost; {error}; {advice}") from None
+            self.workers.remove(worker)
+            self.capacity -= self.settings.rows
+            left = f"{len(self.workers)} sampler process(es) go on"
+            self.events.emit(
+                "message", f"{worker.name} was lost and has no new place; {left}", "warning"
+            )
+
+
+def _relay(host: Any, ours: int) -> None:
+    """Pass on what a process says, until it or its actor is gone."""
+    ray: Any = load_ray()
+    try:
+        while True:
+            said = ray.get(host.take.remote(TAKE), timeout=HUNG)
+            if said is None:
+                return
+            while said:
+                said = said[os.write(ours, said) :]
+    except (ray.exceptions.RayError, OSError, ConnectionError, RuntimeError):
+        pass  # the actor is gone, or this end was closed
+    finally:
+        os.close(ours)
