@@ -372,9 +372,11 @@ class Loop:
             "best": None if self.best is None else asdict(self.best),
             **self.stage_monitor.state(),
         }
-        weights, moments = self.trainer.weights(), self.trainer.moments()
-        if self.world.first:
-            self.checkpoints.save(checkpoint.Checkpoint(self.step, weights, moments, state))
+        world, sharded = self.world, self.trainer.sharded
+        if world.first or sharded:
+            weights, moments = self.trainer.own_parts()
+            whose = world.rank, world.size if sharded else 1
+            self.checkpoints.save(checkpoint.Checkpoint(self.step, weights, moments, state, *whose))
 
     def frozen(self) -> dict[str, JSON]:
         """Identities of the frozen models, by their weights; computed once."""

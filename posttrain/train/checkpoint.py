@@ -4,6 +4,10 @@ A checkpoint is a directory `step-N` with `model.safetensors`, `optimizer.safete
 `manifest.json` with the size and sha256 of each; where the state has arrays (rollouts that wait for their step), these are in
 `arrays.safetensors`. It is made under a temporary name, synced to disk and published by rename. Writing in
 the background is `saving.py`.
+
+Where weights are spread over processes, each writes its part as a folder `part-N-RANK` beside, and the first one takes the files into
+the checkpoint, as `model-RANK.safetensors` and `optimizer-RANK.safetensors`. What stands in several of them is rows of one tensor, which
+`load` puts together for any number of processes.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,13 +33,16 @@ from posttrain.train.parts import own_part, part_of
 from posttrain.types import JSON
 
 MANIFEST = "manifest.json"
+KINDS = ("model", "optimizer")
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 ARRAYS, ARRAY = (
     "arrays.safetensors",
     "@array",
 )  # of the state, in which a key with a name stands for each
 FORMAT = 2  # 2: state.json names the frozen models by their weights
-READABLE = (1, 2)
+SHARDED = 3  # the same with files of several processes, and their number in the manifest
+READABLE = (1, 2, 3)
+PART_SECONDS = 1800.0  # for the other processes to write theirs
 # what reading a manifest that something else wrote may raise
 UNREADABLE = (UserError, OSError, ValueError, KeyError, TypeError, AttributeError)
 OTHER = "the checkpoint is of another model"
@@ -48,6 +56,8 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: JSON  # may hold NumPy arrays
+    rank: int = 0  # whose part this is, of how many
+    ranks: int = 1
 
 
 def without_arrays(state: JSON) -> tuple[JSON, dict[str, Tensor]]:
@@ -76,6 +86,12 @@ def with_arrays(state: JSON, arrays: Mapping[str, Tensor]) -> JSON:
     if [*state] == [ARRAY]:
         return arrays[state[ARRAY]].numpy()
     return {name: with_arrays(one, arrays) for name, one in state.items()}
+
+
+def file_names(ranks: int) -> list[str]:
+    """The files of a checkpoint besides its manifest."""
+    more = [f"{kind}-{rank}.safetensors" for rank in range(1, ranks) for kind in KINDS]
+    return [*FILES, *more]
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -113,24 +129,30 @@ def identity(module: nn.Module) -> str:
 def save(
     directory: Path, checkpoint: Checkpoint, keep: int = 2, spare: Collection[Path] = ()
 ) -> Path:
-    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it, and those in `spare`."""
-    final = directory / f"step-{checkpoint.step}"
+    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it, and those in `spare`. Of several
+    processes, one that is not the first leaves its part."""
+    final, step, ranks = directory / f"step-{checkpoint.step}", checkpoint.step, checkpoint.ranks
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if checkpoint.rank:
+            with atomic_folder(_part(directory, step, checkpoint.rank)) as folder:
+                _write_tensors(folder, checkpoint)
+            return final
         _recover(directory)
         sweep(directory)
         with atomic_folder(final) as folder:
-            # copied first: safetensors must see one consistent set of values, contiguous and untied
-            for name, tensors in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
-                copies = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-                save_file(copies, folder / f"{name}.safetensors")
+            _write_tensors(folder, checkpoint)
             state, arrays = without_arrays(checkpoint.state)
             if arrays:
                 save_file(arrays, folder / ARRAYS)
             _write_json(folder / "state.json", state)
+            for rank in range(1, ranks):
+                _take_part(_part(directory, step, rank), folder, rank)
             made = sorted(folder.iterdir())
             files = {p.name: {"size": p.stat().st_size, "sha256": _digest(p)} for p in made}
-            manifest = {"format": FORMAT, "step": checkpoint.step, "files": files}
+            manifest = {"format": FORMAT, "step": step, "files": files}
+            if ranks > 1:
+                manifest |= {"format": SHARDED, "ranks": ranks}
             _write_json(folder / MANIFEST, manifest)
     except (OSError, SafetensorError) as error:  # a full disk is the second
         reason, advice = getattr(error, "strerror", None) or error, "free some space"
@@ -139,10 +161,34 @@ def save(
         text = f"cannot write a checkpoint to {directory}: {reason}; {advice} and resume"
         raise UserError(text) from error
     finally:
-        _recover(directory)
-        sweep(directory)
+        if not checkpoint.rank:
+            _recover(directory)
+            sweep(directory)
     prune(directory, keep, checkpoint.step, spare)
     return final
+
+
+def _part(directory: Path, step: int, rank: int) -> Path:
+    return directory / f"part-{step}-{rank}"
+
+
+def _write_tensors(folder: Path, checkpoint: Checkpoint) -> None:
+    for name, tensors in zip(KINDS, (checkpoint.model, checkpoint.optimizer), strict=True):
+        # copied first: safetensors must see one consistent set of values, contiguous and untied
+        copies = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+        save_file(copies, folder / f"{name}.safetensors")
+
+
+def _take_part(part: Path, folder: Path, rank: int) -> None:
+    """Move what another process wrote into the checkpoint, once it is there."""
+    deadline = time.monotonic() + PART_SECONDS
+    late = f"process {rank} has not written its part of a checkpoint within {PART_SECONDS:.0f} s; look at its disk, and resume"
+    while not part.is_dir():
+        require(time.monotonic() < deadline, late)
+        time.sleep(0.01)
+    for kind in KINDS:
+        (part / f"{kind}.safetensors").rename(folder / f"{kind}-{rank}.safetensors")
+    part.rmdir()
 
 
 def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -> None:
@@ -178,7 +224,8 @@ def verify(path: Path) -> str | None:
             return f"{path / MANIFEST} is of format {manifest['format']}, this version of posttrain reads {known}"
         if f"step-{manifest['step']}" != path.name:
             return f"{path / MANIFEST} says step {manifest['step']}"
-        for name in (*FILES, *({ARRAYS} & {*manifest["files"]})):
+        names = file_names(manifest.get("ranks", 1))
+        for name in (*names, *({ARRAYS} & {*manifest["files"]})):
             file, facts = path / name, manifest["files"][name]
             if not file.exists():
                 return f"{file} is missing"
@@ -193,8 +240,9 @@ def verify(path: Path) -> str | None:
 def whole(path: Path) -> bool:
     """Whether all files are there in the sizes that the manifest says: `verify` without reading the tensors."""
     try:
-        files = read_json(path / MANIFEST)["files"]
-        return all((path / name).stat().st_size == files[name]["size"] for name in FILES)
+        manifest = read_json(path / MANIFEST)
+        files, names = manifest["files"], file_names(manifest.get("ranks", 1))
+        return all((path / name).stat().st_size == files[name]["size"] for name in names)
     except UNREADABLE:
         return False
 
@@ -220,12 +268,22 @@ def load(path: Path) -> Checkpoint:
     """Read a verified checkpoint, of this format or an older one."""
     try:
         state = read_json(path / "state.json", MAX_FILE)
-        model, optimizer = (load_file(path / name) for name in FILES[:2])
+        ranks = read_json(path / MANIFEST).get("ranks", 1)
+        model, optimizer = (_joined(path, kind, ranks) for kind in KINDS)
         arrays = load_file(path / ARRAYS) if (path / ARRAYS).exists() else {}
         return Checkpoint(_number(path), model, optimizer, with_arrays(state, arrays))
     # it verified, so it was made like this
     except (SafetensorError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
+
+
+def _joined(path: Path, kind: str, ranks: int) -> dict[str, Tensor]:
+    """The tensors of all processes, whole."""
+    found = load_file(path / f"{kind}.safetensors")
+    parts = [load_file(path / f"{kind}-{rank}.safetensors") for rank in range(1, ranks)]
+    for name in list(parts[0]) if parts else ():
+        found[name] = torch.cat([found[name], *(part.pop(name) for part in parts)])
+    return found
 
 
 def _number(path: Path) -> int:
@@ -241,10 +299,12 @@ def _recover(directory: Path) -> None:
                 retired.rename(final)
 
 
-def sweep(directory: Path) -> None:
-    """Remove what an interrupted save left behind; one process at a time writes to a run."""
-    for leftover in directory.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def sweep(directory: Path, parts: bool = False) -> None:
+    """Remove what an interrupted save left behind; one process at a time writes to a run. `parts` of a checkpoint are what others may
+    be writing now."""
+    for pattern in (".step-*", ".part-*", "part-*") if parts else (".step-*",):
+        for leftover in directory.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _digest(path: Path) -> str:

@@ -23,7 +23,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.system.world import ALONE, current
 from posttrain.train import checkpoint
-from posttrain.train.parts import own_part, part_of, whole
+from posttrain.train.parts import is_sharded, own_part, part_of, whole
 
 BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
 MIN_NARROW = 4096  # a tensor with fewer numbers keeps moments of 32 bits
@@ -195,9 +195,16 @@ class Optimizer:
         """Everything a resumed run needs, by parameter name; of sharded weights, in the first process."""
         return of_first(self._tensors()) if self.sharded else dict(self._tensors())
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def own_state(self) -> dict[str, Tensor]:
+        """The same, of sharded weights the part of this process; what every process has is the first one's."""
+        first = current().first
+        return {
+            n: t for n, t in self._tensors(gathered=False) if first or (self.sharded and t.ndim)
+        }
+
+    def _tensors(self, gathered: bool = True) -> Iterator[tuple[str, Tensor]]:
         for name, master in self.masters.items():
-            like = self.parameters[name]
+            like = self.parameters[name] if gathered else None
             if master is not self.parts[name]:
                 yield f"master.{name}", whole(master, like)
             for key, value in self.adam.state.get(master, {}).items():
@@ -261,6 +268,15 @@ class Learner:
         if self.network.sharded is None:
             return self._named(checkpoint.weights(self.network.model))
         return self._named(of_first(self.network.sharded.weights()))
+
+    def own_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What `weights` and `moments` give, of a sharded network the part of this process alone; what every process has is the first
+        one's."""
+        first, sharded = current().first, self.network.sharded
+        model = self.network.model if sharded is None else sharded.reshard()
+        found = checkpoint.weights(model).items()
+        own = {n: own_part(t) for n, t in found if first or is_sharded(t)}
+        return self._named(own), self._named(self.optimizer.own_state())
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's state, by its name in a checkpoint."""

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -64,7 +64,8 @@ class Store:
         began = time.perf_counter()
         self._written()
         state = checkpoint.with_arrays(*checkpoint.without_arrays(made.state))  # a copy
-        copied = Checkpoint(made.step, _copies(made.model), _copies(made.optimizer), state)
+        tensors = {"model": _copies(made.model), "optimizer": _copies(made.optimizer)}
+        copied = replace(made, **tensors, state=state)
         waited = time.perf_counter() - began
         if self.saving.synchronous:
             self._write(copied, waited)
@@ -127,7 +128,7 @@ class Store:
         """The newest checkpoint that verifies, and what was wrong with newer ones. What an interrupted save left is swept away."""
         self.finish()
         found = checkpoint.newest(self.directory)
-        checkpoint.sweep(self.directory)
+        checkpoint.sweep(self.directory, parts=True)
         return found
 
     def published(self) -> list[Path]:
@@ -142,6 +143,8 @@ class Store:
             began = time.perf_counter()
             spare = tuple(self._copying)
             path = checkpoint.save(self.directory, made, self.saving.keep, spare)
+            if made.rank:  # the first process says it
+                return
             size, seconds = checkpoint.size(path), time.perf_counter() - began
             cost = f"{size / 1e6:,.1f} MB in {seconds:.2f} s; the step waited {waited:.3f} s"
             text = "" if self._written_once else f"checkpoint at step {made.step}: {cost}"

@@ -306,6 +306,13 @@ class Trainer:
         """The optimizers' state, by name."""
         return {name: t for learner in self.learners for name, t in learner.moments().items()}
 
+    def own_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Both, as this process writes them into a checkpoint: its part, where weights are sharded."""
+        weights, moments = dict[str, Tensor](), dict[str, Tensor]()
+        for own, state in (learner.own_parts() for learner in self.learners):
+            weights, moments = weights | own, moments | state
+        return weights, moments
+
     def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         """Put back what `weights` and `moments` gave, bit for bit."""
         weights, moments = dict(weights), dict(moments)
