@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/made-by-$(notdir $(PYTHON))
 READY := $(VENV)/ready
 PEERS := $(VENV)/peers
+RAY := $(VENV)/ray
 ENVIRONMENTS := $(VENV)/environments
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -41,6 +42,11 @@ $(PEERS): $(READY)
 	@$(PIP_INSTALL) -e '.[bench,lora,tensorboard]'
 	@touch $@
 
+$(RAY): $(READY)
+	@echo "installing Ray"
+	@$(PIP_INSTALL) -e '.[ray]'
+	@touch $@
+
 # An environment of its own that sees the packages of the first: verifiers wants another openai. Nothing here may choose another torch.
 $(ENVIRONMENTS)/ready: $(READY) constraints-environments.txt
 	@echo "installing TextArena, OpenEnv and verifiers into $(ENVIRONMENTS) (a few minutes the first time)"
@@ -58,7 +64,7 @@ demo: $(READY) ## train a small model on this machine and see it improve
 test: $(READY) ## all tests but the slow ones, those for a GPU, and those of clusters and against peers
 	@$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not slow and not peers and not studio and not cluster"
 
-test-cluster: $(READY) ## runs in several processes, up to 4: every algorithm, kills, resumes at another number
+test-cluster: $(RAY) ## runs in several processes and on a Ray cluster of two local nodes: every algorithm, kills, resumes at another number
 	@$(BIN)/python -m pytest -q tests/cluster
 
 test-faults: $(READY) ## kill runs, corrupt files, fill disks; resume must be exact

@@ -181,7 +181,7 @@ def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
             found[key] = _check(key, hints[key], value)
     check_names(recipe.stages)
     check_named(recipe.stages)
-    if found.get("cluster", LOCAL) not in ("", LOCAL):
+    if found.get("cluster") and check_address(found["cluster"]) is not None:
         active().require_address(f"http://{found['cluster']}")
     active().require_trackers(found.get("trackers", ()))
     replacing = {key: found.get(key) for key in ("only", "again")}

@@ -43,12 +43,11 @@ STORE = 1 << 28  # bytes of the object store of a cluster of this machine
 SIOCGIFADDR = 0x8915
 INSTALL = "Ray is not installed; install posttrain[ray]"
 # of a cluster of this machine, before Ray is imported: it listens on the loopback interface, wants the token of this user, and
-# its processes end with the one that started it
+# what its actors have started ends with them
 SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_process_group_cleanup_enabled": "1",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 PASSED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "POSTTRAIN_WAIT", "PYTHONPATH", "HF_HUB_OFFLINE")
@@ -57,6 +56,37 @@ PROBE = """
 import json, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
 print("nodes " + json.dumps([[n["NodeManagerAddress"], n["Resources"]] for n in ray.nodes() if n["Alive"]]))
+"""
+
+
+MARK = "POSTTRAIN_CLUSTER"  # in the environment of what belongs to a cluster of this machine: its folder
+# Ends a cluster of this machine when the process that started it has ended, however, and removes its folder: some of Ray's processes
+# would stay for a minute. Those that have overwritten their environment with a title have a file of the folder open.
+KEEPER = f"""
+import os, shutil, sys, time
+sys.stdin.buffer.read()
+folder, spared = sys.argv[1], (int(sys.argv[2]), os.getpid())
+
+def belongs(place):
+    with open(place + "/environ", "rb") as file:
+        if ("{MARK}=" + folder).encode() in file.read().split(b"\\0"):
+            return True
+    links = (os.readlink(place + "/fd/" + name) for name in os.listdir(place + "/fd"))
+    return any(link.startswith(folder + "/") for link in links)
+
+for _ in range(100):
+    found = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and int(name) not in spared and belongs("/proc/" + name):
+                os.kill(int(name), 9)
+                found += 1
+        except OSError:
+            pass
+    if not found:
+        break
+    time.sleep(0.05)
+shutil.rmtree(folder, ignore_errors=True)
 """
 
 
@@ -74,6 +104,7 @@ class Cluster:
 
     def __init__(self, settings: Placement):
         self.settings, self.connected = settings, False
+        self.keeper: subprocess.Popen[bytes] | None = None
         placement.check_address(settings.address)
 
     def __enter__(self) -> Cluster:
@@ -86,6 +117,10 @@ class Cluster:
         if self.connected:
             self.connected = False
             load_ray().shutdown()
+        if self.keeper is not None:
+            os.environ.pop(MARK)
+            self.keeper.communicate(timeout=30)
+            self.keeper = None
 
     def connect(self) -> None:
         """Start a cluster on this machine, or join the one that runs, if its nodes have what the run asks for."""
@@ -97,8 +132,9 @@ class Cluster:
         quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
         if address == LOCAL:
             own_token()
+            folder = self._keep()
             ray, cpus = load_ray(), sum(one.cpus for one in self.settings.bundles)
-            more = {"include_dashboard": False, "_node_ip_address": LOOPBACK}
+            more = {"include_dashboard": False, "_node_ip_address": LOOPBACK, "_temp_dir": folder}
             # CPUs are counted, not given: processes share the cores as `processes=N` does
             size = {"num_cpus": max(machine.cores(), int(cpus) + 1), "object_store_memory": STORE}
             self._start(ray, **quiet, **more, **size)
@@ -112,6 +148,21 @@ class Cluster:
         if lacking and not given:
             self.close()
             raise UserError(f"cluster={address}: {lacking}")
+
+    def _keep(self) -> str:
+        """Have all that is started from now on end with this process; the folder of its files."""
+        root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
+        folder = os.environ[MARK] = tempfile.mkdtemp(prefix="posttrain-ray-", dir=root)
+        none = subprocess.DEVNULL
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", KEEPER, folder, str(os.getpid())],
+            env={k: v for k, v in os.environ.items() if k != MARK},
+            stdin=subprocess.PIPE,
+            stdout=none,
+            stderr=none,
+            start_new_session=True,
+        )
+        return folder
 
     def _start(self, ray: Any, **given: Any) -> None:
         try:

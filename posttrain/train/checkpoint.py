@@ -6,7 +6,7 @@ A checkpoint is a directory `step-N` with `model.safetensors`, `optimizer.safete
 the background is `saving.py`.
 
 Where weights are spread over processes, each writes its part as a folder `part-N-RANK` beside, and the first one takes the files into
-the checkpoint, as `model-RANK.safetensors` and `optimizer-RANK.safetensors`. What stands in several of them is rows of one tensor, which
+the checkpoint, as `model-RANK.safetensors` and `optimizer-RANK.safetensors`. What is in several of them is rows of one tensor, which
 `load` puts together for any number of processes.
 """
 
