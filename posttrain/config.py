@@ -67,6 +67,8 @@ class Settings(Checked):
     threads: Annotated[int, Range(ge=0, text="a number of threads, 0 for as many as pay")] = 0
     out: str = ""  # the run directory; "" makes a new one under runs/
     trackers: tuple[str, ...] = ()
+    # a port of the loopback interface, where Prometheus finds the newest figures at /metrics; 0: none
+    prometheus: Annotated[int, Range(ge=0, lt=2**16, text="a port, 0 for none")] = 0
     # a program and its arguments; it gets the directory of each finished checkpoint
     checkpoint_hook: tuple[str, ...] = ()
     checkpoint_sync: bool = False  # wait for the disk at every checkpoint
@@ -84,7 +86,7 @@ class Settings(Checked):
     # of a cluster, for each sampler; below 1, it shares a GPU. none: one where device=cuda
     worker_gpus: NotNegative | None = None
     # the group of processes goes on with fewer from the last checkpoint, or the run ends and can be resumed
-    on_lost_node: Literal["stop", "shrink"] = "stop"
+    on_failed_node: Literal["stop", "shrink"] = "stop"
     # stages to run alone, on what is in the directory; never part of a run's configuration
     only: tuple[str, ...] = ()
     again: bool = False  # let the directory hold a run, and do again what has changed

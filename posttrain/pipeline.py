@@ -39,6 +39,7 @@ from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
 from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, SUMMARY, dump_line, json_lines
 from posttrain.runs.plot import draw, draw_pass_at_k
+from posttrain.runs.prometheus import Endpoint
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import Changes
 from posttrain.runs.resume_policy import compare as compare_settings
@@ -194,7 +195,7 @@ def placement(settings: Settings) -> Placement:
         rank=Resources(gpus=gpu),
         sampler=Resources(settings.worker_cpus, gpu if shared is None else shared),
         spread=settings.cluster_spread,
-        on_lost_node=settings.on_lost_node,
+        on_failed_node=settings.on_failed_node,
     )
 
 
@@ -349,9 +350,11 @@ def _run_stages(
     saving = Saving(keep=keep, synchronous=settings.checkpoint_sync, hook=hook)
     with ExitStack() as stack:
         trackers = None
-        if settings.trackers and place is None:
+        if (settings.trackers or settings.prometheus) and place is None:
             trackers = Trackers.open(settings.trackers, writer, config.to_config(settings))
             stack.enter_context(closing(trackers))
+            if settings.prometheus:
+                trackers.add("prometheus", Endpoint(settings.prometheus))
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         interrupt = stack.enter_context(interrupts(place or writer.directory))
         rest = interrupt, trackers, threads

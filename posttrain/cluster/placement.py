@@ -13,7 +13,7 @@ from posttrain import __version__ as VERSION
 from posttrain.errors import require
 
 LOCAL = "ray"  # as an address: a cluster of this machine alone, which starts and ends with the run
-OnLostNode = Literal["stop", "shrink"]
+OnFailedNode = Literal["stop", "shrink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Placement:
     rank: Resources = Resources()
     sampler: Resources = Resources()
     spread: bool = False
-    on_lost_node: OnLostNode = "stop"
+    on_failed_node: OnFailedNode = "stop"
 
     @property
     def bundles(self) -> list[Resources]:
@@ -88,7 +88,7 @@ def shortage(nodes: Sequence[Resources], asked: Sequence[Resources]) -> str:
         fits = [room for room in free if room[0] >= one.gpus - 1e-9 and room[1] >= one.cpus - 1e-9]
         if not fits:
             largest = max(nodes, key=lambda node: (node.gpus, node.cpus))
-            return f"no node has room for a process with {one} beside the others; the largest has {largest}"
+            return f"no node has room for a process with {one} next to the others; the largest has {largest}"
         room = min(fits)
         room[0], room[1] = room[0] - one.gpus, room[1] - one.cpus
     return ""

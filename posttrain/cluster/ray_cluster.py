@@ -38,7 +38,7 @@ ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds: for a c
 ADDRESS = (
     "POSTTRAIN_RAY"  # of the cluster that the process which started this one is connected with
 )
-LOST = -1000  # as an exit code: the node or the actor of a process is gone
+FAILED = -1000  # as an exit code: the node or the actor of a process is gone
 STORE = 1 << 28  # bytes of the object store of a cluster of this machine
 SIOCGIFADDR = 0x8915
 INSTALL = "Ray is not installed; install posttrain[ray]"
@@ -421,7 +421,7 @@ class NodeProcess:
             try:
                 self.returncode, self.said = ray.get(self.result, timeout=ANSWER)
             except ray.exceptions.RayError:
-                self.returncode = LOST
+                self.returncode = FAILED
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
@@ -437,7 +437,7 @@ class StartedElsewhere(Started):
         return self.process.said
 
     def ended(self) -> str:
-        if self.process.returncode == LOST:
+        if self.process.returncode == FAILED:
             return "was lost with its node or its actor"
         return super().ended()
 
@@ -489,11 +489,11 @@ def launch_ranks(words: Sequence[str], settings: Placement, directory: Path) -> 
             ranks.close()
             if failed is None:
                 return 0
-            lost = [one for one in started if one.process.poll() == LOST]
-            if not lost or settings.on_lost_node == "stop" or count == 1:
-                return report(lost[0] if lost else failed, started, directory)
-            count -= len(lost)
-            text = f"{len(lost)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
+            failures = [one for one in started if one.process.poll() == FAILED]
+            if not failures or settings.on_failed_node == "stop" or count == 1:
+                return report(failures[0] if failures else failed, started, directory)
+            count -= len(failures)
+            text = f"{len(failures)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
             write_text(f"posttrain: {text}\n", sys.stderr)
             if (directory / CONFIG).is_file():
                 words = ["resume", str(directory), *_kept(words), f"processes={count}"]

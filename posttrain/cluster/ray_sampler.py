@@ -2,7 +2,7 @@
 
 What is said is the same. It goes through the actor that has started the process, and a bucket of weights through the object store: put
 there once, taken once on each node. An actor that is lost is replaced like a process; where no node has room for a new one, the sampler
-goes on with those that are left, or the run ends, as `on_lost_node` says.
+goes on with those that are left, or the run ends, as `on_failed_node` says.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class RaySampler(RemoteSampler):
             super()._replace(worker)
         except TimeoutError as error:
             settings = self.cluster.settings
-            if settings.on_lost_node == "stop" or len(self.workers) == 1:
-                advice = "resume when there is room again, or use on_lost_node=shrink"
+            if settings.on_failed_node == "stop" or len(self.workers) == 1:
+                advice = "resume when there is room again, or use on_failed_node=shrink"
                 raise UserError(f"{worker.name} was lost; {error}; {advice}") from None
             self.workers.remove(worker)
             self.capacity -= self.settings.rows

@@ -65,6 +65,10 @@ class Trackers:
             opened._active |= {name: made} if made is not None else {}
         return opened
 
+    def add(self, name: str, tracker: Tracker) -> None:
+        """One that is not opened by its name alone."""
+        self._active[name] = tracker
+
     @property
     def active(self) -> tuple[str, ...]:
         return tuple(self._active)

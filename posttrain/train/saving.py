@@ -64,8 +64,8 @@ class Store:
         began = time.perf_counter()
         self._written()
         state = checkpoint.with_arrays(*checkpoint.without_arrays(made.state))  # a copy
-        tensors = {"model": _copies(made.model), "optimizer": _copies(made.optimizer)}
-        copied = replace(made, **tensors, state=state)
+        model, optimizer = _copies(made.model), _copies(made.optimizer)
+        copied = replace(made, model=model, optimizer=optimizer, state=state)
         waited = time.perf_counter() - began
         if self.saving.synchronous:
             self._write(copied, waited)

@@ -29,7 +29,7 @@ from posttrain.errors import UserError
             ["cluster=127.0.0.1:1", "processes=2"],
             "cluster=127.0.0.1:1 cannot be reached: Connection refused; look at 'ray status'",
         ),
-        (["cluster=ray", "processes=2", "on_lost_node=wait"], "on_lost_node"),
+        (["cluster=ray", "processes=2", "on_failed_node=wait"], "on_failed_node"),
         (["cluster=ray", "processes=2", "worker_gpus=-1"], "worker_gpus"),
         (["cluster=ray", "rl.sampler=process", "worker_cpus=0"], "worker_cpus"),
     ],

@@ -185,7 +185,7 @@ def test_a_lost_node_leaves_the_samplers_that_have_a_place(cluster: Any, recipe:
     for choice in ("shrink", "stop"):
         node = next(iter(cluster.worker_nodes))
         out = tmp_path / choice
-        command = Command(*words, f"on_lost_node={choice}", f"out={out}", POSTTRAIN_CLUSTER_WAIT="10")
+        command = Command(*words, f"on_failed_node={choice}", f"out={out}", POSTTRAIN_CLUSTER_WAIT="10")
         until(lambda out=out: steps_of(out) >= 2)
         cluster.remove_node(node, allow_graceful=False)
         found[choice] = command.end()
@@ -193,7 +193,7 @@ def test_a_lost_node_leaves_the_samplers_that_have_a_place(cluster: Any, recipe:
         cluster.wait_for_nodes(60)
     assert found["shrink"][0] == 0, found["shrink"][1]
     code, said = found["stop"]
-    assert code == 2 and "was lost" in said and "on_lost_node=shrink" in said, said
+    assert code == 2 and "was lost" in said and "on_failed_node=shrink" in said, said
     assert said.count("posttrain: ") == 1 and "Traceback" not in said
     assert not processes(WORKER)
 
@@ -205,7 +205,7 @@ def test_a_group_that_loses_a_node_stops_or_goes_on_with_fewer(
     """In bounded time; a resume is exact."""
     out = tmp_path / "run"
     words = ["--allow-code", "device=cpu", "processes=2", "cluster_spread=true", f"cluster={cluster.address}"]
-    command = Command("run", recipe(30), *words, f"on_lost_node={choice}", f"out={out}")
+    command = Command("run", recipe(30), *words, f"on_failed_node={choice}", f"out={out}")
     until(lambda: steps_of(out) >= 2)
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     began = time.monotonic()

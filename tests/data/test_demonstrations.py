@@ -252,7 +252,7 @@ def test_tool_calls_are_shown_and_learned(tmp_path: Path, template: str, as_text
 
 
 SPOKEN = {"role": "assistant", "content": "b"}
-LOST: list[tuple[str, dict[str, Any], str]] = [
+FAILED: list[tuple[str, dict[str, Any], str]] = [
     (CHATML, {"messages": CALLED}, r"does not show the tool_calls of message 1 \(assistant\)"),
     (CHATML_BLOCKS, {"messages": CALLED}, "does not show the tool_calls of message 1"),
     (CHATML_CALLS_OUTSIDE, {"messages": CALLED}, "writes the tool_calls of message 1 .* outside of its generation block"),
@@ -282,7 +282,7 @@ LOST: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "record", "said"), LOST)
+@pytest.mark.parametrize(("template", "record", "said"), FAILED)
 def test_what_would_be_lost_is_refused_with_its_line(tmp_path: Path, template: str, record: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"data.jsonl line 2: .*({said})") as caught:
         from_file(write(tmp_path, {"text": "fine"}, record), byte_level(template))
