@@ -39,7 +39,7 @@ from posttrain.system.world import World, current
 from posttrain.train import checkpoint
 from posttrain.train.pack import mini_batches
 from posttrain.train.saving import Store
-from posttrain.train.trainer import NonFinite, Trainer
+from posttrain.train.trainer import NonFinite, Trainer, Update
 from posttrain.types import JSON, Batch, Group, Metric
 
 MANY_OBJECTS = 10_000  # made since garbage was last collected
@@ -268,7 +268,7 @@ class Loop:
                         self.trained_arrays(prepared.replace(mask_T=piece.mask_T), groups)
                     )
                 try:
-                    update = self.trainer.update(prepared, rate, meanwhile)
+                    update = self.apply(prepared, rate, meanwhile)
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
                     self.stage_monitor.broken(self.step + 1, error, prepared, groups)
@@ -285,6 +285,10 @@ class Loop:
                 if not reuse.once and reuse.stop(update.metrics):
                     return True
         return True
+
+    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], None]) -> Update:
+        """One update; a replay looks at what it is made of."""
+        return self.trainer.update(prepared, rate, meanwhile)
 
     def measure(self) -> dict[str, float]:
         """Held-out figures, where there are any; the best score is kept with its step."""

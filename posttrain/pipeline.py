@@ -314,6 +314,35 @@ def versions() -> dict[str, str]:
     }
 
 
+def device_of(settings: Settings) -> str:
+    """The device of this process, which must be there."""
+    import torch
+
+    device = machine.device(settings.device)
+    missing = device.startswith("cuda") and not torch.cuda.is_available()
+    require(not missing, f"device={device}: torch sees no CUDA device here; use device=cpu")
+    device = processes.local_device(device)
+    check_device(device)
+    return device
+
+
+def set_up_torch(settings: Settings, device: str) -> int:
+    """Kernels, seed and threads of a run; returns the threads, 0 where the size of a model decides."""
+    import torch
+
+    from posttrain.train.torch_settings import use_deterministic_kernels
+
+    if settings.deterministic:
+        use_deterministic_kernels(device)
+    torch.manual_seed(settings.seed)
+    threads, world = settings.threads, current()
+    if world.size > 1 and not threads:
+        threads = max(1, machine.cores() // world.size)
+    if threads:
+        torch.set_num_threads(threads)
+    return threads
+
+
 def _run_stages(
     settings: Settings,
     writer: RunWriter,
@@ -322,30 +351,15 @@ def _run_stages(
     place: Path | None = None,
 ) -> Context:
     """Run the stages; `place` is the run directory where another process writes it."""
-    import torch
-
     from posttrain.train.saving import Saving
-    from posttrain.train.torch_settings import use_deterministic_kernels
 
-    device, stages = machine.device(settings.device), settings.recipe.stages
-    world = current()
-    missing = device.startswith("cuda") and not torch.cuda.is_available()
-    require(not missing, f"device={device}: torch sees no CUDA device here; use device=cpu")
-    device = processes.local_device(device)
-    check_device(device)
+    device, stages = device_of(settings), settings.recipe.stages
     shared = writer, settings.seed, device
     due = unfinished(stages, Context(*shared, place=place), settings.only)
     # what the first one reads at once need not be read twice
     reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
     check_stages(stages, settings.seed, device, [stage.name for stage in due], reading)
-    if settings.deterministic:
-        use_deterministic_kernels(device)
-    torch.manual_seed(settings.seed)
-    threads = settings.threads
-    if world.size > 1 and not threads:
-        threads = max(1, machine.cores() // world.size)
-    if threads:
-        torch.set_num_threads(threads)
+    threads = set_up_torch(settings, device)
     keep, hook = settings.checkpoint_keep, settings.checkpoint_hook
     saving = Saving(keep=keep, synchronous=settings.checkpoint_sync, hook=hook)
     with ExitStack() as stack:

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers cluster.placement",
     "pipeline": f"{LOOP} runs loop stages recipes config monitor cluster __version__",
     "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline serve __version__",
-    "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe",
+    "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe commands.replay",
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console __version__",
     "serve": f"{MODELS} engine",
     # not runs.write: the studio shows runs, and starts them as processes of their own

@@ -25,6 +25,7 @@ from posttrain.types import JSON
 
 if TYPE_CHECKING:
     from posttrain.api.inputs import Files
+    from posttrain.commands.replay import Replay
     from posttrain.loop import Loop, OnStep
     from posttrain.models.policy import Policy
 
@@ -169,6 +170,12 @@ class Run:
             f"no rollouts of {stage} step {wanted}; there are those of {', '.join(map(str, kept))}",
         )
         return [asdict(row) for row in reader.rollouts(stage, wanted)]
+
+    def replay(self, place: str, **asked: Any) -> Replay:
+        """A step (`"rl/12"`) computed again, with what moved the model in it: `posttrain replay`, with its options as keywords."""
+        from posttrain.commands.replay import replay
+
+        return replay(self._reader().directory, place, **asked)
 
     @property
     def answers(self) -> list[dict[str, Any]]:

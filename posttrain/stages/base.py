@@ -8,7 +8,7 @@ import shutil
 import string
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
@@ -27,7 +27,7 @@ from posttrain.errors import (
     unknown,
 )
 from posttrain.events import Events, Level
-from posttrain.loop import Interrupt, OnStep
+from posttrain.loop import Interrupt, Loop, OnStep
 from posttrain.models import given
 from posttrain.models.load import Reader, load, stop_ids
 from posttrain.models.lora import Lora, merge_adapters, peft_files
@@ -70,6 +70,7 @@ class Context:
     # the run, where another process writes it and `writer` is of this process alone
     place: Path | None = None
     cluster: Cluster | None = None  # where samplers are, if not on this machine
+    loop: Callable[..., Loop] = Loop  # trains: a replay has one of its own
 
     def __post_init__(self) -> None:
         self.events.show = print_message if self.say else lambda event: None

@@ -145,7 +145,7 @@ class TrainStage(Stage):
     ) -> Loop:
         """Run the loop; `more` are further fields of it. `label` is what the run calls it where the stage trains several models."""
         name = label or self.name
-        loop = Loop(
+        loop = context.loop(
             stage=name,
             schedule=schedule,
             trainer=trainer,

@@ -173,7 +173,7 @@ class Trainer:
         live = with_loss(batch)
         if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
-        found = self._within_memory(lambda: self._accumulate(live, added, meanwhile))
+        found = self._within_memory(lambda: self.accumulate(live, added, meanwhile))
         metrics = [Metric("trained", int(host_mask(live).sum()), 1)]
         for (
             name,
@@ -201,7 +201,7 @@ class Trainer:
         first = learner is self.learners[0]
         return rate if first else rate / self.settings.lr * learner.settings.lr
 
-    def _accumulate(
+    def accumulate(
         self, batch: Batch, added: Sequence[tuple[str, Addition]], meanwhile: Callable[[], object]
     ) -> list[tuple[str, list[Metric]]]:
         """Forward and backward over all micro-batches of this process: its part of the step's gradient is in the optimizers. The

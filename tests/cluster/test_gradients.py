@@ -43,7 +43,7 @@ Case = tuple[Algorithm, Batch, Any]
 
 def found_gradients(trainer: Trainer, prepared: Batch) -> tuple[float, dict[str, Tensor]]:
     """The loss and whole gradients of a step that this process shares with others, as `Trainer.update` makes them."""
-    (_, own), *_ = trainer._accumulate(with_loss(prepared), [], lambda: None)
+    (_, own), *_ = trainer.accumulate(with_loss(prepared), [], lambda: None)
     metrics = parallel.sum_metrics(own)
     for learner in () if trainer.sharded else trainer.learners:
         parallel.sum_gradients(learner.optimizer)

@@ -264,7 +264,7 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_less(algorithm: Al
         assert trainer.checkpointed == (way == "layer") == policy.body.layers[3].gradient_checkpointing
         alive = Alive()
         with torch.autograd.graph.saved_tensors_hooks(alive.pack, alive.unpack):
-            trainer._accumulate(algorithm.prepare(material(algorithm), {}), [], lambda: None)
+            trainer.accumulate(algorithm.prepare(material(algorithm), {}), [], lambda: None)
         peaks.append(alive.peak)
         optimizers = [learner.optimizer for learner in trainer.learners]
         found.append([g.clone() for optimizer in optimizers for g in optimizer.gradients()])

@@ -1,0 +1,451 @@
+"""The loop of a replay: the steps of a run once more, without saving or measuring, up to the one that is asked about; there it looks at
+what the update is made of, and afterwards at what it would have been without a part of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from posttrain.data.demonstrations import completion_example
+from posttrain.data.text import Decoder
+from posttrain.errors import require
+from posttrain.loop import Loop, TrainedArrays, uncollected
+from posttrain.monitor.rules import ALWAYS, RULES
+from posttrain.stages._material import until_end
+from posttrain.train.attribution import (
+    Part,
+    Span,
+    Tensors,
+    dot,
+    gradient,
+    norm,
+    token_spans,
+    unit_parts,
+    whole_gradient,
+)
+from posttrain.train.pack import gather, micro_batches, pack_examples, unit_ends, with_loss
+from posttrain.train.roles.base import Addition
+from posttrain.train.trainer import Update
+from posttrain.types import JSON, Batch, Group, Metric, Rollout
+
+TIMES = (
+    "seconds",
+    "tokens_per_second",
+    "memory",
+    "failed_workers",
+)  # of the machine, not of the run
+EVERY = 1.0  # seconds between two lines of progress
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first figure that is not the one that the run wrote."""
+
+    step: int
+    figure: str
+    written: float
+    replayed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Neighbouring tokens of a member of a unit, and their share of the gradient."""
+
+    member: int
+    first: int
+    last: int
+    text: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A sequence of an update: a rollout, an example, or one response of a pair; with the log-prob of all tokens that carry loss, or a
+    scorer's score: `before` the update, `after` it, and after the one `without` another unit."""
+
+    number: int
+    prompt: str
+    text: str
+    tokens: int
+    reward: float | None
+    advantage: float | None
+    before: float
+    after: float
+    without: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A unit of an update, with its part of the gradient."""
+
+    number: int
+    share: float
+    norm: float
+    members: tuple[Member, ...]
+    spans: tuple[Tokens, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """The same optimizer step without a unit; all else stays, the advantages and weights of the others too. `cosine` is that of the two
+    changes of the weights, `norm` the length of this one, `distance` that between the two, in lengths of the whole one."""
+
+    number: int
+    cosine: float
+    norm: float
+    distance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A text that was asked about: its log-prob before and after the update, and after that without a unit."""
+
+    prompt: str
+    text: str
+    tokens: int
+    before: float
+    after: float
+    without: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What moved the model in one update."""
+
+    kind: str  # what the units are: rollout | example | pair | ranking
+    measure: str  # log-prob | score
+    update: int  # which of the `updates` of the step
+    updates: int
+    learning_rate: float
+    grad_norm: float
+    clipped: float  # by what the gradient was multiplied
+    update_norm: float  # of the change of the weights; 0: nothing was updated
+    items: tuple[Item, ...]  # the largest shares first
+    additions: Mapping[str, float]  # the shares of what roles add, such as pretraining text
+    without: Without | None
+    answer: Answered | None
+    steps: int  # that were computed
+    compared: int  # figures
+    difference: Difference | None
+
+
+class Replayed(Exception):
+    """Leaves a stage with what was found."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__()
+        self.findings = findings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """The step, and what is asked about it. `written` has the figures of the run by step."""
+
+    step: int
+    checkpoint: Path | None
+    written: Mapping[int, Mapping[str, float]]
+    say: Callable[[str], None]
+    update: int = 1
+    without: int | None = None
+    rollout: int | None = None  # whose log-prob is asked for; or that of an answer to a prompt
+    answer: str = ""
+    prompt: str = ""
+    top: int = 5
+
+
+@dataclass(eq=False, kw_only=True)
+class Seen:
+    """The update that is asked about. `levels` has the log-prob of every sequence, and last that of the answer that was asked about,
+    `before` it, `after` it, and after the one `without` a unit."""
+
+    prepared: Batch
+    rate: float
+    norm: float  # of the gradient
+    parts: list[Part]
+    spans: dict[Part, list[Span]]  # of the largest
+    additions: dict[str, float]
+    answer: Batch | None
+    masters: Tensors  # the weights before
+    weights: Tensors  # with those of other learners; empty where nothing is left out
+    moments: Tensors
+    roles: list[JSON]  # their states before
+    levels: dict[str, list[float]] = field(default_factory=dict)
+    change: Tensors = field(default_factory=dict)  # of the weights; empty where nothing moved
+
+
+@dataclass(eq=False)
+class ReplayLoop(Loop):
+    """See above. The rules of the monitor are off, but for those about numbers that are not finite: the run has passed them."""
+
+    question: Question = field(kw_only=True)
+    updates: int = 0  # of the step that is being computed
+    compared: int = 0
+    difference: Difference | None = None
+    rollouts: Sequence[Rollout] = ()
+    seen: Seen | None = None
+
+    def __post_init__(self) -> None:
+        self.keep_best, self.evaluate, self.trackers, self.on_step = False, None, None, None
+        off = tuple(name for name in RULES if name not in ALWAYS)
+        self.monitor = replace(self.monitor, off=off, warn=(), stop=())
+        super().__post_init__()
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        return self.question.checkpoint, []
+
+    def run(self) -> None:
+        asked, said = self.question, time.monotonic()
+        self.state = self.trainer.algorithm.start()
+        self.resume()
+        first = self.step
+        with self.stage_monitor.running() as monitor, uncollected():
+            while self.step < asked.step:
+                began, self.updates = time.perf_counter(), 0
+                with monitor.step(self.step + 1):
+                    figures = self.one_step()
+                self.compare(figures)
+                if self.step < asked.step:
+                    took = time.perf_counter() - began
+                    monitor.after(self.step, {**figures, "seconds/total": took})
+                if time.monotonic() - said > EVERY:
+                    asked.say(f"step {self.step} of {asked.step}")
+                    said = time.monotonic()
+            raise Replayed(self.findings(asked.step - first))
+
+    def compare(self, figures: Mapping[str, float]) -> None:
+        """Compare the figures of a step with those that the run wrote, to the bit."""
+        written = self.question.written.get(self.step, {})
+        for name, value in figures.items():
+            if name not in written or name.startswith(TIMES):
+                continue
+            self.compared += 1
+            same = value == written[name] or (value != value and written[name] != written[name])
+            if not same and self.difference is None:
+                self.difference = Difference(self.step, name, written[name], value)
+
+    def update(
+        self,
+        filled: Batch,
+        rate: float,
+        groups: Sequence[Group],
+        metrics: list[Metric],
+        arrays: list[TrainedArrays] | None,
+        meanwhile: Callable[[], None],
+    ) -> bool:
+        self.rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return super().update(filled, rate, groups, metrics, arrays, meanwhile)
+
+    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], None]) -> Update:
+        self.updates += 1
+        if (self.step + 1, self.updates) != (self.question.step, self.question.update):
+            return super().apply(prepared, rate, meanwhile)
+        self.question.say("the parts of the gradient")
+        with torch.random.fork_rng():
+            seen = self.seen = self.look(prepared, rate)
+        done = super().apply(prepared, rate, meanwhile)
+        seen.change, seen.levels["after"] = self.change(seen), self.levels(seen)
+        return done
+
+    def look(self, prepared: Batch, rate: float) -> Seen:
+        """What must be known of an update before the weights move. The trainer, its roles and the generators are left as they were."""
+        trainer, asked = self.trainer, self.question
+        rests = "the policy rests while its critic warms up: nothing moved it"
+        require("policy" not in prepared.resting, f"{self.where}: {rests}")
+        numbers = sorted(self.number(prepared, end - 1) for end in unit_ends(prepared))
+        for name, one in (("--without", asked.without), ("--answer", asked.rollout)):
+            some = f"{name} {one}: update {asked.update} of {self.where} trains on {self.kind}s"
+            known = f"{', '.join(map(str, numbers[:20]))}{', ...' * (len(numbers) > 20)}"
+            require(one is None or one in numbers, f"{some} {known}")
+        answer = self.answer(prepared)
+        states = [deepcopy(role.state()) for role in trainer.roles]
+        added = [(role.name, more) for role in trainer.roles if (more := role.draw()) is not None]
+        self.restore_roles(states)
+        whole = whole_gradient(trainer, prepared, added)
+        none = "the gradient is 0: no token carries loss, or all advantages are 0"
+        require(norm(whole) != 0, f"{self.where}: {none}")
+        parts = sorted(unit_parts(trainer, prepared, whole), key=rank)
+        kept = asked.without is not None
+        seen = Seen(
+            prepared=prepared,
+            rate=rate,
+            norm=norm(whole),
+            parts=parts,
+            spans={p: token_spans(trainer, prepared, p, whole) for p in parts[: asked.top]},
+            additions={name: self.addition_share(more, whole) for name, more in added},
+            answer=answer,
+            masters=copies(trainer.optimizer.masters),
+            weights=copies(trainer.weights()) if kept else {},
+            moments=copies(trainer.moments()) if kept else {},
+            roles=states,
+        )
+        seen.levels["before"] = self.levels(seen)
+        return seen
+
+    @property
+    def where(self) -> str:
+        return f"step {self.question.step}"
+
+    @property
+    def kind(self) -> str:
+        """What the units of an update are."""
+        unit = self.trainer.algorithm.unit
+        return unit if unit != "sequence" else "rollout" if self.rollouts else "example"
+
+    def number(self, batch: Batch, first: int) -> int:
+        """What the unit is called that has the given sequence: a rollout by its number in the step, as `posttrain show` has it."""
+        by_rollout = self.kind == "rollout" and "rollout_N" in batch.columns
+        return int(batch.rollout_N[first]) if by_rollout else batch.unit_N[first]
+
+    def restore_roles(self, states: Sequence[JSON]) -> None:
+        for role, state in zip(self.trainer.roles, states, strict=True):
+            role.restore(deepcopy(state))
+
+    def addition_share(self, more: Addition, whole: Tensors) -> float:
+        def backward() -> None:
+            for piece in micro_batches(with_loss(more.batch), self.trainer.token_budget):
+                self.trainer.forward_backward(piece, more.algorithm)
+
+        return dot(gradient(self.trainer, backward), whole) / dot(whole, whole)
+
+    def answer(self, prepared: Batch) -> Batch | None:
+        """The answer that was asked about, as a batch."""
+        asked = self.question
+        if not asked.answer:
+            return None
+        tokenizer, device = self.trainer.policy.tokenizer, prepared.ids_T.device
+        example = until_end(completion_example(asked.prompt, asked.answer, tokenizer, "--answer"))
+        return pack_examples([example], device).replace(temperature=prepared.temperature)
+
+    def levels(self, seen: Seen) -> list[float]:
+        """Of each sequence, and last of the answer: the log-prob of all tokens that carry loss, or the score at the last one."""
+        scored, found = self.trainer.algorithm.trains == "scorer", []
+        for batch in (seen.prepared, seen.answer) if seen.answer is not None else (seen.prepared,):
+            said_T = self.trainer.logprobs(batch).double()
+            own_T = said_T.where(batch.mask_T, 0.0)
+            for start, end in pairwise(batch.starts):
+                found.append(float(said_T[end - 1] if scored else own_T[start:end].sum()))
+        return found
+
+    def change(self, seen: Seen) -> Tensors:
+        """That of the weights since the update began."""
+        masters = self.trainer.optimizer.masters
+        return {name: m.detach() - seen.masters[name] for name, m in masters.items()}
+
+    # afterwards
+
+    def findings(self, steps: int) -> Findings:
+        """What was found at the step that was asked about, which has been made."""
+        asked, seen, many = self.question, self.seen, self.updates
+        made = f"{self.where} made {many} update{'s' * (many != 1)}"
+        missing = f"{made}: there is no update {asked.update} to look at"
+        require(seen is not None, missing)
+        assert seen is not None
+        without = None if asked.without is None else self.leave_out(seen, asked.without)
+        items = tuple(self.item(seen, part) for part in seen.parts)
+        finite = seen.norm == seen.norm
+        return Findings(
+            kind=self.kind,
+            measure="score" if self.trainer.algorithm.trains == "scorer" else "log-prob",
+            update=asked.update,
+            updates=many,
+            learning_rate=seen.rate,
+            grad_norm=seen.norm,
+            clipped=min(1.0, self.trainer.settings.clip_norm / seen.norm) if finite else 1.0,
+            update_norm=norm(seen.change),
+            items=items,
+            additions=seen.additions,
+            without=without,
+            answer=self.answered(seen, items),
+            steps=steps,
+            compared=self.compared,
+            difference=self.difference,
+        )
+
+    def answered(self, seen: Seen, items: Sequence[Item]) -> Answered | None:
+        """What was asked about; of a pair or a ranking, its first response."""
+        asked = self.question
+        if seen.answer is not None:
+            tokens = int(seen.answer.mask_T.sum())
+            return Answered(asked.prompt, asked.answer, tokens, *seen_levels(seen, -1))
+        if asked.rollout is None:
+            return None
+        m = next(item.members[0] for item in items if item.number == asked.rollout)
+        return Answered(m.prompt, m.text, m.tokens, m.before, m.after, m.without)
+
+    def leave_out(self, seen: Seen, left: int) -> Without:
+        """Make the update once more from where it began, without a unit."""
+        trainer, batch = self.trainer, seen.prepared
+        for learner in trainer.learners:  # one that began anew has no moments to put back
+            learner.optimizer.adam.state.clear()
+        trainer.restore(dict(seen.weights), dict(seen.moments))
+        self.restore_roles(seen.roles)
+        out = next(p for p in seen.parts if self.number(batch, p.first) == left)
+        rest = [n for n in range(batch.sequences) if not out.first <= n < out.last]
+        trainer.update(gather(batch, rest), seen.rate)
+        change, seen.levels["without"] = self.change(seen), self.levels(seen)
+        long, whole = norm(change), norm(seen.change)
+        apart = norm({name: t - seen.change[name] for name, t in change.items()})
+        cosine = dot(change, seen.change) / (long * whole) if long * whole else math.nan
+        return Without(left, cosine, long, apart / whole if whole else math.nan)
+
+    def item(self, seen: Seen, part: Part) -> Item:
+        tokenizer, ids = self.trainer.policy.tokenizer, seen.prepared.ids_T.tolist()
+        spans = []
+        for span in seen.spans.get(part, ()):
+            at = seen.prepared.starts[span.sequence]
+            text = str(tokenizer.decode(ids[at + span.first : at + span.last]))
+            place = span.sequence - part.first
+            spans.append(Tokens(place, span.first, span.last, text, span.share))
+        members = tuple(self.member(seen, n) for n in range(part.first, part.last))
+        return Item(
+            self.number(seen.prepared, part.first), part.share, part.norm, members, tuple(spans)
+        )
+
+    def member(self, seen: Seen, n: int) -> Member:
+        batch = seen.prepared
+        start, end = batch.starts[n], batch.starts[n + 1]
+        mask_T, advantage = batch.mask_T[start:end], None
+        if "advantage_T" in batch.columns and bool(mask_T.any()):
+            advantage = float(batch.advantage_T[start:end][mask_T].mean())
+        given = int(mask_T.int().argmax())
+        decode = Decoder(self.trainer.policy.tokenizer).decode
+        ids = batch.ids_T[start:end].cpu().numpy()
+        prompt, text = decode(ids[:given])[0], decode(ids[given:])[0]
+        reward = float(batch.reward_N[n])
+        place = n
+        if "rollout_N" in batch.columns:
+            place = int(batch.rollout_N[n])
+            rollout = self.rollouts[place]
+            prompt, text = rollout.problem.question, rollout.response
+        return Member(
+            place,
+            prompt,
+            text,
+            int(mask_T.sum()),
+            reward if reward == reward else None,
+            advantage,
+            *seen_levels(seen, n),
+        )
+
+
+def seen_levels(seen: Seen, n: int) -> tuple[float, float, float | None]:
+    """Before, after (the same where nothing was updated), and without."""
+    before = seen.levels["before"][n]
+    without = seen.levels["without"][n] if "without" in seen.levels else None
+    return before, seen.levels["after"][n] if "after" in seen.levels else before, without
+
+
+def rank(part: Part) -> float:
+    """The largest share first, for or against; before all, gradients that are not finite."""
+    return -abs(part.share) if math.isfinite(part.share) else -math.inf
+
+
+def copies(tensors: Tensors) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

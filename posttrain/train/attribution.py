@@ -1,0 +1,123 @@
+"""What each unit of an update, and each of its tokens, adds to the gradient.
+
+The weights of a loss are those of the whole update, so that the gradient g is the sum of the gradients g_i of its units, each of which
+is a backward pass of that unit alone. The share of a unit is <g_i, g> / |g|^2: shares sum to 1, and that of a unit which pulls against
+the others is negative. The loss depends on the weights through what the model says of each token (its log-prob x_t, or its score)
+alone, so that g_i is a sum over tokens too: that of a token is (dL/dx_t) <grad x_t, g> / |g|^2, and those of a unit sum to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.train.pack import host_mask, take, unit_ends, with_loss
+from posttrain.train.roles.base import Addition
+from posttrain.train.trainer import Trainer
+from posttrain.types import Batch
+
+Tensors = Mapping[str, Tensor]
+MAX_SPANS = 64  # backward passes for the tokens of one unit
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a unit: its sequences are first..last-1 of the batch."""
+
+    first: int
+    last: int
+    norm: float  # of its own gradient
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens first..last-1 of sequence `sequence` of the batch, counted from its beginning."""
+
+    sequence: int
+    first: int
+    last: int
+    share: float
+
+
+def gradient(trainer: Trainer, backward: Callable[[], object]) -> dict[str, Tensor]:
+    """The gradient of the model that the algorithm trains which `backward` makes, by parameter. The trainer keeps none."""
+    _drop(trainer)
+    backward()
+    masters = trainer.optimizer.masters
+    found = {name: m.grad for name, m in masters.items() if m.grad is not None}
+    _drop(trainer)
+    return found
+
+
+def _drop(trainer: Trainer) -> None:
+    for learner in trainer.learners:
+        learner.optimizer.zero()
+
+
+def whole_gradient(
+    trainer: Trainer, batch: Batch, added: Sequence[tuple[str, Addition]] = ()
+) -> dict[str, Tensor]:
+    """The gradient of a prepared update, in the micro-batches in which it is trained on, with what roles add to it."""
+    return gradient(trainer, lambda: trainer.accumulate(with_loss(batch), added, lambda: None))
+
+
+def dot(one: Tensors, other: Tensors) -> float:
+    """The inner product, summed in double precision."""
+    products = [(t * other[n]).sum(dtype=torch.float64) for n, t in one.items() if n in other]
+    return float(torch.stack(products).sum()) if products else 0.0
+
+
+def norm(tensors: Tensors) -> float:
+    return float(dot(tensors, tensors) ** 0.5)
+
+
+def unit_parts(trainer: Trainer, batch: Batch, whole: Tensors) -> Iterator[Part]:
+    """The part of every unit of a prepared update with the gradient `whole`."""
+    ends, squared, mask = unit_ends(batch), dot(whole, whole), host_mask(batch)
+    for first, last in pairwise([0, *ends]):
+        if not mask[batch.starts[first] : batch.starts[last]].any():
+            yield Part(first, last, 0.0, 0.0)
+            continue
+        piece = take(batch, first, last)
+        own = gradient(trainer, lambda piece=piece: trainer.forward_backward(piece))  # type: ignore[misc]
+        yield Part(first, last, norm(own), dot(own, whole) / squared)
+
+
+def token_spans(trainer: Trainer, batch: Batch, part: Part, whole: Tensors) -> list[Span]:
+    """The share of every token of a unit; of neighbours together where the unit has more than MAX_SPANS tokens that count."""
+    piece, squared = take(batch, part.first, part.last), dot(whole, whole)
+    slope = slopes(trainer, piece)
+    counts_T = torch.stack([column.ne(0) for column in slope.values()]).any(0).cpu().numpy()
+    at = np.flatnonzero(counts_T)
+    width = -(-len(at) // MAX_SPANS) if len(at) else 1
+    found = []
+    for n, (start, end) in enumerate(pairwise(piece.starts)):
+        own = at[(at >= start) & (at < end)]
+        for place in range(0, len(own), width):
+            first, last = int(own[place]), int(own[place : place + width][-1]) + 1
+
+            def backward(first: int = first, last: int = last) -> None:
+                columns = trainer.outputs(piece).columns
+                sums = [(slope[k][first:last] * columns[k][first:last]).sum() for k in slope]
+                torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
+
+            share = dot(gradient(trainer, backward), whole) / squared
+            found.append(Span(part.first + n, first - start, last - start, share))
+    return found
+
+
+def slopes(trainer: Trainer, piece: Batch) -> dict[str, Tensor]:
+    """[T] each: the derivative of the loss by every output for a token, such as its log-prob."""
+    with torch.no_grad():
+        outputs = trainer.outputs(piece)
+    leaves = {name: c.detach().requires_grad_() for name, c in outputs.columns.items()}
+    terms = trainer.algorithm.terms(outputs.replaced(leaves), piece).terms
+    total = torch.stack([(term.weight * term.loss).sum() for term in terms]).sum()
+    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
