@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from posttrain.errors import UserError
 from posttrain.runs import layout
 from posttrain.runs.index import FOLDER
-from posttrain.studio import pages_label, pages_review, pages_rollouts, pages_runs
+from posttrain.studio import pages_label, pages_replay, pages_review, pages_rollouts, pages_runs
 from posttrain.studio.guard import LOOPBACK, Guard
 from posttrain.studio.jobs import Jobs
 from posttrain.studio.library import Library
@@ -83,7 +83,7 @@ def make_app(
     studio = Studio(library, Jobs(home_of(library.roots[0])), Models(serve))
     studio.token = token or studio.token
     routes: list[Any] = [Route(path, partial(_page, studio)) for path in PAGES]
-    for part in (pages_runs, pages_rollouts, pages_label, pages_review):
+    for part in (pages_runs, pages_rollouts, pages_replay, pages_label, pages_review):
         routes += part.routes(studio)
     routes.append(Route("/api/events", partial(_events, studio)))
     routes.append(Mount("/static", StaticFiles(directory=STATIC)))

@@ -80,12 +80,44 @@ class Jobs:
         if process:
             os.kill(process, signal.SIGINT)
 
-    def _open(self, directory: Path, *words: str) -> Path:
+    def replay(self, words: list[str], result: Path) -> None:
+        """Compute a step again: `posttrain replay`, which writes the file `result`. One that is under way goes on."""
+        directory = Path(words[0])
+        running = f"{directory.name} is running; replay it when it has ended or was stopped"
+        require(live_owner(directory / layout.LOCK) is None, running)
+        self._make_room()
+        if result not in self.started:
+            for old in (result, _log(result)):
+                old.unlink(missing_ok=True)
+            command = ["replay", *words, f"--save={result}"]
+            self.started[result] = _run_apart(command, _log(result))
+
+    def replay_state(self, result: Path) -> tuple[str, str]:
+        """How far a replay is (none, running, done or failed), and what it said last."""
+        job, log = self.started.get(result), _log(result)
+        if job is not None and job.poll() is None:
+            return "running", _last_line(log) if log.stat().st_size else "starting"
+        if result.is_file():
+            return "done", ""
+        return ("failed", _last_line(log)) if log.is_file() else ("none", "")
+
+    def stop_replay(self, result: Path) -> None:
+        """End a replay that was started here."""
+        job = self.started.get(result)
+        require(job is not None and job.poll() is None, "no such replay is running")
+        if job is not None:
+            job.terminate()
+            with _log(result).open("a") as log:
+                log.write("stopped from the page\n")
+
+    def _make_room(self) -> None:
+        """Forget what has ended; refuse too many processes."""
         self.started = {path: job for path, job in self.started.items() if job.poll() is None}
-        require(
-            len(self.started) < MAX_PROCESSES,
-            f"{MAX_PROCESSES} runs were started from this page; wait for one",
-        )
+        many = f"{MAX_PROCESSES} processes were started from this page; wait for one"
+        require(len(self.started) < MAX_PROCESSES, many)
+
+    def _open(self, directory: Path, *words: str) -> Path:
+        self._make_room()
         log = self.root / ".studio" / f"{directory.name}.log"
         job = _run_apart(list(words), log)
         self.started[directory] = job
@@ -141,6 +173,10 @@ def _run_apart(words: list[str], log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
+
+
+def _log(result: Path) -> Path:
+    return result.with_suffix(".log")
 
 
 def _last_line(log: Path) -> str:

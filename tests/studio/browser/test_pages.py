@@ -19,7 +19,7 @@ from posttrain.runs.write import RunWriter
 from posttrain.studio.library import run_id
 
 pytestmark = pytest.mark.studio
-PAGES = ["", "/pipeline", "/rollouts", "/rollouts/rl/40/0", "/review", "/hacking", "/settings"]
+PAGES = ["", "/pipeline", "/rollouts", "/rollouts/rl/40/0", "/replay", "/review", "/hacking", "/settings"]
 
 
 @pytest.fixture(scope="module")

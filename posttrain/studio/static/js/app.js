@@ -6,6 +6,7 @@ import * as compare from "./compare.js";
 import * as rollouts from "./rollouts.js";
 import * as pipeline from "./pipeline.js";
 import * as label from "./label.js";
+import * as replay from "./replay.js";
 import * as review from "./review.js";
 import * as play from "./play.js";
 
@@ -20,6 +21,7 @@ const PAGES = [
   [/^\/run\/(\w+)\/rollouts$/, "runs", rollouts.page],
   [/^\/run\/(\w+)\/rollouts\/([\w.-]+)\/(\d+)\/(\d+)$/, "runs", rollouts.one],
   [/^\/run\/(\w+)\/pipeline$/, "runs", pipeline.page],
+  [/^\/run\/(\w+)\/replay$/, "runs", replay.page],
   [/^\/run\/(\w+)\/review$/, "runs", review.page],
   [/^\/run\/(\w+)\/hacking$/, "runs", review.hacking],
   [/^\/label$/, "label", label.page],

@@ -37,17 +37,20 @@ export class Chart {
   /**
    * @param {{title: string, text: string, percent?: boolean}} words
    * @param {(zoom: [number, number]|null) => void} zoomed
+   * @param {(label: string, step: number) => void} [picked] a point was clicked
    */
-  constructor(words, zoomed) {
+  constructor(words, zoomed, picked) {
     this.words = words;
     this.zoomed = zoomed;
+    this.picked = picked;
     /** @type {Curve[]} */
     this.curves = [];
     /** @type {any} */
     this.plot = null;
     this.key = "";
     this.now = h("span", { class: "now" });
-    this.place = h("div", { class: "plot", role: "img", "aria-label": words.title });
+    this.place = h("div", { class: "plot", role: "img", "aria-label": words.title, title: picked ? "Click a point: what moved the model in that step?" : null, onmousedown: (/** @type {MouseEvent} */ e) => (this.pressed = e.clientX), onclick: (/** @type {MouseEvent} */ e) => Math.abs(e.clientX - this.pressed) < 4 && this.pick() });
+    this.pressed = 0; // where the mouse was: a drag zooms, and is no click
     this.legend = h("div", { class: "legend" });
     const more = h("button", { class: "icon", type: "button", title: "Explain", "aria-label": `Explain ${words.title}`, onclick: () => this.node.classList.toggle("open") }, "?");
     const save = h("button", { class: "icon", type: "button", title: "Save as PNG", "aria-label": `Save ${words.title} as PNG`, onclick: () => this.save() }, "⤓");
@@ -142,6 +145,22 @@ export class Chart {
     const ends = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
     u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
     this.zoomed([ends[0], ends[1]]);
+  }
+
+  /** The curve nearest to the pointer, and its step there. */
+  pick() {
+    const { idx, top } = this.plot?.cursor ?? {};
+    if (!this.picked || idx === null || idx === undefined) return;
+    const away = (/** @type {number} */ n) => {
+      const y = this.plot.data[1 + 3 * n]?.[idx];
+      return y === null || y === undefined ? Infinity : Math.abs(this.plot.valToPos(y, "y") - top);
+    };
+    const [near] = this.curves.map((_, n) => n).sort((a, b) => away(a) - away(b));
+    if (near === undefined || away(near) === Infinity) return;
+    const { label, series } = this.curves[near];
+    const x = this.plot.data[0][idx];
+    const xs = this.view?.axis === "time" ? series.time.map((t) => (t - (this.view?.began ?? 0)) / 60) : series.step;
+    this.picked(label, Math.round(series.step[xs.indexOf(x)]));
   }
 
   point() {

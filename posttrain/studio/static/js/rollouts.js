@@ -1,6 +1,7 @@
 // What the model wrote: a list to sort and filter, and each rollout with its group and its tokens.
 import { address, get } from "./api.js";
 import { fill, h, number, visible } from "./dom.js";
+import { open } from "./replay.js";
 import { head } from "./run.js";
 
 const SORTS = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["advantage", "Advantage"]];
@@ -76,7 +77,7 @@ export async function one(main, [id, stage, step, place]) {
   const parts = Object.entries(r.parts);
   fill(main, head(run, "/rollouts"),
     h("div", { class: "row between" }, h("h2", {}, visible(stage), ` step ${step}, rollout ${place}`),
-      h("div", { class: "row" }, h("button", { type: "button", disabled: at === 0, onclick: () => move(-1) }, h("kbd", {}, "p"), "Previous"), h("button", { type: "button", disabled: at + 1 >= found.count, onclick: () => move(1) }, h("kbd", {}, "n"), "Next"), near(-1) !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts/${stage}/${near(-1)}/0` }, "Earlier step"), near(1) !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts/${stage}/${near(1)}/0` }, "Later step"))),
+      h("div", { class: "row" }, h("button", { type: "button", title: "Compute the step again, and once more without this rollout", onclick: () => open(id, { stage, step: Number(step), without: at, answer: place }) }, "What did it change?"), h("button", { type: "button", disabled: at === 0, onclick: () => move(-1) }, h("kbd", {}, "p"), "Previous"), h("button", { type: "button", disabled: at + 1 >= found.count, onclick: () => move(1) }, h("kbd", {}, "n"), "Next"), near(-1) !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts/${stage}/${near(-1)}/0` }, "Earlier step"), near(1) !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts/${stage}/${near(1)}/0` }, "Later step"))),
     h("dl", { class: "row facts card" }, [["Reward", number(r.reward)], ["Advantage", number(r.advantage)], ["Tokens", r.length], ["Outcome", r.failure ?? (r.outcome || "–")], ["Ended by", r.finish], ...parts.map(([k, v]) => [k, number(/** @type {number} */ (v))])].map(([k, v]) => h("div", {}, h("dt", {}, visible(k)), h("dd", {}, visible(v))))),
     h("section", { class: "card stack" }, h("h3", {}, "Problem ", h("a", { class: "small", href: address(`/run/${id}/rollouts`, { problem: r.problem, sort: "step", down: "false" }) }, "the same over training")), h("div", { class: "text" }, visible(r.question)), r.answer && h("p", { class: "dim small" }, "Right answer: ", visible(r.answer))),
     r.conversation.length ? transcript(r.conversation) : !found.tokens && h("section", { class: "card stack" }, h("h3", {}, "Answer"), h("div", { class: "text" }, visible(r.response)), r.cut && h("p", { class: "dim" }, `cut here; it has ${number(r.characters)} characters`)),

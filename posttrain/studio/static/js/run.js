@@ -3,9 +3,10 @@ import { follow, get, post } from "./api.js";
 import { Chart } from "./charts.js";
 import { ago, announce, duration, fill, h, number, visible } from "./dom.js";
 import { explain, isBound, load } from "./metrics.js";
+import { open } from "./replay.js";
 import { MARKS, chip } from "./runs.js";
 
-const TABS = [["", "Overview"], ["/pipeline", "Pipeline"], ["/rollouts", "Rollouts"], ["/review", "Review"], ["/hacking", "Reward hacking"], ["/settings", "Settings"]];
+const TABS = [["", "Overview"], ["/pipeline", "Pipeline"], ["/rollouts", "Rollouts"], ["/replay", "Replay"], ["/review", "Review"], ["/hacking", "Reward hacking"], ["/settings", "Settings"]];
 
 /** What stands above every page of a run. @param {any} run @param {string} here */
 export function head(run, here) {
@@ -122,7 +123,7 @@ export async function page(main, [id]) {
       nodes.push(h("div", { class: "group-title" }, h("h2", {}, title), h("span", { class: "dim" }, text)));
       for (const figure of inside) {
         if (!charts.has(figure)) {
-          const chart = new Chart(explain(figure), zoom);
+          const chart = new Chart(explain(figure), zoom, (name, step) => open(id, { stage: name, step }));
           chart.node.dataset.figure = figure;
           charts.set(figure, chart);
           near.observe(chart.node);
