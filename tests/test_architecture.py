@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline serve __version__",
     "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe commands.replay",
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console __version__",
-    "serve": f"{MODELS} engine",
+    "serve": f"{MODELS} engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream system.files runs.read runs.layout "
     "runs.index runs.status "

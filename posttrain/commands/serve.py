@@ -18,6 +18,7 @@ from posttrain.runs.read import Run
 from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
+    from posttrain.commands.rewards import RunRewards
     from posttrain.serve.server import Server
 
 BASE = "base"  # the model that the first stage of a run began with
@@ -64,15 +65,35 @@ def context_length(place: str) -> int | None:
 
 @contextmanager
 def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Sequence[str]]]:
-    """A server of a model or a run whose port is open and whose default model is loaded, and lines to show."""
+    """A server of a model or a run whose port is open and whose default model is loaded, and lines to show. That of a run also gives
+    the rewards of its reward models and rl stages."""
     needs = "serve needs its packages: pip install 'posttrain[serve]'"
     require(all(map(find_spec, ("starlette", "uvicorn"))), needs)
-    from posttrain.serve.app import Limits, application
-    from posttrain.serve.models import Models
-    from posttrain.serve.server import Address, make_server
+    from posttrain.commands.rewards import run_rewards
 
     pairs = dict(config.pair(argument) for argument in settings)
     options: ServeOptions = config.from_tree(pairs, ServeOptions, "serve")
+    folder = Path(model).expanduser()
+    if (folder / CONFIG).is_file():
+        with (
+            run_rewards(folder, options.device) as rewards,
+            _serving(model, options, rewards) as it,
+        ):
+            yield it
+    else:
+        with _serving(model, options) as it:
+            yield it
+
+
+@contextmanager
+def _serving(
+    model: str, options: ServeOptions, rewards: RunRewards | None = None
+) -> Iterator[tuple[Server, Sequence[str]]]:
+    from posttrain.serve.app import Limits, application
+    from posttrain.serve.models import Models
+    from posttrain.serve.scoring import Scoring
+    from posttrain.serve.server import Address, make_server
+
     places = model_places(model)
     default = [*places][-1]
     first = {default: open_policy(places[default], options.device)}
@@ -87,9 +108,13 @@ def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Seque
     )
     address = Address(options.host, options.port, options.token, options.hosts).secured()
     limits = Limits(options.body_bytes, options.requests)
+    given = (rewards.models(), rewards.of_stages()) if rewards else ()
+    scoring = Scoring(models, *given)
+    lines = [rewards.note] if rewards and rewards.note else []
     try:
-        server = make_server(application(lambda _: models, limits), address, limits)
-        lines = [f"serving {', '.join(places)} at {server.url}/v1"]
+        routes = application(lambda _: models, limits, scores=scoring)
+        server = make_server(routes, address, limits)
+        lines.append(f"serving {', '.join(places)} at {server.url}/v1")
         made = address.token != options.token
         yield server, lines + ([f"token: {address.token}"] if made else [])
     finally:

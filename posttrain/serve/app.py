@@ -12,6 +12,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ from posttrain.serve.wire import (
     Delta,
     Form,
     Refused,
+    ScoreBody,
     TextBody,
     read_body,
     refusal,
@@ -47,6 +49,16 @@ class Source(Protocol):
 
     async def answer(self, body: Body, retry: bool) -> Answer:
         """Begin to answer; `retry`: the client has asked this before, and did not get the answer."""
+
+
+class Scores(Protocol):
+    """Scores answers."""
+
+    def names(self) -> Mapping[str, str]:
+        """What can score, and what it is: a policy gives log-probs, a reward_model and the reward of a stage give rewards."""
+
+    async def score(self, body: ScoreBody) -> JSON:
+        """The scores of a request's items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +231,20 @@ def event(tree: JSON) -> str:
     return f"data: {json.dumps(tree)}\n\n"
 
 
+async def score(scores: Scores, limits: Limits, request: Request) -> Response:
+    """What can score, or the scores of what was sent."""
+    if request.method != "POST":
+        cards = [{"id": name, "kind": kind} for name, kind in scores.names().items()]
+        return JSONResponse({"object": "list", "data": cards})
+    try:
+        return JSONResponse(await scores.score(read_body(await read(request, limits), ScoreBody)))
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        found = _logged(error)
+        return JSONResponse(found.body(), found.status)
+
+
 def _logged(error: Exception) -> Refused:
     found = refusal(error)
     if found.status >= 500 and not isinstance(error, Refused):
@@ -226,8 +252,13 @@ def _logged(error: Exception) -> Refused:
     return found
 
 
-def application(find: Callable[[Request], Source], limits: Limits, prefix: str = "") -> Starlette:
-    """The routes of a server; `find` gives who answers a request."""
+def application(
+    find: Callable[[Request], Source],
+    limits: Limits,
+    prefix: str = "",
+    scores: Scores | None = None,
+) -> Starlette:
+    """The routes of a server; `find` gives who answers a request, `scores` scores answers."""
 
     async def chat(request: Request) -> Response:
         return await respond(request, find, ChatBody, limits)
@@ -258,6 +289,7 @@ def application(find: Callable[[Request], Source], limits: Limits, prefix: str =
     async def missing(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
+        known += ", GET and POST /v1/score" if scores else ""
         text = f"{request.method} {request.url.path[:100]}: there are {known}"
         return await refused(request, Refused(status, text, "unknown_url"))
 
@@ -267,6 +299,8 @@ def application(find: Callable[[Request], Source], limits: Limits, prefix: str =
         Route(f"{prefix}/v1/models", models),
         Route("/health", health),
     ]
+    if scores is not None:
+        routes.append(Route("/v1/score", partial(score, scores, limits), methods=["GET", "POST"]))
     return Starlette(
         routes=routes, exception_handlers={404: missing, 405: missing, Refused: refused}
     )

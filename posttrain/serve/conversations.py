@@ -71,7 +71,7 @@ class Conversations:
 
     def prompt(self, body: ChatBody) -> Prompt:
         """What the policy reads of a conversation, as it continues one that was served."""
-        rows = [_row(message) for message in body.messages]
+        rows = [message_row(message) for message in body.messages]
         messages = parse_messages(rows, "messages")
         shown = body.tools if body.tool_choice != "none" else None
         tools = parse_tools(shown, "tools") if shown else None
@@ -109,7 +109,7 @@ class Conversations:
         return turn
 
 
-def _row(message: JSON) -> JSON:
+def message_row(message: JSON) -> JSON:
     """A message as templates know it: OpenAI's newer name of the system role is the system's."""
     if not isinstance(message, dict):
         return message

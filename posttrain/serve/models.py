@@ -10,9 +10,11 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +33,7 @@ KEPT = (
 LONG = 1 << 20  # tokens, where a model does not say how long its context is
 ID_BYTES = 8
 
+Result = TypeVar("Result")
 Found = tuple[int, Completion | Exception]  # which choice of a request, and what is new of it
 
 
@@ -107,6 +110,20 @@ class SamplingThread(threading.Thread):
         self.loop = asyncio.get_running_loop()
         self.orders.append(work)
         self.awake.set()
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, done between two bursts."""
+        done: Future[Result] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
+
+        self.order(run)
+        return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         self.closing = True

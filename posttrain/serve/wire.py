@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,7 +27,7 @@ NEUTRAL: dict[str, JSON] = {
     **{"repetition_penalty": 1, "best_of": 1, "echo": False, "ignore_eos": False},
     **{"logit_bias": {}, "suffix": "", "modalities": ["text"], "response_format": {"type": "text"}},
 }
-MAX_CHOICES = 128
+MAX_CHOICES, MAX_ITEMS = 128, 256
 MISSING = -9999.0  # for a log-prob of minus infinity, which JSON has not
 TEXT_TOKENS = 16  # of /v1/completions where none are asked for, as OpenAI's
 
@@ -127,7 +127,31 @@ class TextBody(Body):
         return self.max_tokens or TEXT_TOKENS
 
 
-Kind = TypeVar("Kind", bound=Body)
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class ScoreItem(BaseModel):
+    """A prompt, as messages, text or ids, and an answer to it, as text or ids."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    messages: list[Any] = []
+    prompt: str | list[Id] = ""
+    answer: str | list[Id]
+    gold: str = ""  # the right answer, where a task's reward needs it
+
+
+class ScoreBody(BaseModel):
+    """/v1/score."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str = ""
+    against: str = ""  # a model from which the KL is estimated
+    items: list[ScoreItem] = Field(min_length=1, max_length=MAX_ITEMS)
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_body(data: bytes, kind: type[Kind]) -> Kind:

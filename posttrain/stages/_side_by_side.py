@@ -39,14 +39,16 @@ class Asked:
     held_out: bool = True
 
 
-def answering_models(directory: Path, stages: Iterable[str]) -> dict[str, Path]:
-    """The models of a run that can answer, by stage, in the order of the stages; reward models cannot."""
+def answering_models(
+    directory: Path, stages: Iterable[str], answering: bool = True
+) -> dict[str, Path]:
+    """The models of a run that can answer, by stage, in the order of the stages; or those that cannot: reward models."""
     folders = {name: directory / "stages" / name / "model" for name in stages}
     configs = {name: folder / "config.json" for name, folder in folders.items()}
     return {
         name: folders[name]
         for name, file in configs.items()
-        if file.is_file() and "ForSequenceClassification" not in read_text(file)
+        if file.is_file() and ("ForSequenceClassification" not in read_text(file)) == answering
     }
 
 

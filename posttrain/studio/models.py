@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from posttrain.types import JSON
 
 ANSWER_SECONDS, START_SECONDS = 120.0, 120.0
 SERVERS = 2  # processes that are kept
+KINDS = ("policy", "reward_model", "stage")  # of what scores
+ITEMS = 128  # that are scored in one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class Server:
     ) -> JSON:
         """The answer to a conversation: its text, tokens with their log-probs, and why it ended."""
         sent = {"model": model, "messages": list(messages), "logprobs": True, **options}
-        choice = (self._call("POST", "/chat/completions", sent).get("choices") or [{}])[0]
+        sent["return_token_ids"] = True
+        found = self._call("POST", "/chat/completions", sent)
+        choice = (found.get("choices") or [{}])[0]
         tokens = (choice.get("logprobs") or {}).get("content") or []
         logprobs = [float(token.get("logprob", 0.0)) for token in tokens]
         return {
@@ -52,7 +57,66 @@ class Server:
                 for t, p in zip(tokens, logprobs, strict=True)
             ],
             "logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+            "ids": [found.get("prompt_token_ids") or [], choice.get("token_ids") or []],
         }
+
+    def scorers(self) -> dict[str, str]:
+        """What can score answers, and its kind: policy, reward_model or stage. Other servers than ours cannot."""
+        try:
+            found = self._call("GET", "/score").get("data", [])
+        except UserError:
+            return {}
+        cards = [one for one in found if isinstance(one, dict) and one.get("kind") in KINDS]
+        return {str(one.get("id", "")): str(one["kind"]) for one in cards}
+
+    def score(
+        self, model: str, items: Sequence[Mapping[str, JSON]], against: str = ""
+    ) -> list[dict[str, Any]]:
+        """The scores of answers, in order."""
+        found: list[dict[str, Any]] = []
+        for start in range(0, len(items), ITEMS):
+            sent = {"model": model, "against": against, "items": list(items[start : start + ITEMS])}
+            found += self._call("POST", "/score", sent).get("data", [])
+        require(len(found) == len(items), "the model server gave another number of scores")
+        return found
+
+    def judge(self, answers: Sequence[dict[str, JSON]], gold: str = "") -> None:
+        """Give each answer, of the model `stage`, its KL from the first model and every reward that the server knows; its ids go."""
+        items = []
+        for one in answers:
+            prompt, said = one.pop("ids")
+            items.append({"prompt": prompt, "answer": said, "gold": gold})
+            one |= {"kl": None, "base": None, "rewards": []}
+        known = self.scorers()
+        base = next((name for name, kind in known.items() if kind == "policy"), "")
+        read = [n for n, item in enumerate(items) if item["prompt"] and item["answer"]]
+        for n in read:
+            name = str(answers[n]["stage"])
+            if base != name and known.get(name) == "policy":
+                with suppress(UserError):  # a base with another vocabulary, say
+                    found = self.score(name, [items[n]], base)[0]
+                    answers[n] |= {"kl": found.get("kl"), "base": base}
+        for name, kind in known.items():
+            if kind != "policy" and read:
+                self._reward(name, kind, [answers[n] for n in read], [items[n] for n in read])
+
+    def _reward(
+        self, name: str, kind: str, answers: Sequence[dict[str, JSON]], items: Sequence[JSON]
+    ) -> None:
+        try:
+            found = self.score(name, items)
+        except UserError as error:
+            found = [{"failure": str(error)}] * len(items)
+        for answer, score in zip(answers, found, strict=True):
+            answer["rewards"].append(
+                {
+                    "name": name.removesuffix("/reward") if kind == "stage" else name,
+                    "kind": kind,
+                    "value": score.get("reward"),
+                    "parts": score.get("parts") or {},
+                    "failure": score.get("failure"),
+                }
+            )
 
     def _call(self, method: str, path: str, sent: JSON = None) -> dict[str, Any]:
         import httpx

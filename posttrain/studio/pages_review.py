@@ -276,7 +276,9 @@ def _answer(
 ) -> JSON:
     run, _, stage = model.partition("/")
     if run in studio.library.runs() and stage:
-        return studio.models.of_run(studio.library.index(run).run.directory).ask(
-            stage, turns, options
-        )
-    return studio.models.named().ask(model, turns, options)
+        server = studio.models.of_run(studio.library.index(run).run.directory)
+    else:
+        server, stage = studio.models.named(), model
+    answer = {"stage": stage, **server.ask(stage, turns, options)}
+    server.judge([answer])
+    return answer

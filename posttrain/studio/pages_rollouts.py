@@ -310,18 +310,20 @@ def _first_and_last(index: Index, config: Sequence[dict[str, JSON]], prompt: str
 
 
 async def _ask(studio: Studio, request: Request) -> Response:
-    """The answers of every stage's model to a prompt of the user's, sampled now."""
-    prompt = text_of(await body(request), "prompt", 4000)
+    """The answers of every stage's model to a prompt of the user's, sampled now, with their rewards."""
+    sent = await body(request)
+    prompt, gold = text_of(sent, "prompt", 4000), text_of(sent, "gold", 4000, "")
     require(bool(prompt.strip()), "type a prompt")
     directory = studio.library.index(request.path_params["run"]).run.directory
-    return reply({"answers": await run_in_threadpool(ask_stages, studio, directory, prompt)})
+    return reply({"answers": await run_in_threadpool(ask_stages, studio, directory, prompt, gold)})
 
 
-def ask_stages(studio: Studio, directory: Path, prompt: str) -> list[JSON]:
-    """The same prompt, seed and temperature for the model of every stage."""
+def ask_stages(studio: Studio, directory: Path, prompt: str, gold: str = "") -> list[JSON]:
+    """The same prompt, seed and temperature for the model of every stage, and what each answer would be paid."""
     server = studio.models.of_run(directory)
     said, found = [{"role": "user", "content": prompt}], []
     for name in server.names():
         answer = server.ask(name, said, {"seed": 0, "max_tokens": ANSWER_TOKENS})
         found.append({"stage": name, **answer, "tokens": len(answer["tokens"])})
+    server.judge(found, gold)
     return found

@@ -234,3 +234,16 @@ def sequence_logprobs(policy: Policy, batch: Batch, token_budget: int) -> list[f
         logprob_T, sequences = forward(policy, piece).logprob_T, piece.sequences
         found += sequence_sums(logprob_T, piece.mask_T, piece.sequence_T, sequences).tolist()
     return found
+
+
+@torch.no_grad()
+def token_logprobs(
+    policy: Policy, rollouts: Sequence[Rollout], token_budget: int = 8192
+) -> list[np.ndarray]:
+    """log p(y_t | x, y_<t) of every token that was sampled, at temperature 1, for each rollout."""
+    policy.model.eval()
+    batch = pack_examples([Example(r.ids, r.mask) for r in rollouts], policy.device)
+    pieces = [forward(policy, piece).logprob_T for piece in micro_batches(batch, token_budget)]
+    logprob_T = torch.cat(pieces).double().cpu().numpy()
+    spans = zip(rollouts, pairwise(batch.starts), strict=True)
+    return [logprob_T[start:end][rollout.mask] for rollout, (start, end) in spans]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs_for_tests import make_run
@@ -25,10 +26,28 @@ ANSWER = {
         {
             "message": {"content": "<b>4</b>"},
             "finish_reason": "stop",
+            "token_ids": [7, 8],
             "logprobs": {"content": [{"token": "<b>4", "logprob": -0.5}, {"token": "</b>", "logprob": -1.5}]},
         }
-    ]
+    ],
+    "prompt_token_ids": [5, 6],
 }
+CARDS = [{"id": n, "kind": "policy"} for n in ("sft", "rl")] + [
+    {"id": "reward", "kind": "reward_model"},
+    {"id": "rl/reward", "kind": "stage"},
+]
+
+
+def score(sent: dict[str, Any]) -> object:
+    """A reward of 2 by the model, of 3 by the stage, and a KL of 0.5 from the first model."""
+    if sent["model"] == "rl/reward" and sent["items"][0]["gold"] == "4":
+        return {"error": {"message": "the reward broke"}}
+    found = {
+        "reward": 2.0 if sent["model"] == "reward" else 3.0,
+        "parts": {"task": 1.0},
+        "kl": 0.5 if sent["against"] else None,
+    }
+    return {"data": [{"index": n, **found} for n, _ in enumerate(sent["items"])]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -37,10 +56,13 @@ class Handler(BaseHTTPRequestHandler):
     asked: list[dict[str, object]] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
-        self.answer({"data": [{"id": "sft"}, {"id": "rl"}]})
+        self.answer({"data": CARDS if self.path.endswith("/score") else [{"id": "sft"}, {"id": "rl"}]})
 
     def do_POST(self) -> None:
         sent = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path.endswith("/score"):
+            self.answer(score(sent))
+            return
         self.asked.append(sent)
         refused = {"error": {"message": "the prompt is too long"}}
         self.answer(refused if sent["messages"][0]["content"] == "long" else ANSWER)
@@ -84,6 +106,27 @@ def test_every_stage_is_asked_the_same_question_with_the_same_seed(
     chat = {"messages": [{"role": "user", "content": "2+2="}], "temperature": 0.5}
     answer = studio.post("/api/chat", model=f"{run_id(tmp_path / 'run')}/rl", **chat)
     assert [t["token"] for t in answer["tokens"]] == ["<b>4", "</b>"] and Handler.asked[-1]["temperature"] == 0.5
+
+
+def test_every_answer_has_the_rewards_and_the_kl_that_the_server_computes(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", 10)
+    monkeypatch.setattr(models, "_start", lambda directory: Server(address))
+    studio, run = Studio(tmp_path), f"/api/runs/{run_id(tmp_path / 'run')}"
+    sft, rl = studio.post(f"{run}/ask", prompt="2+2=")["answers"]
+    assert (sft["kl"], sft["base"], rl["kl"], rl["base"]) == (None, None, 0.5, "sft")
+    assert [(r["name"], r["kind"], r["value"], r["parts"]["task"]) for r in rl["rewards"]] == [
+        ("reward", "reward_model", 2.0, 1.0),
+        ("rl", "stage", 3.0, 1.0),
+    ]
+    assert "ids" not in rl
+    failed = studio.post(f"{run}/ask", prompt="2+2=", gold="4")["answers"][1]["rewards"][1]
+    assert failed["value"] is None and "the reward broke" in failed["failure"]  # and the answer is there
+    studio.post(f"{run}/ask", 400, prompt="2+2=", gold="4" * 5000)
+    chat = {"messages": [{"role": "user", "content": "2+2="}]}
+    answer = studio.post("/api/chat", model=f"{run_id(tmp_path / 'run')}/rl", **chat)
+    assert answer["kl"] == 0.5 and len(answer["rewards"]) == 2
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

@@ -117,12 +117,15 @@ def test_a_typed_prompt_is_answered_by_every_stage_of_a_finished_run(tmp_path: P
     for name in ("pretrain", "sft", "rl"):
         page.click(f".steps button:has-text('{name}') >> nth=0")
         assert page.locator(".answer-card h3").first.inner_text() == name
-        assert "tokens" in page.locator(".answer-card .tiny").nth(1).inner_text()
+        said = page.locator(".answer-card .scores").inner_text()
+        assert all(name in said for name in ("Reward in rl", "Task's own score", "tokens")), said
+        assert ("KL from pretrain (one sample)" in said) == (name != "pretrain")
     visitor.go("/play")
     page.fill("textarea[aria-label='Message']", "a film:")
     page.keyboard.press("Enter")
     visitor.until("[...document.querySelectorAll('.bubble:not(.user)')].every((b) => b.innerText !== '…')", 60)
     assert page.locator(".bubble:not(.user)").count() == 2 and page.locator(".bubble.error").count() == 0
+    assert page.locator(".said .scores:has-text('Reward in rl')").count() == 2
     assert visitor.wrong == []
 
 

@@ -3,6 +3,7 @@ import { get, post } from "./api.js";
 import { diff } from "./diff.js";
 import { fill, h, number, visible } from "./dom.js";
 import { head } from "./run.js";
+import { scores } from "./scores.js";
 
 const WORDS = { pretrain: "learns to write", sft: "imitates examples", comparisons: "answers are compared", reward_model: "learns what people prefer", rl: "learns from rewards", evaluate: "is measured", preference: "learns from pairs", versus: "is compared", sample: "writes", best: "keeps the best" };
 
@@ -14,19 +15,20 @@ export async function page(main, [id], query) {
   let stage = null;
   let prompt = query.get("prompt") ?? data.prompts[0]?.question ?? "";
   let side = true;
-  /** @type {Record<string, {text: string, reward: number|null, tokens: number|null, logprob?: number, outcome?: string, kl?: number|null}[]>} */
+  /** @type {Record<string, {text: string, reward: number|null, tokens: number|null, outcome?: string, rewards?: any[]}[]>} */
   let typed = {};
   const row = h("div", { class: "steps card", role: "group", "aria-label": "Stages" });
   const answers = h("div", { class: "stack" });
   const scrub = h("div", {});
   const said = h("div", { class: "error", hidden: true, role: "alert" });
   const box = h("textarea", { rows: 2, "aria-label": "Prompt", placeholder: "Type a prompt, or choose one below" }, prompt);
+  const gold = h("input", { placeholder: "only where the reward needs it", maxlength: 4000 });
   const ask = h("button", { class: "main", type: "button", onclick: () => sample() }, "Ask every stage");
   const both = h("button", { type: "button", "aria-pressed": "true", onclick: () => ((side = !side), both.setAttribute("aria-pressed", String(side)), side && (stage = null), stages(), show()) }, "Side by side");
   const find = h("input", { type: "search", placeholder: "Find a prompt", "aria-label": "Find a prompt", oninput: () => prompts() });
   const list = h("div", { class: "prompts" });
   fill(main, head(run, "/pipeline"), h("p", { class: "dim" }, "A model is trained in stages. Choose a prompt, and click through the stages to see how its answer changes."), row,
-    h("div", { class: "split" }, h("aside", { class: "card stack filters" }, h("label", { class: "field" }, "Prompt", box), h("div", { class: "row" }, ask), said, h("h3", {}, "Saved by the run"), find, list), h("div", { class: "stack" }, h("div", { class: "row between" }, h("h2", {}, "Answers"), both), answers, scrub)));
+    h("div", { class: "split" }, h("aside", { class: "card stack filters" }, h("label", { class: "field" }, "Prompt", box), h("label", { class: "field" }, "Right answer", gold), h("div", { class: "row" }, ask), said, h("h3", {}, "Saved by the run"), find, list), h("div", { class: "stack" }, h("div", { class: "row between" }, h("h2", {}, "Answers"), both), answers, scrub)));
 
   function stages() {
     const nodes = [];
@@ -45,6 +47,7 @@ export async function page(main, [id], query) {
   }
   async function choose(/** @type {string} */ text) {
     prompt = box.value = text;
+    gold.value = "";
     typed = {};
     prompts();
     await reload();
@@ -59,7 +62,7 @@ export async function page(main, [id], query) {
     ask.disabled = true;
     ask.textContent = "The stages answer…";
     try {
-      const found = await post(`/api/runs/${id}/ask`, { prompt });
+      const found = await post(`/api/runs/${id}/ask`, { prompt, gold: gold.value });
       typed = {};
       for (const a of found.answers) (typed[a.stage] ??= []).push(a);
       prompts();
@@ -90,15 +93,15 @@ export async function page(main, [id], query) {
     const first = a.found[0] ?? { text: "" };
     const old = before?.found[0]?.text;
     const parts = old === undefined ? [h("span", {}, visible(first.text))] : diff(old, first.text).filter((p) => p.kind !== "gone").map((p) => (p.kind === "same" ? h("span", {}, visible(p.text)) : h("mark", { class: "new", title: "not in the answer before" }, visible(p.text))));
-    const facts = [first.reward !== null && first.reward !== undefined && `reward ${number(first.reward)}`, first.tokens && `${first.tokens} tokens`, first.kl !== undefined && first.kl !== null && `KL ${number(first.kl)}`, first.logprob !== undefined && `log-prob ${number(first.logprob)} a token`, first.outcome].filter(Boolean);
-    return h("article", { class: "card answer-card" }, h("div", { class: "row between" }, h("h3", {}, visible(a.name)), h("span", { class: "dim tiny" }, visible(a.note))), h("div", { class: "text" }, parts), h("div", { class: "dim tiny" }, facts.join(" · ")), a.gold && h("div", { class: "dim tiny" }, "right answer: ", visible(a.gold)), a.found.length > 1 && h("details", {}, h("summary", { class: "tiny" }, `${a.found.length - 1} more`), a.found.slice(1).map((/** @type {any} */ o) => h("p", { class: "text" }, visible(o.text)))));
+    const facts = [first.reward !== null && first.reward !== undefined && `reward ${number(first.reward)}`, first.tokens && `${first.tokens} tokens`, first.outcome].filter(Boolean);
+    return h("article", { class: "card answer-card" }, h("div", { class: "row between" }, h("h3", {}, visible(a.name)), h("span", { class: "dim tiny" }, visible(a.note))), h("div", { class: "text" }, parts), first.rewards ? scores(first) : h("div", { class: "dim tiny" }, facts.join(" · ")), a.gold && h("div", { class: "dim tiny" }, "right answer: ", visible(a.gold)), a.found.length > 1 && h("details", {}, h("summary", { class: "tiny" }, `${a.found.length - 1} more`), a.found.slice(1).map((/** @type {any} */ o) => h("p", { class: "text" }, visible(o.text)))));
   }
   /** A slider over the steps of a stage that learns from rollouts. */
   function slider() {
     const options = data.stages.filter((/** @type {any} */ s) => s.steps.length > 1);
     const chosen = options.find((/** @type {any} */ s) => s.name === stage) ?? options[options.length - 1];
     if (!chosen) return fill(scrub);
-    const out = h("output", { class: "number" });
+    const out = h("output");
     const place = h("div", { class: "side" });
     const range = h("input", { type: "range", min: 0, max: chosen.steps.length - 1, value: chosen.steps.length - 1, "aria-label": `Step of ${chosen.name}`, oninput: () => move() });
     let due = 0;

@@ -1,6 +1,7 @@
 // Talk with models, two side by side. They answer through a model server; the studio itself loads none.
 import { get, post } from "./api.js";
 import { announce, fill, h, number, visible } from "./dom.js";
+import { scores } from "./scores.js";
 
 /** @param {HTMLElement} main */
 export async function page(main) {
@@ -62,6 +63,7 @@ function side(models, place) {
         turns.push({ role: "assistant", content: answer.text });
         const tokens = answer.tokens.map((/** @type {any} */ t) => h("span", { title: number(Math.exp(t.logprob), true), style: { backgroundColor: `color-mix(in srgb, var(--c2) ${Math.round(42 * (1 - Math.exp(t.logprob)))}%, transparent)` } }, visible(t.token)));
         fill(place, tokens.length ? tokens : visible(answer.text));
+        log.append(...[scores(answer)].filter((node) => node !== null));
       } catch (error) {
         place.classList.add("error");
         fill(place, /** @type {Error} */ (error).message);

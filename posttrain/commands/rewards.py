@@ -1,0 +1,173 @@
+"""Rewards that a server gives to answers: those of a run's reward models, and what an rl stage of the run would pay."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain import pipeline
+from posttrain.commands.inspect import open_policy
+from posttrain.errors import UserError
+from posttrain.models.load import Reader, read_tokenizer
+from posttrain.runs.layout import CONFIG
+from posttrain.runs.read import Run
+from posttrain.runs.write import RunWriter
+from posttrain.stages._side_by_side import answering_models
+from posttrain.stages.base import Context, Stage, worker_pool
+from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_sources import (
+    ImplicitReward,
+    MixedReward,
+    ProcessRewardModels,
+    RewardModels,
+    RewardSource,
+    TaskReward,
+)
+from posttrain.stages.rl import RLStage
+from posttrain.system import machine
+from posttrain.system.workers import WorkerPool
+from posttrain.tasks.base import Task
+from posttrain.trust import Trust, trusting
+from posttrain.types import Problem, Rating, Rollout, Score
+
+if TYPE_CHECKING:
+    from posttrain.serve.scoring import Load
+
+KNOWN_PROBLEMS = 20_000  # of each split, among which the right answer to a prompt is looked for
+BUDGET = 8192  # tokens of a batch
+NO_GOLD = "the right answer to this prompt is not known; give it"
+
+
+@dataclass(eq=False)
+class TaskScore:
+    """A task's own score of answers to any prompt: one of its problems has its right answer, another prompt that which was given."""
+
+    task: Task
+    workers: WorkerPool
+
+    @cached_property
+    def known(self) -> dict[str, Problem]:
+        listed = (self.task.problems(split)[:KNOWN_PROBLEMS] for split in ("train", "test"))
+        return {problem.question.strip(): problem for problem in chain(*listed)}
+
+    def score(self, problem: Problem, response: str) -> Score:
+        found = self.known.get(problem.question.strip())
+        if found is None:
+            first = next(islice(self.known.values(), 1), problem)
+            if not problem.answer and (first.answer or first.facts):
+                return Score.failed(NO_GOLD)
+            found = problem
+        return asyncio.run(self.workers.score(self.task, found, response))
+
+
+@dataclass(eq=False)
+class LoadedReward:
+    """Reward models, a task's own score, or both: then the models give the reward, and the task's score is its part `task`."""
+
+    tokenizer: Any
+    rating: Rating | None
+    task: TaskScore | None = None
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        if self.task is None:
+            return rollouts
+        own = (self.task.score(one.problem, one.judged) for one in rollouts)
+        return [replace(one, score=score) for one, score in zip(rollouts, own, strict=True)]
+
+    def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        own = [one.score for one in rollouts]
+        if self.rating is None:
+            return own
+        found = self.rating.rate(rollouts)
+        return [
+            replace(score, parts={**score.parts, "task": ruled.value})
+            if score.valid and ruled.value is not None
+            else score
+            for score, ruled in zip(found, own, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class RunRewards:
+    """The rewards of a run; `note` says why those of stages are not there."""
+
+    context: Context
+    stages: Sequence[Stage]
+    workers: WorkerPool
+    note: str = ""
+
+    def models(self) -> dict[str, Load]:
+        """The reward models of the run, by stage."""
+        names = [
+            str(stage["name"]) for stage in Run(self.context.directory).config.get("stages", [])
+        ]
+        steps = {
+            stage.name
+            for stage in self.stages
+            if isinstance(stage, RewardModelStage) and stage.algorithm.learns_from == "step_labels"
+        }
+        return {
+            name: partial(self._model, name, ProcessRewardModels if name in steps else RewardModels)
+            for name in answering_models(self.context.directory, names, answering=False)
+        }
+
+    def of_stages(self) -> dict[str, Load]:
+        """What each rl stage pays, as STAGE/reward, where one answer is all that it takes and this machine computes it."""
+        found = [stage for stage in self.stages if isinstance(stage, RLStage) and _scores(stage)]
+        return {f"{stage.name}/reward": partial(self._stage, stage) for stage in found}
+
+    def _model(self, name: str, kind: type[RewardModels | ProcessRewardModels]) -> LoadedReward:
+        policy: Any = Reader(read_tokenizer(self.context.folder(name) / "model"), name)
+        rating = kind(models=(name,)).make(self.context, policy, name, BUDGET)
+        return LoadedReward(policy.tokenizer, rating)
+
+    def _stage(self, stage: RLStage) -> LoadedReward:
+        own, before = (self.context.folder(name) / "model" for name in (stage.name, stage.model))
+        place = str(next((folder for folder in (own, before) if folder.is_dir()), stage.model))
+        policy = open_policy(
+            place, self.context.device
+        )  # its vocabulary is compared, and its device is used
+        rating = stage.reward.make(self.context, policy, stage.name, BUDGET)
+        return LoadedReward(policy.tokenizer, rating, TaskScore(stage.task, self.workers))
+
+
+@contextmanager
+def run_rewards(directory: Path, device: str) -> Iterator[RunRewards]:
+    """The rewards of a run, as far as its directory is trusted. To be entered before anything uses CUDA or starts a thread."""
+    stages, trust, note = tuple[Stage, ...](), Trust(str(directory / CONFIG)), ""
+    try:
+        settings, _ = pipeline.settings_of(Run(directory), False, [])
+        stages, trust = settings.recipe.stages, settings.trust
+    except UserError as error:  # code that a run may not name, a task whose package is missing
+        note = f"the rewards of its rl stages cannot be computed: {error}"
+    scored = [stage for stage in stages if _scores(stage)]
+    with (
+        trusting(trust),
+        worker_pool(scored) as workers,
+        tempfile.TemporaryDirectory() as scratch,
+        RunWriter(Path(scratch)) as writer,
+    ):
+        context = Context(writer, 0, machine.device(device), say=False, place=directory)
+        yield RunRewards(context, stages, workers, note)
+
+
+def _scores(stage: Stage) -> bool:
+    """Whether one answer is all that its reward needs, and no other machine and no code of the user's is asked."""
+    if not isinstance(stage, RLStage):
+        return False
+    single = type(stage.task).run is Task.run
+    return single and _computed_here(stage.reward)
+
+
+def _computed_here(source: RewardSource) -> bool:
+    if isinstance(source, MixedReward):
+        return all(_computed_here(part.reward) for part in source.parts)
+    kinds = (TaskReward, RewardModels, ProcessRewardModels, ImplicitReward)
+    return isinstance(source, kinds) and not source.rated

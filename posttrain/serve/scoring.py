@@ -1,0 +1,169 @@
+"""Scores answers that were given: their log-probs under a served model, their KL from another one, and the reward that a reward model
+or a stage of a run would give them. Models are asked in the sampling thread, between two bursts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.data.chat import render_example, render_prompt
+from posttrain.data.records import parse_messages
+from posttrain.data.text import Decoder
+from posttrain.errors import require
+from posttrain.models.load import Reader, same_vocabulary
+from posttrain.serve.conversations import message_row
+from posttrain.serve.models import Models
+from posttrain.serve.wire import MISSING, Refused, ScoreBody, ScoreItem
+from posttrain.train.rating import token_logprobs
+from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
+
+UNSCORED = Score.failed("not scored")
+
+
+class Reward(Protocol):
+    """A reward that is loaded."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of the models it asks."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """The rollouts with what rules say of them. It asks no model."""
+
+    def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        """What the models say of them, or the rules where there are none."""
+
+
+Load = Callable[[], Reward]
+
+
+@dataclass(eq=False)
+class Scoring:
+    """Scores with the models of a server, and with reward models and rewards of stages, by name: each is loaded when it is first asked
+    for, and as many are kept as models."""
+
+    models: Models
+    reward_models: Mapping[str, Load] = field(default_factory=dict)
+    stages: Mapping[str, Load] = field(default_factory=dict)
+    ready: OrderedDict[str, tuple[Reward, Decoder]] = field(default_factory=OrderedDict)
+
+    def names(self) -> dict[str, str]:
+        names = dict.fromkeys(self.models.names, "policy")
+        names |= dict.fromkeys(self.reward_models, "reward_model")
+        return names | dict.fromkeys(self.stages, "stage")
+
+    async def score(self, body: ScoreBody) -> JSON:
+        if body.model in {**self.reward_models, **self.stages}:
+            require(not body.against, "against: a reward has no log-probs to compare")
+            found = await self._rewarded(body)
+        else:
+            found = await self._measured(body)
+        data = [{"index": place, **one} for place, one in enumerate(found)]
+        return {"object": "list", "model": body.model or self.models.default, "data": data}
+
+    async def _rewarded(self, body: ScoreBody) -> list[dict[str, JSON]]:
+        reward, decoder = await self._reward(body.model)
+        rollouts = [_rollout(item, decoder, f"items.{n}") for n, item in enumerate(body.items)]
+        ruled = await asyncio.to_thread(reward.score, rollouts)
+        scores = await self.models.thread.call(lambda: reward.rate(ruled))
+        return [
+            {
+                "tokens": rollout.length,
+                "reward": score.value,
+                "parts": dict(score.parts),
+                "outcome": score.outcome,
+                "failure": score.failure,
+            }
+            for rollout, score in zip(rollouts, scores, strict=True)
+        ]
+
+    async def _reward(self, name: str) -> tuple[Reward, Decoder]:
+        async with self.models.loading:
+            if name not in self.ready:
+                while len(self.ready) >= self.models.loaded:
+                    self.ready.popitem(last=False)
+                load = self.reward_models.get(name) or self.stages[name]
+                loaded = await asyncio.to_thread(load)
+                self.ready[name] = loaded, Decoder(loaded.tokenizer)
+            self.ready.move_to_end(name)
+            return self.ready[name]
+
+    async def _measured(self, body: ScoreBody) -> list[dict[str, JSON]]:
+        """Log-probs at temperature 1; summed over an answer and less those of `against`, one sample's estimate of the KL from it."""
+        model = await self.models.model(body.model)
+        rollouts = [
+            _rollout(item, model.decoder, f"items.{n}") for n, item in enumerate(body.items)
+        ]
+        own = await self._logprobs(body.model, rollouts)
+        others: list[np.ndarray] | None = None
+        if body.against:
+            base = await self.models.model(body.against)
+            same_vocabulary(
+                "against", Reader(model.tokenizer, model.name), Reader(base.tokenizer, base.name)
+            )
+            others = await self._logprobs(body.against, rollouts)
+        found = []
+        for place, logprobs in enumerate(own):
+            total = float(logprobs.sum())
+            kl = None if others is None else total - float(others[place].sum())
+            found.append(
+                {
+                    "tokens": len(logprobs),
+                    "logprobs": np.maximum(np.nan_to_num(logprobs), MISSING).tolist(),
+                    "logprob": total if isfinite(total) else None,
+                    "kl": kl if kl is not None and isfinite(kl) else None,
+                }
+            )
+        return found
+
+    async def _logprobs(self, name: str, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        model = await self.models.model(name)
+        model.requests += 1
+        try:
+            for rollout in rollouts:
+                model.engine.policy.check_length(len(rollout.ids))
+                known = bool((rollout.ids >= 0).all() and (rollout.ids < model.vocabulary).all())
+                require(known, f"ids: {model.name} has those from 0 to {model.vocabulary - 1}")
+            return await self.models.thread.call(
+                lambda: token_logprobs(model.engine.policy, rollouts)
+            )
+        finally:
+            model.requests -= 1
+
+
+def _rollout(item: ScoreItem, decoder: Decoder, where: str) -> Rollout:
+    """An answer as it would have been sampled. Ids are taken as they are; text in a conversation gets the token that ends a turn."""
+    tokenizer, rows = decoder.tokenizer, [message_row(message) for message in item.messages]
+    messages = parse_messages(rows, where) if rows else ()
+    if messages and isinstance(item.answer, str):
+        whole = render_example(
+            tokenizer, [*messages, Message("assistant", item.answer)], where, len(messages)
+        )
+        at = np.flatnonzero(whole.mask)
+        prompt, answer = whole.ids[: at[0]].tolist(), whole.ids[at[0] : at[-1] + 1].tolist()
+    else:
+        prompt = _ids(tokenizer, item.prompt, True)
+        prompt = list(render_prompt(tokenizer, messages, where)) if messages else prompt
+        answer = _ids(tokenizer, item.answer, False)
+    if not prompt or not answer:
+        raise Refused(400, f"{where}: a prompt and an answer need a token each", "invalid_item")
+    given, said = (np.array(ids, np.int64) for ids in (prompt, answer))
+    text, offsets = decoder.decode(said)
+    before = decoder.decode(given)[0]
+    question = messages[-1].content if messages else before
+    empty = np.zeros(len(said), np.float32)
+    reply = Segment(said, text, True, empty, offsets, empty.astype(np.int32), "stop")
+    problem = Problem("asked", question, item.gold)
+    return Rollout(problem, 0, (Segment(given, before, False), reply), UNSCORED)
+
+
+def _ids(tokenizer: Any, given: str | list[int], special: bool) -> list[int]:
+    if not isinstance(given, str):
+        return given
+    return list(tokenizer(given, add_special_tokens=special)["input_ids"]) if given else []
