@@ -166,14 +166,21 @@ class Labels:
             if item in self.items
         ]
 
-    def next(self, annotator: str, order: Order = "random") -> Item | None:
-        """The next item that this annotator has not seen; None where there is none."""
+    def next(
+        self,
+        annotator: str,
+        order: Order = "random",
+        disagreement: Mapping[str, float] | None = None,
+    ) -> Item | None:
+        """The next item that this annotator has not seen; None where there is none. `disagreement`, by item, replaces the file's."""
         who = annotator_name(annotator)
         done = {vote.item for vote in self.votes() if vote.annotator == who}
         ids = [*self.items]
         queue = [self.items[ids[n]] for n in permutation(len(ids), "queue", who)]
         if order == "disagreement":
-            queue.sort(key=lambda item: -item.disagreement)
+            own = {name: item.disagreement for name, item in self.items.items()}
+            known = own if disagreement is None else disagreement
+            queue.sort(key=lambda item: -known.get(item.id, -1.0))
         return next((item for item in queue if item.id not in done), None)
 
     def vote(

@@ -26,7 +26,7 @@ from posttrain.studio import pages_label, pages_replay, pages_review, pages_roll
 from posttrain.studio.guard import LOOPBACK, Guard
 from posttrain.studio.jobs import Jobs
 from posttrain.studio.library import Library
-from posttrain.studio.models import Models
+from posttrain.studio.models import Models, Server
 from posttrain.studio.replies import refused, word
 from posttrain.system.files import atomic_write
 
@@ -59,6 +59,13 @@ class Studio:
         with self.mutex:
             (self.home / FOLDER).mkdir(parents=True, exist_ok=True)
             atomic_write(self.home / FOLDER / TAGS, json.dumps(self.tags() | {run: tags}))
+
+    def server(self, model: str) -> tuple[Server, str]:
+        """Who is asked for a model, RUN/STAGE or one of the server that was named, and by which name."""
+        run, _, stage = model.partition("/")
+        if stage and run in self.library.runs():
+            return self.models.of_run(self.library.index(run).run.directory), stage
+        return self.models.named(), model
 
     @property
     def home(self) -> Path:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from posttrain.errors import UserError
@@ -20,11 +21,14 @@ from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
 from posttrain.runs.status import Status, alarms, status, verdict
 from posttrain.studio.replies import Missing
+from posttrain.system.files import MAX_JSON, read_bytes
 from posttrain.types import JSON
 
 DEPTH = 4  # folders below a root in which runs are looked for
 RESCAN = 2.0  # seconds between two searches for runs
 OPEN = 64  # indexes that are kept open
+LISTED = 50  # runs whose models are listed
+HEAD = b"ForSequenceClassification"  # in the configuration of a reward model
 SPARK = 40  # points of a row's curve
 FILES = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.ROLLOUTS)
 
@@ -110,6 +114,15 @@ class Library:
                 "began": 0.0,
                 "alarms": 0,
             }
+
+    def models(self, answering: bool = True) -> list[tuple[str, str]]:
+        """Run and stage of the models of the runs that changed last: those that answer, or the reward models."""
+        found = []
+        for name, path in islice(self.runs().items(), LISTED):
+            for file in sorted(path.glob("stages/*/model/config.json")):
+                if (HEAD not in read_bytes(file, MAX_JSON)) == answering:
+                    found.append((name, file.parts[-3]))
+        return found
 
     def place(self, path: Path) -> str:
         """Where a run is, from the folder that the studio was started on."""

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Server:
 
     address: str
     process: Any = None  # as jobs.py starts it
+    made: frozenset[str] = frozenset()  # stages whose models were there when it was started
 
     def names(self) -> list[str]:
         """Models that can be asked."""
@@ -41,24 +42,19 @@ class Server:
 
     def ask(
         self, model: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, JSON]
-    ) -> JSON:
+    ) -> dict[str, JSON]:
         """The answer to a conversation: its text, tokens with their log-probs, and why it ended."""
+        return self.answers(model, messages, options)[0]
+
+    def answers(
+        self, model: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, JSON]
+    ) -> list[dict[str, JSON]]:
+        """The same of all answers that the options ask for."""
         sent = {"model": model, "messages": list(messages), "logprobs": True, **options}
         sent["return_token_ids"] = True
         found = self._call("POST", "/chat/completions", sent)
-        choice = (found.get("choices") or [{}])[0]
-        tokens = (choice.get("logprobs") or {}).get("content") or []
-        logprobs = [float(token.get("logprob", 0.0)) for token in tokens]
-        return {
-            "text": str((choice.get("message") or {}).get("content") or ""),
-            "finish": str(choice.get("finish_reason", "")),
-            "tokens": [
-                {"token": str(t.get("token", "")), "logprob": p}
-                for t, p in zip(tokens, logprobs, strict=True)
-            ],
-            "logprob": sum(logprobs) / len(logprobs) if logprobs else None,
-            "ids": [found.get("prompt_token_ids") or [], choice.get("token_ids") or []],
-        }
+        prompt = found.get("prompt_token_ids") or []
+        return [_answer(choice, prompt) for choice in found.get("choices") or [{}]]
 
     def scorers(self) -> dict[str, str]:
         """What can score answers, and its kind: policy, reward_model or stage. Other servers than ours cannot."""
@@ -133,9 +129,28 @@ class Server:
             raise UserError(f"the model server: {said}")
         return dict(found)
 
+    @property
+    def ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
     def end(self) -> None:
         if self.process is not None:
             end(self.process)
+
+
+def _answer(choice: Mapping[str, Any], prompt: JSON) -> dict[str, JSON]:
+    tokens = (choice.get("logprobs") or {}).get("content") or []
+    logprobs = [float(token.get("logprob", 0.0)) for token in tokens]
+    return {
+        "text": str((choice.get("message") or {}).get("content") or ""),
+        "finish": str(choice.get("finish_reason", "")),
+        "tokens": [
+            {"token": str(t.get("token", "")), "logprob": p}
+            for t, p in zip(tokens, logprobs, strict=True)
+        ],
+        "logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        "ids": [prompt, choice.get("token_ids") or []],
+    }
 
 
 @dataclass(slots=True)
@@ -154,11 +169,15 @@ class Models:
         return Server(self.address.rstrip("/"))
 
     def of_run(self, directory: Path) -> Server:
-        """The server of a run's stages, started where there is none."""
+        """The server of a run's stages, started where there is none, and anew where the run has made other models since."""
+        made = frozenset(path.parent.name for path in directory.glob("stages/*/model"))
         with self._mutex:
             held = self._runs.pop(directory, None)
-            if held is None or (held.process is not None and held.process.poll() is not None):
-                held = _start(directory)
+            if held is not None and (held.made != made or held.ended):
+                held.end()
+                held = None
+            if held is None:
+                held = replace(_start(directory), made=made)
                 atexit.register(held.end)
             self._runs[directory] = held
             while len(self._runs) > SERVERS:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
 from posttrain.data.labels import Labels, Order, annotator_name
 from posttrain.data.preferences import spoken
 from posttrain.errors import UserError, require
-from posttrain.runs.index import Filter
+from posttrain.runs.index import Filter, Index
 from posttrain.runs.status import WAITING, status
 from posttrain.studio.library import require_stage, run_id
+from posttrain.studio.pages_rollouts import prompts_of
+from posttrain.studio.pairs import Background, Sampled
 from posttrain.studio.replies import Handler, Missing, body, reply, route, text_of, word
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 FOLDER = "labels"  # of files of comparisons
 PAIRS = 2000  # that are made of one run
+WAIT_SECONDS = 3.0  # in a request, for what is sampled or scored; the rest goes on without it
 GUIDELINES = "guidelines.txt"
 
 
@@ -47,6 +52,7 @@ class Desk:
     """The files of comparisons below the studio's folders, each read once."""
 
     studio: Studio
+    background: Background = field(default_factory=Background)
     _read: dict[str, tuple[float, Labels]] = field(default_factory=dict)
 
     def sources(self) -> dict[str, Source]:
@@ -86,6 +92,7 @@ def routes(studio: Studio) -> list[Any]:
     return [
         route("/api/label", on(_list)),
         route("/api/label", on(_create), "POST"),
+        route("/api/label/scorers", on(_scorers)),
         route("/api/label/{file}/next", on(_next)),
         route("/api/label/{file}/report", on(_report)),
         route("/api/label/{file}/vote", on(_vote), "POST"),
@@ -108,31 +115,50 @@ def _list(desk: Desk, request: Request) -> Response:
 
 
 def _next(desk: Desk, request: Request) -> Response:
-    """The next item of an annotator, with sides shuffled and no word of who wrote what."""
+    """The next item of an annotator, with sides shuffled and no word of who wrote what: at random, or where reward models disagree
+    most, as the file says, or as those of the run do which is named."""
     source, labels = desk.labels(request.path_params["file"])
-    who = annotator_name(word(request, "annotator"))
+    who, run = annotator_name(word(request, "annotator")), word(request, "run")
     order: Order = "disagreement" if word(request, "order") == "disagreement" else "random"
-    item = labels.next(who, order)
+    scored, known = None, None
+    if order == "disagreement" and run:
+        directory = desk.studio.library.index(run).run.directory
+        items = [*labels.items.values()]
+        scored, known = desk.background.score(
+            (source.id, run), lambda: desk.studio.models.of_run(directory), items, WAIT_SECONDS
+        )
+        require(not scored.error, f"the pairs cannot be scored: {scored.error}")
+    item = labels.next(who, order, known and {**known})
     mine = sum(vote.annotator == who for vote in labels.votes())
     shown: JSON = None
     if item is not None:
         sides = [spoken(item.responses[n]) for n in item.order(who)]
         shown = {"id": item.id, "prompt": spoken(item.prompt), "responses": sides}
-    file = source.file.with_name(GUIDELINES)
-    guidelines = (
-        file.read_text("utf-8", "replace")[:20_000]
-        if file.is_file() and not file.is_symlink()
-        else ""
-    )
+    sampled = desk.background.sampled.get(source.id)
     return reply(
         {
             "name": source.name,
             "item": shown,
             "done": mine,
             "items": len(labels.items),
-            "guidelines": guidelines,
+            "guidelines": _guidelines(source),
+            "sampled": sampled and sampled.tree(),
+            "scored": scored and scored.tree(),
         }
     )
+
+
+def _guidelines(source: Source) -> str:
+    file = source.file.with_name(GUIDELINES)
+    plain = file.is_file() and not file.is_symlink()
+    return file.read_text("utf-8", "replace")[:20_000] if plain else ""
+
+
+def _scorers(desk: Desk, request: Request) -> Response:
+    """Runs that have reward models."""
+    library = desk.studio.library
+    runs = dict.fromkeys(run for run, _ in library.models(answering=False))
+    return reply([{"id": run, "name": library.place(library.runs()[run])} for run in runs])
 
 
 async def _vote(desk: Desk, request: Request) -> Response:
@@ -185,7 +211,7 @@ def _download(desk: Desk, request: Request) -> Response:
 
 
 async def _create(desk: Desk, request: Request) -> Response:
-    """Make a file of comparisons out of a run's rollouts: two different answers to each prompt, of the last steps first."""
+    """Make a file of comparisons: of a run's rollouts, or, where a model is named, of answers that it samples now."""
     sent = await body(request)
     name, count = text_of(sent, "name", 60), sent.get("count", 200)
     require(
@@ -193,8 +219,19 @@ async def _create(desk: Desk, request: Request) -> Response:
         "a name has letters, digits, - and _",
     )
     require(isinstance(count, int) and 0 < count <= PAIRS, f"count must be a number up to {PAIRS}")
+    file = desk.studio.home / FOLDER / f"{name}.jsonl"
+    require(not file.exists(), f"there is a file {name} already")
+    if "model" in sent:
+        return await run_in_threadpool(_sample, desk, sent, file, int(count))
     index = desk.studio.library.index(text_of(sent, "run", 40))
-    stage = require_stage(index, text_of(sent, "stage", 100))
+    rows = _drawn(index, require_stage(index, text_of(sent, "stage", 100)), int(count))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
+    return reply({"id": _id(file), "rows": len(rows)}, 201)
+
+
+def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
+    """Two different answers to each prompt out of a stage's rollouts, of the last steps first."""
     while index.read_rollouts(2.0):
         pass
     rows: list[JSON] = []
@@ -210,8 +247,26 @@ async def _create(desk: Desk, request: Request) -> Response:
         if len(rows) >= count:
             break
     require(bool(rows), "no two answers to one prompt differ in this stage's rollouts")
-    file = desk.studio.home / FOLDER / f"{name}.jsonl"
-    require(not file.exists(), f"there is a file {name} already")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows[:count]))
-    return reply({"id": _id(file), "rows": len(rows[:count])}, 201)
+    return rows[:count]
+
+
+def _sample(desk: Desk, sent: dict[str, JSON], file: Path, count: int) -> Response:
+    """Two answers of a model to each prompt that was typed, or that its run knows; the first are there now, the rest comes later."""
+    model, temperature = text_of(sent, "model", 400), sent.get("temperature", 1.0)
+    fine = isinstance(temperature, int | float) and 0 < temperature <= 10
+    require(fine, "temperature must be above 0, and at most 10")
+    typed = sent.get("prompts", [])
+    few = isinstance(typed, list) and len(typed) <= PAIRS
+    require(few, f"prompts must be a list of at most {PAIRS}")
+    prompts = [text_of({"prompt": one}, "prompt", 4000) for one in typed if one]
+    if not prompts and model.partition("/")[0] in desk.studio.library.runs():
+        prompts = [*prompts_of(desk.studio.library.index(model.partition("/")[0]))]
+    require(bool(prompts), "type the prompts: there is no run of this model that knows some")
+    server, stage = desk.studio.server(model)
+    require(stage in server.names(), f"no model {stage[:100]!r} is served")
+    work = Sampled(server, stage, prompts, count, float(temperature))
+    progress = desk.background.sample(_id(file), file, work, WAIT_SECONDS)
+    while progress.running and not progress.done:
+        time.sleep(0.1)
+    require(progress.done > 0, f"nothing was sampled: {progress.error}")
+    return reply({"id": _id(file), "rows": progress.done}, 201)

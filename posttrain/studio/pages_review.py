@@ -32,7 +32,6 @@ from posttrain.studio.replies import (
     whole_of,
     word,
 )
-from posttrain.system.files import MAX_JSON, read_bytes
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ FILE = "reviews.sqlite"
 SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEXT, step INTEGER, number INTEGER, agrees INTEGER,
 flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL)"""
 HIGH = 0.5  # a part of at least this much says yes
-RUNS = 50  # whose models are listed
 QUEUE = 500  # rollouts from which the next one is taken
 DRIFTS = (
     "length",
@@ -230,13 +228,9 @@ async def _models(studio: Studio, request: Request) -> Response:
     """Who can be talked to: the models of the server that was named, and the stages of runs, as RUN/STAGE."""
     named = await run_in_threadpool(studio.models.named().names) if studio.models.address else []
     found = [{"id": name, "name": name} for name in named]
-    for run, path in [*studio.library.runs().items()][:RUNS]:
-        for file in sorted(path.glob("stages/*/model/config.json")):
-            stage = file.parts[-3]
-            if b"ForSequenceClassification" not in read_bytes(file, MAX_JSON):
-                found.append(
-                    {"id": f"{run}/{stage}", "name": f"{studio.library.place(path)}: {stage}"}
-                )
+    for run, stage in studio.library.models():
+        place = studio.library.place(studio.library.runs()[run])
+        found.append({"id": f"{run}/{stage}", "name": f"{place}: {stage}"})
     return reply({"models": found})
 
 
@@ -274,11 +268,7 @@ async def _chat(studio: Studio, request: Request) -> Response:
 def _answer(
     studio: Studio, model: str, turns: list[dict[str, str]], options: dict[str, JSON]
 ) -> JSON:
-    run, _, stage = model.partition("/")
-    if run in studio.library.runs() and stage:
-        server = studio.models.of_run(studio.library.index(run).run.directory)
-    else:
-        server, stage = studio.models.named(), model
+    server, stage = studio.server(model)
     answer = {"stage": stage, **server.ask(stage, turns, options)}
     server.judge([answer])
     return answer

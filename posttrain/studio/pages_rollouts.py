@@ -213,7 +213,9 @@ def _pipeline(studio: Studio, request: Request) -> Response:
         {
             "stages": found,
             "left": left,
-            "prompts": _prompts(index, config, text),
+            "prompts": [
+                {"question": q[:SHORT], "values": v} for q, v in prompts_of(index, text).items()
+            ],
             "answers": _answers(index, config, word(request, "prompt")),
         }
     )
@@ -228,17 +230,18 @@ def _evaluations(
             yield settings, rows
 
 
-def _prompts(index: Index, config: Sequence[dict[str, JSON]], text: str) -> list[JSON]:
-    """Prompts that every stage answered, then those of evaluations, those first whose answers changed, then those of rollouts."""
+def prompts_of(index: Index, text: str = "") -> dict[str, list[JSON]]:
+    """Prompts with what was paid for answers to them: those that every stage answered, then those of evaluations, those first whose
+    answers changed, then those of rollouts."""
     seen: dict[str, list[JSON]] = {}
-    for _, rows in _evaluations(index, config):
+    for _, rows in _evaluations(index, stages(index.run.config)):
         for row in rows:
             if text in str(row["question"]).lower():
                 seen.setdefault(str(row["question"]), []).append((row.get("values") or [None])[0])
     ranked = sorted(seen, key=lambda q: (-len(seen[q]), -(len({str(v) for v in seen[q]}) > 1)))
     first = dict.fromkeys(row.prompt for row in index.run.answers() if text in row.prompt.lower())
     every = dict.fromkeys([*first, *ranked[:200], *index.questions(text)])
-    return [{"question": q[:SHORT], "values": seen.get(q, [])} for q in every]
+    return {question: seen.get(question, []) for question in every}
 
 
 def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> list[JSON]:

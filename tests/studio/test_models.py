@@ -157,3 +157,16 @@ def test_only_a_few_servers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b", "a", "c"):
         kept.of_run(Path(name))
     assert ended == ["b"]
+
+
+def test_a_server_is_started_anew_when_the_run_has_made_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(models, "_start", lambda directory: started.append(directory) or Server("x"))
+    kept = Models()
+    (tmp_path / "stages" / "sft" / "model").mkdir(parents=True)
+    for _ in range(2):
+        kept.of_run(tmp_path)
+    assert len(started) == 1
+    (tmp_path / "stages" / "rl" / "model").mkdir(parents=True)
+    kept.of_run(tmp_path)
+    assert len(started) == 2

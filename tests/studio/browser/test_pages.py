@@ -126,6 +126,23 @@ def test_a_typed_prompt_is_answered_by_every_stage_of_a_finished_run(tmp_path: P
     visitor.until("[...document.querySelectorAll('.bubble:not(.user)')].every((b) => b.innerText !== '…')", 60)
     assert page.locator(".bubble:not(.user)").count() == 2 and page.locator(".bubble.error").count() == 0
     assert page.locator(".said .scores:has-text('Reward in rl')").count() == 2
+    visitor.go("/label")
+    page.select_option("label:has-text('Pairs of') select", "sampled")
+    page.fill("label:has-text('Name') input", "now")
+    page.fill("label:has-text('Prompts') textarea", "a film:\na typed prompt:")
+    page.fill("input[max='2000']", "6")
+    page.click("text=Make >> nth=-1")
+    page.fill("input[aria-label='Your name']", "ann")
+    page.keyboard.press("Enter")
+    for number in range(6):
+        page.wait_for_selector(f"[data-done='{number}']")
+        if number == 3:
+            page.select_option("select[aria-label='Next pair']", label="where reward models of run disagree")
+        page.wait_for_selector("[data-prompt]")
+        page.locator("h1").click()  # keys go to the page again
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("text=All are labelled")
+    assert len(Labels.read(tmp_path / "labels" / "now.jsonl").votes()) == 6
     assert visitor.wrong == []
 
 

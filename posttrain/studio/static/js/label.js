@@ -5,9 +5,9 @@ import { announce, fill, h, number, visible } from "./dom.js";
 /** @param {HTMLElement} main */
 export async function page(main) {
   document.title = "Label – posttrain studio";
-  const [sets, runs] = await Promise.all([get("/api/label"), get("/api/runs")]);
+  const [sets, runs, models] = await Promise.all([get("/api/label"), get("/api/runs"), get("/api/models")]);
   fill(main, h("h1", {}, "Label"), h("p", { class: "dim" }, "Say which of two answers is better. What people prefer trains a reward model, and that trains the model."),
-    sets.length ? h("div", { class: "charts" }, sets.map(set)) : h("div", { class: "card empty" }, h("h2", {}, "Nothing to label yet"), h("p", {}, "Make comparisons from the rollouts of a run below, or put a JSONL file of prompts and responses into the folder ", h("code", { class: "mono" }, "labels"), ".")), maker(runs.runs));
+    sets.length ? h("div", { class: "charts" }, sets.map(set)) : h("div", { class: "card empty" }, h("h2", {}, "Nothing to label yet"), h("p", {}, "Make comparisons below, or put a JSONL file of prompts and responses into the folder ", h("code", { class: "mono" }, "labels"), ".")), maker(runs.runs, models.models));
 }
 
 /** @param {any} s */
@@ -23,26 +23,42 @@ function set(s) {
     h("div", { class: "row" }, h("a", { class: "button", href: `/api/label/${s.id}/labels.jsonl`, download: "labels.jsonl" }, "Save as JSONL"), s.run && h("a", { class: "button", href: `/run/${s.run}` }, "The run that waits")));
 }
 
-/** @param {any[]} runs */
-function maker(runs) {
-  const with_rollouts = runs.filter((r) => r.stage);
-  if (!with_rollouts.length) return null;
-  const run = h("select", {}, with_rollouts.map((r) => h("option", { value: r.id }, r.name)));
+/** Makes a file of pairs: out of rollouts, or sampled now. @param {any[]} runs @param {{id: string, name: string}[]} models */
+function maker(runs, models) {
+  const written = runs.filter((r) => r.stage);
+  if (!written.length && !models.length) return null;
+  const kind = h("select", { onchange: () => choose() }, written.length > 0 && h("option", { value: "rollouts" }, "rollouts of a run"), models.length > 0 && h("option", { value: "sampled" }, "answers sampled now"));
+  const run = h("select", {}, written.map((r) => h("option", { value: r.id }, r.name)));
   const stage = h("input", { value: "rl", required: true });
+  const model = h("select", {}, models.map((m) => h("option", { value: m.id }, m.name)));
+  const temperature = h("input", { type: "number", value: 1, min: 0.1, max: 10, step: 0.1 });
+  const prompts = h("textarea", { rows: 3, placeholder: "One a line; none: those that the run knows" });
   const name = h("input", { placeholder: "for example: first-round", pattern: "[A-Za-z0-9_\\-]+", required: true });
   const count = h("input", { type: "number", value: 100, min: 1, max: 2000 });
   const said = h("div", { class: "error", hidden: true, role: "alert" });
-  const form = h("form", { class: "card stack" }, h("h2", {}, "Make comparisons from a run"), h("div", { class: "row" }, h("label", { class: "field" }, "Run", run), h("label", { class: "field" }, "Stage", stage), h("label", { class: "field" }, "Name", name), h("label", { class: "field" }, "Pairs", count), h("button", { class: "main", type: "submit" }, "Make")), said);
+  const make = h("button", { class: "main", type: "submit" }, "Make");
+  const field = (/** @type {string} */ title, /** @type {Node} */ node) => h("label", { class: "field" }, title, node);
+  const [from_run, sampled] = [h("div", { class: "row" }, field("Run", run), field("Stage", stage)), h("div", { class: "stack" }, h("div", { class: "row" }, field("Model", model), field("Temperature", temperature)), field("Prompts", prompts))];
+  function choose() {
+    const now = kind.value === "sampled";
+    [from_run.hidden, sampled.hidden, stage.disabled] = [now, !now, now];
+  }
+  const form = h("form", { class: "card stack" }, h("h2", {}, "Make comparisons"), h("div", { class: "row" }, field("Pairs of", kind), field("Name", name), field("Pairs", count)), from_run, sampled, h("div", { class: "row" }, make), said);
   form.addEventListener("submit", async (/** @type {Event} */ event) => {
     event.preventDefault();
+    said.hidden = make.disabled = true;
+    const shared = { name: name.value, count: Number(count.value) };
     try {
-      const made = await post("/api/label", { run: run.value, stage: stage.value, name: name.value, count: Number(count.value) });
+      const sent = kind.value === "sampled" ? { ...shared, model: model.value, temperature: Number(temperature.value), prompts: prompts.value.split("\n").map((/** @type {string} */ p) => p.trim()).filter(Boolean) } : { ...shared, run: run.value, stage: stage.value };
+      announce("the pairs are made");
+      const made = await post("/api/label", sent);
       dispatchEvent(new CustomEvent("studio-go", { detail: `/label/${made.id}` }));
     } catch (error) {
-      said.hidden = false;
+      said.hidden = make.disabled = false;
       said.textContent = /** @type {Error} */ (error).message;
     }
   });
+  choose();
   return form;
 }
 
@@ -56,12 +72,17 @@ export async function desk(main, [id]) {
   let busy = false;
   /** @type {number[]} */
   let ranking = [];
-  const order = h("select", { "aria-label": "Next pair", onchange: () => next() }, h("option", { value: "random" }, "in random order"), h("option", { value: "disagreement" }, "where reward models disagree"));
+  const order = h("select", { "aria-label": "Next pair", onchange: () => next().catch(fail) }, h("option", { value: "random" }, "in random order"), h("option", { value: "disagreement" }, "where the file says that reward models disagree"));
+  for (const r of await get("/api/label/scorers")) order.append(h("option", { value: r.id }, ...visible(`where reward models of ${r.name} disagree`)));
+  let later = 0;
   const body = h("div", { class: "stack" });
   fill(main, body);
 
   async function next() {
-    now = await get(`/api/label/${id}/next`, { annotator: who, order: order.value });
+    clearTimeout(later);
+    const wanted = order.value === "random" ? { order: "random" } : { order: "disagreement", run: order.value === "disagreement" ? "" : order.value };
+    now = await get(`/api/label/${id}/next`, { annotator: who, ...wanted });
+    if (!now.item && now.sampled?.running) later = window.setTimeout(() => next().catch(fail), 2000);
     ranking = [];
     since = performance.now();
     draw();
@@ -72,14 +93,21 @@ export async function desk(main, [id]) {
     const many = now.item && now.item.responses.length > 2;
     const names = many ? now.item.responses.map((/** @type {any} */ _, /** @type {number} */ n) => String(n + 1)) : ["←", "→"];
     fill(body, h("div", { class: "row between" }, h("h1", {}, visible(now.name)), h("div", { class: "row small" }, `labelled by ${who}: `, h("b", { class: "number", "data-done": now.done }, `${now.done} of ${now.items}`), order, h("button", { type: "button", onclick: () => named(true) }, "Another name"))),
-      h("div", { class: "progress" }, h("div", { style: { width: `${100 * share}%` } })),
+      h("div", { class: "progress" }, h("div", { style: { width: `${100 * share}%` } })), notes(),
       now.guidelines && h("details", { class: "card", open: true }, h("summary", {}, "Guidelines"), h("div", { class: "text" }, visible(now.guidelines))),
       now.item ? [
         h("section", { class: "card stack" }, h("h3", {}, "Prompt"), h("div", { class: "text", "data-prompt": true }, visible(now.item.prompt))),
         h("div", { class: "choices" }, now.item.responses.map((/** @type {string} */ text, /** @type {number} */ n) => h("button", { type: "button", class: `choice ${ranking.includes(n) ? "chosen" : ""}`, onclick: () => press(n) }, h("span", { class: "row between" }, h("kbd", {}, names[n]), many && ranking.includes(n) && h("b", {}, `place ${ranking.indexOf(n) + 1}`)), h("span", { class: "text" }, visible(text))))),
         h("div", { class: "row" }, many && h("button", { class: "main", type: "button", disabled: !ranking.length, onclick: () => vote(ranking) }, h("kbd", {}, "Enter"), "Done"), [["t", "Tie", "tie"], ["b", "Both bad", "bad"], ["s", "Skip", "skip"]].map(([key, text, word]) => h("button", { type: "button", onclick: () => vote(word) }, h("kbd", {}, key), text)), h("button", { type: "button", onclick: undo }, h("kbd", {}, "u"), "Undo"), h("input", { id: "comment", class: "grow", placeholder: "Comment (c)", "aria-label": "Comment", maxlength: 4000 })),
         many && h("p", { class: "dim small" }, "Press the numbers from the best to the worst, then Enter. You may stop after the best."),
-      ] : h("div", { class: "card empty" }, h("h2", {}, "All are labelled"), h("p", {}, "Thank you. ", h("a", { href: "/label" }, "See how far people agree."))));
+      ] : now.sampled?.running ? h("div", { class: "card empty" }, h("h2", {}, "More answers are being sampled"), h("p", {}, "The next pair comes in a moment.")) : h("div", { class: "card empty" }, h("h2", {}, "All are labelled"), h("p", {}, "Thank you. ", h("a", { href: "/label" }, "See how far people agree."))));
+  }
+  /** What goes on while people label. */
+  function notes() {
+    const parts = [];
+    if (now.sampled && (now.sampled.running || now.sampled.error)) parts.push(`${now.sampled.done} of ${now.sampled.total} pairs are sampled${now.sampled.error ? `; it ended: ${now.sampled.error}` : ""}`);
+    if (now.scored && now.scored.done < now.scored.total) parts.push(`reward models have scored ${now.scored.done} of ${now.scored.total} pairs`);
+    return parts.length ? h("p", { class: "small dim" }, visible(parts.join("; "))) : null;
   }
   function press(/** @type {number} */ n) {
     if (now.item.responses.length === 2) return vote([n]);
@@ -159,5 +187,5 @@ export async function desk(main, [id]) {
   document.addEventListener("keydown", keys);
   if (who) await next();
   else named();
-  return () => document.removeEventListener("keydown", keys);
+  return () => (clearTimeout(later), document.removeEventListener("keydown", keys));
 }

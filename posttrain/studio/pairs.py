@@ -1,0 +1,195 @@
+"""Pairs that models take part in, while people label: answers that are sampled on the spot, and the pairs on which reward models
+disagree. Each is the work of a thread, which asks `serve`; what is there so far can be labelled."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, islice
+from math import exp
+from pathlib import Path
+from statistics import fmean, pvariance
+
+from posttrain.data.labels import Item
+from posttrain.data.preferences import spoken
+from posttrain.errors import UserError
+from posttrain.studio.models import Server
+from posttrain.system.files import atomic_write
+from posttrain.types import JSON
+
+TOKENS = 512  # of an answer
+TRIES = 4  # until two answers to a prompt differ
+EACH = 8  # pairs, after which the file is written
+SCORED = 32  # items that are scored at once
+JOBS = 4  # threads at once
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a thread is, and why it has ended early."""
+
+    total: int
+    done: int = 0
+    error: str = ""
+    thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def tree(self) -> JSON:
+        return {
+            "total": self.total,
+            "done": self.done,
+            "error": self.error,
+            "running": self.running,
+        }
+
+    def start(self, work: Callable[[], None], seconds: float) -> None:
+        """Begin, and wait a little: often it is done by then."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except (UserError, OSError, ValueError) as error:
+                self.error = str(error)
+
+        self.thread = threading.Thread(target=guarded, daemon=True)
+        self.thread.start()
+        self.thread.join(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Two answers of one model to each of `prompts`, over and over until there are `count` pairs."""
+
+    server: Server
+    model: str
+    prompts: Sequence[str]
+    count: int
+    temperature: float
+
+    def write(self, file: Path, progress: Progress) -> None:
+        """Write the file anew with every few pairs."""
+        lines: list[str] = []
+        pairs = self.pairs(progress)
+        while some := [*islice(pairs, EACH)]:
+            lines += [json.dumps(row) + "\n" for row in some]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(file, "".join(lines))
+            progress.done = len(lines)
+        if not lines:
+            raise UserError("no two answers to one prompt differ; raise the temperature")
+
+    def pairs(self, progress: Progress) -> Iterator[JSON]:
+        for number in range(self.count):
+            prompt = self.prompts[number % len(self.prompts)]
+            said = [{"role": "user", "content": prompt}]
+            for attempt in range(TRIES):
+                options = {"temperature": self.temperature, "max_tokens": TOKENS, "n": 2}
+                options["seed"] = number * TRIES + attempt
+                two = {answer["text"] for answer in self.server.answers(self.model, said, options)}
+                if len(two) == 2:
+                    yield {"prompt": prompt, "responses": sorted(two), "model": self.model}
+                    break
+            else:
+                progress.total -= 1  # they were the same each time
+
+
+def score_items(
+    server: Server, items: Sequence[Item], found: dict[str, float], progress: Progress
+) -> None:
+    """How far the reward models of a server disagree on each item, into `found`, by its id."""
+    models = [name for name, kind in server.scorers().items() if kind == "reward_model"]
+    if not models:
+        raise UserError("this run has no reward model yet")
+    for start in range(0, len(items), SCORED):
+        some = items[start : start + SCORED]
+        asked = [
+            {"messages": _messages(item.prompt), "answer": spoken(response)}
+            for item in some
+            for response in item.responses
+        ]
+        by_model = [server.score(name, asked) for name in models]
+        scores = iter(zip(*by_model, strict=True))
+        for item in some:
+            members = [_members(one) for one in islice(scores, len(item.responses))]
+            found[item.id] = disagreement(members)
+        progress.done += len(some)
+
+
+def _messages(prompt: JSON) -> JSON:
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+
+
+def _members(scores: Sequence[Mapping[str, JSON]]) -> list[float]:
+    """What every reward model says of one answer: each member of an ensemble is one."""
+    found: list[float] = []
+    for score in scores:
+        if score.get("reward") is None:
+            raise UserError(f"a reward model gave no score: {score.get('failure')}")
+        parts = score.get("parts") or {}
+        each = [float(v) for name, v in sorted(parts.items()) if name.startswith("member/")]
+        found += each or [float(score["reward"])]
+    return found
+
+
+def disagreement(members: Sequence[Sequence[float]]) -> float:
+    """Of the scores of each response by every reward model: the variance of the difference between two responses over the models, or,
+    of one model, 0.5 - |p - 0.5| where p is the chance that it prefers the first; the mean over all pairs of responses.
+
+    >>> disagreement([[1.0, 0.0], [0.0, 1.0]]), disagreement([[1.0, 3.0], [0.0, 2.0]])
+    (1.0, 0.0)
+    >>> disagreement([[2.0], [2.0]]), round(disagreement([[4.0], [0.0]]), 3)
+    (0.5, 0.018)
+    """
+    values = []
+    for first, second in combinations(members, 2):
+        apart = [a - b for a, b in zip(first, second, strict=True)]
+        chance = 1 / (1 + exp(-max(-500.0, min(500.0, apart[0]))))
+        values.append(pvariance(apart) if len(apart) > 1 else 0.5 - abs(chance - 0.5))
+    return fmean(values)
+
+
+@dataclass(slots=True)
+class Background:
+    """The threads of a studio: files that are being sampled, and files that reward models of a run score, by id."""
+
+    sampled: dict[str, Progress] = field(default_factory=dict)
+    scored: dict[tuple[str, str], tuple[Progress, dict[str, float]]] = field(default_factory=dict)
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def running(self) -> int:
+        every = [*self.sampled.values(), *(progress for progress, _ in self.scored.values())]
+        return sum(progress.running for progress in every)
+
+    def sample(self, name: str, file: Path, work: Sampled, seconds: float) -> Progress:
+        with self.mutex:
+            self._room()
+            progress = self.sampled[name] = Progress(work.count)
+            progress.start(lambda: work.write(file, progress), seconds)
+        return progress
+
+    def score(
+        self,
+        key: tuple[str, str],
+        server: Callable[[], Server],
+        items: Sequence[Item],
+        seconds: float,
+    ) -> tuple[Progress, dict[str, float]]:
+        """What is known so far; what is new in the file is scored now."""
+        with self.mutex:
+            progress, found = self.scored.get(key) or (Progress(0), {})
+            new = [item for item in items if item.id not in found]
+            if not progress.running and new:
+                self._room()
+                progress = Progress(len(items), len(items) - len(new))
+                self.scored[key] = progress, found
+                progress.start(lambda: score_items(server(), new, found, progress), seconds)
+        return progress, found
+
+    def _room(self) -> None:
+        if self.running() >= JOBS:
+            raise UserError(f"{JOBS} files are being sampled or scored; wait for one")
