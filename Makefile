@@ -10,6 +10,10 @@ RAY := $(VENV)/ray
 ENVIRONMENTS := $(VENV)/environments
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Drives chromium; installed where chromium is.
+PLAYWRIGHT := $(BIN)/python -c 'import playwright, axe_playwright_python' 2>/dev/null || \
+	timeout 120 $(PIP_INSTALL) playwright axe-playwright-python
+
 # Two processes. A file stays in one of them, whose tests share models and runs; files keep their order, in which the last are short.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -62,6 +66,8 @@ demo: $(READY) ## train a small model on this machine and see it improve
 	@echo "look at it in a browser: $(BIN)/posttrain studio runs --open"
 
 test: $(READY) ## all tests but the slow ones, those for a GPU, and those of clusters and against peers
+	@command -v chromium >/dev/null && { $(PLAYWRIGHT); } || \
+		echo "the studio is not tested in a browser: chromium or playwright is missing ('make test-studio' installs them)"
 	@$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not slow and not peers and not studio and not cluster"
 
 test-cluster: $(RAY) ## runs in several processes and on a Ray cluster of two local nodes: every algorithm, kills, resumes at another number
@@ -79,8 +85,8 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 test-studio: $(READY) ## the studio in Debian's chromium, which is installed where that is possible
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends chromium; } || \
 		{ echo "the tests of the studio need chromium: as root, apt-get install chromium" >&2; exit 1; }
-	@$(PIP_INSTALL) playwright axe-playwright-python
-	@$(BIN)/python -m pytest -q -m studio tests/studio
+	@$(PLAYWRIGHT)
+	@$(BIN)/python -m pytest -q -m "studio or browser" tests/studio
 
 test-peers: $(PEERS) ## the same mathematics in other libraries
 	@$(BIN)/python -m pytest -q -m peers

@@ -102,3 +102,32 @@ def evaluation(directory: Path, stage: str, value: float) -> None:
     row |= {"values": [value], "outcomes": ["correct" if value else "wrong"], "solved": [bool(value)], "parts": [{}]}
     (folder / "problems.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "result.json").write_text(json.dumps({"accuracy": [value, 0.0, 1.0], "seconds": 1.0}))
+
+
+def hostile_run(directory: Path, mine: Sequence[str]) -> None:
+    """Texts as question, answer, response, tool output, name of a part, of a figure, of an outcome, and text of an alarm."""
+    with RunWriter.create(directory, {"format": 2, "name": mine[0], "stages": STAGES, mine[1]: mine[2]}) as writer:
+        writer.event("stage", {"stage": "rl"})
+        for n, text in enumerate(mine):
+            writer.event("alarm", {"stage": "rl", "step": n, "rule": text, "text": text, "level": "warning"})
+        for step in (39, 40):
+            writer.metrics("rl", step, {"reward": 0.5, **{f"x{text}": 1.0 for text in mine}})
+            rows = [rollout(n // GROUP, n % GROUP, text, 1.0, text) for n, text in enumerate(mine)]
+            writer.rollouts("rl", step, rows, None, arrays(rows))
+    folder = directory / "stages" / "before"
+    folder.mkdir(parents=True)
+    saved = [
+        {"question": text, "answer": text, "responses": [text], "values": [1.0], "outcomes": [text], "solved": [True]}
+        for text in mine
+    ]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
+    file = directory / "rollouts" / "rl" / "step-000040.jsonl"
+    said = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, text in zip(said, mine, strict=True):
+        row |= {
+            "parts": {text.replace('"', "'"): 1.0},
+            "outcome": text,
+            "role": text,
+            "conversation": [["given", text], ["sampled", text]],
+        }
+    file.write_text("".join(json.dumps(row) + "\n" for row in said))

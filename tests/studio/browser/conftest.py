@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs_for_tests import make_run
+
+from posttrain.studio.library import run_id
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 
@@ -83,6 +87,26 @@ class Visitor:
         while not self.page.evaluate(f"() => Boolean({true})"):
             assert time.monotonic() < end, f"not within {seconds} s: {true}"
             self.page.wait_for_timeout(30)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, and pairs to label."""
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "one")
+    make_run(root / "two", name="other")
+    (root / "labels").mkdir()
+    rows = [{"prompt": f"prompt {n}", "chosen": f"better {n}", "rejected": f"worse {n}"} for n in range(50)]
+    (root / "labels" / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture(scope="session")
+def paths(root: Path) -> list[str]:
+    """The address of every page."""
+    one, two = run_id(root / "one"), run_id(root / "two")
+    pages = ["", "/pipeline", "/rollouts", "/rollouts/rl/40/0", "/replay", "/review", "/hacking", "/settings"]
+    return ["/", f"/compare?runs={one},{two}", "/label", "/play", *(f"/run/{one}{page}" for page in pages)]
 
 
 @pytest.fixture(scope="session")

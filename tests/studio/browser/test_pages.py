@@ -1,4 +1,4 @@
-"""The studio in a real browser: every page, live updates, labelling by keyboard, hostile text, many runs, and an audit of access."""
+"""The studio in a real browser: live updates, models that answer, labelling, hostile text, many runs, and an audit of access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from payloads_for_tests import PAYLOADS
-from runs_for_tests import GROUP, STAGES, add_step, arrays, make_run, rollout
+from runs_for_tests import STAGES, add_step, hostile_run, make_run
 
 from posttrain import cli
 from posttrain.data.labels import Labels
@@ -19,32 +19,6 @@ from posttrain.runs.write import RunWriter
 from posttrain.studio.library import run_id
 
 pytestmark = pytest.mark.studio
-PAGES = ["", "/pipeline", "/rollouts", "/rollouts/rl/40/0", "/replay", "/review", "/hacking", "/settings"]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("runs")
-    make_run(root / "one")
-    make_run(root / "two", name="other")
-    (root / "labels").mkdir()
-    rows = [{"prompt": f"prompt {n}", "chosen": f"better {n}", "rejected": f"worse {n}"} for n in range(50)]
-    (root / "labels" / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return root
-
-
-def paths(root: Path) -> list[str]:
-    one, two = run_id(root / "one"), run_id(root / "two")
-    return ["/", f"/compare?runs={one},{two}", "/label", "/play", *(f"/run/{one}{page}" for page in PAGES)]
-
-
-def test_every_page_shows_itself_without_an_error(root: Path, serve: Any, visit: Any) -> None:
-    visitor = visit(serve(root))
-    for path in paths(root):
-        page = visitor.go(path)
-        page.wait_for_timeout(300)
-        assert page.locator(".error:visible").count() == 0, path
-    assert visitor.wrong == []
 
 
 def test_is_my_run_learning_is_answered_at_the_top(root: Path, serve: Any, visit: Any) -> None:
@@ -58,13 +32,13 @@ def test_is_my_run_learning_is_answered_at_the_top(root: Path, serve: Any, visit
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1360), ("dark", 390)])
-def test_pages_pass_an_audit_of_access(root: Path, serve: Any, visit: Any, theme: str, width: int) -> None:
+def test_pages_pass_an_audit_of_access(root: Path, paths: list[str], serve: Any, visit: Any, theme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python: make test-studio")
     visitor = visit(serve(root), color_scheme=theme)
     visitor.page.set_viewport_size({"width": width, "height": 900})
     script = (Path(axe.__file__).parent / "axe.min.js").read_text()
     found = []
-    for path in paths(root):
+    for path in paths:
         page = visitor.go(path)
         page.wait_for_timeout(300)
         page.evaluate(script)
@@ -205,41 +179,10 @@ def test_two_annotators_at_once_do_not_meet(tmp_path: Path, serve: Any, visit: A
     assert labels.report().annotators == {"ann": 8, "bob": 8} and all(len(vote.choice) == 3 for vote in labels.votes())
 
 
-def hostile_run(directory: Path, start: int, count: int) -> list[str]:
-    """Payloads as question, answer, response, tool output, name of a part, of a figure, of an outcome, and text of an alarm."""
-    mine = PAYLOADS[start : start + count]
-    with RunWriter.create(directory, {"format": 2, "name": mine[0], "stages": STAGES, mine[1]: mine[2]}) as writer:
-        writer.event("stage", {"stage": "rl"})
-        for n, text in enumerate(mine):
-            writer.event("alarm", {"stage": "rl", "step": n, "rule": text, "text": text, "level": "warning"})
-        for step in (39, 40):
-            writer.metrics("rl", step, {"reward": 0.5, **{f"x{text}": 1.0 for text in mine}})
-            rows = [rollout(n // GROUP, n % GROUP, text, 1.0, text) for n, text in enumerate(mine)]
-            writer.rollouts("rl", step, rows, None, arrays(rows))
-    folder = directory / "stages" / "before"
-    folder.mkdir(parents=True)
-    saved = [
-        {"question": text, "answer": text, "responses": [text], "values": [1.0], "outcomes": [text], "solved": [True]}
-        for text in mine
-    ]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
-    file = directory / "rollouts" / "rl" / "step-000040.jsonl"
-    said = [json.loads(line) for line in file.read_text().splitlines()]
-    for row, text in zip(said, mine, strict=True):
-        row |= {
-            "parts": {text.replace('"', "'"): 1.0},
-            "outcome": text,
-            "role": text,
-            "conversation": [["given", text], ["sampled", text]],
-        }
-    file.write_text("".join(json.dumps(row) + "\n" for row in said))
-    return mine
-
-
 def test_sixty_payloads_are_text_on_every_page(tmp_path: Path, serve: Any, visit: Any) -> None:
     assert len(PAYLOADS) >= 60
     for number in range(3):
-        hostile_run(tmp_path / ["<b>run", "run'onload=x", "run&amp;"][number], 20 * number, 20)
+        hostile_run(tmp_path / ["<b>run", "run'onload=x", "run&amp;"][number], PAYLOADS[20 * number : 20 * (number + 1)])
     (tmp_path / "labels").mkdir()
     rows = [{"prompt": text, "responses": [text, f"{text} "]} for text in PAYLOADS]
     (tmp_path / "labels" / "hostile.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
