@@ -461,16 +461,16 @@ class _Episodes:
             if tools is None:
                 return self.prompt(episode.draw)
             given = self.task.prompt(episode.problem)
-        items = () if given is None else tuple(given)
+        items: tuple[Any, ...] = () if given is None or isinstance(given, str) else tuple(given)
+        # by kind: to ask each of many ids for its own takes as long as a turn's decoding to text
+        if items and all(issubclass(kind, int | np.integer) for kind in set(map(type, items))):
+            return self.segment([*map(int, items)])
         messages = tuple(item for item in items if isinstance(item, Message))
         size = len(given) if isinstance(given, str) else sum(len(m.content) for m in messages)
         if size > MAX_GIVEN:
             raise ValueError(f"the task gives {size:,} characters at once, more than {MAX_GIVEN:,}")
         if isinstance(given, str):
             return self.segment(tokenizer(given, add_special_tokens=first)["input_ids"])
-        numbers = [int(item) for item in items if isinstance(item, int | np.integer)]
-        if items and len(numbers) == len(items):
-            return self.segment(numbers)
         if not messages or len(messages) < len(items):
             raise TypeError("generate takes messages, text or ids")
         last = episode.segments[-1] if episode.segments else None

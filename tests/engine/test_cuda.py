@@ -169,6 +169,18 @@ def test_the_pool_grows_and_keeps_what_it_holds(policy: Policy, monkeypatch: pyt
     assert pages_backend(engine).pages.pages > 1 + 2 + 6
 
 
+def test_a_history_that_grows_leaves_what_graphs_read_where_it_is(policy: Policy) -> None:
+    """Each turn adds a page to what is before the next one. Device memory that moved would throw every captured graph away."""
+    engine, states = Engine(policy), list[object]()
+    for turn in range(4):
+        engine.submit([Request((5,) * PAGE, turn, Sampling(4, min_new_tokens=4), n, turn, keep=True) for n in range(3)])
+        while not engine.poll():
+            pass
+        states.append(pages_backend(engine).state)
+    assert all(state is states[0] for state in states)
+    engine.close()
+
+
 def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:
     engine = Engine(policy, 4)
     requests = [Prompt((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 8)]
