@@ -391,11 +391,11 @@ class RemoteSampler:
         if not gone or not self.changing.acquire(timeout=CHANGING):
             return
         try:
-            self._replace()
+            self._replace_all()
         finally:
             self.changing.release()
 
-    def _replace(self) -> None:
+    def _replace_all(self) -> None:
         while gone := [worker for worker in self.workers if worker.gone]:
             self.deaths += len(gone)
             fine = self.deaths <= RESTARTS
