@@ -286,7 +286,7 @@ class Loop:
                     return True
         return True
 
-    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], None]) -> Update:
+    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], object]) -> Update:
         """One update; a replay looks at what it is made of."""
         return self.trainer.update(prepared, rate, meanwhile)
 

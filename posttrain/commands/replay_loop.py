@@ -237,12 +237,12 @@ class ReplayLoop(Loop):
         groups: Sequence[Group],
         metrics: list[Metric],
         arrays: list[TrainedArrays] | None,
-        meanwhile: Callable[[], None],
+        meanwhile: Callable[[], object],
     ) -> bool:
         self.rollouts = [rollout for group in groups for rollout in group.rollouts]
         return super().update(filled, rate, groups, metrics, arrays, meanwhile)
 
-    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], None]) -> Update:
+    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], object]) -> Update:
         self.updates += 1
         if (self.step + 1, self.updates) != (self.question.step, self.question.update):
             return super().apply(prepared, rate, meanwhile)
