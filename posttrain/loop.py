@@ -205,7 +205,7 @@ class Loop:
         write = shown and bool(groups)
         # then the first update has everything that is written
         written = arrays if write and algorithm.reuse.once else None
-        work = self.beside(step, groups, metrics, figures, written)
+        work = self.side_work(step, groups, metrics, figures, written)
         meanwhile = partial(next, work, None)
 
         if not filled.sequences:  # nothing was selected
@@ -226,7 +226,7 @@ class Loop:
         self.source.observe(groups)
         return figures | dict(merge(metrics)) | {"learning_rate": rate}
 
-    def beside(
+    def side_work(
         self,
         step: int,
         groups: Sequence[Group],
