@@ -1,14 +1,22 @@
 """The studio on a run of 1,000,000 metric points and 100,000 rollouts (1 GB): time to index it, to the first page, of a filter and of a
-search, and the server's memory. `python benchmarks/studio.py [FOLDER]` keeps the run in FOLDER; it prints one JSON line last."""
+search, and the server's memory. `python benchmarks/studio.py [FOLDER]` keeps the run in FOLDER; it prints one JSON line last.
+
+`python benchmarks/studio.py --many [COUNT]` makes 10,000 small runs and measures `posttrain studio` on them over HTTP: the first
+page of a server that has just been started, before and after the runs have an index, searches, and the memory of the process."""
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -82,8 +90,80 @@ def main(root: Path) -> None:
     print(json.dumps({"bytes": size, "seconds": seconds, "memory_mb": int(memory.split()[1]) // 1024}))
 
 
+def make_many(root: Path, count: int) -> None:
+    """Small runs in folders of 100, most of them finished."""
+    draw = random.Random(0)
+    stages = [{"stage": "rl", "name": "rl", "model": "tiny:nano", "steps": 20}]
+    config = yaml.safe_dump({"format": 2, "name": "small", "stages": stages})
+    for number in range(count):
+        directory = root / f"group-{number // 100}" / f"run-{number}"
+        directory.mkdir(parents=True)
+        (directory / "config.yaml").write_text(config)
+        began = 1.7e9 + 100 * number
+        rows = [
+            {"step": n, "stage": "rl", "attempt": 1, "time": began + n, "reward": n / 20 + draw.random()} for n in range(1, 21)
+        ]
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        kinds = ["open", "stage", *(["ended"] if number % 10 else [])]
+        events = [{"kind": kind, "time": began, "attempt": 1, "stage": "rl"} for kind in kinds]
+        (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+@contextmanager
+def studio(root: Path) -> Iterator[tuple[str, int]]:
+    """The address and the process of a studio that has just been started."""
+    command = [sys.executable, "-m", "posttrain", "studio", str(root), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1].rstrip("/")
+        try:
+            yield address, process.pid
+        finally:
+            process.terminate()
+
+
+def ask(address: str) -> Any:
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def many(root: Path, count: int) -> None:
+    make_many(root, count)
+    print("made", flush=True)
+    seconds: dict[str, float] = {}
+    for when in ("never seen", "indexed"):
+        with studio(root) as (address, process):
+            seconds[f"first page, {when}"] = timed(lambda: ask(f"{address}/api/runs"))
+            begun = time.perf_counter()
+            while when == "never seen" and ask(f"{address}/api/runs?status=waiting")["left"]:
+                pass  # a filter by status looks at all of them
+            if when == "never seen":
+                seconds["all are indexed"] = round(time.perf_counter() - begun, 1)
+                continue
+            for name, query in {
+                "again": "",
+                "search": "?text=run-777",
+                "label page": "/../label",
+                "models": "/../models",
+            }.items():
+                place = f"{address}/api/runs{query}".replace("/runs/..", "")
+                seconds[name] = timed(lambda place=place: ask(place))
+            begun = time.perf_counter()
+            while ask(f"{address}/api/runs?status=waiting")["left"]:
+                pass
+            seconds["by status"] = round(time.perf_counter() - begun, 1)
+            seconds["by status, again"] = timed(lambda: ask(f"{address}/api/runs?status=waiting"))
+            memory = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM"))
+            files = len([*Path(f"/proc/{process}/fd").iterdir()])
+            found = {"runs": count, "seconds": seconds, "memory_mb": int(memory.split()[1]) // 1024, "open_files": files}
+            print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] == ["--many"]:
+        with tempfile.TemporaryDirectory() as folder:
+            many(Path(folder), int(sys.argv[2]) if len(sys.argv) > 2 else 10_000)
+    elif len(sys.argv) > 1:
         main(Path(sys.argv[1]))
     else:
         with tempfile.TemporaryDirectory() as folder:

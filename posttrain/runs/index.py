@@ -174,8 +174,8 @@ class Index:
         held: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if held is None or self._local.of != self._inode():
             held = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
-            held.execute("PRAGMA journal_mode=WAL")
             held.execute("PRAGMA synchronous=OFF")  # it can be made anew
+            held.execute("PRAGMA journal_mode=WAL")
             held.execute("PRAGMA cache_size=-32000")
             self._local.connection, self._local.of = held, self._inode()
         return held
@@ -193,7 +193,8 @@ class Index:
         for suffix in ("", "-wal", "-shm"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         with closing(sqlite3.connect(self.path, timeout=WAIT)) as made:
-            made.executescript(f"{SCHEMA} PRAGMA user_version={VERSION};")
+            made.execute("PRAGMA synchronous=OFF")
+            made.executescript(f"BEGIN; {SCHEMA} COMMIT; PRAGMA user_version={VERSION};")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

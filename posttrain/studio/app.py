@@ -33,7 +33,7 @@ from posttrain.system.files import atomic_write
 STATIC = Path(__file__).parent / "static"
 PAGES = ("/", "/run/{rest:path}", "/compare", "/label", "/label/{rest:path}", "/play")
 POLL, PING = 1.0, 15.0  # seconds between two looks at a run, and between two signs of life
-TAGS = "tags.json"
+TAGS, ROWS = "tags.json", "rows.sqlite"
 STREAMS = 64  # that are open at once
 
 
@@ -86,8 +86,9 @@ def make_app(
     serve: str = "",
 ) -> Guard:
     """The application over the runs below `roots`."""
-    library = Library([Path(root) for root in roots])
-    studio = Studio(library, Jobs(home_of(library.roots[0])), Models(serve))
+    home = home_of(Path(roots[0]))
+    library = Library([Path(root) for root in roots], home / FOLDER / ROWS)
+    studio = Studio(library, Jobs(home), Models(serve))
     studio.token = token or studio.token
     routes: list[Any] = [Route(path, partial(_page, studio)) for path in PAGES]
     for part in (pages_runs, pages_rollouts, pages_replay, pages_label, pages_review):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
+import sqlite3
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from os.path import join
 from pathlib import Path
 
 from posttrain.errors import UserError
@@ -26,6 +30,10 @@ from posttrain.types import JSON
 
 DEPTH = 4  # folders below a root in which runs are looked for
 RESCAN = 2.0  # seconds between two searches for runs
+QUICK = 0.2  # seconds of a search that a request waits for
+SAVE_SECONDS = 2.0  # between two times that rows of the table are kept
+LABELS = "labels"  # a folder of files of comparisons
+VERSION = 1  # of the rows that are kept
 OPEN = 64  # indexes that are kept open
 LISTED = 50  # runs whose models are listed
 HEAD = b"ForSequenceClassification"  # in the configuration of a reward model
@@ -33,26 +41,67 @@ SPARK = 40  # points of a row's curve
 FILES = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.ROLLOUTS)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run directory as a search has found it."""
+
+    id: str
+    path: Path
+    shown: str  # from the folder that the studio was started on
+    changed: float
+    labels: bool  # whether it has a folder of comparisons
+
+
 @dataclass(slots=True)
 class Library:
-    """Runs by id. The id of a run is a hash of its place, so that a link to it stays good when the server is started again."""
+    """Runs by id. The id of a run is a hash of its place, so that a link to it stays good when the server is started again. Where there
+    are so many that a search takes long, it is done in a thread, and answers are given from the last one."""
 
     roots: Sequence[Path]
+    kept: Path | None = None  # a file for the rows of the table
     _found: dict[str, Path] = field(default_factory=dict)
-    _scanned: float = -RESCAN
+    _places: dict[Path, Place] = field(default_factory=dict)
+    _scanned: float = -math.inf
+    _took: float = 0.0  # seconds of the last search
+    _searching: bool = False
     _open: OrderedDict[str, Index] = field(default_factory=OrderedDict)
-    _rows: dict[str, tuple[JSON, JSON]] = field(default_factory=dict)
+    _rows: Rows = field(init=False)
     _mutex: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self._rows = Rows(self.kept)
 
     def runs(self, age: float = RESCAN) -> dict[str, Path]:
         """All runs, those that changed last first, as of so many seconds ago."""
         with self._mutex:
-            if time.monotonic() - self._scanned > age:
-                found = [path for root in self.roots for path in _walk(root, DEPTH)]
-                found.sort(key=_changed, reverse=True)
-                self._found = {run_id(path): path for path in found}
-                self._scanned = time.monotonic()
+            since = time.monotonic() - self._scanned
+            if age == 0 or since == math.inf or (self._took < QUICK and since > age):
+                self._search()
+            elif since > max(age, 10 * self._took) and not self._searching:
+                self._searching = True
+                threading.Thread(target=self._search, daemon=True).start()
             return self._found
+
+    def _search(self) -> None:
+        began = time.monotonic()
+        found = [
+            place
+            for root in self.roots
+            for place in _walk(str(root), str(root.resolve()), "", DEPTH)
+        ]
+        found.sort(key=lambda place: place.changed, reverse=True)
+        with self._mutex:
+            self._found = {place.id: place.path for place in found}
+            self._places = {place.path: place for place in found}
+            self._scanned = time.monotonic()
+            self._took, self._searching = self._scanned - began, False
+
+    def with_labels(self) -> list[Path]:
+        """The runs that have a folder of comparisons."""
+        runs = self.runs()
+        return [
+            path for path in runs.values() if path in self._places and self._places[path].labels
+        ]
 
     def index(self, name: str) -> Index:
         """The index of the run with this id."""
@@ -71,11 +120,12 @@ class Library:
     def row(self, name: str) -> JSON:
         """One line of the table of runs; computed again only where files have changed, or while the run is live."""
         path = self.runs()[name]
-        mark = [_stamp(path / file) for file in (*FILES[:4], f"{layout.LOCK}.holder")]
-        held = self._rows.get(name)
-        if held is None or held[0] != mark or held[1]["status"]["kind"] == "live":
-            self._rows[name] = held = mark, self._row(name, path)
-        return held[1]
+        mark = [*(_stamp(f"{path}/{file}") for file in (*FILES[:4], f"{layout.LOCK}.holder"))]
+        held = self._rows.get(name, mark)
+        if held is None or held["status"]["kind"] == "live":
+            held = self._row(name, path)
+            self._rows.put(name, mark, held)
+        return held
 
     def _row(self, name: str, path: Path) -> JSON:
         shown = {"id": name, "name": path.name, "folder": self.place(path)}
@@ -126,42 +176,100 @@ class Library:
 
     def place(self, path: Path) -> str:
         """Where a run is, from the folder that the studio was started on."""
-        for root in self.roots:
-            with suppress(ValueError):
-                return str(path.resolve().relative_to(root.resolve()))
-        return path.name
+        held = self._places.get(path)
+        return held.shown if held else path.name
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of the table of runs, with what the files were like when each was made; kept in a file, where there is a place for one, so
+    that a server which is started again need not look into every run."""
+
+    file: Path | None
+    _held: dict[str, tuple[str, JSON]] = field(default_factory=dict)
+    _new: dict[str, tuple[str, JSON]] = field(default_factory=dict)
+    _saved: float = -math.inf
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        with suppress(sqlite3.Error, OSError, ValueError):
+            for name, mark, row in self._execute("SELECT id, mark, row FROM rows"):
+                self._held[name] = mark, json.loads(row)
+
+    def get(self, name: str, mark: JSON) -> JSON:
+        held = self._held.get(name)
+        return held[1] if held is not None and held[0] == json.dumps(mark) else None
+
+    def put(self, name: str, mark: JSON, row: JSON) -> None:
+        with self._mutex:
+            self._held[name] = self._new[name] = json.dumps(mark), row
+            if time.monotonic() - self._saved > SAVE_SECONDS:
+                self._save()
+
+    def _save(self) -> None:
+        rows = [(name, mark, json.dumps(row)) for name, (mark, row) in self._new.items()]
+        with suppress(sqlite3.Error, OSError):  # a folder that others own, a full disk
+            self._execute("INSERT OR REPLACE INTO rows VALUES(?, ?, ?)", rows)
+        self._new.clear()
+        self._saved = time.monotonic()
+
+    def _execute(self, sql: str, rows: Sequence[Sequence[str]] = ()) -> list[tuple[str, ...]]:
+        if self.file is None:
+            return []
+        self.file.parent.mkdir(exist_ok=True)
+        with closing(sqlite3.connect(self.file, timeout=5)) as connection, connection:
+            connection.execute("PRAGMA synchronous=OFF")  # it can be made anew
+            if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+                connection.execute("DROP TABLE IF EXISTS rows")
+                connection.execute("CREATE TABLE rows(id TEXT PRIMARY KEY, mark TEXT, row TEXT)")
+                connection.execute(f"PRAGMA user_version={VERSION}")
+            done = connection.executemany(sql, rows) if rows else connection.execute(sql)
+            return done.fetchall()
 
 
 def run_id(path: Path) -> str:
-    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    return _hashed(str(path.resolve()))
 
 
-def _walk(folder: Path, depth: int) -> list[Path]:
-    """Run directories below a folder, without those within a run, those in hidden folders, and those with files that lie elsewhere."""
-    if (folder / layout.CONFIG).is_file():
-        links = [name for name in FILES if (folder / name).is_symlink()]
-        return [] if links or not (folder / layout.EVENTS).is_file() else [folder]
+def _hashed(resolved: str) -> str:
+    return hashlib.sha256(resolved.encode()).hexdigest()[:12]
+
+
+def _walk(folder: str, resolved: str, shown: str, depth: int) -> list[Place]:
+    """Run directories below a folder, without those within a run, those in hidden folders, and those with files that lie elsewhere.
+    Links to folders are not followed, so that a folder is where its name says."""
+    try:
+        with os.scandir(folder) as listed:
+            entries = {entry.name: entry for entry in listed}
+    except OSError:
+        return []
+    config, events = entries.get(layout.CONFIG), entries.get(layout.EVENTS)
+    if config is not None and config.is_file():
+        links = any(entries[name].is_symlink() for name in FILES if name in entries)
+        if links or events is None or not events.is_file():
+            return []
+        files = [entry for entry in (events, entries.get(layout.METRICS)) if entry is not None]
+        changed = max(map(_modified, files))
+        return [Place(_hashed(resolved), Path(folder), shown or ".", changed, LABELS in entries)]
     if depth == 0:
         return []
-    with suppress(OSError):
-        inner = [
-            e
-            for e in os.scandir(folder)
-            if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
-        ]
-        return [run for entry in inner for run in _walk(Path(entry.path), depth - 1)]
-    return []
+    return [
+        place
+        for name, entry in entries.items()
+        if not name.startswith(".") and entry.is_dir(follow_symlinks=False)
+        for place in _walk(join(folder, name), join(resolved, name), join(shown, name), depth - 1)
+    ]
 
 
-def _changed(path: Path) -> float:
+def _modified(entry: os.DirEntry[str]) -> float:
     with suppress(OSError):
-        return max((path / layout.EVENTS).stat().st_mtime, _stamp(path / layout.METRICS)[0] / 1e9)
+        return entry.stat().st_mtime
     return 0.0
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: str) -> tuple[int, int]:
     with suppress(OSError):
-        stat = path.stat()
+        stat = os.stat(path)
         return stat.st_mtime_ns, stat.st_size
     return 0, 0
 

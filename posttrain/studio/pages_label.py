@@ -21,7 +21,7 @@ from posttrain.data.preferences import spoken
 from posttrain.errors import UserError, require
 from posttrain.runs.index import Filter, Index
 from posttrain.runs.status import WAITING, status
-from posttrain.studio.library import require_stage, run_id
+from posttrain.studio.library import LABELS, require_stage, run_id
 from posttrain.studio.pages_rollouts import prompts_of
 from posttrain.studio.pairs import Background, Sampled
 from posttrain.studio.replies import Handler, Missing, body, reply, route, text_of, word
@@ -31,7 +31,6 @@ from posttrain.types import JSON
 if TYPE_CHECKING:
     from posttrain.studio.app import Studio
 
-FOLDER = "labels"  # of files of comparisons
 PAIRS = 2000  # that are made of one run
 WAIT_SECONDS = 3.0  # in a request, for what is sampled or scored; the rest goes on without it
 GUIDELINES = "guidelines.txt"
@@ -57,10 +56,10 @@ class Desk:
 
     def sources(self) -> dict[str, Source]:
         """Files of comparisons in the folders `labels`, of the studio's own and of each run."""
-        runs = self.studio.library.runs().values()
+        runs = self.studio.library.with_labels()
         found = []
         for owner in (*self.studio.library.roots, *runs):
-            folder = owner / FOLDER
+            folder = owner / LABELS
             of_run = owner in runs
             for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
                 if not file.name.endswith(".labels.jsonl") and not file.is_symlink():
@@ -219,7 +218,7 @@ async def _create(desk: Desk, request: Request) -> Response:
         "a name has letters, digits, - and _",
     )
     require(isinstance(count, int) and 0 < count <= PAIRS, f"count must be a number up to {PAIRS}")
-    file = desk.studio.home / FOLDER / f"{name}.jsonl"
+    file = desk.studio.home / LABELS / f"{name}.jsonl"
     require(not file.exists(), f"there is a file {name} already")
     if "model" in sent:
         return await run_in_threadpool(_sample, desk, sent, file, int(count))
